@@ -1,5 +1,6 @@
-"""`python -m parallel101`, and `torchrun … -m parallel101 run --record DIR train.py`: the same
-command line as `parallel101`.
+"""`python -m parallel101`: the same command line as `parallel101`.
+
+torchrun needs it: `torchrun … -m parallel101 run --record DIR train.py`.
 """
 
 import sys

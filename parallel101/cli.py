@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 for success, 1 for failure. Wrong arguments
-    exit with status 2.
+    """Run one command, and return the exit status.
+
+    It is 0 for success and 1 for failure. Wrong arguments exit with status 2.
     """
     _escape_unsupported_characters()
     try:
@@ -63,8 +64,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _discard_further_output() -> None:
-    """Redirect stdout to nowhere: Python flushes it once more when it exits, and would report
-    the same error again.
+    """Redirect stdout to nowhere.
+
+    Python flushes it once more when it exits, and would report the same error again.
     """
     # stdout may be an object without a file descriptor
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -72,8 +74,9 @@ def _discard_further_output() -> None:
 
 
 def _escape_unsupported_characters() -> None:
-    r"""If the output's encoding lacks a character (with LC_ALL=C it lacks ✓), print its escape,
-    such as \u2713.
+    r"""Print an escape for a character that the output's encoding lacks.
+
+    With LC_ALL=C it lacks ✓, for example.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not None, as in a daemon, and not a notebook's stream
@@ -322,8 +325,9 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _import_no_grammars() -> None:
-    """Leave out a module for URLs, which nbformat imports by way of jsonschema and never uses:
-    its grammars take two seconds.
+    """Leave out a module for URLs, whose grammars take two seconds.
+
+    nbformat imports it by way of jsonschema and never uses it.
     """
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
@@ -378,8 +382,9 @@ def _script(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _run_here(args: argparse.Namespace, script: Script) -> int:
-    """Start the ranks, and show the record of the run, also if it failed or was stopped with
-    Ctrl-C.
+    """Start the ranks, and show the record of the run.
+
+    This is also done if the run failed or was stopped with Ctrl-C.
     """
     from parallel101 import launch
     from parallel101.ranks.script import free_port, run_script

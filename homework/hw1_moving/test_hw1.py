@@ -460,8 +460,9 @@ SCATTER = Exercise(
 
 
 def gather_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
-    """The higher a rank, the earlier it calls: the messages arrive in another order than that
-    of the ranks.
+    """A gather in which messages do not arrive in the order of the ranks.
+
+    The higher a rank, the earlier it calls.
     """
     n = len(xs)
     expected = [torch.cat(list(xs)) if rank == root else None for rank in range(n)]
@@ -504,8 +505,9 @@ def others_at_root(case: Case) -> list[int]:
 
 
 def each_once_at_root(trial: Trial) -> str | None:
-    """At the root nothing arrives twice; on the way to it, at most as much is sent as when each
-    rank passes all it has to the next.
+    """At the root nothing arrives twice.
+
+    On the way to it, at most as much is sent as when each rank passes all it has to the next.
     """
     n, root, nbytes = trial.world_size, trial.case.facts["root"], trial.case.facts["xs"][0].nbytes
     if (got := received(trial)[root]) > (n - 1) * nbytes + 64 * n:

@@ -119,9 +119,7 @@ def not_divided(trial: Trial) -> bool:
 
 
 def remainder_dropped(trials: Sequence[Trial]) -> bool:
-    """Right in the elements that n equal chunks hold, and wrong in the rest, or without the
-    rest.
-    """
+    """Right in the elements that n equal chunks hold, and wrong in the rest, or without it."""
     wrong = failed(trials)
     whole = [
         trial
@@ -338,11 +336,11 @@ DOUBLING_ALL_REDUCE = Exercise(
         value("every rank returns the sum", keeps="x"),
         bytes_sent(
             doubling_bytes,
-            "no rank sends more than log₂ n times x (once more if n is no power of two)",
+            "no rank sends more than log₂ n times x (once more if n isn't a power of two)",
         ),
         steps(
             lambda case: log2_down(case.world_size) + (0 if power_of_two(case.world_size) else 2),
-            "log₂ n steps (⌊log₂ n⌋ + 2 if n is no power of two)",
+            "log₂ n steps (⌊log₂ n⌋ + 2 if n isn't a power of two)",
             slack=lambda case: log2_down(case.world_size),
         ),
     ),

@@ -51,9 +51,9 @@ def through_one_rank(trials: Sequence[Trial]) -> bool:
 
 
 def by_step(trials: Sequence[Trial]) -> bool:
-    """What arrives in step s lies in slot s or s + 1, on every rank.
+    """What arrives in step s is in slot s or s + 1, on every rank.
 
-    The rank's own x may lie anywhere.
+    The rank's own x may be anywhere.
     """
     wrong = [trial for trial in failed(trials) if trial.world_size > 2]
     return bool(wrong) and all(

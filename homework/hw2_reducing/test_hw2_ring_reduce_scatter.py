@@ -71,9 +71,7 @@ def all_then_slice(trials: Sequence[Trial]) -> bool:
 
 
 def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
-    """Right, but one rank receives more than a whole x while another gets no more than its own
-    rows.
-    """
+    """Right, but one rank receives more than a whole x, and another only its own rows."""
     large = several_ranks(trials, least=3)
     return bool(large) and all(
         right(t)

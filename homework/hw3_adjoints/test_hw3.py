@@ -215,9 +215,7 @@ def too_many_bytes(trial: Trial) -> str | None:
 
 
 def gradients(trials: Sequence[Trial]) -> list[tuple[Trial, int, Any, Any]]:
-    """Each wrong gradient of a run that ended: trial, rank, what was found and what was
-    expected.
-    """
+    """Each wrong gradient of a run that ended: trial, rank, found and expected values."""
     return [
         (trial, rank, found, expected)
         for trial in trials
@@ -241,9 +239,7 @@ def is_sum(trial: Trial, found: Any) -> bool:
 
 
 def costs_an_all_reduce(trials: Sequence[Trial]) -> bool:
-    """Whether the values are right, for about the bytes of an all-reduce where half of them
-    would do.
-    """
+    """Whether the values are right, but cost an all-reduce where half the bytes would do."""
     large = [
         trial
         for trial in trials
@@ -479,7 +475,7 @@ EXERCISES = [
         "9d",
         gather,
         (
-            "Where in the root's y does this rank's x stand?",
+            "Where in the root's y is this rank's x?",
             "x of rank r is block r of y. So its gradient is block r of the root's g.",
             "Scatter the n blocks of g (g.chunk(n)) from the root.",
         ),

@@ -173,8 +173,9 @@ def under_the_cap() -> Check:
 
 
 def own_order(trials: Sequence[Trial]) -> bool:
-    """Wrong only where the ranks' orders differ: buckets of other sizes meet, or values of
-    other gradients are added.
+    """Wrong only where the ranks' orders differ.
+
+    Then buckets of other sizes meet, or values of other gradients are added.
     """
     several = [trial for trial in trials if trial.world_size > 1]
     wrong = [trial for trial in several if not right(trial)]
@@ -248,7 +249,7 @@ def dict_times_n(trials: Sequence[Trial]) -> bool:
 
 OWN_ORDER = Misconception(
     "order that differs between ranks",
-    "Each rank fills its buckets in its own order. An all-reduce adds what lies at the same place, "
+    "Each rank fills its buckets in its own order. An all-reduce adds what is at the same place, "
     "so different gradients are added to each other, or buckets of different sizes meet.",
     own_order,
 )

@@ -87,8 +87,9 @@ def naive_bytes(case: Case) -> list[int]:
 
 
 def naive_least(case: Case) -> list[int]:
-    """A rank receives at least the sum of the others' gradients in each step; all but rank 0
-    also the first weights.
+    """A rank receives at least the sum of the others' gradients in each step.
+
+    All but rank 0 also receive the first weights.
     """
     n, facts = case.world_size, case.facts
     if n == 1:
@@ -105,9 +106,7 @@ bytes_check = bytes_sent(
 
 
 def tied_twice(trials: Sequence[Trial]) -> bool:
-    """Only tied weights are wrong, all the rest is right; or all is right, and the tied
-    weights' bytes were sent once more.
-    """
+    """Only tied weights are wrong, or all is right and their bytes were sent once more."""
     tied = [t for t in trials if t.error is None and t.world_size > 1 and t.case.facts["tied"]]
     others = [t for t in trials if t.error is None and not t.case.facts["tied"]]
     if not tied or not all(right(t) and bytes_check.wrong(t) is None for t in others):

@@ -248,14 +248,14 @@ EVERY_MICROBATCH = Misconception(
     "synchronises every microbatch",
     (
         "Gradients are all-reduced after each microbatch. They are complete only after the last "
-        "one: everything before is sent in vain."
+        "one: everything before is sent for nothing."
     ),
     every_microbatch,
 )
 WAITS_AT_ONCE = Misconception(
     "async, then wait at once",
     "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at once. "
-    "Backward stands still meanwhile, so no message is hidden.",
+    "Backward waits meanwhile, so no message is hidden.",
     waits_at_once,
 )
 AFTER_BACKWARD = Misconception(

@@ -182,9 +182,7 @@ def slack(case: Case) -> int:
 
 
 def least(case: Case) -> list[int]:
-    """A rank needs at least the others' part of the gradients of its pieces, and the others'
-    pieces.
-    """
+    """A rank needs the others' part of the gradients of its pieces, and the others' pieces."""
     n = case.world_size
     return [STEPS * (n - 1) * WHOLE // n - 64 if n > 1 else 0] * n
 
@@ -211,8 +209,9 @@ def state_bytes(trial: Trial) -> list[int]:
 
 
 def optimizer_is_sharded() -> Check:
-    """1/n of the momentum, and one parameter more; all ranks' together are the momentum of the
-    whole model, in whatever order.
+    """Each rank holds 1/n of the momentum, and at most one parameter more.
+
+    Together the ranks hold the momentum of the whole model, in any order.
     """
 
     def wrong(trial: Trial) -> str | None:
@@ -288,9 +287,11 @@ def first_norms(trial: Trial) -> list[float] | None:
 
 
 def local_norm(trials: Sequence[Trial]) -> bool:
-    """Wrong only where gradients are clipped: each rank's piece has the norm to which the whole
-    should be clipped; or each rank clipped
-    its own gradient before the mean was taken."""
+    """Wrong only where gradients are clipped.
+
+    Each rank's piece has the norm to which the whole should be clipped, or each rank clipped its
+    own gradient before the mean was taken.
+    """
     wrong = [trial for trial in failed(trials) if trial.error is None]
     if not wrong or any(
         math.isinf(trial.case.facts["max_norm"]) or trial.world_size == 1 for trial in wrong

@@ -55,8 +55,9 @@ def draw_weights(width: int, hidden: int, seed: int) -> list[Tensor]:
 def gelu_of_partial_sums(
     x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, n: int
 ) -> list[Tensor]:
-    """The first layer cut by its inputs, with GELU on each rank's partial sum; the biases on
-    every rank, on one rank, or in parts.
+    """The first layer cut by its inputs, with GELU on each rank's partial sum.
+
+    The biases are on every rank, on one rank, or in parts.
     """
     partial = [
         F.linear(mine, block) for mine, block in zip(x.tensor_split(n, 1), w1.tensor_split(n, 1))

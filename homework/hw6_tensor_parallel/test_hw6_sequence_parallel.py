@@ -91,9 +91,7 @@ def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> C
         )
 
     def dx_of_own(rank: int) -> Tensor:
-        """The gradient of this rank's x if its MLP's part of dX is cut, and not summed over the
-        ranks.
-        """
+        """The gradient of this rank's x if its MLP's part of dX is cut and not summed."""
         (part,) = gradients_of(
             lambda normed: (mlp(normed, *blocks[rank], 0 * b2) * c).sum(), normed
         )

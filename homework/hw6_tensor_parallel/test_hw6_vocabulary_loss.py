@@ -76,8 +76,9 @@ def vocabulary_case(
 
 
 def vocabulary_mistakes(logits: Tensor, targets: Tensor, n: int) -> dict[str, list[Tensor]]:
-    """The losses that usual mistakes give. m: each rank's own maximum, s: its sum of
-    exponentials, t: the target's logit.
+    """The losses that usual mistakes give.
+
+    m is each rank's own maximum, s its sum of exponentials, and t the target's logit.
     """
     blocks = logits.tensor_split(n, 1)
     m = [block.amax(1) for block in blocks]

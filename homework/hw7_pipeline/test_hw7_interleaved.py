@@ -174,7 +174,7 @@ ALL_FORWARDS = Misconception(
 
 
 def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
-    """It waits for ever as soon as a rank has several chunks, and only then."""
+    """It waits forever as soon as a rank has several chunks, and only then."""
     stuck = {
         t.case.facts["chunks"] > 1
         for t in trials

@@ -23,8 +23,9 @@ from parallel101.grade.pipeline_exercises import (
 
 
 def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> bool:
-    """Whether each rank of each run with many microbatches held exactly so many, which is more
-    than P − rank somewhere.
+    """Whether each rank of each run with many microbatches held exactly so many.
+
+    Somewhere that is more than P − rank.
     """
     many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
     return bool(many) and all(
@@ -43,8 +44,9 @@ RENAMED = Misconception(
 
 
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
-    """One forward too many or too few before the first backward, on some rank that should have
-    more than one.
+    """One forward too many or too few before the first backward.
+
+    It is on some rank that should have more than one.
     """
     many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
     return bool(many) and all(

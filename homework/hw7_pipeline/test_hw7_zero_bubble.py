@@ -63,7 +63,7 @@ class SplitStage:
 
 
 class MarkedSGD(torch.optim.SGD):
-    """SGD whose step stands in the record."""
+    """SGD whose step is in the record."""
 
     def step(self, closure: Any = None) -> Any:
         with span("optimizer step"):
@@ -124,8 +124,9 @@ EARLY_STEP = Misconception(
 
 
 def _never_apart(trials: Sequence[Trial]) -> bool:
-    """Whether every weight gradient comes right after its input gradient, on every rank of runs
-    with several stages.
+    """Whether every weight gradient comes right after its input gradient.
+
+    That is on every rank, in runs with several stages.
     """
     order = {
         (number, rank): [

@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
     label: str
     stripes: tuple[int, ...]  # the ranks whose data it may hold
     elements: int  # how many
-    mixed: bool = False  # it stands for sums of elements of different positions
+    mixed: bool = False  # it is a sum of elements of different positions
 
 
 class Chunks(NamedTuple):

@@ -65,7 +65,7 @@ class CriticalPath(NamedTuple):
         return sum((s.end - s.start for s in self.segments if kind in (None, s.kind)), 0.0)
 
     def __str__(self) -> str:
-        """What lies on the path: "6 messages with 96 B take 6 s, compute 2 s"."""
+        """What is on the path: "6 messages with 96 B take 6 s, compute 2 s"."""
         count = self.messages
         parts = [
             (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 Link = tuple[int, int]  # (src, dst)
-# the ranks of a group, and the axis of the mesh along which they lie
+# the ranks of a group, and the axis of the mesh along which they are
 GroupOnAxis = tuple[tuple[int, ...], str | None]
 
 
@@ -220,7 +220,7 @@ def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
 
 
 def _in_row(order: list[int], ranks: Sequence[int], columns: int) -> bool | None:
-    """True if these ranks lie in one row, False if in one column, None if in neither."""
+    """True if these ranks are in one row, False if in one column, None if in neither."""
     rows, across = (
         {place(order.index(rank)) for rank in ranks}
         for place in (lambda i: i // columns, lambda i: i % columns)

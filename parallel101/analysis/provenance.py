@@ -31,7 +31,7 @@ _LARGEST = {torch.int64: 2**63 - 1, torch.float64: 2**53}
 Mark = tuple[int, ...]
 # a mark can name so many buffers of a rank, and so many elements of each
 BUFFERS, LONGEST = 32, 256
-# a mark is a negative number that lies so far below all sums of origins
+# a mark is a negative number that is so far below all sums of origins
 _FAR = {torch.int64: 2**62, torch.float64: 2**52}
 
 
@@ -222,7 +222,7 @@ def _code(position: int, world_size: int) -> int:
 def _term(value: float, world_size: int) -> ElementOrigin | None:
     """What one value holds.
 
-    If it is no sum of origins, it may be such a sum divided by a whole number.
+    If it isn't a sum of origins, it may be such a sum divided by a whole number.
     """
     if (
         isinstance(value, bool)

@@ -2,12 +2,12 @@
 
 That is their order, their place, their factor, or elements that were lost.
 
-    an all-gather returns    c b a        order: the parts lie in the order c, b, a
+    an all-gather returns    c b a        order: the parts are in the order c, b, a
     a reduce-scatter, rank 0     b        place: rank 0 ends with chunk b, which is rank 1's part
     a mean of 4 ranks       x/16          factor: 1/16 of the sum; the mean is 1/4 of it
     of 10 elements, returned     8        lost: 2 elements are in no result
 
-The chunks say which data a rank has. This file looks at each element: where in the result it lies,
+The chunks say which data a rank has. This file looks at each element: where in the result it is,
 and what it was divided by.
 """
 
@@ -38,7 +38,9 @@ class Fault(NamedTuple):
     # of `origins`)
     times: int
     holders: tuple[int, ...]  # the ranks that ended with it
-    origins: tuple[int, ...]  # whose data it is; of "order": the chunks as they lie in the result
+    origins: tuple[
+        int, ...
+    ]  # whose data it is; of "order": the chunks in their order in the result
 
 
 def value_faults(replay: Replay, operation: str) -> list[Fault]:
@@ -139,7 +141,7 @@ def _chunk_of(replay: Replay, rank: int) -> list[int]:
 
 
 def _places(replay: Replay, keys: dict[int, list[ElementKey]], operation: str) -> list[Fault]:
-    """Parts that lie on another rank than their own. The parts belong to the ranks in order."""
+    """Parts that are on another rank than their own. The parts belong to the ranks in order."""
     if operation not in ("scatter", "reduce-scatter", "all-to-all"):
         return []
     first = {

@@ -36,7 +36,7 @@ def tolerance(x: Tensor) -> float:
 def term_counts(
     block: Tensor, terms: Sequence[Tensor], expected: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """How often each term is in the block; None if it is no sum of them.
+    """How often each term is in the block; None if it isn't a sum of them.
 
     Args:
         block: on one rank.

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel101.analysis.provenance import BUFFERS, LONGEST, flat_values, marks_of
 
-# where in a rank's result each of its buffers lies: the buffer's number, the position of its first
+# where in a rank's result each of its buffers is: the buffer's number, the position of its first
 # element
 Places = dict[int, int]
 
@@ -67,7 +67,7 @@ class MarkUnwritten(TorchFunctionMode):
         return result
 
     def places(self, result: object) -> Places:
-        """Where in the result each buffer lies, as far as its contents tell."""
+        """Where in the result each buffer is, as far as its contents tell."""
         values, found = flat_values(result), {}
         for number, buffer in enumerate(self.buffers if values else ()):
             content = buffer.flatten().tolist()

@@ -1,7 +1,7 @@
 """The verdict on a run: which collective it was, and what is wrong with its result.
 
 A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's
-data in every chunk, once, and each element lies where it belongs. Any other result is described as
+data in every chunk, once, and each element is where it belongs. Any other result is described as
 it is, with the data that is in a sum twice or missing from it, or with what is wrong with its
 order, place or factor.
 """
@@ -31,7 +31,7 @@ class Verdict:
     def _candidate(self) -> str | None:
         """The collective after which the ranks hold the chunks that they hold.
 
-        Where in the results these lie is not looked at.
+        Their places in the results are not looked at.
         """
         replay = self.replay
         n, whole = len(replay.ranks), set(range(len(replay.chunks)))

@@ -1,5 +1,6 @@
-"""Prints the results as they are measured, and keeps them as Markdown, with the date, the
-machine and the versions.
+"""Prints the results as they are measured, and keeps them as Markdown.
+
+The Markdown begins with the date, the machine and the versions.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class BenchmarkReport:
         self._print(f"{text}\n")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """A Markdown table. `rows` may be a generator: each row is printed as soon as it is
-        measured.
+        """Add a Markdown table.
+
+        `rows` may be a generator: each row is printed as soon as it is measured.
         """
         self._print(f"| {' | '.join(head)} |")
         self._print("|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(head))) + "|")

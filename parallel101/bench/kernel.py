@@ -1,6 +1,4 @@
-"""A fresh kernel, as a learner's notebook has it: runs cells and says when they had shown what
-they show.
-"""
+"""A fresh kernel, as a learner's notebook has it: runs cells and measures when they are done."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Measures how long it takes to start four ranks and get their first result: launch against
-torch.multiprocessing.spawn.
+"""Measures how long it takes to start four ranks and get their first result.
+
+launch is compared with torch.multiprocessing.spawn.
 """
 
 from __future__ import annotations

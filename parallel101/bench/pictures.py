@@ -113,8 +113,9 @@ def row(
     peer: str = "",
     theirs: Sequence[float] = (),
 ) -> TableRow:
-    """A row of the table. Frames per second must be as many as `limit`, everything else must be
-    at most that.
+    """A row of the table.
+
+    Frames per second must be at least `limit`, and everything else at most that.
     """
     measured = statistics.median(ours)
     kept = round(measured) >= limit if unit == "frames/s" else measured <= limit
@@ -168,8 +169,9 @@ def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
 
 
 def contributions(run: Run) -> list[np.ndarray]:
-    """From how many ranks there is data in each chunk of each rank: ranks × chunks, at the
-    start and after each step.
+    """The number of ranks whose data is in each chunk of each rank: ranks × chunks.
+
+    It is counted at the start and after each step.
     """
     assert run.trace is not None
     replay = replay_of(run.trace, run.results, watched=run.watched)
@@ -228,8 +230,9 @@ def _frames_per_second(browser: Browser, seconds: float) -> float:
 def page_rows(
     browser: Browser, folder: Path, rounds: int, names: Sequence[str] = ()
 ) -> Iterator[TableRow]:
-    """Build the site, or only the lessons in `names`, and open each page with and without its
-    scripts.
+    """Build the site, or only the lessons in `names`, and measure how long each page takes.
+
+    Each page is opened with and without its scripts.
     """
     site, bare = folder / "site", folder / "bare.html"
     if failed := publish(select_lessons(find_lessons(), names), site, report=lambda _: None).failed:

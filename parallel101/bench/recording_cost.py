@@ -1,5 +1,6 @@
-"""Measures what the record costs: a small message there and back through launch's group, and
-through torch's backend inside it, in turn.
+"""Measures what the record costs: a small message there and back.
+
+It goes through launch's group, and through torch's backend inside it, in turn.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
 
 
 def round_trips(count: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds per round trip, for each round: (through launch's group, through torch's backend
-    inside it).
+    """Seconds per round trip, for each round.
+
+    Each is (through launch's group, through torch's backend inside it).
     """
     group = dist.group.WORLD
     x, other = torch.zeros(NUMEL), 1 - dist.get_rank()

@@ -1,5 +1,6 @@
-"""Measures the simulator: messages per second and memory of a ring of plain isend and irecv,
-with every message recorded and checked.
+"""Measures the simulator: messages per second and memory.
+
+The program is a ring of plain isend and irecv, with every message recorded and checked.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
 
 
 def round_the_ring(rounds: int) -> int:
-    """Pass every chunk round the ring: once, as an all-gather does, or twice, as an all-reduce
-    does. Returns the peak memory in bytes.
+    """Pass every chunk round the ring, and return the peak memory in bytes.
+
+    Once is an all-gather, and twice an all-reduce.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = list(torch.full((n,), float(rank)).chunk(n))

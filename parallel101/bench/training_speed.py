@@ -1,9 +1,9 @@
-"""Measures a training step of each trainer against torch's counterparts, data parallel, tensor
-parallel and pipeline (sides.py).
+"""Measures a training step of each trainer against torch's counterparts.
 
-All sides of a table train the same model on the same batch, with the same optimizer and on the same
-ranks, one step each in turn. Memory is measured in a run of its own for each side, because a
-process reports only one peak, the highest.
+These are data parallel, tensor parallel and pipeline trainers (sides.py). All sides of a table
+train the same model on the same batch, with the same optimizer and on the same ranks, one step each
+in turn. Memory is measured in a run of its own for each side, because a process reports only one
+peak, the highest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures `trainer.verify`, which trainers do once before their first step, against training steps
-of one process on the whole batch.
+"""Measures `trainer.verify`, against training steps of one process on the whole batch.
 
-On real ranks one process takes its steps on the first rank, while the others wait. On the sim all
-virtual ranks share one core, and the seconds are real ones.
+Trainers call it once before their first step. On real ranks one process takes its steps on the
+first rank, while the others wait. On the sim all virtual ranks share one core, and the seconds are
+real ones.
 """
 
 from __future__ import annotations

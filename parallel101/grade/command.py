@@ -121,9 +121,7 @@ def handed_in(
 
 
 def release_set(path: Path, out: Path, seed_file: Path | None = None) -> int:
-    """Write the learners' bundle, the autograder for Gradescope and the folder for GitHub
-    Classroom.
-    """
+    """Write the learners' bundle, the autograder for Gradescope and the GitHub Classroom folder."""
     seed = None if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
     for written in release(one_set(path), out, seed):
         print(f"  {written}")

@@ -263,8 +263,9 @@ class Draw:
         return options[self.integer(0, len(options) - 1)]
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Random values that differ everywhere: normal numbers, or whole numbers from −1000 to
-        1000.
+        """Random values that differ everywhere.
+
+        They are normal numbers, or whole numbers from −1000 to 1000.
         """
         if dtype.is_floating_point:
             return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype)

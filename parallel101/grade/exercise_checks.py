@@ -26,16 +26,15 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, tor
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether a result is as expected: the same structure, shapes and dtypes; floating-point
-    values up to the order of a sum.
+    """Whether a result is as expected: the same structure, shapes, dtypes and values.
+
+    Floating-point values may differ by the order of a sum.
     """
     return difference(found, expected) is None
 
 
 def difference(found: Any, expected: Any) -> str | None:
-    """What differs, as the end of a sentence that begins with "rank 2 returned"; None if
-    nothing does.
-    """
+    """What differs, as the end of a sentence that begins with "rank 2 returned", or None."""
     if expected is ANYTHING:
         return None
     if isinstance(expected, torch.Tensor):
@@ -74,8 +73,9 @@ def difference(found: Any, expected: Any) -> str | None:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
-    """Whether two tensors of one shape hold the same numbers, up to a tolerance relative to the
-    largest expected one.
+    """Whether two tensors of one shape hold the same numbers, up to a tolerance.
+
+    It is relative to the largest expected number.
     """
     if found.shape != expected.shape:
         return False
@@ -108,10 +108,10 @@ def factor(found: Any, expected: Any) -> float | None:
 
 
 def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
-    """The c_r for which `found` is Σ c_r·parts[r], e.g. [1, 2, 1] for a sum in which rank 1 was
-    counted twice. None if there are none.
+    """The c_r for which `found` is Σ c_r·parts[r], or None if there are none.
 
-    It takes more elements than parts: with fewer, everything is such a sum.
+    For example, [1, 2, 1] is a sum in which rank 1 was counted twice. It takes more elements than
+    parts: with fewer, everything is such a sum.
     """
     if (
         not isinstance(found, torch.Tensor)
@@ -134,10 +134,10 @@ def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
 
 
 def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
-    """Cut `found` along dim 0 into as many blocks as there are parts, all of one shape: which part
-    each block is, None where it is none.
+    """Which of `parts` each block of `found` is, or None where it is none of them.
 
-    None if `found` does not consist of that many blocks of that shape.
+    `found` is cut along dim 0 into as many blocks as there are parts, all of one shape. None if
+    `found` does not consist of that many blocks of that shape.
     """
     shape = parts[0].shape
     if not isinstance(found, torch.Tensor) or found.shape != (len(parts) * shape[0], *shape[1:]):
@@ -214,8 +214,9 @@ def bytes_sent(
     says: str,
     slack: Callable[[Case], int] = lambda case: 64,
 ) -> Check:
-    """Every rank sends at most these bytes, by rank, and `slack` more: a small message, such as
-    a shape, costs nothing.
+    """A check: every rank sends at most these bytes, by rank, and `slack` more.
+
+    A small message, such as a shape, costs nothing.
     """
 
     def wrong(trial: Trial) -> str | None:
@@ -231,12 +232,11 @@ def bytes_sent(
 def steps(
     expected: Callable[[Case], float], says: str, slack: Callable[[Case], float] = lambda case: 0
 ) -> Check:
-    """The run takes at most this many steps: messages that follow one another, on a network where
-    each takes one second.
+    """A check: the run takes at most this many steps, messages that follow one another.
 
-    A few small messages, such as shapes, don't count. `slack` is for other right solutions:
-    blocking sends in a safe order take up to three steps where isend and irecv take one, and a
-    tensor may be sent in two halves.
+    On the network of these runs each message takes one second. A few small messages, such as
+    shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order take
+    up to three steps where isend and irecv take one, and a tensor may be sent in two halves.
     """
 
     def wrong(trial: Trial) -> str | None:
@@ -252,8 +252,10 @@ def steps(
 
 
 def steps_taken(trial: Trial) -> float:
-    """The steps of a run: on the virtual clock its makespan; on real ranks, from the order in
-    which messages were posted and ended.
+    """The steps of a run.
+
+    On the virtual clock that is its makespan. On real ranks they are found from the order in which
+    messages were posted and ended.
     """
     if trial.world in ("relay", "sim"):
         return trial.trace.makespan
@@ -261,8 +263,9 @@ def steps_taken(trial: Trial) -> float:
 
 
 def small_messages(trial: Trial, most_bytes: int = 64) -> int:
-    """How many small messages a rank sends or receives, on the rank with the most: as many as
-    have `most_bytes` together.
+    """The number of small messages a rank sends or receives, on the rank with the most.
+
+    As many count as have `most_bytes` together.
     """
     messages = [
         event
@@ -299,9 +302,7 @@ RING_FACTOR = {
 
 
 def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
-    """The bytes of messages, and those of torch's own collectives: sent (direction 0) or
-    received (1).
-    """
+    """The bytes of messages and of torch's own collectives, sent (direction 0) or received (1)."""
     total = list(messages)
     for event in trial.trace.events:
         total[event.rank] += _of_collective(event, len(event.group.ranks) or trial.world_size)[
@@ -311,9 +312,7 @@ def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
 
 
 def _of_collective(event: Event, n: int) -> tuple[int, int]:
-    """The bytes that a rank sends and receives in one of torch's own collectives; 0 for
-    anything else.
-    """
+    """The bytes that a rank sends and receives in one of torch's own collectives; else 0."""
     others = round(event.nbytes * (n - 1) / n)
     if event.kind == "gather":
         return (0, others) if event.rank == event.peer else (event.nbytes, 0)
@@ -346,8 +345,9 @@ def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None
 
 
 def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """Whether right values came without the bytes that they take: then they did not come from
-    the other ranks' messages.
+    """Whether right values came without the bytes that they take.
+
+    Then they did not come from the other ranks' messages.
     """
     for trial in trials:
         for rank, (got, least) in enumerate(
@@ -426,7 +426,7 @@ SENDS_FIRST = Misconception(
     "everyone sends first",
     (
         "Every rank sends first and waits until its message is received, but no rank has posted a "
-        "receive: all of them wait for ever."
+        "receive: all of them wait forever."
     ),
     _sends_first,
 )
@@ -434,7 +434,7 @@ RECEIVES_FIRST = Misconception(
     "everyone receives first",
     (
         "Every rank receives first and waits, but no rank has sent anything yet: all of them wait "
-        "for ever."
+        "forever."
     ),
     _receives_first,
 )

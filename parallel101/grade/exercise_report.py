@@ -1,5 +1,6 @@
-"""What a learner reads: the verdict, the predictions and the hints, as text for a terminal and as
-HTML for a notebook.
+"""What a learner reads: the verdict, the predictions and the hints, as text and as HTML.
+
+A terminal shows the text, and a notebook the HTML.
 
 1 · Ring shift: ring_shift                            5 of 10 points
   ✓ value   every rank returns the right values             5 of 5
@@ -296,8 +297,9 @@ class Hints:
 
 
 def _own_calls(traceback: str) -> list[str]:
-    """The lines of a traceback in the learner's own files, without the last one, which the
-    message names. Of a long one, the last five.
+    """The lines of a traceback in the learner's own files, except the last one.
+
+    The message names that one. Of a long traceback, these are the last five.
     """
     calls = re.findall(r'^  File "([^"]+)", line (\d+), in (\w+)\n +(.+)$', traceback, re.M)
     own = [

@@ -1,5 +1,6 @@
-"""What ended a learner's run early, in words for the learner: a deadlock, an exception, a time
-limit, a call that is not allowed.
+"""What ended a learner's run early, in words for the learner.
+
+It may be a deadlock, an exception, a time limit, or a call that is not allowed.
 """
 
 from __future__ import annotations

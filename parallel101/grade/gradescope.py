@@ -60,7 +60,8 @@ def exercise_text(entry: dict[str, Any]) -> str:
 
 
 def write_gradescope(path: Path, result: Result) -> None:
-    """Write results.json. It is written whole, so a time limit that ends the grader leaves the
-    last one.
+    """Write results.json, always whole.
+
+    So a time limit that ends the grader leaves the last one.
     """
     write_json(path, gradescope_results(result))

@@ -1,5 +1,6 @@
-"""Grades one exercise of one submission: runs its cases, judges every check, names the
-misconception, counts the points.
+"""Grades one exercise of one submission.
+
+It runs the cases, judges every check, names the misconception and counts the points.
 
 cases ──▶ trials ──▶ a Finding for each check: passed, or the sentence that says what is wrong
                  └─▶ the first misconception that the trials show
@@ -188,8 +189,9 @@ def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
 
 
 def share(exercise: Exercise, kind: str) -> float:
-    """The part of the points that one check of this kind earns: half for the value, the other
-    half shared by the other kinds.
+    """The part of the points that one check of this kind earns.
+
+    Half is for the value. The other kinds share the other half.
     """
     kinds = {check.kind for check in exercise.checks}
     same = sum(check.kind == kind for check in exercise.checks)

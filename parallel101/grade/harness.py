@@ -58,11 +58,10 @@ class _BackwardTakesTime(torch.autograd.Function):
 
 
 def make_model(sizes: Sequence[int], weights: Tensor, tied: bool = False) -> nn.Sequential:
-    """Layers from sizes[0] to sizes[1] features, and so on, with these weights: all parameters one
-    after the other.
+    """Layers from sizes[0] to sizes[1] features, and so on, with these weights.
 
-    With `tied`, the last layer has the weight of the first one: the same Parameter, under two
-    names.
+    The weights are all parameters one after the other. With `tied`, the last layer has the weight
+    of the first one: the same Parameter, under two names.
     """
     model = nn.Sequential(
         *(TanhLinear(number, a, b) for number, (a, b) in enumerate(zip(sizes, sizes[1:])))
@@ -156,8 +155,9 @@ class PeakBytes:
 
 
 class Optimizers:
-    """The optimizers that the learner's code makes, all of them SGD with momentum: what they hold,
-    and the gradients of their steps.
+    """The optimizers that the learner's code makes, all of them SGD with momentum.
+
+    This counts what they hold, and the gradients of their steps.
 
     Attributes:
         squares: for each step, the sum of the squared gradients that the optimizers on this rank

@@ -63,9 +63,7 @@ def find_sets(path: Path) -> list[HomeworkSet]:
 
 
 def set_name(file: Path) -> str:
-    """The name of the set that a file belongs to: hw2 for hw2.py, hw2.ipynb and
-    test_hw2_reduce.py.
-    """
+    """The name of the set that a file belongs to: hw2 for hw2.py and test_hw2_reduce.py."""
     return file.stem.removeprefix("test_").partition("_")[0]
 
 
@@ -80,8 +78,9 @@ def in_order(number: str) -> tuple[int, str]:
 
 
 def find_homework() -> Path:
-    """The nearest folder homework/ in the working directory or above it, or the one of an editable
-    install.
+    """The nearest folder homework/ in the working directory or above it.
+
+    If there is none, it is the one of an editable install.
 
     Raises:
         FileNotFoundError: there is none.
@@ -125,7 +124,7 @@ class Progress:
     def note(self, function: str, **entries: Any) -> None:
         """Write entries to the file.
 
-        A folder that can't be written to is no error: then nothing is kept.
+        If the folder can't be written to, nothing is kept, and that isn't an error.
         """
         self.of.setdefault(function, {}).update(entries)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")

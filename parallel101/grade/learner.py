@@ -1,5 +1,7 @@
-"""Grades one exercise for its learner: the verdict, a picture of a run, the predictions next to
-the run, and the progress on disk.
+"""Grades one exercise for its learner.
+
+The learner gets the verdict, a picture of a run, and the predictions next to the run. The progress
+is kept on disk.
 """
 
 from __future__ import annotations
@@ -104,8 +106,9 @@ def record_prediction(exercise: Exercise, progress: Progress, answers: dict[str,
 
 
 def _save(report: ExerciseReport, progress: Progress) -> Path | None:
-    """Write the picture. Where it can't be written, there is none in the folder; the notebook
-    shows it all the same.
+    """Write the picture, and return its file, or None if it can't be written.
+
+    The notebook shows the picture all the same.
     """
     path = progress.picture_path(report.verdict.exercise.function)
     try:

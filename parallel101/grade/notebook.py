@@ -139,7 +139,7 @@ def _changed(path: Path) -> bool:
 
 
 def _body(code: types.CodeType) -> tuple:
-    """What a function does, whatever line it stands in."""
+    """What a function does, whichever line it is in."""
     constants = tuple(
         _body(const) if isinstance(const, types.CodeType) else repr(const)
         for const in code.co_consts
@@ -158,11 +158,10 @@ def _show(what: object) -> None:
 
 
 def _prepare(folder: Path) -> threading.Thread:
-    """While the learner reads, another thread starts the fork server, with what the ranks of the
-    homework in `folder` need.
+    """Start the fork server in another thread, with what the homework in `folder` needs.
 
-    Otherwise the first check waits for it: three seconds where the ranks use an optimizer, with
-    which torch imports its compiler.
+    The learner reads meanwhile. Otherwise the first check waits for it: three seconds where the
+    ranks use an optimizer, with which torch imports its compiler.
     """
     exercises: list[Exercise] = []
     with suppress(Exception):  # no homework here, or a file that can't be read: check says so

@@ -1,5 +1,6 @@
-"""The picture of a learner's run: who waits for whom, whose data is where, or what each rank did
-over time.
+"""Draws the picture of a learner's run.
+
+It shows who waits for whom, whose data is where, or what each rank did over time.
 
 a deadlock            ──▶ viz/deadlock.py
 picture="collective"  ──▶ viz/collective.py

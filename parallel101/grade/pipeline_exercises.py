@@ -1,5 +1,6 @@
-"""What exercises on pipelines share: a model cut into stages, whose work takes slots on the
-virtual clock, and usual mistakes.
+"""What exercises on pipelines share: a model cut into stages, and usual mistakes.
+
+The stages' work takes slots on the virtual clock.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ LEARNING_RATE = 0.5
 
 
 def stage_of(seed: int, number: int) -> nn.Sequential:
-    """Stage `number` of the model with this seed: the same weights in one process and on every
-    rank.
-    """
+    """Stage `number` of the model with this seed: the same weights wherever it is made."""
     generator = torch.Generator().manual_seed(1000 * seed + number)
     linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -42,8 +41,9 @@ def mean_square(y: Tensor, target: Tensor) -> Tensor:
 def one_process(
     seed: int, stages: Sequence[int], inputs: list[Tensor], targets: list[Tensor]
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """The mean loss of the microbatches, and the gradients of each stage, from one process that
-    runs the stages in this order.
+    """The mean loss of the microbatches, and the gradients of each stage, in one process.
+
+    It runs the stages in this order.
     """
     model = nn.Sequential(*(stage_of(seed, number) for number in stages))
     loss = torch.stack(
@@ -58,8 +58,9 @@ def one_process(
 
 
 class InSlots(nn.Module):
-    """A stage whose forwards and backwards take one slot each on the virtual clock, and stand
-    in the record.
+    """A stage whose forwards and backwards take one slot each on the virtual clock.
+
+    They are in the record.
     """
 
     def __init__(self, inner: nn.Module, number: int):
@@ -158,16 +159,18 @@ def example(maker: Callable[..., Case], *size: Any, **kind: Any) -> Callable[[],
 
 
 def messages_of(case: Case) -> list[int]:
-    """The bytes that each rank must send: an activation to the next stage and a gradient to the
-    one before, for each microbatch.
+    """The bytes that each rank must send.
+
+    For each microbatch, these are an activation to the next stage and a gradient to the one before.
     """
     p, each = case.facts["p"], case.facts["m"] * case.facts["activation"]
     return [each * ((rank < p - 1) + (rank > 0)) for rank in range(p)]
 
 
 def in_flight(trial: Trial) -> list[int]:
-    """By rank, the most microbatches (of each stage) that it held at once: begun, and their
-    last gradient not finished.
+    """By rank, the most microbatches (of each stage) that it held at once.
+
+    It had begun them, and their last gradient was not finished.
     """
     peak = [0] * trial.world_size
     for rank in range(trial.world_size):

@@ -1,5 +1,4 @@
-"""`pytest homework/hw1_moving`: one test for each exercise that its test files declare, and at the
-end the table of points.
+"""`pytest homework/hw1_moving`: one test for each exercise, and at the end a table of points.
 
 homework/conftest.py imports these two hooks. A failed test shows the verdict, as check() does in a
 terminal, and no traceback.

@@ -174,8 +174,9 @@ class Connection:
         return reply
 
     def check_allowed(self, operation: str) -> None:
-        """Raises RuntimeError for a call that the exercise does not allow, after telling the
-        grader.
+        """Raise RuntimeError for a call that the exercise does not allow.
+
+        The grader is told first.
         """
         if operation not in self.allowed:
             self.send(frames.FORBIDDEN, {"operation": operation, "where": caller()})
@@ -208,8 +209,9 @@ class Connection:
     # ---- the recorder's part ----
 
     def now(self) -> int:
-        """Begin a span. The grader's clock is the one that counts, so this is only the span's
-        number.
+        """Begin a span.
+
+        The grader's clock is the one that counts, so this is only the span's number.
         """
         self.spans += 1
         self.notes.append([BEGIN, self.spans])
@@ -232,8 +234,9 @@ class Connection:
 
 
 class ChangedWhileSent(RuntimeError):
-    """A tensor was changed between isend and the send's wait(): the receiver may get old values
-    or new ones.
+    """A tensor was changed between isend and the send's wait().
+
+    The receiver may get old values or new ones.
     """
 
 
@@ -341,8 +344,9 @@ class RelayGroup(torch_private.PythonGroup):
     def new_group(
         self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any
     ) -> RelayGroup | None:
-        """What dist.new_group calls: a group of some of the ranks, or None for a rank that is
-        not in it.
+        """What dist.new_group calls: returns a group of some of the ranks.
+
+        A rank that is not in it gets None.
         """
         self.connection.send(
             frames.NEW_GROUP, {"ranks": list(ranks), "group": group_name, "where": caller()}
@@ -420,8 +424,9 @@ for _method in COLLECTIVES:
 
 
 def join(connection: Connection) -> None:
-    """Make torch.distributed use the grader's messages, as if init_process_group had been
-    called for a world of this size.
+    """Make torch.distributed use the grader's messages.
+
+    It is then as if init_process_group had been called for a world of this size.
     """
     torch_private.forget_groups()
     if not hasattr(dist.Backend, "RELAY"):
@@ -441,8 +446,9 @@ def join(connection: Connection) -> None:
 
 
 def _isolate(job: dict[str, Any]) -> None:
-    """Limits for this process, and as root a user of its own, who can read neither the cases
-    nor other ranks.
+    """Limit this process, and as root make it a user of its own.
+
+    That user can read neither the cases nor other ranks.
     """
     torch.set_num_threads(1)
     torch_private.fill_new_tensors()

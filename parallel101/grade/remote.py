@@ -159,8 +159,9 @@ class RemoteRank:
                         del streams[stream]
 
     def _where(self) -> str:
-        """Where in the code the rank is: it is asked by a signal, and answers on its status
-        pipe.
+        """Where in the code the rank is.
+
+        It is asked by a signal, and answers on its status pipe.
         """
         with contextlib.suppress(OSError, AttributeError):
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -374,8 +375,10 @@ class VirtualEnd:
         self.returned = False
 
     def begin(self) -> None:
-        """Let the process begin: the processes compute at the same time, though their messages
-        are repeated one after the other.
+        """Let the process begin.
+
+        The processes compute at the same time, though their messages are repeated one after the
+        other.
         """
         text, data = frames.encode(self.case.arguments[self.rank.number])
         with contextlib.suppress(OSError):  # it has died: the first receive says so

@@ -74,14 +74,15 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
         )
     # None: not read from disk again
     linecache.cache[file.name] = (len(text), None, text.splitlines(keepends=True), file.name)
-    # a file with another name may lie among other learners' files
+    # a file with another name may be among other learners' files
     own_folder = path.is_dir() or file.name == homework.code.name
     return Submission(Path(file.name), text, dict(_neighbours(file, path)) if own_folder else {})
 
 
 def _refuse_links(file: Path, path: Path) -> None:
-    """A link that was handed in could show the learner a file that only the grader may read,
-    such as the secret seed.
+    """Raise an error for a link that was handed in.
+
+    It could show the learner a file that only the grader may read, such as the secret seed.
     """
     handed_in = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     if not file.resolve().is_relative_to(handed_in):
@@ -375,8 +376,9 @@ def _finished(path: Path, homework: HomeworkSet, file: Path, seed: str) -> Resul
 
 
 def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
-    """The file of each result: alice.json, or alice.py.json and alice.ipynb.json if both were
-    handed in.
+    """The file of each result, such as alice.json.
+
+    If both were handed in, they are alice.py.json and alice.ipynb.json.
     """
     short = {path: path.stem if path.is_file() else path.name for path in submissions}
     often = Counter(short.values())
@@ -391,9 +393,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """One line for each learner: the points of each exercise and the misconception that was
-    named.
-    """
+    """Write one line for each learner: points by exercise, and the misconception that was named."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         numbers = [entry["number"] for entry in results[0]["exercises"]] if results else []
@@ -415,9 +415,7 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
 
 def class_table(results: Sequence[Result]) -> str:
-    """The class as text: each learner's points by exercise, and how often each misconception
-    was named.
-    """
+    """The class as text: each learner's points by exercise, and each misconception's count."""
     if not results:
         return "no submissions"
     numbers = [entry["number"] for entry in results[0]["exercises"]]

@@ -1,5 +1,6 @@
-"""Misconceptions of exercises that add what the ranks have: which ranks are counted how often
-in a wrong sum.
+"""Misconceptions of exercises that add what the ranks have.
+
+They name which ranks are counted how often in a wrong sum.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ Summands = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]
 
 
 def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[Trial, list[float]]]:
-    """For each piece of the results that is a sum of the ranks' pieces with some factors, these
-    factors.
-    """
+    """For each piece of the results that is a weighted sum of the ranks' pieces, its weights."""
     found = [
         (trial, weights(piece, parts))
         for trial in trials
@@ -78,8 +77,9 @@ def left_out(pieces: Summands) -> Misconception:
 
 
 def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
-    """Sums are right. In means, each rank's data is divided by n once or more, and somewhere
-    more than once.
+    """Sums are right, but in means each rank's data is divided by n once or more.
+
+    Somewhere it is divided more than once.
     """
 
     def seen(trials: Sequence[Trial]) -> bool:

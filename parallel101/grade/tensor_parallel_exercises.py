@@ -1,8 +1,8 @@
-"""What exercises on tensor parallel layers share: forward and backward as spans, with their bytes
-and memory, and usual mistakes.
+"""What exercises on tensor parallel layers share: forward and backward, and usual mistakes.
 
-What is expected comes from one process with the whole weights, in float64. What the usual mistakes
-would give is computed too, by the case, so that they can be named.
+Forward and backward are spans, with their bytes and memory. What is expected comes from one process
+with the whole weights, in float64. What the usual mistakes would give is computed too, by the case,
+so that they can be named.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def keeps_at_most(says: str) -> Check:
 
 
 def ring(nbytes: float, n: int, times: int = 1) -> int:
-    """What a rank sends in an all-gather or reduce-scatter of so many bytes; an all-reduce is
-    two times that.
+    """What a rank sends in an all-gather or reduce-scatter of so many bytes.
+
+    An all-reduce sends twice as many.
     """
     return round(times * nbytes * (n - 1) / n)
 
@@ -138,8 +139,9 @@ def is_close(found: Any, expected: Tensor) -> bool:
 
 
 def gives(part: int, fact: str) -> Seen:
-    """Whether in every wrong run, part `part` of each rank's result is what `case.facts[fact]`
-    says: by rank, the values of a mistake.
+    """Whether part `part` of each rank's result is `case.facts[fact]` in every wrong run.
+
+    The fact has, by rank, the values of a mistake.
     """
 
     def seen(trial: Trial) -> bool:
@@ -170,8 +172,9 @@ def gives_one_of(part: int, fact: str) -> Seen:
 
 
 def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
-    """Whether in every wrong run, the first gradient in part `part` is k(n) times the right
-    one, on every rank.
+    """Whether in every wrong run, the first gradient in part `part` is k(n) times the right one.
+
+    This holds on every rank.
     """
 
     def first(result: Any) -> Any:
@@ -189,8 +192,9 @@ def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
 
 
 def costs(name: str, times: float) -> Seen:
-    """Whether all values are right, and every run with messages sends about `times` as much as
-    is enough in this span.
+    """Whether all values are right, but runs send about `times` as much as is enough.
+
+    That is counted in this span, in every run with messages.
     """
 
     def seen(trials: Sequence[Trial]) -> bool:

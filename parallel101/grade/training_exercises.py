@@ -58,9 +58,7 @@ def train_whole(model, loss_fn, optimizer, batches) -> None:
 
 
 def ring_slack(case: Case) -> int:
-    """Counts, and the remainders of chunks if each gradient goes round a ring of the learner's
-    own.
-    """
+    """Bytes for counts, and for the remainders of chunks if a learner uses a ring of their own."""
     n = case.world_size
     return 64 + case.facts["steps"] * (32 + 6 * 2 * ITEM * (n - 1) ** 2 // n)
 
@@ -148,8 +146,9 @@ def mean_of(local: Sequence[Named]) -> Named:
 
 
 def first_steps(trials: Sequence[Trial]) -> list[tuple[Trial, int, Named]]:
-    """(trial, rank, gradients of the first step) of all ranks that got that far, in runs of two
-    or more ranks with wrong values.
+    """(trial, rank, gradients of the first step) of all ranks that got that far.
+
+    The runs are those of two or more ranks with wrong values.
     """
     ended = [
         trial
@@ -165,9 +164,7 @@ def first_steps(trials: Sequence[Trial]) -> list[tuple[Trial, int, Named]]:
 
 
 def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
-    """Whether all first gradients are so many times the right ones, or so many times the mean
-    of the ranks' own.
-    """
+    """Whether all first gradients are so many times the right ones, or the mean of the ranks'."""
 
     def is_so(trial: Trial, found: Named) -> bool:
         ks = [
@@ -205,8 +202,9 @@ def never_reduced(trials: Sequence[Trial]) -> bool:
 
 
 def added_to_the_last(trials: Sequence[Trial]) -> bool:
-    """The first step is right, and the second has the gradients of both: those of the first
-    once, or n times if they were summed again.
+    """The first step is right, and the second has the gradients of both.
+
+    It has those of the first once, or n times if they were summed again.
     """
 
     def holds_both(mine: Sequence[Named], theirs: Sequence[Named]) -> bool:

@@ -59,19 +59,20 @@ LEFT_OUT = (
 
 
 def user_of(rank: int) -> int | None:
-    """The user that a rank of this process becomes: another one for each grader that runs at
-    the same time. None: this user.
+    """The user that a rank of this process becomes, or None for this user.
+
+    Graders that run at the same time use different users.
     """
     return FIRST_USER + claimed(os.getpid()) * RANKS + rank if separate_users() else None
 
 
 @cache
 def claimed(process: int) -> int:
-    """A number that no other grader on this machine has while this process lives: a name in the
-    kernel, which no two sockets can have.
+    """A number that no other grader on this machine has while this process lives.
 
-    Two graders with the same users would end each other's ranks. Where the kernel has no such
-    names, on macOS, it is the process's number.
+    It is a name in the kernel, which no two sockets can have. Two graders with the same users would
+    end each other's ranks. Where the kernel has no such names, on macOS, it is the process's
+    number.
     """
     for number in (*range(process % GRADERS, GRADERS), *range(process % GRADERS)):
         name = socket.socket(socket.AF_UNIX)
@@ -90,8 +91,9 @@ _names: list[socket.socket] = []  # they are given back at the end of the proces
 
 @cache
 def separate_users() -> bool:
-    """Whether ranks can become users of their own: this process is root, and other users can
-    read torch and parallel101.
+    """Whether ranks can become users of their own.
+
+    This process must be root, and other users must be able to read torch and parallel101.
     """
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return False
@@ -108,8 +110,9 @@ def end_processes_of(users: Collection[int]) -> None:
 
 
 def library_copy() -> tuple[str, str] | None:
-    """(folder of Python's standard library, copy of it that every user can read), if a rank
-    needs the copy.
+    """(folder of Python's standard library, copy of it), if a rank needs the copy.
+
+    Every user can read the copy.
     """
     library = sysconfig.get_path("stdlib")
     return (

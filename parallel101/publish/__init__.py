@@ -40,8 +40,9 @@ __all__ = [
 
 
 class Published(NamedTuple):
-    """What `publish` did: the pages it wrote, with the index as the last, and the lessons that
-    failed.
+    """What `publish` did: the pages it wrote, and the lessons that failed.
+
+    The index is the last page.
     """
 
     written: list[Path]
@@ -74,8 +75,9 @@ def find_lessons(folder: Path | str | None = None) -> Path:
 
 
 def select_lessons(folder: Path, names: Sequence[str] = ()) -> list[Path]:
-    """Return the notebooks of `folder` in order: all, or those in `names`, each given as 01,
-    01_collectives or 01_collectives.ipynb.
+    """Return the notebooks of `folder` in order: all, or those in `names`.
+
+    A name is 01, 01_collectives or 01_collectives.ipynb.
 
     Raises:
         ValueError: the folder has no notebooks, or a name matches no notebook or more than one.
@@ -182,8 +184,9 @@ def _write_pages(
     homework: Mapping[int, Lesson],
     glossary: bool,
 ) -> list[Path]:
-    """Write the pages of the lessons that ran, and the index of all lessons of the course that
-    have a page. Returns the paths.
+    """Write the pages of the lessons that ran, and the index; return the paths.
+
+    The index lists all lessons of the course that have a page.
     """
     lessons = {}
     for path in course:

@@ -32,8 +32,9 @@ def arrange(body: BeautifulSoup) -> None:
 
 
 def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:
-    """Fold what follows a prediction: from the first output on, up to the next heading,
-    prediction or homework.
+    """Fold what follows a prediction.
+
+    That is everything from the first output to the next heading, prediction or homework.
     """
     asked, answer = False, list[Tag]()
     for cell in [*cells, None]:
@@ -92,8 +93,9 @@ def is_prediction(cell: Tag) -> bool:
 
 
 def begins_anew(cell: Tag) -> bool:
-    """Whether an answer before this cell ends: it begins a section, asks something, sets
-    homework, or sums up in a table.
+    """Whether an answer before this cell ends.
+
+    This cell begins a section, asks something, sets homework, or sums up in a table.
     """
     marks = "h1, h2, h3, h4, blockquote > p > strong, .text_cell_render > table:first-child"
     return is_text(cell) and cell.select_one(marks) is not None

@@ -41,8 +41,9 @@ class LessonFailed(Exception):
 
 
 class _KernelOfThisPython(AsyncKernelManager):
-    """Starts `sys.executable -m ipykernel_launcher`, and ignores installed kernels that are
-    also named python3.
+    """Starts `sys.executable -m ipykernel_launcher`.
+
+    It ignores installed kernels that are also named python3.
     """
 
     @default("kernel_spec_manager")
@@ -69,8 +70,9 @@ class _InterruptibleClient(NotebookClient):
         return hasattr(self, "_async_cleanup_kernel_future")
 
     def run(self) -> None:
-        """Run the notebook. Raises KeyboardInterrupt if it was stopped, whichever exception
-        followed from that.
+        """Run the notebook.
+
+        Raises KeyboardInterrupt if it was stopped, whichever exception followed from that.
         """
         try:
             self.execute()
@@ -117,7 +119,7 @@ def read_notebook(path: Path) -> NotebookNode:
 
 
 def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
-    """Run the notebook at `path` in the folder where it lies, and return it with its outputs.
+    """Run the notebook at `path` in its own folder, and return it with its outputs.
 
     The file itself does not change.
 

@@ -90,8 +90,9 @@ class _OfflineRenderer(IPythonRenderer):
     """Markdown as JupyterLab shows it, with formulas as MathML."""
 
     def block_html(self, html: str) -> str:
-        """Keep HTML without images as it is: nbconvert parses each block alone, and closes a
-        <details> that spans several blocks.
+        """Keep HTML without images as it is.
+
+        nbconvert parses each block alone, and closes a <details> that spans several blocks.
         """
         return super().block_html(html) if "<img" in html else html + "\n"
 
@@ -189,8 +190,9 @@ def cover_of(page: str) -> str:
 
 
 def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Lesson]) -> str:
-    """Return the whole page of a lesson: its body, how long it ran, and links to the lessons
-    before and after it.
+    """Return the whole page of a lesson.
+
+    It has the lesson's body, how long it ran, and links to the lessons before and after it.
     """
     at = lessons.index(lesson)
     before = [f'<a rel="prev" href="{_page(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]]
@@ -304,8 +306,9 @@ def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:
 
 
 def _without_kernel(notebook: NotebookNode) -> NotebookNode:
-    """Return a copy for pages: each widget is replaced by its last picture, if it has one, and
-    a note that it needs a kernel.
+    """Return a copy for pages, in which each widget is replaced by its last picture, if any.
+
+    A note says that the widget needs a kernel.
     """
     notebook = deepcopy(notebook)
     for cell in notebook.cells:

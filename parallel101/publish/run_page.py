@@ -1,5 +1,6 @@
-"""The page of a run: its timeline, who waited for whom, its traffic and its tables, in one HTML
-file that works offline.
+"""The page of a run, in one HTML file that works offline.
+
+It has the run's timeline, who waited for whom, its traffic and its tables.
 
 parallel101 run --page trace.html train.py          parallel101 merge DIR --page trace.html
 """

@@ -134,7 +134,7 @@ def work_per_core() -> float:
 class IdleDetector:
     """Tells ranks that are stuck from ranks that still work, by the CPU time of their processes.
 
-    gloo waits for ever, without an error, when the sizes of a collective do not fit, although every
+    gloo waits forever, without an error, when the sizes of a collective do not fit, although every
     rank has posted its part.
     """
 

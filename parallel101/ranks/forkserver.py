@@ -147,7 +147,7 @@ def written_memory() -> list[tuple[int, int]]:
     for span, access, _, _, inode, *name in areas:
         if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, stop = (int(end, 16) for end in span.split("-"))
-            # a large page lies within one piece
+            # a large page is within one piece
             cuts = [start, *range(start - start % PIECE + PIECE, stop, PIECE), stop]
             pieces += list(itertools.pairwise(cuts))
     return pieces

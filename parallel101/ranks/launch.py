@@ -1,9 +1,10 @@
 """`launch(fn, world_size=4)`: runs a function on every rank and returns what it returned there.
 
-Ranks are real or virtual.
+Ranks are processes or virtual.
 
 launch ──▶ processes ──▶ each: join the process group, run fn ──▶ Run: results and record
-               under torchrun this process already is a rank: see torchrun.py
+
+Under torchrun this process is already a rank: see torchrun.py.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Run:
         """Every rank's sends, receives, collectives and spans over time, as a picture.
 
         With `critical_path`, it shows the chain of messages and compute that ends last, and says
-        what lies on it. Raises ValueError when the run was not recorded.
+        what is on it. Raises ValueError when the run was not recorded.
         """
         from parallel101.viz.timeline import timeline_scene
 
@@ -135,9 +136,9 @@ def launch(
             the values of messages up to 4 KiB. A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
         network: on sim, the links between the ranks.
-        rules: on sim, what the program may rely on. "nccl": only what NCCL guarantees, as one would
-            need a GPU per rank to find out. Each communicator has one queue per rank, messages in a
-            batch start together, there are no tags (sim/queues.py has the list).
+        rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
+            otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
+            messages in a batch start together, and there are no tags. sim/queues.py has the list.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.

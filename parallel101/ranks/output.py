@@ -30,7 +30,7 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        # of the bar on the terminal, or on each stream that is no terminal
+        # of the bar on the terminal, or on each stream that isn't a terminal
         self.widths: dict[str, int] = {}
         self.closed = False  # nobody reads the output any more (`| head`): this raises once
         self.room = LongOutput.AFTER  # lines that a notebook's cell still shows as they come

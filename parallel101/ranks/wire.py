@@ -5,7 +5,7 @@ Tensors travel beside them.
     | kind | length of body | number of buffers | their lengths | body (pickle) | buffers, raw |
 
 Functions are pickled by cloudpickle, so a lambda or a notebook cell's function works. A tensor's
-memory is written to the socket from where it lies, and read into where it will stay. On Linux the
+memory is written to the socket from where it is, and read into where it will stay. On Linux the
 sender releases its pages as they are sent: to hand over a gigabyte takes one gigabyte of memory,
 not two. (The messages of the program itself do not come here: torch.distributed sends them.)
 """
@@ -219,7 +219,7 @@ def pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 
 def unpack(body: bytes, buffers: list) -> Any:
-    """The value that `pack` pickled. Its tensors lie in the memory of `buffers` itself."""
+    """The value that `pack` pickled. Its tensors are in the memory of `buffers` itself."""
     with collector_paused():  # a record may have millions of events
         return pickle.loads(body, buffers=buffers)
 
@@ -318,10 +318,10 @@ def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseExcept
 
 
 def _global_generator(obj: Any) -> tuple[Any, str] | None:
-    """Where a process finds its own global random generator, or a method of it.
+    """The module and the name of a global random generator, or of a method of it.
 
-    Such as `random.shuffle`: a module and a name. None for any other object. A generator pickled by
-    value would give every rank the same numbers.
+    `random.shuffle` is such a method. The result is None for any other object. A generator pickled
+    by value would give every rank the same numbers.
     """
     generators = [(random, random._inst)]
     if numpy := sys.modules.get("numpy.random"):

@@ -61,7 +61,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
         faulthandler.enable(status)
     open_streams()
     _keep_freed_memory()
-    # what torch's import left is no garbage, and to scan it again and again takes longer than a
+    # what torch's import left isn't garbage, and to scan it again and again takes longer than a
     # message
     gc.freeze()
     code = 0

@@ -52,7 +52,7 @@ class Call(NamedTuple):
     takes: dict[int, int] | None = None
     # of a message of parallel101's collectives: the collective it belongs to
     within: CollectiveTerms | None = None
-    # how a collective's tensor lies in memory, if it isn't contiguous (see signatures.py)
+    # how a collective's tensor is laid out in memory, if it isn't contiguous (see signatures.py)
     layout: str = ""
 
     @property
@@ -184,7 +184,7 @@ def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
 
 
 def long_dims(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape without dims of size 1: they don't change where a value lies.
+    """A shape without dims of size 1: they don't change where a value is.
 
     So what is sent as () may be received as (1,).
     """
@@ -297,8 +297,8 @@ def _difference(ours: Call, theirs: Call) -> str | None:
     if ours.layout != theirs.layout:
         layouts = f"{ours.layout or 'contiguous'} and {theirs.layout or 'contiguous'}"
         return (
-            f"the ranks' tensors lie differently in memory: {layouts}. Pass them in the same way "
-            "on all ranks"
+            f"the ranks' tensors have different layouts in memory: {layouts}. Pass them in the "
+            "same way on all ranks"
         )
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
         if our_value != their_value:

@@ -264,7 +264,7 @@ class PostedCall:
         limit: float | None = None,
     ):
         self.group, self.key, self.seq, self.where = group, key, seq, where
-        # the ranks it needs, if it is no message
+        # the ranks it needs, if it isn't a message
         self.others = group.others if others is None else others
         self.limit = limit  # seconds after which the program itself wants an error
 
@@ -313,7 +313,7 @@ class WatchedWork(dist.Work):
         # gloo cancels a message whose work is dropped; a collective goes on
         self.kept = posted.key[0] not in P2P
         self.waited = False
-        # on NCCL, the works of its batch: whoever waits for one has waited for all
+        # on NCCL, the works of its batch: waiting for one is waiting for all
         self.batch: Sequence[WatchedWork] = ()
 
     def __del__(self) -> None:

@@ -108,7 +108,7 @@ class CollectiveSpec(NamedTuple):
                 sorted({f"{t.stride()} for shape {tuple(t.shape)}" for t in tensors})
             )
             return (
-                f"tensors whose dims lie in different orders in memory to {what}: their strides "
+                f"tensors whose dims have different orders in memory to {what}: their strides "
                 f"are {strides}, and values are copied in the order of the memory. Pass "
                 "x.contiguous(), and receive into contiguous tensors"
             )
@@ -204,7 +204,7 @@ def size(tensor: torch.Tensor) -> int:
 
 
 def layout(tensor: torch.Tensor) -> str | None:
-    """How a tensor lies in memory. None: with gaps, or in a way that torch cannot send.
+    """How a tensor is laid out in memory. None: with gaps, or in a way that torch cannot send.
 
     "" contiguous; "sparse"; or its elements fill its memory with the dims in another order, as
     `Tensor.dim_order` gives it (but without dims of size 1): "dim order (0, 2, 3, 1)" of a batch of
@@ -228,12 +228,12 @@ def layout(tensor: torch.Tensor) -> str | None:
 def unfit(
     tensor: torch.Tensor, what: str, permuted: bool = False, sparse: bool = False
 ) -> str | None:
-    """Why a tensor must not be passed to `what`, which reads and writes its memory as it lies.
+    """Why a tensor must not be passed to `what`, which reads and writes its memory as it is.
 
     None if it may be passed.
 
     Args:
-        permuted: whether it may be dense with its dims in another order (if it lies so on all
+        permuted: whether it may be dense with its dims in another order (if it is so on all
             ranks).
         sparse: whether it may be sparse.
     """

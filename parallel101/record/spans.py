@@ -28,7 +28,7 @@ class Collective(NamedTuple):
 
     operation: str  # "all_reduce", …
     ranks: tuple[int, ...]  # ranks of the world, in the order of the group
-    # the axis of the mesh along which they lie; None if the group is not from a mesh, or its axes
+    # the axis of the mesh along which they are; None if the group is not from a mesh, or its axes
     # have no names
     axis: str | None
 
@@ -189,7 +189,7 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
 
     Inside, deadlocks and calls that do not agree are found as elsewhere. On sim each rank goes on
     at the time at which it entered, as if the block had not been there (second_world.py names the
-    one exception). On real ranks the time that passes inside is real: it lies between the events
+    one exception). On real ranks the time that passes inside is real: it is between the events
     before and after the block, and counts as computing.
     """
     target = recorder()

@@ -32,7 +32,7 @@ class NetworkRoute(NamedTuple):
 Router = Callable[[int, int], NetworkRoute]
 
 
-# ── Topologies: which links there are, and which of them lie between two ranks
+# ── Topologies: which links there are, and which of them are between two ranks
 
 
 class Topology(Protocol):

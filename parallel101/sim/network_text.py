@@ -58,7 +58,7 @@ def parse_network(text: str) -> Network:
     return make(**options)
 
 
-# how it is made, and what stands after its "="
+# how it is made, and what is written after its "="
 TOPOLOGIES: dict[str, tuple[Callable[..., Network], str | None]] = {
     "switch": (Network, None),
     "ring": (Network.ring, None),

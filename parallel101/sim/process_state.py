@@ -31,7 +31,7 @@ Still shared by all ranks, unlike in processes:
     - modules that were loaded before the run (see modules.py)
 
 The clock does not know torch's store: a rank that waits there for a key that another rank sets
-later blocks all ranks for ever.
+later blocks all ranks forever.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class Queues:
         self.operation_of.pop(message).one_ended()
 
     def unfinished(self) -> list[EventRow]:
-        """The events of everything that still stands behind other operations in a queue."""
+        """The events of everything that is still behind other operations in a queue."""
         rows: list[EventRow] = []
         # of the last message with this communicator, kind, rank and peer
         numbers: dict[tuple[str, str, int, int | None], int] = {}

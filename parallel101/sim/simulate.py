@@ -87,7 +87,7 @@ def simulate(
             All ranks are threads of this process (one runs at a time). process_state.py says what
             each has to itself, and what they share.
         world_size: how many virtual ranks.
-        network: what lies between them; None: `Network()`.
+        network: what is between them; None: `Network()`.
         rules: what the program may rely on: "gloo" or "nccl" (see queues.py).
         payload_bytes: events keep the values of messages of up to this many bytes.
         on_start: called with the run's state before it begins, so that another thread can look at

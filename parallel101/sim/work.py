@@ -111,7 +111,7 @@ class SimWork(_Work):
 class SimFuture(torch.futures.Future):
     """The torch future of a work, or one that follows from it by `then`.
 
-    C++ code that waits for an unfinished future would wait for ever, because only Python lets
+    C++ code that waits for an unfinished future would wait forever, because only Python lets
     virtual time pass. torch's DDP does so at the end of its backward. So a work whose future is
     taken during a backward is waited for at the end of that backward, before C++ waits. If a
     program waits for a future of its own, or for several, `wait_for_future` waits for the works

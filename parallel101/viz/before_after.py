@@ -150,8 +150,9 @@ def _flights(
     places: Mapping[tuple[int | None, int], Point],
     cell: Point,
 ) -> dict[int, list[Flight]]:
-    """By the rank that was given it: each block, and each summand of a block, that is in what a
-    rank returned.
+    """The blocks that are in what a rank returned, by the rank that was given them.
+
+    A block that is a sum counts by its summands.
     """
     found: dict[int, list[Flight]] = {rank: [] for rank in replay.ranks}
     for i, (rank, row) in enumerate(zip(replay.ranks, returned)):

@@ -1,5 +1,6 @@
-"""What lies between each two ranks, as squares of ranks × ranks: the seconds that one waited for
-another, the bytes that it sent.
+"""Draws what happened between each two ranks, as squares of ranks × ranks.
+
+They show the seconds that one rank waited for another, and the bytes that it sent.
 
 waits, for     0      1             from, to    0      1
 rank 0              210 ms          rank 0             16 KiB
@@ -60,8 +61,9 @@ def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
 
 
 def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
-    """Draw the bytes and the messages that each rank sent to each other rank, for any recorded
-    run of up to 128 ranks.
+    """Draw the bytes and the messages that each rank sent to each other rank.
+
+    It draws any recorded run of up to 128 ranks.
     """
     nbytes, n = traffic(trace), trace.world_size
     messages = [[0] * n for _ in range(n)]

@@ -1,5 +1,6 @@
-"""The text of the collective view: its title, the sentence of each step, the facts at the right,
-and what went wrong where.
+"""Writes the text of the collective view: title, steps, facts, and what went wrong where.
+
+Each step has a sentence, and the facts are at the right.
 
     ring, every rank sends, every arrival is added
         ──▶ "Each rank sends a partial sum to its right neighbour, which adds it to its own."
@@ -49,9 +50,7 @@ class Captions:
 
     @cached_property
     def title(self) -> str:
-        """ "Ring all-reduce" if the values prove it, otherwise a description of the messages
-        such as "Messages on a ring of 4 ranks".
-        """
+        """ "Ring all-reduce" if the values prove it, otherwise "Messages on a ring of 4 ranks"."""
         n, topology = len(self.replay.ranks), self.replay.topology
         if n == 1:
             return "One rank"
@@ -86,8 +85,9 @@ class Captions:
 
     @cached_property
     def _barrier(self) -> bool:
-        """Whether the messages carry no data, and each rank has heard from every other rank
-        when it returns, with nothing.
+        """Whether the messages carry no data, and each rank has heard from all others at the end.
+
+        The ranks must return nothing.
         """
         replay = self.replay
         heard = all(replay.connected.get(rank) == set(replay.ranks) for rank in replay.ranks)
@@ -314,8 +314,9 @@ class Captions:
         )
 
     def _phase(self, step: int) -> str:
-        """The label in the ring of steps: the phase of an all-reduce, otherwise the operation,
-        or what receivers do.
+        """The label in the ring of steps.
+
+        That is the phase of an all-reduce, otherwise the operation, or what receivers do.
         """
         replay = self.replay
         added = (
@@ -338,9 +339,7 @@ class Captions:
 
     @cached_property
     def _algorithm(self) -> str:
-        """The algorithm of ranks that are drawn on a circle or a grid, or "" if the record does
-        not prove one.
-        """
+        """The algorithm of ranks on a circle or a grid, or "" if the record does not prove one."""
         replay = self.replay
         n, links = len(replay.ranks), replay.topology.links
         if replay.topology.wrap_around and replay.topology.closed:
@@ -399,8 +398,9 @@ class Captions:
 
 
 def fitted(text: str, room: float, bold: bool = False) -> tuple[float, list[str]]:
-    """The font size at which a sentence fits into `room` pixels, at most 14, and its lines:
-    one, or two if one would be too small.
+    """The font size, at most 14, at which a sentence fits into `room` pixels, and its lines.
+
+    There is one line, or two if one would be too small.
     """
     width = (8.7 if bold else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
     size = min(14.0, 14 * room / max(width, 1))

@@ -1,7 +1,7 @@
-"""Controls Chromium over DevTools with websocket-client: opens a page, presses keys, runs
-JavaScript and takes screenshots.
+"""Controls Chromium over DevTools with websocket-client.
 
-It saves scenes as PNG and GIF (raster.py), and the tests use lessons as a reader would.
+It opens a page, presses keys, runs JavaScript and takes screenshots. It saves scenes as PNG and GIF
+(raster.py), and the tests use lessons as a reader would.
 
 with Browser(path) as browser: browser.open(url); browser.js("1 + 1"); browser.key("ArrowRight")
 """
@@ -220,7 +220,7 @@ class Browser:
     def picture(self, whole: bool = False) -> bytes:
         """Take a screenshot, as PNG.
 
-        `whole`: of the whole page, also what lies below the window.
+        `whole`: of the whole page, also what is below the window.
         """
         area: dict[str, object] = {}
         if whole:

@@ -146,8 +146,9 @@ def _graph(
 
 
 def _bow(a: Point, b: Point, node: float) -> str:
-    """An arrow from rim to rim, bent to its left, so that two arrows between the same two ranks
-    do not overlap.
+    """An arrow from rim to rim, bent to its left.
+
+    So two arrows between the same two ranks do not overlap.
     """
     length = math.dist(a, b)
     ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
@@ -163,8 +164,9 @@ def _towards(a: Point, b: Point, distance: float) -> Point:
 
 
 def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> None:
-    """The call in which each rank waits, with its line of source if Python can find it (also in
-    a notebook's cells).
+    """The call in which each rank waits, with its line of source if Python can find it.
+
+    Python also finds the lines of a notebook's cells.
     """
     rows = sorted(waiting.items())
     shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]

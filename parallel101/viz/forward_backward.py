@@ -131,8 +131,9 @@ def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> 
 
 
 def _shift(node: Node, begin: float, duration: float) -> None:
-    """Start later. What shows at the start already does so before, and what shows at the end,
-    at `duration`, stays.
+    """Start later.
+
+    What shows at the start already does so before, and what shows at the end, at `duration`, stays.
     """
     for name, (mode, frames) in node.tracks.items():
         node.tracks[name] = (

@@ -1,5 +1,4 @@
-"""The left half of the collective view: ranks, the links between them, and messages as lettered
-tiles that slide along them.
+"""The left half of the collective view: ranks, links, and messages as moving lettered tiles.
 
 A rank flashes when a message arrives, with a "+" if it adds the data to its own. The segmented ring
 counts the steps.
@@ -63,8 +62,9 @@ def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
 
 
 def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
-    """From the rim of one rank to the rim of the other: a straight line, or an arc for a grid's
-    wrap-around links.
+    """From the rim of one rank to the rim of the other.
+
+    It is a straight line, or an arc for a grid's wrap-around links.
     """
     (x0, y0), (x1, y1) = diagram.at[a], diagram.at[b]
     reach = diagram.node + margin
@@ -284,8 +284,9 @@ def two_way_arcs(diagram: Diagram) -> bool:
 
 
 def tile_size(diagram: Diagram) -> float:
-    """The height of a tile, small enough to leave the rank behind it visible, and to let four
-    of them pass each other on a torus.
+    """The height of a tile, small enough to leave the rank behind it visible.
+
+    On a torus, four tiles can pass each other.
     """
     size = min(28.0, max(9.0, 1.15 * diagram.node))
     places = list(diagram.at.values())
@@ -309,8 +310,9 @@ def tile_box(replay: Replay, index: int, side: float) -> Point:
 
 
 def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
-    """A message as it moves: a lettered tile for each chunk in it, or its bytes if the contents
-    are unknown.
+    """A message as it moves: a lettered tile for each chunk in it.
+
+    If the contents are unknown, the tile shows the bytes.
     """
     tile, landings, box = (
         parent.add("g"),
@@ -394,8 +396,9 @@ def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:
 
 
 def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
-    """Many chunks in one tile: the first and last letter, or their number, above a band of all
-    their colours.
+    """Many chunks in one tile, above a band of all their colours.
+
+    The tile shows the first and last letter, or the number of chunks.
     """
     width, height = box
     each, font = (width - 8) / len(landings), 0.51 * height

@@ -29,7 +29,7 @@ LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 INTERVAL = 0.25  # seconds between two drawings
 MOST_POINTS = 400
 NARROW = 468.0  # on phones the picture is so much less wide
-# of the curves: dashes show two curves that lie on top of each other
+# of the curves: dashes show two curves on top of each other
 DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")
 STYLE = (
     ".lines *{vector-effect:non-scaling-stroke}.end{stroke-width:7;stroke-linecap:round}"

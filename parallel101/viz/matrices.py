@@ -54,8 +54,9 @@ class PlacedParameter(Protocol):
 
 
 class CutMatrix(NamedTuple):
-    """What is drawn: parameters of one shape, cut alike, in modules that differ only in their
-    numbers.
+    """What is drawn: parameters of one shape, cut alike.
+
+    Their modules differ only in their numbers.
     """
 
     name: str  # the numbers of its modules as *, if there are several
@@ -77,14 +78,15 @@ def matrices_scene(
     axis: str = "tp",
     title: str = "How the matrices are cut",
 ) -> Scene:
-    """Draw the matrices of a model, each cut into the blocks that the ranks hold, with the
-    collectives that its style needs.
+    """Draw the matrices of a model, each cut into the blocks that the ranks hold.
+
+    The collectives that its style needs are beside it.
 
     Args:
         entries: name of a parameter → its shape and its placements by axis:
             `trainer.layout.entries`. A parameter of two dims with "embed" in its name is taken for
             an embedding, any other for the weight of a linear layer.
-        styles: name of a module, in which `*` may stand for any part → its style. Without it, a
+        styles: name of a module, in which `*` matches any part → its style. Without it, a
             linear layer cut along dim 0 counts as "column", and one cut along dim 1 as "row".
         sequence_parallel: whether the trainer was built so: then there are reduce-scatters and
             all-gathers instead of all-reduces.

@@ -1,5 +1,6 @@
-"""The right half of the collective view: what each rank holds, or only how many bytes moved if the
-contents are unknown.
+"""The right half of the collective view: what each rank holds.
+
+If the contents of messages are unknown, it shows only how many bytes moved.
 
     chunk     a      b      c             from \\ to    0     1
     rank 0  ▌▐    ▌▌▐▐     ▐                       0        96 B
@@ -89,7 +90,7 @@ class CellGrid:
 def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[str]) -> None:
     """Add ranks × chunks, and the data that moves between the rows.
 
-    The lines of `legend` stand below.
+    The lines of `legend` are below.
     """
     scene.style += STYLE
     matrix = CellGrid(replay)

@@ -1,5 +1,6 @@
-"""Memory per rank: solid is what a rank holds, hatched is what only other ranks hold, and the total
-is at the right.
+"""Draws memory per rank: solid is what a rank holds, hatched what only other ranks hold.
+
+The total is at the right.
 
 rank 0  ▇▇▇▇ ▇▇//  ▇▇▇▇//////////   18.9 MB        one panel for each trainer
 rank 1  ▇▇▇▇ //▇▇  //////▇▇▇▇////   18.9 MB
@@ -29,8 +30,9 @@ OVERLAP = 1.05
 
 
 class HeldBytes(Protocol):
-    """What a trainer's `describe()` returns: kind → bytes by position in the group, and the
-    rank at each position.
+    """What a trainer's `describe()` returns: kind → bytes by position in the group.
+
+    It also has the rank at each position.
     """
 
     @property

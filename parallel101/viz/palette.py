@@ -68,7 +68,5 @@ def variables(theme: str) -> str:
 
 
 def with_colours(svg: str, theme: str) -> str:
-    """Replace the CSS variables by a theme's colours, for renderers that do not support
-    variables.
-    """
+    """Replace the CSS variables by a theme's colours, for renderers that lack variables."""
     return re.sub(r"var\(--(\w+)\)", lambda match: THEMES[theme][match[1]], svg)

@@ -27,7 +27,7 @@ from parallel101.record.units import human_seconds, round_step
 from parallel101.viz.scene import HATCHING, Scene, Stop, box
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 108.0
-# where the squares for activations lie; their number is at the right of them
+# where the squares for activations are; their number is at the right of them
 HELD, HELD_END = 812.0, 900.0
 HEAD, BETWEEN = 26.0, 16.0
 # seconds of the animation: before the cursor starts, for the longest panel, and at the end
@@ -330,8 +330,9 @@ def fill(kind: str, chunk: int) -> str:
 
 
 def stripe(tall: float) -> float:
-    """The height of the stripe at the bottom of a whole backward, in the colour of its weight
-    gradient.
+    """The height of the stripe at the bottom of a whole backward.
+
+    It has the colour of the backward's weight gradient.
     """
     return round(0.22 * tall, 1)
 

@@ -66,8 +66,9 @@ STYLE: dict[Any, Any] = {
 
 
 class Plot(Scene):
-    """matplotlib's figures, one WIDTH and one NARROW wide, as a still Scene that follows the
-    page's theme.
+    """A still Scene made of matplotlib's figures, which follows the page's theme.
+
+    There are two figures, one WIDTH and one NARROW wide.
     """
 
     def __init__(self, figures: Mapping[int, Figure], title: str, subtitle: str = ""):
@@ -126,7 +127,7 @@ def sweep(
         model: {label: {x: y}}, or {label: a function of x}, drawn as lines. A label in both has one
             colour.
         spread: {label: {x: (lowest, highest)}}, drawn as error bars at the points of `measured`.
-            Points of one x then stand side by side.
+            Points of one x are then side by side.
         title, subtitle: above the plot.
         x, y: the units: "bytes", "seconds", "bytes/s", or "" for plain numbers.
         x_label: the name of the x axis, if the ticks do not say it.
@@ -340,8 +341,10 @@ def _middle(group: Sequence[str], heights: Mapping[str, float]) -> float:
 
 
 def _with_variables(drawing: str) -> str:
-    """Replace the light theme's colours by CSS variables, the font by ours, and xlink:href by
-    href, for an SVG inside a page.
+    """Adapt an SVG to a page.
+
+    The light theme's colours become CSS variables, the font becomes ours, and xlink:href becomes
+    href.
     """
     names = {LIGHT[name].lower(): name for name in ("bg", "ink", "mute", "line", "faint", *PLOTTED)}
     drawing = re.sub(

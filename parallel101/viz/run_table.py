@@ -34,8 +34,9 @@ MOST_RANKS, MOST_LINKS, MOST_CALLS = 32, 8, 10
 
 
 class TextTable(NamedTuple):
-    """A table of text. `numbers`: how many of its first columns stand right-aligned; the others
-    are words.
+    """A table of text.
+
+    `numbers`: how many of its first columns are right-aligned; the others are words.
     """
 
     title: str
@@ -229,7 +230,7 @@ def _last(call: CallTimes) -> str:
 
 
 def _place(where: str) -> str:
-    """The line of source, with a path relative to the working directory if it lies below it."""
+    """The line of source, with a path relative to the working directory if it is below it."""
     relative = os.path.relpath(where) if os.path.isabs(where) else where
     return shown(where).replace(where, relative) if not relative.startswith("..") else shown(where)
 

@@ -45,7 +45,7 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
         title: of the picture.
 
     Returns:
-        A still Scene. Under each collective stand the bytes of the rank that sent most, counted in
+        A still Scene. Under each collective are the bytes of the rank that sent most, counted in
         the record.
 
     Raises:
@@ -317,7 +317,7 @@ def letters(cell: int) -> str:
 
 
 def subscripts(scene: Node, text: str, x: float, y: float, size: float, class_: str = "") -> None:
-    """Write a text in which _X and _{X,K} stand lower and smaller."""
+    """Write a text in which _X and _{X,K} are lower and smaller."""
     line = scene.add("text", x=x, y=y, font_size=size, class_=class_)
     lowered = False
     for k, word in enumerate(re.split(r"_(\{[^}]*\}|[A-Za-z0-9]+)", text)):

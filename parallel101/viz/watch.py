@@ -36,8 +36,9 @@ def watch(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Run:
-    """Call `fn(x)` on every rank, with an x whose values carry their origin, and record the
-    contents of the messages.
+    """Call `fn(x)` on every rank, with an x whose values carry their origin.
+
+    The contents of the messages are recorded.
 
     Args:
         fn: takes a tensor, talks to the other ranks, and returns a tensor (or several, or none).
@@ -110,11 +111,10 @@ def watch(
 
 @contextlib.contextmanager
 def _settings(keep: bool) -> Iterator[None]:
-    """Inside, torch fills new memory with NaN or the largest integer, and a division of integers
-    gives float64, in which it is exact.
+    """Inside, torch fills new memory with NaN or the largest integer.
 
-    `keep`: restore the first of these. (On sim the ranks share it, and their process ends after the
-    run.)
+    A division of integers gives float64, in which it is exact. `keep`: restore the first of these.
+    (On sim the ranks share it, and their process ends after the run.)
     """
     before = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
     torch.set_default_dtype(torch.float64)

@@ -206,7 +206,7 @@ def run(
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
         note = (
-            f"{ranks} is no power of two: {algorithm} first lets ranks work in pairs, {more}. "
+            f"{ranks} isn't a power of two: {algorithm} first lets ranks work in pairs, {more}. "
             f"{note}"
         ).strip()
     rows = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]

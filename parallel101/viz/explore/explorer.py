@@ -136,8 +136,9 @@ class Explorer(ipywidgets.VBox):
             self._display("", "")
 
     def _changed(self, change: Any) -> None:
-        """Adjust the other controls, then run once; if there is a prediction, or one is asked
-        for, wait for the button.
+        """Adjust the other controls, then run once.
+
+        If there is a prediction, or one is asked for, wait for the button.
         """
         if self._adjusting:
             return
@@ -164,8 +165,10 @@ class Explorer(ipywidgets.VBox):
         self.prediction.placeholder = f"in {unit}, or with a unit" if unit else words
 
     def _pressed(self) -> None:
-        """Show the result. If a prediction was asked for, remind the reader once of it. One
-        that can't be read stays in the field.
+        """Show the result.
+
+        If a prediction was asked for, remind the reader once of it. One that can't be read stays in
+        the field.
         """
         quantity, prediction = self.quantity.value, self.prediction.value.strip()
         if self._asked and not prediction and not self._reminded:
@@ -217,8 +220,9 @@ class Explorer(ipywidgets.VBox):
         self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live controls, and for a page without a kernel, which names what it needs: the
-        last result as HTML, and how it was set.
+        """The live controls, and HTML for a page without a kernel.
+
+        The HTML has the last result and how the controls were set, and says what the page needs.
         """
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})

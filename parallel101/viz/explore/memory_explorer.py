@@ -21,7 +21,7 @@ from parallel101.viz.memory_per_rank import memory_scene
 
 KINDS = ("weights", "gradients", "optimizer state")
 QUANTITIES = dict.fromkeys(("total", *KINDS), "GB")  # and the unit of a prediction without one
-MOST_DRAWN = 8  # ranks; of more, rank 0 stands for all
+MOST_DRAWN = 8  # ranks; of more, only rank 0 is drawn
 
 
 def explore_memory(

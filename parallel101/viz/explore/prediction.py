@@ -1,8 +1,8 @@
-"""Whether a prediction that a reader wrote is right: "27 %" of a bubble rate of 3/11, "41.25 GB" of
-41.2 GB on the screen, "6" of 6 steps.
+"""Judges a reader's prediction: "27 %" of a bubble rate of 3/11 is right.
 
-It is compared with the exact result, and may differ from it by the rounding of the prediction, or
-by that of the result on the screen.
+So is "41.25 GB" if the screen shows 41.2 GB, and "6" of 6 steps. It is compared with the exact
+result, and may differ from it by the rounding of the prediction, or by that of the result on the
+screen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUPED = re.compile(r"[-+]?\d{1,3}([, ]\d{3})+(\.\d+)?")
 class Number(NamedTuple):
     """A number that was written, in percent, bytes, seconds or as a count.
 
-    It stands for all numbers within `rounding` of it.
+    It means all numbers within `rounding` of it.
     """
 
     value: float
@@ -65,9 +65,7 @@ def readings(text: str, unit: str) -> list[list[Number]]:
 
 
 def scale_of(word: str, unit: str) -> float | None:
-    """How many percent, bytes or seconds a word stands for; None if it is no unit of the same
-    kind as `unit`.
-    """
+    """How many percent, bytes or seconds a word means; None if its kind is not that of `unit`."""
     if not unit:
         return 1.0
     return next(kind for kind in (PERCENT, BYTES, SECONDS) if unit.lower() in kind).get(
@@ -76,10 +74,10 @@ def scale_of(word: str, unit: str) -> float | None:
 
 
 def verdict(prediction: str, unit: str, shown: str, exact: Sequence[float]) -> str:
-    """ "right", "too low" or "too high"; of several numbers "right" or "different"; "" if the
-    prediction or the result is no number.
+    """ "right", "too low" or "too high"; of several numbers "right" or "different".
 
-    One number for a result with several is compared with the largest of them.
+    It is "" if the prediction or the result isn't a number. One number for a result with several is
+    compared with the largest of them.
 
     Args:
         unit: of a prediction without one.
@@ -110,8 +108,9 @@ def verdict(prediction: str, unit: str, shown: str, exact: Sequence[float]) -> s
 
 
 def compare(number: Number, value: float, rounding: float) -> int:
-    """−1, 0 or 1: a predicted number is below, equal to or above the value, if both may be
-    rounded.
+    """−1, 0 or 1: a prediction is below, equal to or above the value.
+
+    Both may be rounded.
     """
     difference = number.value - value
     return (

@@ -79,8 +79,10 @@ def run(
     weight_grad: float,
     communication: float,
 ) -> ExplorerResult:
-    """Time the schedule. Each of a rank's `chunks` stages takes its part of F, I and W. Raises
-    ScheduleError for what cannot be.
+    """Time the schedule.
+
+    Each of a rank's `chunks` stages takes its part of F, I and W. Raises ScheduleError for an
+    impossible schedule.
     """
     v = chunks if name == "interleaved" else 1
     times = schedule(name, stages=stages, microbatches=microbatches, chunks=v).time(
