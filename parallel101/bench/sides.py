@@ -9,7 +9,7 @@ pipeline  each rank has a part of the layers       torch.distributed.pipelining:
                                                    interleaved, zero bubble
 
 Each side is a function of the whole model that returns its step. In a table all sides train the
-same thing; tests/project/test_bench.py compares their losses with one process.
+same thing; tests/bench/test_bench.py compares their losses with one process.
 """
 
 from __future__ import annotations

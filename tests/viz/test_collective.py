@@ -24,8 +24,6 @@ from tests.viz import programs as p
 from tests.viz.drawn import SVG
 from tests.viz.programs import exchange, me, recorded
 
-SIZES = [2, 3, 5, 8]
-
 # program, elements per rank on n ranks, steps, operation, topology
 CASES = {
     "ring all-reduce": (
@@ -114,8 +112,7 @@ def cells_panel(scene):
     )
 
 
-@pytest.mark.parametrize("clock", ["virtual", "uneven"])
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("clock", "n"), [("virtual", 2), ("virtual", 5), ("uneven", 4)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_names_and_cells(case, n, clock):
     program, numel, steps, operation, kind = CASES[case]
@@ -143,7 +140,7 @@ def test_steps_names_and_cells(case, n, clock):
         assert drawn == {(rank, rank): tuple(range(n)) for rank in range(n)}
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", [2, 5])
 def test_cells_add_up_to_what_was_returned(n):
     trace, results = recorded(p.ring_all_reduce, n, 3 * n - 1)
     replay = replay_of(trace, results)
@@ -152,7 +149,7 @@ def test_cells_add_up_to_what_was_returned(n):
     assert all(states[-1][1] == (1,) * n for states in replay.cells.values())
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", [2, 5])
 def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
     trace, results = recorded(p.ring_reduce_scatter, n, n, uneven=True)
     replay = replay_of(trace, results)
@@ -406,7 +403,7 @@ def test_recursive_doubling_and_the_chain_are_recognised():
     assert chain.title == "Chain broadcast" and len(chain.stops) == 4 + 4 - 2
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", [2, 5])
 def test_every_moment_of_a_picture_is_well_formed_and_small(n):
     scene = collective_scene(*recorded(p.ring_all_reduce, n, 2 * n))
     for k in range(11):

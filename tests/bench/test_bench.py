@@ -36,24 +36,11 @@ def answers(port: int, calls: int) -> list[float]:
     return [ask(port, word, calls=calls) for word in ("a", "word")]
 
 
-def check_answers(port: int, ranks: int) -> None:
-    for calls in (1, 5):
-        one_letter = ranks * (ranks + 1) / 2 * calls
-        assert (
-            p101.launch(answers, port, calls, world_size=3).results
-            == [[one_letter, 4 * one_letter]] * 3
-        )
-
-
-def test_every_launched_rank_gets_the_result_of_the_spawned_rank() -> None:
-    with spawned_ranks(serve, 1, "gloo") as port:
-        check_answers(port, 1)
-    assert not multiprocessing.active_children()
-
-
 def sums_then_rounds_then_an_error() -> None:
     with spawned_ranks(serve, 2, "gloo") as port:
-        check_answers(port, 2)
+        for calls in (1, 5):  # two spawned ranks answer three launched ones
+            launched = p101.launch(answers, port, calls, world_size=3)
+            assert launched.results == [[3 * calls, 4 * 3 * calls]] * 3
         for name in ("scatter", "all_reduce"):
             rounds = p101.launch(time_rounds, name, 1 << 10, 2, port, world_size=2).results[0]
             assert len(rounds) == 2
@@ -61,9 +48,7 @@ def sums_then_rounds_then_an_error() -> None:
         p101.launch(lambda: ask(port, "fail", calls=1), world_size=2)
 
 
-def test_every_side_is_timed_in_every_round_and_an_error_on_a_spawned_rank_is_raised_at_once() -> (
-    None
-):
+def test_spawned_ranks_answer_time_every_side_and_raise_their_errors() -> None:
     with pytest.raises(p101.RankFailed, match="ArithmeticError: one of these days"):
         sums_then_rounds_then_an_error()
     assert not multiprocessing.active_children(), "no process is left"

@@ -1,0 +1,24 @@
+"""`make quick` tries something of every room: tests/quick.txt has a folder, a file or a test on
+each line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICK = (ROOT / "tests" / "quick.txt").read_text().split()
+
+
+def test_every_room_has_a_quick_test():
+    rooms = {path.parent.name for path in (ROOT / "parallel101").glob("*/__init__.py")}
+    assert rooms <= {line.split("/")[1] for line in QUICK}
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_every_line_names_a_test(line):
+    path, _, name = line.partition("::")
+    assert (ROOT / path).exists()
+    assert not name or f"def {name}(" in (ROOT / path).read_text()
