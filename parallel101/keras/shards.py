@@ -1,8 +1,8 @@
 """What each rank holds of a Keras model's weights, by our trainers' layout and synchronisation.
 
-zero_stage 0    the model's own variables; gradients are summed over dp
-zero_stage 1-3  a Keras variable for this rank's piece of each weight, in the same memory: the Keras
-                optimizer updates it
+zero_stage 0      the model's own variables; gradients are summed over dp
+zero_stage 1-3    a Keras variable for this rank's piece of each weight, in the same memory: the
+                  Keras optimizer updates it
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.data_parallel import Overlapped
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes, Entry, Layout
-from parallel101.trainers.zero.stage3 import ZeRO3
-from parallel101.trainers.zero.stage12 import ZeRO12
+from parallel101.trainers.zero.flat import Sharing
+from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
 
 class Shards:
@@ -242,10 +242,10 @@ def gradient_sync(
 ) -> GradientSync:
     """Return the object that sums gradients over the data axis."""
     if zero_stage == 3:
-        return ZeRO3(inner, parameters, dp)
+        return ZeRO3(inner, parameters, Sharing(dp))
     size = default_bucket_bytes(parameters, 4)
     if zero_stage:
-        return ZeRO12(parameters, dp, zero_stage=zero_stage, bucket_bytes=size, overlap=True)
+        return ZeRO12(parameters, Sharing(dp), zero_stage=zero_stage, bucket_bytes=size)
     return GradientSync(parameters) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
 
 

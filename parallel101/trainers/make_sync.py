@@ -86,31 +86,16 @@ def how_to_sync(
     ) -> GradientSync:
         several = 4 if zero_stage else 2
         size = default_bucket_bytes(parameters, several) if bucket_bytes is None else bucket_bytes
-        all_reduce = chosen.get("all_reduce", "direct")
-        if zero_stage == 3:
-            from parallel101.trainers.zero.stage3 import ZeRO3
-
-            assert part is not None, "weights tied between two stages on a rank are refused before"
-            return ZeRO3(
-                part,
-                parameters,
-                group,
-                layers=layers,
-                overlap=overlap,
-                autocast=autocast,
-                apart=apart,
-            )
         if zero_stage:
-            from parallel101.trainers.zero.stage12 import ZeRO12
+            from parallel101.trainers.zero.flat import Sharing
+            from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
-            return ZeRO12(
-                parameters,
-                group,
-                zero_stage=zero_stage,
-                bucket_bytes=size,
-                overlap=overlap,
-                apart=apart,
-            )
+            sharing = Sharing(group, overlap, apart, chosen)
+            if zero_stage < 3:
+                return ZeRO12(parameters, sharing, zero_stage=zero_stage, bucket_bytes=size)
+            assert part is not None, "weights tied between two stages on a rank are refused before"
+            return ZeRO3(part, parameters, sharing, layers, autocast)
+        all_reduce = chosen.get("all_reduce", "direct")
         if group.size == 1:
             return GradientSync(parameters)
         if overlap:

@@ -1,4 +1,1 @@
-"""ZeRO: flat arrays cut into a block a rank, stages 1 and 2, and stage 3.
-
-Each stage is a GradientSync (see trainers/gradients.py).
-"""
+"""What zero_1_2_3.py needs: flat arrays, and when a bucket is complete and a layer is used."""

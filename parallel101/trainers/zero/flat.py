@@ -1,138 +1,142 @@
-"""Parameters side by side in one flat array, cut into n equal blocks, so that each rank can own one
-of them.
+"""Parameters side by side in one flat array, cut into n equal blocks: each rank owns one of them.
 
-    | weight ............ | bias ... | 0 |        the last block is padded with zeros if n does not divide
-    |   rank 0   |   rank 1   |   rank 2   |      a rank's block holds pieces of parameters: what its optimizer updates
+    | weight ............ | bias ... | 0 |     zeros fill up the last block if n does not divide
+    |   rank 0   |   rank 1   |   rank 2   |   a block holds pieces of parameters, which the
+                                               rank's optimizer updates
 
-stage12.py and stage3.py decide when a flat array is gathered and when its gradients leave. Source:
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
-section 5.
+zero_1_2_3.py says when a flat array is gathered and when its gradients are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
+from parallel101.collectives import all_gather, reduce_scatter
 from parallel101.collectives.asynchronous import (
     AsyncCollective,
     all_gather_async,
     reduce_scatter_async,
 )
 from parallel101.mesh import GroupLike, group_of
-from parallel101.record.spans import wait_span
 from parallel101.trainers.gradient_sync import Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
 from parallel101.trainers.support.memory import LiveBytes
 
 
+@dataclass
+class Sharing:
+    """Who shares flat arrays, and how.
+
+    Attributes:
+        group: the ranks; each owns one block of every array.
+        overlap: send and receive while this rank computes.
+        apart: name → a label. Only parameters with the same label share an array.
+        algorithm: "all_gather" and "reduce_scatter" → one of their algorithms, which then runs from
+            beginning to end in one call. Without an entry: "direct", which goes on meanwhile.
+        live: counts the bytes of gathered weights and of gradients in flight.
+    """
+
+    group: GroupLike
+    overlap: bool = True
+    apart: Mapping[str, str] = field(default_factory=dict)
+    algorithm: Mapping[str, str] = field(default_factory=dict)
+    live: LiveBytes = field(default_factory=LiveBytes)
+
+
 class Flat:
-    """Some parameters of one dtype and device, of which this rank owns 1/n: `shard` is its block,
-    `grad` the block's gradient.
+    """Some parameters of one dtype and device, of which this rank owns 1/n.
 
     Args:
         parameters: by name. From now on they are views of the flat array.
-        group: the ranks that share it.
-        live: counts the bytes of what is whole for a moment.
+        sharing: the ranks that share it.
         weights, gradients: whether this rank keeps all of them, or only its own block.
 
     Attributes:
-        whole: all blocks, or None while this rank has only its own.
+        whole: the weights of all blocks, or None while this rank has only its own.
+        arriving: the all-gather that fills `whole`, until somebody has waited for it.
+        shard, grad: this rank's block of the weights and of their gradients.
         placements: name → Pieces, which elements of the parameter each rank owns.
         owned: name → Parameter, 1-D, this rank's piece; only those that have elements here.
-        reached: names that this rank's samples have given a gradient in this step.
-        fresh: no gradient of this step has arrived in `grad`.
+        reached: names of the parameters to which this rank's samples gave a gradient in this step.
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        group: GroupLike,
-        live: LiveBytes,
-        *,
-        weights: bool,
-        gradients: bool,
+        self, parameters: Parameters, sharing: Sharing, *, weights: bool, gradients: bool = False
     ):
-        self.parameters, self.group, self.live = dict(parameters), group, live
-        self.shapes = {name: p.shape for name, p in parameters.items()}
-        members, values = group_of(group), [p.detach() for p in parameters.values()]
+        self.parameters, self.sharing, self.live = dict(parameters), sharing, sharing.live
+        self.shapes = [p.shape for p in parameters.values()]
+        members, values = group_of(sharing.group), [p.detach() for p in parameters.values()]
         assert members.position is not None
-        sizes = [p.numel() for p in values]
-        self.block = -(-sum(sizes) // members.size)
-        self.padding = self.block * members.size - sum(sizes)
+        sizes, n, position = [p.numel() for p in values], members.size, members.position
+        block = -(-sum(sizes) // n)
+        self.padding = block * n - sum(sizes)
         self.cuts = [*sizes, self.padding]
-        self.first = self.block * members.position  # of this rank's block
         whole = torch.cat([*(p.reshape(-1) for p in values), values[0].new_zeros(self.padding)])
+        mine = whole.view(n, block)[position]
         self.whole: Tensor | None = whole
-        self.shard = self.block_of(whole) if weights else self.block_of(whole).clone()
+        self.arriving: AsyncCollective | None = None
+        self.shard = mine if weights else mine.clone()
         self.whole_grad = torch.zeros_like(whole) if gradients else None
-        self.grad = (
-            torch.zeros_like(self.shard)
-            if self.whole_grad is None
-            else self.block_of(self.whole_grad)
-        )
+        self.grad = torch.zeros_like(mine)
+        if self.whole_grad is not None:
+            self.grad = self.whole_grad.view(n, block)[position]
 
         self.placements: dict[str, Pieces] = {}
         self.owned: dict[str, nn.Parameter] = {}
         self.piece_grads: dict[str, Tensor] = {}
         for name, (start, stop) in zip(parameters, pairwise(accumulate(sizes, initial=0))):
-            blocks = [(self.block * i, self.block * (i + 1)) for i in range(members.size)]
-            bounds = tuple(
-                (max(low, start) - start, max(low, start, min(high, stop)) - start)
-                for low, high in blocks
-            )
-            self.placements[name] = Pieces(bounds)
-            low, high = bounds[members.position]
+            cuts = [min(max(block * i, start), stop) - start for i in range(n + 1)]
+            self.placements[name] = Pieces(tuple(pairwise(cuts)))
+            low, high = cuts[position : position + 2]
             if low < high:
-                place = slice(start + low - self.first, start + high - self.first)
+                first = start + low - block * position
+                place = slice(first, first + high - low)  # in this rank's block
                 self.owned[name] = nn.Parameter(self.shard[place])
                 self.piece_grads[name] = self.grad[place]
-
-        self.reached: set[str] = set()
-        self.fresh = True
-        self.arriving: AsyncCollective | None = None
-        self.empty = values[0].new_empty(0)
+        self.begin()
         if weights:
             self.show()
         else:
             self.free()
 
-    def block_of(self, whole: Tensor) -> Tensor:
-        """This rank's block of it."""
-        return whole[self.first : self.first + self.block]
-
     def cut(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parameters' parts of it, in their shapes."""
-        return {
-            name: part.view(shape)
-            for (name, shape), part in zip(self.shapes.items(), whole.split(self.cuts))
-        }
+        """The parameters' parts of a whole array, by name and in their shapes."""
+        parts = zip(self.parameters, self.shapes, whole.split(self.cuts))
+        return {name: part.view(shape) for name, shape, part in parts}
 
     # ── weights ──
 
-    def gather(self) -> None:
-        """Begin to fetch the other blocks, unless they are here; (n−1)/n of the bytes arrive."""
+    def all_gather(self) -> None:
+        """Begin to fetch the other blocks; (n−1)/n of the bytes arrive."""
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
             self.live.watch("weights", self.whole)
-            self.arriving = all_gather_async(self.shard, group=self.group, out=self.whole)
-
-    def refresh(self) -> None:
-        """Begin to fetch the other blocks, which their owners have changed, into the array that
-        this rank keeps.
-        """
-        assert self.whole is not None
-        self.arriving = all_gather_async(self.shard, group=self.group, out=self.whole)
+        group, algorithm = self.sharing.group, self.sharing.algorithm.get("all_gather")
+        if algorithm is None:
+            self.arriving = all_gather_async(self.shard, group=group, out=self.whole)
+        else:
+            self.whole.copy_(all_gather(self.shard, group=group, algorithm=algorithm))
+            self.show()
 
     def wait(self) -> None:
-        """Wait until the blocks have arrived; then the parameters are whole."""
+        """Wait until the blocks have arrived. Then the parameters are whole."""
         if self.arriving is not None:
             self.arriving.wait()
             self.arriving = None
             self.show()
+
+    def gathered(self) -> Tensor:
+        """The whole array, which is gathered if it is not there."""
+        if self.whole is None:
+            self.all_gather()
+            self.wait()
+        assert self.whole is not None
+        return self.whole
 
     def show(self) -> None:
         """Make the parameters views of the whole array."""
@@ -141,23 +145,25 @@ class Flat:
             p.data = part
 
     def free(self) -> None:
-        """Let the other blocks go: until they are gathered again, the parameters are empty."""
+        """Free the other ranks' blocks. The parameters are empty until the next gather."""
         self.whole = self.arriving = None
+        empty = self.shard.new_empty(0)
         for p in self.parameters.values():
-            p.data = self.empty
+            p.data = empty
 
     def show_shapes(self) -> None:
-        """Give the parameters their shapes without memory, so that gradients can be assigned to
-        them.
-        """
-        for p, shape in zip(self.parameters.values(), self.shapes.values()):
+        """Give the parameters their shapes without memory, so that gradients can be assigned."""
+        for p, shape in zip(self.parameters.values(), self.shapes):
             p.data = self.shard.new_zeros(()).expand(shape)
 
     # ── gradients ──
 
     def begin(self) -> None:
-        """A step begins."""
-        self.fresh, self.reached = True, set()
+        """A step begins: there are no gradients."""
+        self.reached: set[str] = set()
+        self.summed = False  # whether `grad` has a sum of this step
+        for p in self.parameters.values():
+            p.grad = None
 
     def take_gradients(self) -> Tensor:
         """The parameters' gradients side by side, zeros for those without one.
@@ -169,72 +175,40 @@ class Flat:
             if p.grad is None:
                 parts.append(self.grad.new_zeros(size))
                 continue
-            dense_gradient(name, p)
-            self.reached.add(name)
+            parts.append(dense_gradient(name, p).reshape(-1))
             self.live.watch("gradients", p.grad)
-            parts.append(p.grad.reshape(-1))
+            self.reached.add(name)
             p.grad = None
         if self.padding:
             parts.append(self.grad.new_zeros(self.padding))
         if len(parts) == 1 and self.whole_grad is None:
-            return parts[0]  # a single gradient can leave from where it lies
+            return parts[0]  # a single gradient is sent from the memory that it is in
         whole = torch.cat(parts, out=self.whole_grad)
         if self.whole_grad is None:
             self.live.watch("gradients", whole)
         return whole
 
+    def reduce_scatter(self) -> AsyncCollective:
+        """Begin to sum the gradients of all ranks. The result is the sum of this rank's block."""
+        gradients, group = self.take_gradients(), self.sharing.group
+        algorithm = self.sharing.algorithm.get("reduce_scatter")
+        if algorithm is None:
+            return reduce_scatter_async(gradients, group=group)
+        total = reduce_scatter(gradients, group=group, algorithm=algorithm)
+        return AsyncCollective(iter(()), total)  # has arrived
+
+    def add(self, total: Tensor) -> None:
+        """Add what has arrived for this rank's block, a sum over the ranks."""
+        if self.summed:
+            self.grad += total
+        else:
+            self.grad.copy_(total)
+        self.summed = True
+
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self.parameters.values())
+
     def give_gradients(self) -> None:
-        """Give each piece its part of what has arrived, for the optimizer."""
+        """Give each piece its part of the sum, for the optimizer."""
         for name, piece in self.owned.items():
             piece.grad = self.piece_grads[name]
-
-
-class GradientReducer:
-    """Sends gradients to their owners while backward still computes others: one reduce-scatter a
-    flat array, at most two at a time.
-
-    backward   ── layer 3 ──▶── layer 2 ──▶── layer 1 ──▶
-    gradients                g₃ leaves     g₂ leaves     g₁ leaves        each rank keeps the sum of its block;
-                                           g₃ is freed   g₂ is freed      the rest is freed after it has left
-    """
-
-    def __init__(self, group: GroupLike):
-        self.group = group
-        self.in_flight: list[tuple[Flat, AsyncCollective]] = []
-
-    def begin(self) -> None:
-        """A step begins; what a failed one left is dropped."""
-        self.in_flight = []
-
-    def send(self, flat: Flat) -> None:
-        """Begin to sum the gradients of all ranks, each block at its owner.
-
-        All ranks send the arrays in the same order.
-        """
-        gradient = flat.take_gradients()
-        out = flat.grad if flat.fresh else None
-        flat.fresh = False
-        self.in_flight.append((flat, reduce_scatter_async(gradient, group=self.group, out=out)))
-        self.finish(leave=1)
-
-    def finish(self, leave: int = 0) -> None:
-        """Wait for all but the last `leave` of them."""
-        while len(self.in_flight) > leave:
-            flat, pending = self.in_flight.pop(0)
-            with wait_span("wait for gradients"):
-                total = pending.wait()
-            if total is not flat.grad and total.data_ptr() != flat.grad.data_ptr():
-                flat.grad += total
-
-
-def by_kind(
-    parameters: Parameters, apart: Mapping[str, str] = {}
-) -> Iterable[dict[str, nn.Parameter]]:
-    """The parameters in groups of one dtype and device each, as a flat array needs them.
-
-    `apart`: see `by_size`.
-    """
-    groups: dict[tuple, dict[str, nn.Parameter]] = {}
-    for name, p in parameters.items():
-        groups.setdefault((p.dtype, p.device, apart.get(name)), {})[name] = p
-    return groups.values()

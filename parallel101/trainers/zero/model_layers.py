@@ -1,10 +1,9 @@
-"""Which parts of a model are gathered one at a time.
+"""Which parts of a model are gathered one at a time: found in the model, which does not know it.
 
-They are found in the model itself, which knows nothing of it.
-
-GPT    embedding    blocks.0   blocks.1   …    norm    head          a model's own `sequence()`, if it has one; otherwise the modules
-MLP    layers.0   layers.1   …                                       that a ModuleList or Sequential holds, and those beside it
-Keras  dense   dense_1   …                                           the model's `layers`
+GPT      embedding  blocks.0  blocks.1 …  norm  head      its own `sequence()`
+MLP      layers.0  layers.1 …                             what a ModuleList or Sequential holds,
+                                                          and the modules beside it
+Keras    dense  dense_1 …                                 the model's `layers`
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterD
 def layers_of(
     model: nn.Module, types: tuple[type[nn.Module], ...] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules, in order; none lies in another.
+    """Names and modules, in order; none is part of another.
 
-    Args: types: modules of these types are the layers. None: the entries of `model.sequence()` that
-        have parameters. Without such a method:
-            every module below the model that has parameters and holds no ModuleList, ModuleDict or
-            Sequential to look into; a
-            Sequential inside a module of another type is a part of that module. A Keras model
-            inside a Keras model is looked into.
+    Args:
+        types: modules of these types are the layers. None: the entries of `model.sequence()` that
+            have parameters. Without such a method, every module below the model that has parameters
+            and holds no ModuleList, ModuleDict or Sequential to look into; a Sequential inside a
+            module of another type is a part of that module. A Keras model inside a Keras model is
+            looked into.
     """
     sequence = sequence_of(model) if types is None else None
     if sequence is not None:
@@ -48,10 +47,10 @@ def layers_of(
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside this one. torch does not see the layers of a Keras model, since Keras has
-    a list of its own for them.
+    """The modules inside this one.
 
-    For a keras.Sequential torch would name one child, the functional model inside it. That is never
+    torch does not see the layers of a Keras model, since Keras has a list of its own for them. For
+    a keras.Sequential torch would name one child, the functional model inside it. That is never
     called as a module, so its hooks would never run.
     """
     layers = keras_layers(module)

@@ -1,0 +1,144 @@
+"""ZeRO: data parallel in which each rank keeps 1/n of what would be the same on all ranks.
+
+               weights   gradients   optimizer state   sent by each rank in a step
+    stage 1    all       all         1/n               2(n−1)/n of the weights' bytes
+    stage 2    all       1/n         1/n               the same
+    stage 3    1/n       1/n         1/n               3(n−1)/n of the weights' bytes
+
+Data parallel sums gradients by all-reduce, which is a reduce-scatter and then an all-gather. ZeRO
+takes the optimizer's step between the two. Parameters are put side by side in flat arrays, each of
+which is cut into n equal blocks (zero/flat.py):
+
+    reduce-scatter    rank i gets block i of the gradients, summed over all ranks
+    optimizer         rank i updates block i of the weights; only rank i has its optimizer state
+    all-gather        all ranks get all blocks of the weights
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020), sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from parallel101.record.spans import span, wait_span
+from parallel101.trainers.gradient_sync import Parameters, by_size
+from parallel101.trainers.zero.buckets import BucketHooks
+from parallel101.trainers.zero.flat import Flat, Sharing
+from parallel101.trainers.zero.layer_by_layer import Layer, LayerByLayer
+from parallel101.trainers.zero.sharded_sync import ShardedSync
+
+
+class ZeRO12(ShardedSync):
+    """Stages 1 and 2: every rank has all weights, and updates its block of each bucket.
+
+        backward    layer 3 │ layer 2 │ layer 1 │           │ optimizer │
+        messages            │ g₃ to their owners│ g₂, g₁ …  │           │ all-gather of the weights
+
+    A bucket's gradients leave when backward has made them all. Then stage 2 frees them. Stage 1
+    keeps them: it adds up those of several microbatches and sends them once, while stage 2 sends
+    after each microbatch.
+    """
+
+    arrays = "buckets"
+
+    def __init__(
+        self, parameters: Parameters, sharing: Sharing, *, zero_stage: int, bucket_bytes: int
+    ):
+        self.zero_stage = zero_stage
+        buckets = [
+            Flat(together, sharing, weights=True, gradients=zero_stage == 1)
+            for together in by_size(parameters, bucket_bytes, sharing.apart)
+        ]
+        super().__init__(buckets, sharing)
+        self.hooks = BucketHooks(buckets, self.reduce_scatter, sharing.overlap)
+
+    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
+        return self.hooks.sending(last or (self.zero_stage == 2 and kind != "I"))
+
+    def publish(self) -> None:
+        """After the optimizer's step: every rank sends the blocks that it has updated."""
+        with wait_span("gather weights"):
+            for bucket in self.flats:
+                bucket.all_gather()
+            for bucket in self.flats:
+                bucket.wait()
+
+
+class ZeRO3(LayerByLayer):
+    """Stage 3: a layer's weights are whole only while it computes, and the next layer's are on
+    their way meanwhile. At most two layers are whole at a time.
+
+        forward  gather 1 │ gather 2 │ gather 3 │         backward  gather 3 │ gather 2 │ gather 1
+                          │ layer 1  │ layer 2  │ …                          │ layer 3  │ layer 2
+                                       free 1     free 2                                  free 3
+                                                                                          g₃ leaves
+
+    LayerByLayer has hooks on the model, which call begin_pass, use and end_pass. After the
+    optimizer's step nothing is sent: the next forward gathers the updated blocks. FSDP calls
+    gathering "unshard" and freeing "reshard".
+    """
+
+    zero_stage = 3
+
+    def begin_pass(self, order: Sequence[Layer]) -> None:
+        """A forward or a backward begins, which will use the layers in this order.
+
+        Weights in no layer, or in several (tied weights), are whole for all of it.
+        """
+        self.upcoming = deque(order)
+        self.shared.all_gather()
+        self.prefetch()
+        self.shared.wait()
+
+    def use(self, layer: Layer) -> None:
+        """This layer computes next, forward or backward.
+
+        This rank may have skipped layers that other ranks use. It helps to gather them, so that all
+        ranks gather the same layers in the same order.
+        """
+        if layer is not self.current and layer not in self.upcoming:  # used again, unexpectedly
+            self.enter(layer)
+        while layer is not self.current:
+            self.enter(self.upcoming.popleft())
+
+    def enter(self, layer: Layer) -> None:
+        """Free the layer before, make this one whole, and begin to gather the next one."""
+        self.leave()
+        layer.all_gather()
+        self.prefetch()
+        layer.wait()
+        self.current = layer
+        name = "layer backward" if self.in_backward else "layer forward"
+        self.spans.enter_context(span(name, layer=layer.name))
+
+    def prefetch(self) -> None:
+        if self.sharing.overlap and self.upcoming:
+            self.upcoming[0].all_gather()
+
+    def leave(self) -> None:
+        """The current layer has computed. Free its weights, and send its gradients."""
+        if self.current is None:
+            return
+        layer, self.current = self.current, None
+        self.spans.close()
+        layer.free()
+        if self.sends and layer not in self.upcoming:  # and will not be used once more
+            for flat in layer.flats:
+                self.reduce_scatter(flat)
+
+    def end_pass(self) -> None:
+        """Help to gather the layers that only other ranks use, and free everything.
+
+        At the end of a backward the other gradients leave: the shared weights', and those of layers
+        that were used again unexpectedly.
+        """
+        while self.upcoming:
+            self.enter(self.upcoming.popleft())
+        self.leave()
+        self.shared.free()
+        for flat in self.flats if self.sends else ():
+            if flat in self.shared.flats or flat.has_gradients():
+                self.reduce_scatter(flat)
