@@ -32,14 +32,14 @@ from parallel101.trainers.zero.sharded_sync import ShardedSync
 
 
 class ZeRO12(ShardedSync):
-    """Stages 1 and 2: every rank has all weights, and updates its block of each bucket.
+    """Stages 1 and 2: every rank has all weights, and updates its block of each bucket of them.
 
-        backward    layer 3 │ layer 2 │ layer 1 │           │ optimizer │
-        messages            │ g₃ to their owners│ g₂, g₁ …  │           │ all-gather of the weights
+        computes    backward 3 │ backward 2 │ backward 1 │       optimizer │
+        sends                  │     g₃     │     g₂     │   g₁            │ weights (all-gather)
 
-    A bucket's gradients leave when backward has made them all. Then stage 2 frees them. Stage 1
-    keeps them: it adds up those of several microbatches and sends them once, while stage 2 sends
-    after each microbatch.
+    A bucket of gradients leaves by reduce-scatter when backward has made them all. Then stage 2
+    frees them. Stage 1 keeps them: it adds up those of several microbatches and sends them once,
+    while stage 2 sends after each microbatch.
     """
 
     arrays = "buckets"
@@ -96,10 +96,10 @@ class ZeRO3(LayerByLayer):
     def use(self, layer: Layer) -> None:
         """This layer computes next, forward or backward.
 
-        This rank may have skipped layers that other ranks use. It helps to gather them, so that all
+        Other ranks may use layers that this one skips. It takes part in gathering them, so that all
         ranks gather the same layers in the same order.
         """
-        if layer is not self.current and layer not in self.upcoming:  # used again, unexpectedly
+        if layer is not self.current and layer not in self.upcoming:  # the order does not have it
             self.enter(layer)
         while layer is not self.current:
             self.enter(self.upcoming.popleft())
@@ -125,20 +125,20 @@ class ZeRO3(LayerByLayer):
         layer, self.current = self.current, None
         self.spans.close()
         layer.free()
-        if self.sends and layer not in self.upcoming:  # and will not be used once more
+        if self.sends and layer not in self.upcoming:  # else it is used once more
             for flat in layer.flats:
                 self.reduce_scatter(flat)
 
     def end_pass(self) -> None:
-        """Help to gather the layers that only other ranks use, and free everything.
+        """Gather the layers that only other ranks still use, and free everything.
 
-        At the end of a backward the other gradients leave: the shared weights', and those of layers
-        that were used again unexpectedly.
+        After a backward the last gradients leave: the shared weights', and those of layers that
+        were used more often than the order says.
         """
         while self.upcoming:
             self.enter(self.upcoming.popleft())
         self.leave()
         self.shared.free()
-        for flat in self.flats if self.sends else ():
-            if flat in self.shared.flats or flat.has_gradients():
+        for flat in self.flats:
+            if self.sends and (flat in self.shared.flats or flat.has_gradients()):
                 self.reduce_scatter(flat)

@@ -26,10 +26,11 @@ from parallel101.trainers.zero.model_layers import layers_of, share_out
 from parallel101.trainers.zero.saved_weights import pack_and_unpack
 from parallel101.trainers.zero.sharded_sync import ShardedSync
 
-WHOLE = (
-    "on ZeRO stage 3 it is whole only in the forward of a module that has it. layers=(…) names "
-    "the types that are gathered one at a time; "
-    "weights in none of them are whole during the model's whole forward"
+EMPTY = (
+    "Perhaps a weight was empty where it was used (a penalty in the loss, for example): on ZeRO "
+    "stage 3 it is whole only in the forward of a module that has it. layers=(…) names the types "
+    "that are gathered one at a time; weights in none of them are whole during the model's whole "
+    "forward"
 )
 
 
@@ -192,22 +193,17 @@ class LayerByLayer(ShardedSync):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Goes around the model's forward or backward.
-
-        If an empty weight is the cause of an error, the error says so.
+        """Goes around the model's forward or backward. An error that an empty weight may have
+        caused says so.
         """
         self.between_layers = False
         try:
             with self.spans:
                 yield
         except RuntimeError as error:
-            if self.between_layers:
-                why = "This was between two layers: if a weight was used there, it was empty"
-            elif "got [0] but expected shape" in str(error):
-                why = "A weight was empty where it was used (a penalty in the loss, for example)"
-            else:
-                raise
-            raise RuntimeError(f"{error}. {why}, for {WHOLE}") from error
+            if self.between_layers or "got [0] but expected shape" in str(error):
+                raise RuntimeError(f"{error}. {EMPTY}") from error
+            raise
 
     def reset(self) -> None:
         """Free what an earlier pass has left, if an error has ended it."""

@@ -23,15 +23,13 @@ class Place(NamedTuple):
     flat: Flat
     parameter: str | None
     dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    view: tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
 
     def values(self) -> Tensor:
         base = self.flat.gathered()
         if self.parameter is not None:
             base = self.flat.cut(base)[self.parameter].to(self.dtype)
-        return base.as_strided(self.size, self.stride, self.offset)
+        return base.as_strided(*self.view)
 
 
 def pack_and_unpack(
@@ -42,27 +40,21 @@ def pack_and_unpack(
     """
 
     def pack(tensor: Tensor) -> Tensor | Place:
+        view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         memory = tensor.untyped_storage().data_ptr()
+        source = source_of_cast(tensor) if tensor.dtype == autocast else None
         for flat in whole_now():
             if flat.whole is not None and flat.whole.untyped_storage().data_ptr() == memory:
-                return place_of(tensor, flat)
-        source = source_of_cast(tensor) if tensor.dtype == autocast else None
-        if source is not None:
-            for flat in whole_now():
-                for name, p in flat.parameters.items():
-                    if p is source:
-                        return place_of(tensor, flat, name)
+                return Place(flat, None, tensor.dtype, view)
+            for name, p in flat.parameters.items() if source is not None else ():
+                if p is source:
+                    return Place(flat, name, tensor.dtype, view)
         return tensor
 
     def unpack(saved: Tensor | Place) -> Tensor:
         return saved.values() if isinstance(saved, Place) else saved
 
     return pack, unpack
-
-
-def place_of(tensor: Tensor, flat: Flat, parameter: str | None = None) -> Place:
-    layout = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-    return Place(flat, parameter, *layout)
 
 
 def source_of_cast(tensor: Tensor) -> Any:
