@@ -4,10 +4,10 @@
     x ─▶──┤                  ├─ + ─▶ y    row      some columns of V, so it takes some inputs
           └─ W₁ ─ gelu ─ V₁ ─┘
 
-              forward                                        backward
-    column    h = x Wᵀ + b, no message                       ∂x = Σ g W over the ranks: in flight
-                                                             while ∂W = gᵀ x and ∂b = Σ g are computed
-    row       y = Σ h Vᵀ over the ranks, then + c            ∂h = g V, ∂V = gᵀ h, ∂c = Σ g, no message
+              forward                                      backward
+    column    h = x Wᵀ + b, no message                     ∂x = Σ g W over the ranks, in flight
+                                                           while ∂W = gᵀ x, ∂b = Σ g are computed
+    row       y = Σ h Vᵀ over the ranks, then + c          ∂h = g V, ∂V = gᵀ h, ∂c = Σ g, no message
 
 A pair costs one all-reduce in each direction, and what is elementwise between the two needs none.
 With sequence parallel `tp` has other messages: see tensor/sequence.py. Which layer of a model is

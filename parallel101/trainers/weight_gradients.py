@@ -1,8 +1,8 @@
 """A linear layer whose weight gradient can be computed later than its input's gradient.
 
-    B    g ─▶ ∂x = g·W,  ∂W = gᵀ·x                 autograd's backward makes both
-    I    g ─▶ ∂x = g·W                             the stage (or rank) before waits only for this one
-    W              later: ∂W = gᵀ·x                into a bubble, or while a message is in flight
+    B    g ─▶ ∂x = g W,  ∂W = gᵀ x              autograd's backward makes both
+    I    g ─▶ ∂x = g W                          the stage (or rank) before waits only for this one
+    W              later: ∂W = gᵀ x             into a bubble, or while a message is in flight
 
 Two users: zero-bubble schedules, in which W is an action of its own, and column-parallel layers,
 which compute ∂W while the all-reduce of ∂x is in flight. Asking autograd for ∂x and then for ∂W

@@ -1,10 +1,9 @@
-"""What serves ../tensor_parallel.py: a model's matrices are cut over the ranks of an axis, by a plan
-beside the model.
+"""What serves ../tensor_parallel.py: which layers of a model are cut, by a plan beside the model.
 
-{"*.up": "column", "*.down": "row"}     styles.py, plan.py: which module has which style, checked before anything is changed
+{"*.up": "column", "*.down": "row"}     styles.py: what a plan says
+flow.py, plan.py                        whether it fits, and each rank's part of the model
 auto.py                                 a plan from the model's structure
-explain.py                              shape errors of code that counts the whole model's features, in words
-group.py                                the ranks over which layers are cut, and the messages between them
+group.py                                the ranks over which layers are cut, and their messages
 loss.py                                 cross-entropy of logits that stay cut
-sequence.py                             sequence parallel: between those layers activations are cut along time
+sequence.py                             sequence parallel: between, activations are cut along time
 """

@@ -1,7 +1,7 @@
 """A plan from the model's structure.
 
-a chain of linear layers    column, row, column, row, …; a last layer without a partner: column_gather
-attention by heads          by the names in ATTENTION, with a width or a number of heads: column(heads=…) and row
+a chain of linear layers    column, row, column, row, …; a last one without a partner: column_gather
+attention by heads          by the names in ATTENTION: column(heads=…) and row
 feed-forward                by the names in FEED_FORWARD: column and row
 head, and its embedding     vocabulary, if the loss is vocabulary_cross_entropy
 
@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from torch import nn
 
-from parallel101.trainers.tensor.chain import ELEMENTWISE, Chain, inner_chains
-from parallel101.trainers.tensor.match import is_plain
-from parallel101.trainers.tensor.styles import Style, column
+from parallel101.trainers.tensor.flow import ELEMENTWISE, Chain, inner_chains
+from parallel101.trainers.tensor.styles import Style, column, not_plain
 
 COLUMN, ROW, GATHERED = Style("column"), Style("row"), Style("column_gather")
 
@@ -46,16 +46,10 @@ FEED_FORWARD = (
     (("gate_proj", "up_proj"), "down_proj"),  # LLaMA
     (("w1", "w3"), "w2"),
 )
-HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "dim_head")
-HEADS = ("n_local_heads", "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
-KEY_VALUE_HEADS = (
-    "n_local_kv_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-    "n_kv_head",
-    "kv_heads",
-)
+# attributes that count them
+HEAD_WIDTHS = "head_width head_dim head_size dim_head"
+HEADS = "n_local_heads num_heads n_heads n_head heads num_attention_heads"
+KEY_VALUE_HEADS = "n_local_kv_heads num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_heads"
 
 
 def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str, Style]:
@@ -71,24 +65,19 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
         found = attention(module) | feed_forward(module)
         plan |= {f"{name}.{layer}".strip("."): style for layer, style in found.items()}
     for inner in inner_chains(model, chain):
-        plan |= {
-            name: style for name, style in pairs(inner).items() if style.name != "column_gather"
-        }
+        plan |= {name: style for name, style in pairs(inner).items() if style != GATHERED}
     if chain is not None:
         entries = chain
-        if cut_head and isinstance(chain[-1][1], nn.Linear) and is_plain(chain[-1][1]):
+        if cut_head and is_plain_linear(chain[-1][1]):
             plan |= vocabulary(chain)
             entries = chain[:-1]
-        if not any(
-            list(module.children()) or isinstance(module, nn.Embedding) for _, module in chain
-        ):
+        if not any(isinstance(m, nn.Embedding) or list(m.children()) for _, m in chain):
             plan |= pairs(entries)
     if not plan:
         raise ValueError(
             f'plan="auto" found nothing to cut in {type(model).__name__}: expected an '
-            "nn.Sequential of linear layers, or modules named "
-            "query, key, value, out (with a head_width or num_heads) or up, down, or as in "
-            "LLaMA or GPT-2. "
+            "nn.Sequential of linear layers, or modules named query, key, value, out (with a "
+            "head_width or num_heads) or up, down, or as in LLaMA or GPT-2. "
             'Pass a plan: {"name of a module": "column" or "row", …}'
         )
     return plan
@@ -97,21 +86,19 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
 def pairs(chain: Chain) -> dict[str, Style]:
     """Two linear layers with only elementwise functions between them are column and row.
 
-    A dropout is none: it would draw a mask a rank.
+    Not with a dropout between, which would draw another mask on each rank.
     """
     plan: dict[str, Style] = {}
-    open_column = None
+    waiting = None  # the column layer that has no row yet
     times_used = Counter(id(module) for _, module in chain)
     for name, module in chain:
-        if isinstance(module, nn.Linear) and is_plain(module) and times_used[id(module)] == 1:
-            if open_column is None:
-                plan[name], open_column = Style("column_gather"), name
+        if is_plain_linear(module) and times_used[id(module)] == 1:
+            if waiting is None:
+                plan[name], waiting = GATHERED, name
             else:
-                plan[open_column], plan[name], open_column = COLUMN, ROW, None
-        elif not isinstance(module, ELEMENTWISE) or isinstance(
-            module, (nn.Dropout, nn.AlphaDropout)
-        ):
-            open_column = None
+                plan[waiting], plan[name], waiting = COLUMN, ROW, None
+        elif not isinstance(module, ELEMENTWISE) or "Dropout" in type(module).__name__:
+            waiting = None
     return plan
 
 
@@ -119,20 +106,16 @@ def attention(module: nn.Module) -> dict[str, Style]:
     """The styles of the layers inside of an attention, by their names in it; {} if it is none."""
     for inner, last in ATTENTION:
         found, parts = linears(module, (*inner, last)), 3 if len(inner) == 1 else 1
-        if not found or found[0].out_features != parts * found[-1].in_features:
-            continue
-        layers = found[:-1]
-        heads = [
-            heads_of(module, layer.out_features // parts, layer is not layers[0])
-            for layer in layers
-        ]
-        if None not in heads:
-            return {name: column(parts=parts, heads=count) for name, count in zip(inner, heads)} | {
-                last: ROW
-            }
-    return next(
-        (dict.fromkeys(names, GATHERED) for names in ALL_FEATURES if linears(module, names)), {}
-    )
+        if found and found[0].out_features == parts * found[-1].in_features:
+            heads = [
+                heads_of(module, layer.out_features // parts, key_or_value=layer is not found[0])
+                for layer in found[:-1]
+            ]
+            if None not in heads:
+                columns = [column(parts=parts, heads=count) for count in heads]
+                return dict(zip(inner, columns)) | {last: ROW}
+    gathered = (names for names in ALL_FEATURES if linears(module, names))
+    return dict.fromkeys(next(gathered, ()), GATHERED)
 
 
 def feed_forward(module: nn.Module) -> dict[str, Style]:
@@ -144,14 +127,14 @@ def feed_forward(module: nn.Module) -> dict[str, Style]:
     return {}
 
 
+def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    return isinstance(module, nn.Linear) and not_plain(module) is None
+
+
 def linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     """The plain linear layers of these names; none if the module does not have all of them."""
     below = dict(module.named_modules())
-    found = [
-        layer
-        for name in names
-        if isinstance(layer := below.get(name), nn.Linear) and is_plain(layer)
-    ]
+    found = [layer for name in names if is_plain_linear(layer := below.get(name))]
     return found if len(found) == len(names) else []
 
 
@@ -160,7 +143,7 @@ def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int |
     module tells neither.
     """
     width = head_width(module)
-    for name in (*KEY_VALUE_HEADS * key_or_value, *HEADS):
+    for name in (*KEY_VALUE_HEADS.split() * key_or_value, *HEADS.split()):
         count = whole_number(vars(module).get(name))
         if count and (count * width == outputs if width else outputs % count == 0):
             return name
@@ -170,7 +153,11 @@ def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int |
 def head_width(module: nn.Module) -> int | None:
     """How many features a head has, if one of the module's attributes says so."""
     return next(
-        (width for name in HEAD_WIDTHS if (width := whole_number(getattr(module, name, None)))),
+        (
+            width
+            for name in HEAD_WIDTHS.split()
+            if (width := whole_number(getattr(module, name, None)))
+        ),
         None,
     )
 
@@ -182,20 +169,13 @@ def whole_number(value: object) -> int | None:
 
 def vocabulary(chain: Chain) -> dict[str, Style]:
     """The head, and the token embedding in the first module: the one tied to the head, else the
-    first with as many rows.
+    first with as many rows. (A table of positions may happen to have as many.)
     """
     (first, embedding), (last, head) = chain[0], chain[-1]
-    plan = {last: Style("vocabulary")}
     tables = [
-        (name, module)
+        (module.weight is not head.weight, f"{first}.{name}".strip("."))
         for name, module in embedding.named_modules()
-        if isinstance(module, nn.Embedding)
+        if isinstance(module, nn.Embedding) and module.num_embeddings == head.out_features
     ]
-    fitting = [
-        (name, module) for name, module in tables if module.num_embeddings == head.out_features
-    ]
-    # a table of positions may happen to have as many rows
-    fitting.sort(key=lambda table: table[1].weight is not head.weight)
-    for name, _ in fitting[:1]:
-        plan[f"{first}.{name}".strip(".")] = Style("vocabulary")
-    return plan
+    tables.sort(key=lambda table: table[0])
+    return dict.fromkeys([last, *(name for _, name in tables[:1])], Style("vocabulary"))

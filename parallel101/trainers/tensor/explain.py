@@ -1,8 +1,8 @@
 """A shape error in the code between cut layers, in words: this code sees some of the features, and
 may count all of them.
 
-q, k, v = self.qkv(x).split(self.width, -1)         there are 3 · width / n features on each of n ranks
-q.view(batch, time, self.num_heads, -1)             and num_heads / n heads
+q, k, v = self.qkv(x).split(self.width, -1)      each of n ranks has 3 · width / n features
+q.view(batch, time, self.num_heads, -1)          and num_heads / n heads
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+TIME = "Take the time from an output of these layers: sequence_parallel cuts the input along time. "
 SHAPES = re.compile("shape|size|unpack|unflatten", re.IGNORECASE)
 
 
@@ -36,7 +37,7 @@ def explain_shape_errors(module: nn.Module, name: str, ranks: int, cut_time: boo
                 "heads. Where it counts those of the whole "
                 "model, write -1, or give the plan the attribute that counts heads: "
                 'p101.column(heads="num_heads"). '
-                f"{'Take the time from an output of these layers: sequence_parallel cuts the input along time. ' * cut_time}"
+                f"{TIME * cut_time}"
                 "Or leave these layers out of the plan"
             ) from error
 

@@ -1,6 +1,6 @@
 """The ranks over which layers are cut, and the messages between them.
 
-                     TensorGroup                        SequenceGroup: outside of column … row, time is cut
+                     TensorGroup                        SequenceGroup (time is cut outside)
     into columns     x is on every rank already         all-gather x
       and backward   all-reduce the gradient            reduce-scatter it
     out of rows      all-reduce the partial sums        reduce-scatter them

@@ -1,7 +1,10 @@
 """Cross-entropy of logits that are cut along the vocabulary: they are never gathered.
 
-rank 0   logits (…, V₀)  ┐  all-reduce the largest logit of each position        loss = log Σ exp(logit − max) − (logit of the target − max)
-rank 1   logits (…, V₁)  ┘  all-reduce Σ exp(logit − max) and the target's       its gradient, softmax − one-hot, needs no message
+rank 0   logits (…, V₀)  ┐  all-reduce the largest logit of each position
+rank 1   logits (…, V₁)  ┘  all-reduce Σ exp(logit − max), and the target's logit − max
+
+loss = log Σ exp(logit − max) − (logit of the target − max)
+its gradient, softmax − one-hot, needs no message
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 """

@@ -1,18 +1,16 @@
 """A tensor-parallel plan, resolved: which module has which style, whether that can work, and what
 becomes of each parameter.
 
-plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}        written beside the model, which is not rewritten
-resolve   names the modules and sizes, and refuses what cannot work        nothing is sent or changed: the same on every rank
-apply     puts this rank's layers (layers.py) in the modules' places
-
-Whether a cut output reaches a layer that can take it is checked in flow.py; sequence parallel is in
-sequence.py.
+plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}, beside the model
+resolve   names the modules and sizes, and refuses what cannot work; nothing is sent or changed
+apply     puts this rank's layers (../tensor_parallel.py) in the modules' places
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,14 +21,12 @@ from torch import Tensor, nn
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.auto import auto_plan, head_width, whole_number
-from parallel101.trainers.tensor.chain import Chain, chain_of
 from parallel101.trainers.tensor.explain import explain_shape_errors
-from parallel101.trainers.tensor.flow import check_flow
+from parallel101.trainers.tensor.flow import Chain, chain_of, check_flow, first_names
 from parallel101.trainers.tensor.group import SequenceGroup, TensorGroup
 from parallel101.trainers.tensor.loss import is_vocabulary_loss
-from parallel101.trainers.tensor.match import listed, match
-from parallel101.trainers.tensor.sequence import Regions, regions_of, without_sequence
-from parallel101.trainers.tensor.styles import Style
+from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
+from parallel101.trainers.tensor.styles import Style, listed, match
 from parallel101.trainers.tensor_parallel import (
     ColumnLinear,
     RowLinear,
@@ -56,7 +52,7 @@ class Resolved:
     placements: Mapping[str, Shard]
     partial: Collection[str]
     vocabulary: bool
-    regions: Regions
+    time_cuts: TimeCuts
     algorithm: Mapping[str, str]
 
     def describe(self) -> Iterator[str]:
@@ -81,41 +77,38 @@ class Resolved:
         """
         position = group_of(group).position
         assert position is not None
-        here = {
-            name
-            for name, _ in model.named_modules(remove_duplicate=False)
-            if local is None or is_below(name, local)
-        }
-        uses = uses_of_parameters(model, here)
-        first = {id(p): name for name, p in model.named_parameters()}
+        with_time, without = (
+            SequenceGroup(group, self.algorithm),
+            TensorGroup(group, self.algorithm),
+        )
+        named = list(model.named_modules(remove_duplicate=False))
+        here = {name for name, _ in named if local is None or is_below(name, local)}
+        uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
+        names = first_names(model)
+        name_of = {id(p): name for name, p in model.named_parameters()}
         blocks: dict[int, nn.Parameter] = {}  # of a parameter: tied ones stay one object
 
-        def block(parameter: nn.Parameter | None) -> nn.Parameter | None:
-            if parameter is None or first[id(parameter)] not in self.placements:
-                return parameter
-            if id(parameter) not in blocks:
-                mine = (
-                    self.placements[first[id(parameter)]]
-                    .cut(parameter.detach(), position)
-                    .clone(memory_format=torch.contiguous_format)
-                )
-                blocks[id(parameter)] = nn.Parameter(mine, parameter.requires_grad)
-            return blocks[id(parameter)]
+        def block(p: Any) -> Any:
+            if p is None or name_of[id(p)] not in self.placements:
+                return p
+            if id(p) not in blocks:
+                mine = self.placements[name_of[id(p)]].cut(p.detach(), position)
+                mine = mine.clone(memory_format=torch.contiguous_format)
+                blocks[id(p)] = nn.Parameter(mine, p.requires_grad)
+            return blocks[id(p)]
 
-        whole, cut_time = TensorGroup(group, self.algorithm), SequenceGroup(group, self.algorithm)
-        names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         replaced: dict[int, nn.Module] = {}
-        # modules whose own code stands between column and row layers → their names
+        # modules whose own code is between column and row layers → their names
         around: dict[nn.Module, str] = {}
         counts: set[tuple[nn.Module, str]] = set()  # their attributes that count heads
-        for name, old in list(model.named_modules(remove_duplicate=False)):
+        for name, old in named:
             style = self.styles.get(names[id(old)])
             if style is None or name not in here:
                 continue
             if id(old) not in replaced:
-                shard = self.placements[first[id(old.weight)]]
-                tp = cut_time if names[id(old)] in self.regions.cut_time else whole
-                new = layer(old, style, shard, position, tp, block)
+                tp = with_time if names[id(old)] in self.time_cuts.cut_time else without
+                sizes = self.placements[name_of[id(old.weight)]].sizes
+                new = layer(old, style, sizes, position, tp, block)
                 if isinstance(new, ColumnLinear):
                     new.deferred = uses[id(old.weight)] == 1
                 replaced[id(old)] = new.train(old.training)
@@ -127,10 +120,10 @@ class Resolved:
             if isinstance(style.heads, str):
                 counts.add((module, style.heads))
         for module, attribute in counts:
-            setattr(module, attribute, getattr(module, attribute) // whole.size)
+            setattr(module, attribute, getattr(module, attribute) // without.size)
         for module, name in around.items():
-            explain_shape_errors(module, name, whole.size, cut_time=bool(self.regions.cut_time))
-        self.regions.connect(model, cut_time, here)
+            explain_shape_errors(module, name, without.size, bool(self.time_cuts.cut_time))
+        self.time_cuts.connect(model, with_time, here)
 
 
 def resolve(
@@ -171,8 +164,8 @@ def resolve(
     check_flow(model, chain, styles, shards)
     vocabulary = check_loss(model, chain, styles, cut_head)
     placements = placements_of(model, styles, shards)
-    regions = regions_of(model, chain, styles) if sequence_parallel else without_sequence()
-    return Resolved(styles, placements, regions.partial, vocabulary, regions, dict(algorithm or {}))
+    cuts = time_cuts(model, chain, styles) if sequence_parallel else TimeCuts()
+    return Resolved(styles, placements, cuts.partial, vocabulary, cuts, dict(algorithm or {}))
 
 
 # ── how they are cut ──
@@ -187,74 +180,56 @@ def shard_of(
     assert isinstance(module, nn.Linear)
     if style.name == "row":
         return Shard(1, tuple(split_sizes(module.in_features, size)))
-    outputs, parts, heads = module.out_features, style.parts, style.heads
-    if outputs % parts:
+    around, parts, heads = modules[name.rpartition(".")[0]], style.parts, style.heads
+    part, rest = divmod(module.out_features, parts)
+    if rest:
         raise ValueError(
-            f"plan: {name!r} has {outputs} outputs, which are no {parts} equal parts "
+            f"plan: {name!r} has {module.out_features} outputs, which are no {parts} equal parts "
             f"(parts={parts})"
         )
-    segment, around = outputs // parts, modules[name.rpartition(".")[0]]
     if isinstance(heads, str):
         if (count := whole_number(vars(around).get(heads))) is None:
             raise ValueError(
                 f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} "
-                f"around it has no attribute {heads!r} that "
-                "is a whole number: expected the attribute with which its code counts heads, "
-                "or how many there are"
+                f"around it has no attribute {heads!r} that is a whole number: expected the "
+                "attribute with which its code counts heads, or how many there are"
             )
         heads = count
-    if (
-        heads is None
-        and style.name == "column"
-        and (width := head_width(around))
-        and segment % width == 0
-    ):
-        heads = segment // width
-    if heads is not None and segment % heads:
+    if heads is None and style.name == "column":
+        width = head_width(around)
+        heads = part // width if width and part % width == 0 else None
+    if heads is not None and part % heads:
         raise ValueError(
-            f"plan: {name!r} has {segment} outputs{' a part' * (parts > 1)}, which are no "
+            f"plan: {name!r} has {part} outputs{' a part' * (parts > 1)}, which are no "
             f"{heads} equal heads (heads={heads})"
         )
     if heads is not None and heads % size:
         raise ValueError(
-            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: "
-            f"expected a tensor axis that divides {heads}, "
-            "or a plan that leaves the layers of this module out"
+            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: expected "
+            f"a tensor axis that divides {heads}, or a plan without the layers of this module"
         )
-    return cut_heads(outputs, size, heads, parts)
+    return cut_heads(module.out_features, size, heads, parts)
 
 
 def placements_of(
     model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
 ) -> dict[str, Shard]:
     """How each parameter is cut. Raises ValueError if a tied one would be cut in two ways."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    module_names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    uses: dict[int, list[tuple[str, Shard | None]]] = {}
+    names, found = first_names(model), dict[int, tuple[str, Shard | None]]()
     for name, module in model.named_modules():
-        style = styles.get(module_names[id(module)])
+        style = styles.get(names[id(module)])
         for kind, p in module.named_parameters(recurse=False):
-            cut_here = style is not None and (kind == "weight" or style.name != "row")
-            uses.setdefault(id(p), []).append(
-                (f"{name}.{kind}".strip("."), shards[name] if cut_here else None)
-            )
-    placements = {}
-    for identity, ((name, shard), *others) in uses.items():
-        for other, other_shard in others:
-            if other_shard != shard:
+            cut = style is not None and (kind == "weight" or style.name != "row")
+            this = f"{name}.{kind}".strip("."), shards[name] if cut else None
+            first = found.setdefault(id(p), this)
+            if first[1] != this[1]:
+                ways = [f"{n!r} {f'along dim {s.dim}' if s else 'not'}" for n, s in (first, this)]
                 raise ValueError(
-                    f"plan: {name!r} and {other!r} are tied (one parameter), but the plan cuts "
-                    f"{describe_shard(name, shard)} and "
-                    f"{describe_shard(other, other_shard)}: expected both alike, "
-                    "such as an embedding and a head that are both 'vocabulary'"
+                    f"plan: {first[0]!r} and {this[0]!r} are tied (one parameter), but the plan "
+                    f"cuts {ways[0]} and {ways[1]}: expected both alike, such as an embedding and "
+                    'a head that are both "vocabulary"'
                 )
-        if shard is not None:
-            placements[first[identity]] = shard
-    return placements
-
-
-def describe_shard(name: str, shard: Shard | None) -> str:
-    return f"{name!r} not at all" if shard is None else f"{name!r} along dim {shard.dim}"
+    return {name: shard for name, shard in found.values() if shard is not None}
 
 
 def check_loss(
@@ -266,28 +241,30 @@ def check_loss(
         for name, style in styles.items()
         if style.name == "vocabulary" and isinstance(model.get_submodule(name), nn.Linear)
     ]
+    problem = None
     if len(heads) > 1:
-        raise ValueError(
-            f'plan: {listed(heads)} are linear layers with the style "vocabulary": expected '
-            "one, the head"
+        problem = (
+            f'plan: {listed(heads)} are linear layers with the style "vocabulary": expected one, '
+            "the head"
         )
-    if heads and chain is not None and chain[-1][0] != heads[0]:
-        raise ValueError(
-            f'plan: {heads[0]!r} has the style "vocabulary", but is not the last module: '
-            "expected the head, or an nn.Embedding"
+    elif heads and chain is not None and chain[-1][0] != heads[0]:
+        problem = (
+            f'plan: {heads[0]!r} has the style "vocabulary", but is not the last module: expected '
+            "the head, or an nn.Embedding"
         )
-    if heads and not cut_head:
-        raise ValueError(
-            f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must '
-            "be p101.vocabulary_cross_entropy; "
-            'or leave this layer out of the plan, or give it the style "column_gather"'
+    elif heads and not cut_head:
+        problem = (
+            f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must be '
+            "p101.vocabulary_cross_entropy; or leave this layer out of the plan, or give it the "
+            'style "column_gather"'
         )
-    if cut_head and not heads:
-        raise ValueError(
-            "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the "
-            "plan cuts no head: "
-            'give the last linear layer the style "vocabulary", or use another loss'
+    elif cut_head and not heads:
+        problem = (
+            "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the plan "
+            'cuts no head: give the last linear layer the style "vocabulary", or use another loss'
         )
+    if problem:
+        raise ValueError(problem)
     return bool(heads)
 
 
@@ -297,26 +274,24 @@ def check_loss(
 def layer(
     old: nn.Module,
     style: Style,
-    shard: Shard,
+    sizes: Sequence[int],
     position: int,
     tp: TensorGroup,
-    block: Callable[[nn.Parameter | None], nn.Parameter | None],
+    block: Callable[[Any], Any],
 ) -> nn.Module:
-    """The layer that takes a module's place."""
-    weight: Any = block(old.weight)  # type: ignore[arg-type]
+    """The layer that takes a module's place; `block` gives it this rank's part of a parameter."""
     if isinstance(old, nn.Embedding):
-        start, padding = sum(shard.sizes[:position]), old.padding_idx
+        start, padding = sum(sizes[:position]), old.padding_idx
         if padding is not None:
-            padding = padding - start if 0 <= padding - start < len(weight) else None
-        table = VocabularyEmbedding(weight, start, padding, tp)
+            padding = padding - start if 0 <= padding - start < sizes[position] else None
+        table = VocabularyEmbedding(block(old.weight), start, padding, tp)
         table.register_forward_pre_hook(partial(check_tokens, old.num_embeddings))
         return table
-    assert isinstance(old, nn.Linear)
     if style.name == "row":
-        return RowLinear(weight, old.bias, tp)
-    column = ColumnLinear(weight, block(old.bias), tp)
+        return RowLinear(block(old.weight), old.bias, tp)  # type: ignore[arg-type]
+    column = ColumnLinear(block(old.weight), block(old.bias), tp)
     if style.name == "column_gather":
-        column.register_forward_hook(lambda _, args, y: tp.join(y, shard.sizes))
+        column.register_forward_hook(lambda _, args, y: tp.join(y, sizes))
     return column
 
 
@@ -326,15 +301,6 @@ def check_tokens(rows: int, _: nn.Module, args: tuple[Tensor]) -> None:
         raise IndexError(
             f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {rows} rows"
         )
-
-
-def uses_of_parameters(model: nn.Module, here: Collection[str]) -> dict[int, int]:
-    """In how many places of this rank's part each parameter stands."""
-    uses: dict[int, int] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for _, p in module.named_parameters(recurse=False):
-            uses[id(p)] = uses.get(id(p), 0) + (name in here)
-    return uses
 
 
 def is_below(name: str, modules: Collection[str]) -> bool:

@@ -1,14 +1,22 @@
-"""The styles of a tensor-parallel plan: how one linear layer or embedding is cut.
+"""The styles of a tensor-parallel plan, and which modules its patterns name.
 
-column          y = x @ Wᵀ, W cut by rows: each rank computes some of the outputs            W (out, in)    [ W₀ ]
-row             W cut by columns: each rank takes some of the inputs, and outputs are summed                [ W₁ ]      [ W₀ | W₁ ]
-column_gather   column, and then an all-gather: every rank has all outputs                                  column       row
+column          y = x Wᵀ, W cut by rows: each rank computes some of the outputs
+row             W cut by columns: each rank takes some of the inputs, and outputs are summed
+column_gather   column, and then an all-gather: every rank has all outputs
 vocabulary      rows of an embedding, or a head whose logits stay cut
+
+"blocks.*.mlp.up"     blocks.0.mlp.up, blocks.1.mlp.up, …
+"*.up"                every module named up: a `*` stands for one or more parts of the name
+"layers.*"            among all below, those that have a weight of their own
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
 
 NAMES = ("column", "column_gather", "row", "vocabulary")
 
@@ -24,30 +32,29 @@ class Style(NamedTuple):
     heads: int | str | None = None
 
     def __str__(self) -> str:
-        options = [f"parts={self.parts}"] * (self.parts > 1) + [f"heads={self.heads!r}"] * (
-            self.heads is not None
-        )
+        options = [f"parts={self.parts}"] * (self.parts > 1)
+        options += [f"heads={self.heads!r}"] * (self.heads is not None)
         return f"{self.name}({', '.join(options)})" if options else self.name
 
 
 def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
-    """The style "column" with options, for a plan: `{"attention.qkv": p101.column(parts=3,
-    heads=8)}`.
+    """The style "column" with options, for a plan:
+    `{"attention.qkv": p101.column(parts=3, heads=8)}`.
 
-    Args: parts: how many equal matrices lie side by side in the outputs: 3 for a fused query, key
-        and value. Each is cut alike. heads: how many heads each part has. They are dealt out whole,
-        so the size of the axis must divide them. If the code of the
-            module around the layer counts its heads, as in `q.unflatten(-1, (self.num_heads, -1))`,
-            the name of that attribute:
-            heads="num_heads". On each rank the attribute then becomes the number of heads that the
-            rank has.
+    Args:
+        parts: how many equal matrices lie side by side in the outputs: 3 for a fused query, key and
+            value. Each is cut alike.
+        heads: how many heads each part has. They are dealt out whole, so the size of the axis must
+            divide them. If the code of the module around the layer counts its heads, as in
+            `q.unflatten(-1, (self.num_heads, -1))`, the name of that attribute: heads="num_heads".
+            On each rank the attribute then becomes the number of heads that the rank has.
 
     Raises ValueError if either is not a whole number, 1 or more (or, for heads, a name).
     """
     for name, value in (("parts", parts), ("heads", heads)):
-        if name == "heads" and isinstance(value, str) and value.isidentifier():
+        if name == "heads" and (value is None or (isinstance(value, str) and value.isidentifier())):
             continue
-        if value is not None and (type(value) is not int or value < 1):
+        if type(value) is not int or value < 1:
             attribute = ", or the name of an attribute" if name == "heads" else ""
             raise ValueError(
                 f"column({name}={value!r}): expected a whole number, 1 or more{attribute}"
@@ -56,7 +63,7 @@ def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
 
 
 def style_of(pattern: str, style: object) -> Style:
-    """What stands in a plan, as a Style. Raises ValueError."""
+    """What a plan says of a pattern, as a Style. Raises ValueError."""
     if isinstance(style, Style):
         return style
     if style not in NAMES:
@@ -65,3 +72,101 @@ def style_of(pattern: str, style: object) -> Style:
             f"{', '.join(map(repr, NAMES))}, or p101.column(…)"
         )
     return Style(str(style))
+
+
+def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]:
+    """The style of every module that a pattern names.
+
+    An exact name counts for more than a pattern with `*`.
+    """
+    if not plan:
+        raise ValueError(
+            'plan={} cuts nothing: expected names of modules and their styles, or "auto"'
+        )
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    first = {id(module): name for name, module in reversed(named)}
+    found: dict[str, tuple[bool, str, Style]] = {}
+    for pattern, given in plan.items():
+        style, exact = style_of(pattern, given), "*" not in pattern
+        matches = [(n, module) for n, module in named if re.fullmatch(expression(pattern), n)]
+        if not matches:
+            raise ValueError(
+                f"plan: {pattern!r} matches no module. The model's modules are "
+                f"{listed([name for name, _ in named])}"
+            )
+        fitting = []
+        for name, module in matches:
+            if (why := problem(model, name, module, style)) is None:
+                fitting.append((name, module))
+            elif exact or module._parameters:
+                raise ValueError(
+                    f"plan: {pattern!r} gives {name!r} the style {str(style)!r}, but {why}"
+                )
+        if not fitting:
+            raise ValueError(
+                f"plan: {pattern!r} has the style {str(style)!r}, but matches no layer with a "
+                f"weight, only {listed([name for name, _ in matches])}"
+            )
+        for name, module in fitting:
+            known = found.get(first[id(module)])
+            if known and known[2] != style and known[0] == exact:
+                raise ValueError(
+                    f"plan: {known[1]!r} gives {name!r} the style {str(known[2])!r}, and "
+                    f"{pattern!r} gives it {str(style)!r}: expected one"
+                )
+            if not known or exact:
+                found[first[id(module)]] = exact, pattern, style
+    return {name: style for name, (_, _, style) in found.items()}
+
+
+def expression(pattern: str) -> str:
+    """`*` as a whole part: one or more parts; inside of a part: any characters of that part."""
+    parts = (
+        r"[^.]+(\.[^.]+)*" if part == "*" else r"[^.]*".join(map(re.escape, part.split("*")))
+        for part in pattern.split(".")
+    )
+    return r"\.".join(parts)
+
+
+def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str | None:
+    """Why a module cannot have a style, if it cannot."""
+    table = style.name == "vocabulary" and isinstance(module, nn.Embedding)
+    if not table and not isinstance(module, nn.Linear):
+        wanted = "an nn.Embedding or the nn.Linear of the head"
+        wanted = wanted if style.name == "vocabulary" else "an nn.Linear"
+        article = "an" if type(module).__name__[0] in "AEIOU" else "a"
+        return f"it is {article} {type(module).__name__}: expected {wanted}"
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return (
+            "nn.MultiheadAttention reads the weights of this layer itself: expected query, key "
+            "and value as linear layers"
+        )
+    return not_plain(module)
+
+
+def not_plain(module: nn.Module) -> str | None:
+    """Why a linear layer or an embedding does more than its class says, if it does."""
+    kind: Any = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+    if type(module).forward is not kind.forward or not isinstance(
+        module._parameters.get("weight"), nn.Parameter
+    ):
+        return (
+            f"its class {type(module).__name__} computes more than {kind.__name__} does, or its "
+            "weight is not a plain parameter"
+        )
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    ):
+        return "the embedding has max_norm, scale_grad_by_freq or sparse: expected a plain one"
+    hooks = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
+    if any(getattr(module, f"_{kind}") for kind in hooks):
+        return (
+            "it has hooks, which the layer in its place would not have: register them after the "
+            "trainer is built"
+        )
+    return None
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
