@@ -49,7 +49,7 @@ from parallel101.trainers.verify.report import Report
 
 if TYPE_CHECKING:
     from parallel101.trainers.schedules.schedule import Schedule
-    from parallel101.trainers.tensor.plan import Plan
+    from parallel101.trainers.tensor.plan import TensorPlan
 
 AXES = ("dp", "tp", "pp")
 
@@ -119,7 +119,7 @@ class HybridTrainer(Step):
         bucket_bytes: int | None = None,
         layers: Sequence[type[nn.Module]] | None = None,
         algorithm: str | Mapping[str, str] | None = None,
-        plan: Plan | None = "auto",
+        plan: TensorPlan | None = "auto",
         sequence_parallel: bool = False,
         schedule: str | Schedule = "1f1b",
         microbatches: int | None = None,

@@ -19,7 +19,7 @@ from parallel101.trainers.support.arguments import LossFn, OptimizerFn
 
 if TYPE_CHECKING:
     from parallel101.trainers.schedules.schedule import Schedule
-    from parallel101.trainers.tensor.plan import Plan
+    from parallel101.trainers.tensor.plan import TensorPlan
 
 
 def one_axis(axis: str, group: GroupLike) -> Axes:
@@ -204,7 +204,7 @@ class TensorParallelTrainer(HybridTrainer):
         optimizer: OptimizerFn,
         *,
         group: GroupLike = None,
-        plan: Plan = "auto",
+        plan: TensorPlan = "auto",
         sequence_parallel: bool = False,
         overlap: bool = True,
         algorithm: str | Mapping[str, str] | None = None,

@@ -21,7 +21,7 @@ from parallel101.trainers.layout import Axes, Pieces, Stages
 
 if TYPE_CHECKING:
     from parallel101.trainers.pipeline.split import StageCut
-    from parallel101.trainers.tensor.plan import Resolved
+    from parallel101.trainers.tensor.plan import ResolvedPlan
 
 # (the stage, or None if the parameters are on several of this rank's; its parameters; the ranks
 # along dp; name → label: see `by_size`)
@@ -60,7 +60,7 @@ def prepare(
     agree: Agreement,
     make_sync: MakeSync,
     stages: StageCut | None = None,
-    plan: Resolved | None = None,
+    plan: ResolvedPlan | None = None,
 ) -> LocalModel:
     """Cut the model, in place, to what this rank holds.
 

@@ -34,11 +34,11 @@ from parallel101.trainers.tensor_parallel import (
     cut_heads,
 )
 
-Plan = str | Mapping[str, str | Style]
+TensorPlan = str | Mapping[str, str | Style]
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedPlan:
     """A plan for one model and one number of ranks.
 
     Attributes: styles: name of a module → its style. placements: name of a parameter → how the
@@ -127,13 +127,13 @@ class Resolved:
 
 
 def resolve(
-    plan: Plan,
+    plan: TensorPlan,
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
     size: int,
     sequence_parallel: bool = False,
     algorithm: Mapping[str, str] | None = None,
-) -> Resolved:
+) -> ResolvedPlan:
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
     Args: plan: name of a module → style; `*` stands for one or more parts of a name. "auto": from
@@ -165,7 +165,7 @@ def resolve(
     vocabulary = check_loss(model, chain, styles, cut_head)
     placements = placements_of(model, styles, shards)
     cuts = time_cuts(model, chain, styles) if sequence_parallel else TimeCuts()
-    return Resolved(styles, placements, cuts.partial, vocabulary, cuts, dict(algorithm or {}))
+    return ResolvedPlan(styles, placements, cuts.partial, vocabulary, cuts, dict(algorithm or {}))
 
 
 # ── how they are cut ──
