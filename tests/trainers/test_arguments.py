@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
-from parallel101 import DataParallelTrainer, ShardedTrainer
 from parallel101.models.mlp import MLP
 from tests.trainers.cases import TRAINERS
 

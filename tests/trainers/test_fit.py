@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel101.viz.loss_curves import LiveLoss
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
+from parallel101.viz.loss_curves import LiveLoss
 from tests.trainers.cases import CLOSE, TRAINERS, gpt, next_token_loss, randn, text
 
 STEPS = 8
