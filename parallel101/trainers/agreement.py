@@ -1,11 +1,12 @@
 """What the ranks agree on with a few numbers, so that all go on together or all raise together.
 
-rank 0   loss 0.71, fine            ┐  all fine: 24 bytes a rank, and training goes on
-rank 1   loss 0.64, fine            ┘
-rank 2   failed: IndexError …       →  every rank raises: rank 2 its own error, the others one that names rank 2 and quotes it
+    rank 0   loss 0.71, fine            ┐ all fine: a few bytes a rank, and training goes on
+    rank 1   loss 0.64, fine            ┘
+    rank 2   can't read the file        → every rank raises: rank 2 its own error, the others one
+                                          that names rank 2 and quotes it
 
-It compares hashes first and texts only where they differ. It does not catch a rank that died or
-that never comes: the launcher does.
+It compares hashes first, and texts only where they differ. It does not catch a rank that died or
+never comes: the launcher does.
 """
 
 from __future__ import annotations

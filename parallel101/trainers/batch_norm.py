@@ -2,7 +2,7 @@
 the whole batch.
 
     rank 0   3 samples: their mean, variance and number ──┐ all-gather    the mean and variance of
-    rank 1   2 samples: theirs                          ──┘        ─────▶ all 5 samples, on both ranks
+    rank 1   2 samples: theirs                          ──┘        ─────▶ all 5 samples, on both
 
     mean = Σ nᵢ meanᵢ / n        variance = Σ nᵢ (varianceᵢ + (meanᵢ − mean)²) / n
 

@@ -1,10 +1,10 @@
-"""Where every parameter lies: its whole shape, and how each axis of the mesh places it.
+"""Where every parameter is: its whole shape, and how each axis of the mesh places it.
 
 Nothing is sent here but in `gather` and `norm`.
 
-    weight (8, 4)     pp: on stage 1           present on some stages only
+    weight (8, 4)     pp: on stage 1           only some stages have it
                       tp: Shard(dim 0)         rank 0 has rows 0 … 3, rank 1 rows 4 … 7
-                      dp: Pieces               of its 4 × 4 numbers in a row, rank 0 has the first 8, rank 1 the others
+                      dp: Pieces               of its 4 × 4 numbers, rank 0 has the first 8
 
 The axes cut in this order, the outermost first; an axis that is not named replicates. All that
 concerns the whole model follows from the layout: `state_dict`, gradients, checkpoints, and the

@@ -1,4 +1,4 @@
-"""The trainers of one axis: each is HybridTrainer on a group of ranks, with the options of its axis.
+"""The trainers of one axis: each is HybridTrainer on a group of ranks, with its axis's options.
 
 DataParallelTrainer      dp         TensorParallelTrainer    tp
 ShardedTrainer           dp         PipelineTrainer          pp

@@ -1,6 +1,6 @@
 """From a whole model to this rank's part of it.
 
-    the whole model ─▶ its stages (pp) ─▶ the plan, on the modules of my stages (tp) ─▶ gradients (dp)
+    the whole model ─▶ my stages (pp) ─▶ the plan, on their modules (tp) ─▶ gradients (dp)
 
 Each axis says in `placements` what it does to which parameter. The order is torchtitan's.
 Everything is checked before the model is changed.

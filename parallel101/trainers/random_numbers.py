@@ -3,7 +3,7 @@
 They come from the first rank's seed, the step, and the position along dp.
 
     dp 0, tp 0   mask 1 0 1 1        dp 1, tp 0   mask 0 1 1 0        other samples: other masks
-    dp 0, tp 1   mask 1 0 1 1        dp 1, tp 1   mask 0 1 1 0        the same samples: the same masks
+    dp 0, tp 1   mask 1 0 1 1        dp 1, tp 1   mask 0 1 1 0        equal samples: equal masks
 
 So it does not matter how the ranks were seeded, a step that is repeated or resumed draws the same
 masks again, and torch's global random numbers, which may shuffle the data, go on afterwards as if

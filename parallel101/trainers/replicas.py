@@ -1,12 +1,12 @@
 """After the first step: what several ranks have must still be the same on all of them.
 
-along dp     a buffer that depends on the samples differs
-along tp     so does the gradient of a replicated parameter, if a module there computes differently on each rank
+    along dp     a buffer that depends on the samples differs
+    along tp     so does the gradient of a replicated parameter, if a module computes differently
 
-    rank 0   x ─▶ noise of NumPy, seed 0 ─▶ norm ─▶ column ─▶ row     gradient of the norm's weight: 0.31
-    rank 1   x ─▶ noise of NumPy, seed 1 ─▶ norm ─▶ column ─▶ row                                    0.35
+    rank 0   x ─▶ noise of NumPy, seed 0 ─▶ norm ─▶ column ─▶ row     the norm's gradient: 0.31
+    rank 1   x ─▶ noise of NumPy, seed 1 ─▶ norm ─▶ column ─▶ row                          0.35
 
-Without an error each rank would train a model of its own, and the loss would not tell.
+Without an error each rank would train a model of its own, and the loss would not show it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """What travels between pipeline stages: activations to the next stage, and their gradients back.
 
-    rank 0 ══ group "0 → 1": activations ══▶ rank 1            each direction between two ranks has a process group of its own:
-    rank 0 ◀═ group "1 → 0": gradients ═════ rank 1            NCCL has no tags, and messages of one group go one by one
+    rank 0 ══ group "0 → 1": activations ══▶ rank 1
+    rank 0 ◀═ group "1 → 0": gradients ═════ rank 1
 
-Receives are posted ahead, so their shape must be known. The first message of each shape of
-microbatch is announced by a small one with its shape and dtype. Messages from one rank are received
-in the order in which it sends them. A sent tensor is kept until it was received; that is known
-without asking, when a message arrives which its receiver could compute only with it.
+Each direction between two ranks has a process group of its own: NCCL has no tags, and messages of
+one group go one by one. Receives are posted ahead, so their shape must be known. The first message
+of each shape of microbatch is announced by a small one with its shape and dtype. Messages from one
+rank are received in the order in which it sends them. A sent tensor is kept until it was received.
+That is known without asking, when a message arrives that its sender could compute only with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The actions of a pipeline schedule, in torch.distributed.pipelining's text form.
 
-"2F3"    stage 2, forward, microbatch 3          B backward;   I, W backward split into input and weight gradients
-"2SEND_F3", "3RECV_F3"                           its output, to the next stage;   SEND_B, RECV_B: a gradient, to the stage before
-"(0F1;7B0)OVERLAP_F_B"                           both together
+"2F3"                       stage 2, forward, microbatch 3
+"2B3", "2I3", "2W3"         its backward; or the two halves: input and weight gradients
+"2SEND_F3", "3RECV_F3"      its output, to the next stage
+"3SEND_B3", "2RECV_B3"      the gradient of it, back to the stage
+"(0F1;7B0)OVERLAP_F_B"      both together
 """
 
 from __future__ import annotations

@@ -3,8 +3,12 @@
 Proved without running it: every action is there once and in order, and no ranks wait for each other
 in a cycle.
 
-    rank 0   0SEND_F1  2RECV_F0        Under gloo's rules each message starts by itself: fine. Under NCCL's, where a rank's messages go
-    rank 1   1SEND_F0  1RECV_F1        one by one, each rank's send waits for a receive that stands behind the other's send.
+    rank 0   0SEND_F1  2RECV_F0
+    rank 1   1SEND_F0  1RECV_F1
+
+Under gloo's rules each message starts by itself, and these lists are fine. Under NCCL's, a rank's
+messages go one by one: each rank's send waits for a receive that is queued behind the other rank's
+send.
 
 The example is pytorch issue 172668. How long a schedule takes is time.py's.
 """
@@ -52,9 +56,8 @@ def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int
             for part in action.computed():
                 if part in where:
                     other = where[part][0]
-                    raise ScheduleError(
-                        f"{part} appears twice: {f'on rank {rank}' if other == rank else f'on ranks {other} and {rank}'}"
-                    )
+                    ranks = f"rank {rank}" if other == rank else f"ranks {other} and {rank}"
+                    raise ScheduleError(f"{part} appears twice: on {ranks}")
                 if placement[part.stage] != rank:
                     raise ScheduleError(
                         f"stage {part.stage} is on rank {placement[part.stage]}, and rank "

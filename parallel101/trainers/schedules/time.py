@@ -1,9 +1,10 @@
-"""How long a schedule takes, and how many activations it holds: an event simulation in a few lines,
-in which nothing is computed.
+"""How long a schedule takes, and how many activations it holds: a simulation of events, in which
+nothing is computed.
 
-    bubble rate = 1 − (mean work of the ranks) / cost         cost: the most, over ranks, of (its last end − its own first start)
+    bubble rate = 1 − (mean work of the ranks) / cost
+    cost        = the most, over the ranks, of (its last end − its own first start)
 
-Whether a schedule can be run at all is check.py's. Definitions: Qi et al. (arXiv 2401.10241),
+Whether a schedule can run at all is in check.py. Definitions: Qi et al. (arXiv 2401.10241),
 section 4 and Table 2.
 """
 

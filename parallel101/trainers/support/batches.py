@@ -157,7 +157,8 @@ def in_words(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return f"a dict of {', '.join(map(repr, list(value)[:4])) or 'nothing'}{', …' if len(value) > 4 else ''}"
+        keys = ", ".join(map(repr, list(value)[:4])) or "nothing"
+        return f"a dict of {keys}{', …' if len(value) > 4 else ''}"
     if isinstance(value, (tuple, list)):
         parts = [
             in_words(part) if isinstance(part, Tensor) else type(part).__name__

@@ -1,14 +1,12 @@
 """Saving and resuming, on this layout or another: a checkpoint knows parameters by name, and
 nothing of ranks.
 
-2 ranks   step, step, step, save ─▶ run.pt        weights, optimizer state, steps and history of the whole model
-3 ranks   run.pt ─▶ resume, step, step, …         each rank takes its part; first everything is checked, then everything is changed
+    2 ranks   step, step, save ─▶ run.pt       weights, optimizer, steps, history of the whole model
+    3 ranks   run.pt ─▶ resume, step, …        all is checked; then each rank takes its part
 
-A file is whole or not there:
+    run.pt.part ──▶ fsync ──▶ rename to run.pt     a file is whole, or not there
 
-write run.pt.part ──▶ fsync ──▶ rename to run.pt        killed before the rename: the old run.pt is untouched;
-                                                        after it: the new one is complete. There is
-                                                            no third case.
+Killed before the rename, the old run.pt is untouched; after it, the new one is complete.
 """
 
 from __future__ import annotations

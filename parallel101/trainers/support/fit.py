@@ -1,9 +1,11 @@
 """Many steps: a whole batch in, this rank's share trained on, the loss reported and kept, a
 checkpoint now and then.
 
-for batch in batches:  step(share(batch))          every rank gets the same batches and cuts out its own part,
-                                                   so that the run is the same on any number of
-                                                   ranks
+    for batch in batches:
+        step(share(batch))
+
+Every rank gets the same batches and cuts out its own part, so the run is the same on any number of
+ranks.
 """
 
 from __future__ import annotations

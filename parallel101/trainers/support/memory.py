@@ -1,7 +1,7 @@
 """Who holds what: bytes a rank, counted from the storages that are alive, not computed from sizes.
 
 rank 0   weights 4.2 MB   gradients 4.2 MB   optimizer state 8.4 MB
-rank 1   weights 4.2 MB   …                                            two views of one storage count once
+rank 1   weights 4.2 MB   …                  two views of one storage count once
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The optimizer that a trainer is given as a function; handed the pieces that this rank owns; its
-state saved whole and by name.
+"""The optimizer: given as a function, handed the pieces that this rank owns, saved whole by name.
 
-optimizer = lambda p: torch.optim.AdamW(p, lr=1e-3)        the trainer calls it with the model's parameters
+optimizer = lambda p: torch.optim.AdamW(p, lr=1e-3)     called with the model's parameters
+
 rank 0   exp_avg of weight[0:8]  ┐
-rank 1   exp_avg of weight[8:16] ┘ ─▶ the first rank: exp_avg of weight, 4 × 4, so that any layout can continue with it
+rank 1   exp_avg of weight[8:16] ┘ ─▶ the first rank: exp_avg of weight, 4 × 4, for any layout
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Why a layout differs from one process, in words, as far as one process can tell: from parts of
 the samples that were compared.
 
-the loss of two parts of the same outputs      is their mean, or loss_fn isn't a mean over samples
-the outputs of the same samples                are the same again, or the model remembers
-the outputs of two parts of the samples        are those of the whole, or something mixes samples
-the modules of .sequence(), one by one         are the forward, or a pipeline computes something else
+    the loss of two parts of the same outputs   is their mean, or loss_fn isn't a mean over samples
+    the outputs of the same samples             are the same again, or the model remembers
+    the outputs of two parts of the samples     are those of the whole, or something mixes samples
+    the modules of .sequence(), one by one      are the forward, or a pipeline differs
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This layout against one process, on the same few samples, before the first step: equal, or
 refused.
 
-    every rank       some of its samples ───────▶ the trainer's own step ─▶ loss, gradients, updated weights ┐
-    the first rank   all of those samples ──────▶ one process (one_process.py) ─▶ the same               ┴─▶ equal?
+    every rank       some of its samples ─▶ the trainer's own step ─▶ loss, gradients, weights ┐
+    the first rank   all those samples ──▶ one process (one_process.py) ─▶ the same            ┴─▶ =?
 
 It is done twice: with the model's weights, and with slightly different ones, so that a weight that
 is zero now (LoRA's B, a head) hides nothing. The optimizer is compared from equal gradients, since

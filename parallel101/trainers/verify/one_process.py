@@ -1,7 +1,7 @@
 """What one process makes of a batch: the whole model, kept by the first rank as it was before it
 was cut.
 
-    model ──▶ copy of its modules          the parameters in them are the model's own, so hooks and loss functions find them
+    model ──▶ a copy of its modules, around the same Parameter objects: hooks and losses find them
           └─▶ cut by the trainer
 
 To run it, the first rank exchanges the contents of the two: for a moment `model` is whole again,
