@@ -383,10 +383,8 @@ def all_to_all(
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
         one_dim = split_dim % len(shape) == concat_dim % len(shape)
         cut = split_sizes or balanced(shape[split_dim], p)
-        joined = (
-            concat_sizes
-            or [cut[group_of(group).position or 0] if one_dim else shape[concat_dim]] * p
-        )
+        mine = cut[group_of(group).position or 0] if one_dim else shape[concat_dim]
+        joined = concat_sizes or [mine] * p
         # these two refuse sizes along one dim: see the docstring
         back = "auto" if one_dim and algorithm in ("bruck", "torus") else algorithm
         return all_to_all(

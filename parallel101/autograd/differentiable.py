@@ -94,13 +94,8 @@ class CollectiveFunction(Function):
         call: str,
         local_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.shape, ctx.group, ctx.transpose, ctx.call, ctx.local_backward = (
-            x.shape,
-            group,
-            backward,
-            call,
-            local_backward,
-        )
+        ctx.shape, ctx.group, ctx.transpose = x.shape, group, backward
+        ctx.call, ctx.local_backward = call, local_backward
         # torch forbids in-place changes of a view if a node has two results: take the same memory,
         # but not as a view
         result = x.new_empty(0).set_(forward(x))  # type: ignore[call-overload]  # torch's stub lacks this form

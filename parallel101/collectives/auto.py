@@ -65,8 +65,9 @@ def check_algorithm(
     algorithms: Mapping[str, Any],
     on_a_mesh: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError for an algorithm that the operation does not have, or that needs a mesh of
-    two axes or more, which the group isn't.
+    """Raises ValueError for an algorithm that the operation lacks, or that needs another group.
+
+    An algorithm `on_a_mesh` needs a mesh of two axes or more as its group.
     """
     allowed = ["auto", *algorithms, *on_a_mesh]
     if algorithm not in allowed:

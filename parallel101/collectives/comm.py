@@ -171,6 +171,7 @@ class Batched:
 
 
 def wait_all(works: Iterable[Work]) -> None:
+    """Wait for all of the messages."""
     for work in list(works):
         work.wait()
 

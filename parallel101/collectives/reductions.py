@@ -20,6 +20,8 @@ from torch import Tensor
 
 
 class Reduction(NamedTuple):
+    """A reduction by its name, and the torch function that combines two tensors."""
+
     name: str
     combine: Callable[..., Any]
 

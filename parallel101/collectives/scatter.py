@@ -65,10 +65,9 @@ def scatter(
     x, comm, dim = call.x, call.comm, call.dim
     elements = [size * row_of(x, dim) for size in call.sizes]
     out = x.new_empty(elements[comm.rank])
-    blocks = (
-        Blocks(flat_of(x, dim), elements)
-        if comm.rank == src
-        else Blocks(out, elements, first=comm.rank)
-    )
+    if comm.rank == src:
+        blocks = Blocks(flat_of(x, dim), elements)
+    else:
+        blocks = Blocks(out, elements, first=comm.rank)
     call.run(blocks, out, src, comm)
     return shaped(out, [*x.shape[:dim], call.sizes[comm.rank], *x.shape[dim + 1 :]], dim)

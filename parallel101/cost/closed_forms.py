@@ -30,6 +30,8 @@ from parallel101.collectives.broadcast import SEGMENT_BYTES
 
 
 class Cost(NamedTuple):
+    """The cost of a collective: multiply it by a network's latency and bandwidth with `seconds`."""
+
     steps: int  # messages on the critical path, if a rank sends and receives one message at a time
     sent: int  # bytes sent by the rank that sends most
     path: int  # bytes on the critical path
@@ -222,12 +224,12 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str 
 
 
 def lg_up(p: int) -> int:
-    """⌈lg p⌉"""
+    """Return ⌈lg p⌉."""
     return (p - 1).bit_length()
 
 
 def lg_down(p: int) -> int:
-    """⌊lg p⌋"""
+    """Return ⌊lg p⌋."""
     return p.bit_length() - 1
 
 
@@ -293,8 +295,10 @@ def one_way_doubling(p: int, n: int, passes: int = 1) -> tuple[int, int] | None:
 
 
 def one_way_bruck(p: int, n: int) -> tuple[int, int]:
-    """1, 2, 4, … places to the left are p − 1, p − 2, … to the right; the last message has only
-    the blocks that are missing.
+    """Return the cost of Bruck's all-gather if messages go to the right only.
+
+    1, 2, 4, … places to the left are p − 1, p − 2, … to the right. The last message has only the
+    blocks that are missing.
     """
     widths = [1 << k for k in range(lg_up(p))]
     return sum(p - w for w in widths), sum((p - w) * min(w, p - w) for w in widths) * n

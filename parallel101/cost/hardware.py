@@ -44,6 +44,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Chip:
+    """The figures of one accelerator."""
+
     name: str
     flops: float  # bf16, per second, without sparsity
     hbm_bytes: float

@@ -86,8 +86,9 @@ def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "
 
 
 def steps_of(first: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """For each step of the part that begins with axis `first`: the axis, and how many pieces of
-    blocks the message has.
+    """Return the steps of the part that begins with axis `first`.
+
+    Each is the axis, and how many pieces of blocks the message has.
     """
     width, steps = 1, []
     for axis in (*range(first, len(lengths)), *range(first)):

@@ -55,12 +55,8 @@ class CutDense(keras.layers.Layer):
         self.supports_masking = True
         members = group_of(group)
         assert members.position is not None
-        self.style, self.input_is_cut, self.group, self.activation = (
-            style,
-            input_is_cut,
-            group,
-            dense.activation,
-        )
+        self.style, self.input_is_cut, self.group = style, input_is_cut, group
+        self.activation = dense.activation
         dim = 0 if style == "row" else 1
         self.sizes = split_sizes(dense.kernel.shape[dim], members.size)
 
@@ -76,13 +72,12 @@ class CutDense(keras.layers.Layer):
             return self.add_weight(shape=mine.shape, initializer=lambda *_, **__: mine, **like)
 
         self.kernel = block("kernel", dense.kernel, dim)
-        self.bias = (
-            None
-            if dense.bias is None
-            else whole("bias", dense.bias)
-            if style == "row"
-            else block("bias", dense.bias, 0)
-        )
+        if dense.bias is None:
+            self.bias = None
+        else:
+            self.bias = (
+                whole("bias", dense.bias) if style == "row" else block("bias", dense.bias, 0)
+            )
         self.shards = {self.kernel.path: Shard(dim, tuple(self.sizes))}
         if style != "row" and self.bias is not None:
             self.shards[self.bias.path] = Shard(0, tuple(self.sizes))
@@ -152,6 +147,7 @@ def layers_within(model: Any) -> list[Any]:
 
 
 def trainable(model: Any) -> list[bool]:
+    """Return whether each layer of the model is trained, in the order of `layers_within`."""
     return [layer.trainable for layer in layers_within(model)]
 
 
@@ -288,6 +284,7 @@ def next_dense(layer: Any, users: Mapping[Any, list[Any]]) -> Any:
 
 
 def elementwise(activation: Any) -> bool:
+    """Return whether Keras's own activation acts on each element alone."""
     name = getattr(activation, "__name__", "linear" if activation is None else "")
     return name in ELEMENTWISE and (activation is None or keras.activations.get(name) is activation)
 

@@ -35,11 +35,8 @@ class Draws:
         weights = {id(v) for v in model.weights}
         self.seeds = [v for v in model.variables if id(v) not in weights]
         offset = (position * FAR_APART + 2**31) % 2**32 - 2**31  # an int32, as the seeds are
-        self.position, self.device, self.offset = (
-            position,
-            device,
-            torch.tensor([offset, 0], device=device),
-        )
+        self.position, self.device = position, device
+        self.offset = torch.tensor([offset, 0], device=device)
 
     @contextmanager
     def own(self) -> Iterator[None]:

@@ -144,6 +144,7 @@ def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> No
 
 
 def check_tensor(x: Tensor) -> None:
+    """Raises TypeError unless x is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
 

@@ -162,10 +162,8 @@ def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
             to: g.new_empty(_resized(g.shape, dim, len(block))) for to, block in outgoing.items()
         }
         received = [comm.irecv(piece, to) for to, piece in pieces.items()]
-        result, own = (
-            g.new_zeros(_resized(g.shape, dim, len(mine.holds))),
-            overlap(mine.holds, mine.needs),
-        )
+        result = g.new_zeros(_resized(g.shape, dim, len(mine.holds)))
+        own = overlap(mine.holds, mine.needs)
         _entries(result, dim, mine.holds.start, own).copy_(_entries(g, dim, first, own))
         wait_all(sent + received)
         for to, piece in pieces.items():

@@ -98,21 +98,15 @@ class SpatialParallel(nn.Module):
         block = self.exchange(x)
         if self.group.position is None:
             return block
-        sizes, kernel, dilation = (
-            list(block.shape),
-            self.window["kernel_size"],
-            self.window["dilation"],
-        )
-        for dim, extent in enumerate(
-            [1, 1, *(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))]
-        ):
+        sizes = list(block.shape)
+        kernel, dilation = self.window["kernel_size"], self.window["dilation"]
+        extents = [1, 1, *(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))]
+        for dim, extent in enumerate(extents):
             # more ranks than outputs. This rank computes one output from zeros and drops it, to
             # take part in backward
             if not sizes[dim]:
-                block = torch.cat(
-                    [block, block.new_zeros([*block.shape[:dim], extent, *block.shape[dim + 1 :]])],
-                    dim,
-                )
+                zeros = block.new_zeros([*block.shape[:dim], extent, *block.shape[dim + 1 :]])
+                block = torch.cat([block, zeros], dim)
         weights = {
             name: copy_to_group(parameter, group=self.group)
             for name, parameter in self.module.named_parameters()
@@ -147,11 +141,8 @@ def window_of(module: Any, dims: int) -> dict[str, Any]:
     def each(value: Any) -> tuple[Any, ...]:
         return (value,) * dims if isinstance(value, int) else tuple(value)
 
-    kernel_size, dilation, padding = (
-        each(module.kernel_size),
-        each(getattr(module, "dilation", 1)),
-        module.padding,
-    )
+    kernel_size, padding = each(module.kernel_size), module.padding
+    dilation = each(getattr(module, "dilation", 1))
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
         padding = [(total // 2, total - total // 2) for total in totals]

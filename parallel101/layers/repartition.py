@@ -137,6 +137,7 @@ class Partition(NamedTuple):
 
 
 def partition_of(mesh: DeviceMesh) -> Partition:
+    """Return the blocks of a mesh. Raises TypeError for anything else."""
     shape = mesh_axes(mesh, ()).shape
     return Partition(tuple(mesh.mesh.flatten().tolist()), shape)
 
@@ -187,6 +188,7 @@ def repartition(x: Tensor, source: Partition, target: Partition, whole: Sequence
 
 
 def extent(region: Ranges) -> tuple[int, ...]:
+    """Return the shape of a region."""
     return tuple(map(len, region))
 
 

@@ -15,8 +15,8 @@ run.py             `run`: on ranks, compared with the whole product, and drawn
 
 from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding
-from parallel101.sharding.reshard import Step
+from parallel101.sharding.reshard import ReshardStep
 from parallel101.sharding.run import ShardedRun, run
 from parallel101.sharding.sharding_plan import Multiply, ShardingPlan
 
-__all__ = ["Multiply", "ShardedRun", "Sharding", "ShardingPlan", "Step", "plan", "run"]
+__all__ = ["Multiply", "ReshardStep", "ShardedRun", "Sharding", "ShardingPlan", "plan", "run"]

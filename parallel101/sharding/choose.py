@@ -25,10 +25,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.sharding.notation import Sharding, arrays_in
-from parallel101.sharding.reshard import Step, elements_sent, reshard
+from parallel101.sharding.reshard import ReshardStep, elements_sent, reshard
 from parallel101.sharding.sharding_plan import Multiply, ShardingPlan
 
-Steps = tuple[Step | Multiply, ...]
+Steps = tuple[ReshardStep | Multiply, ...]
 
 
 def plan(
@@ -86,22 +86,18 @@ def gathered_and_cut(plan: ShardingPlan) -> bool:
 
     That is right, but never worth showing.
     """
-    gathered, kept = (
-        {
-            axis
-            for step in plan.steps
-            if isinstance(step, Step) and step.operation == operation
-            for axis in step.axes
-        }
-        for operation in ("AllGather", "Slice")
-    )
+    steps = [step for step in plan.steps if isinstance(step, ReshardStep)]
+    gathered = {axis for step in steps if step.operation == "AllGather" for axis in step.axes}
+    kept = {axis for step in steps if step.operation == "Slice" for axis in step.axes}
     return bool(gathered & kept)
 
 
 def cost_of(plan: ShardingPlan) -> tuple[float, int, int]:
     """Return bytes (of equal blocks), flops and number of steps, by which plans are compared."""
     sent = sum(
-        elements_sent(step, plan.sizes, plan.mesh) for step in plan.steps if isinstance(step, Step)
+        elements_sent(step, plan.sizes, plan.mesh)
+        for step in plan.steps
+        if isinstance(step, ReshardStep)
     )
     return round(sent, 3), plan.flops, len(plan.steps)
 
@@ -140,7 +136,9 @@ def products(
             yield min(
                 ways,
                 key=lambda steps: sum(
-                    elements_sent(step, sizes, mesh) for step in steps if isinstance(step, Step)
+                    elements_sent(step, sizes, mesh)
+                    for step in steps
+                    if isinstance(step, ReshardStep)
                 ),
             )
 

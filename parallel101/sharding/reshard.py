@@ -30,7 +30,7 @@ from parallel101.mesh import Group, split_sizes
 from parallel101.sharding.notation import Sharding, interval
 
 
-class Step(NamedTuple):
+class ReshardStep(NamedTuple):
     """A collective on one array, or a slice."""
 
     operation: str  # AllGather, ReduceScatter, AllReduce, AllToAll or Slice
@@ -57,15 +57,15 @@ class Step(NamedTuple):
 # ── Which steps there are, and the cheapest way
 
 
-def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
+def moves(array: Sharding, wanted: Sharding) -> Iterator[ReshardStep]:
     """Yield each step from this sharding that puts no axis where `wanted` doesn't have it."""
     for d, axes in enumerate(array.axes):
         for k in range(len(axes)):
             kept, removed = axes[:k], axes[k:]
-            yield Step("AllGather", removed, array, array.replace({d: kept}), joined=d)
+            yield ReshardStep("AllGather", removed, array, array.replace({d: kept}), joined=d)
             for e, there in enumerate(array.axes):
                 if e != d and set(removed) <= set(wanted.axes[e]):
-                    yield Step(
+                    yield ReshardStep(
                         "AllToAll",
                         removed,
                         array,
@@ -76,11 +76,11 @@ def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
     for k in range(1, len(array.partial) + 1):
         for reduced in combinations(array.partial, k):
             left = set(array.partial) - set(reduced)
-            yield Step("AllReduce", reduced, array, array.replace({}, left))
+            yield ReshardStep("AllReduce", reduced, array, array.replace({}, left))
             for d, there in enumerate(array.axes):
                 if set(reduced) <= set(wanted.axes[d]):
                     for order in permutations(reduced):
-                        yield Step(
+                        yield ReshardStep(
                             "ReduceScatter",
                             order,
                             array,
@@ -90,19 +90,21 @@ def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
     for d, there in enumerate(array.axes):
         for axis in wanted.axes[d]:
             if axis not in array.used:
-                yield Step("Slice", (axis,), array, array.replace({d: (*there, axis)}), cut=d)
+                yield ReshardStep(
+                    "Slice", (axis,), array, array.replace({d: (*there, axis)}), cut=d
+                )
 
 
 def reshard(
     array: Sharding, wanted: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]
-) -> list[Step] | None:
+) -> list[ReshardStep] | None:
     """Return the steps to another sharding that send the fewest bytes; None if there is no way.
 
     Of several ways, it takes the one with the fewest steps. This is Dijkstra's algorithm: a
     sharding is a place, a step leads from one to the next, and its bytes are the distance.
     """
     numbered = count()
-    queue: list[tuple[float, int, int, Sharding, list[Step]]] = [
+    queue: list[tuple[float, int, int, Sharding, list[ReshardStep]]] = [
         (0.0, 0, next(numbered), array, [])
     ]
     done: set[Sharding] = set()
@@ -120,7 +122,7 @@ def reshard(
     return None
 
 
-def elements_sent(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
+def elements_sent(step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
     """Return the elements that a rank would send in a step if all blocks were equal: n(p−1)/p.
 
     `sent_in` counts them for uneven blocks.
@@ -139,7 +141,7 @@ def elements_sent(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int])
 # ── What a step costs, exactly
 
 
-def rounds(step: Step, mesh: Mapping[str, int]) -> int:
+def rounds(step: ReshardStep, mesh: Mapping[str, int]) -> int:
     """Return the number of messages on the critical path of a step."""
     along = sum(mesh[axis] - 1 for axis in step.axes)
     p = math.prod(mesh[axis] for axis in step.axes)
@@ -153,7 +155,7 @@ def rounds(step: Step, mesh: Mapping[str, int]) -> int:
 
 
 def sent_in(
-    step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
+    step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
 ) -> int:
     """Return the elements that the rank at these coordinates sends in a step."""
     extents = [part.stop - part.start for part in step.before.block(sizes, mesh, at)]
@@ -226,7 +228,7 @@ def torus_sent(
 
 
 def apply(
-    step: Step,
+    step: ReshardStep,
     x: Tensor,
     group: Group,
     sizes: Mapping[str, int],
@@ -251,17 +253,10 @@ def apply(
 
     if step.operation == "AllGather":
         for axis in reversed(step.axes):  # the innermost axis first: its blocks are neighbours
-            dim, whole = (
-                step.joined or 0,
-                interval(sizes[step.before.dims[step.joined or 0]], outside(step, axis), mesh, at),
-            )
-            x = all_gather(
-                x,
-                dim,
-                group=along(axis),
-                sizes=split_sizes(whole.stop - whole.start, mesh[axis]),
-                algorithm="ring",
-            )
+            dim = step.joined or 0
+            whole = interval(sizes[step.before.dims[dim]], outside(step, axis), mesh, at)
+            shards = split_sizes(whole.stop - whole.start, mesh[axis])
+            x = all_gather(x, dim, group=along(axis), sizes=shards, algorithm="ring")
     elif step.operation == "ReduceScatter":
         for axis in step.axes:
             x = reduce_scatter(x, step.cut or 0, group=along(axis), algorithm="ring")
@@ -288,7 +283,7 @@ def apply(
     return x
 
 
-def outside(step: Step, axis: str) -> tuple[str, ...]:
+def outside(step: ReshardStep, axis: str) -> tuple[str, ...]:
     """Return the axes outside `axis` in the dim that an AllGather joins."""
     axes = step.before.axes[step.joined or 0]
     return axes[: axes.index(axis)]

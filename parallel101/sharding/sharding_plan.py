@@ -27,7 +27,7 @@ from parallel101.cost import Chip, ProductTime, Time
 from parallel101.mesh import Group, group_of
 from parallel101.record.spans import span
 from parallel101.sharding.notation import Sharding
-from parallel101.sharding.reshard import Step, apply, rounds, sent_in
+from parallel101.sharding.reshard import ReshardStep, apply, rounds, sent_in
 
 
 class Multiply(NamedTuple):
@@ -63,7 +63,7 @@ class ShardingPlan:
 
     operands: tuple[Sharding, ...]
     result: Sharding
-    steps: tuple[Step | Multiply, ...]
+    steps: tuple[ReshardStep | Multiply, ...]
     mesh: Mapping[str, int]
     sizes: Mapping[str, int]
     dtype: torch.dtype
@@ -97,9 +97,9 @@ class ShardingPlan:
         If no block is empty, that is the makespan of a run on sim with `Network(latency=1,
         bandwidth=inf)`.
         """
-        return sum(rounds(step, self.mesh) for step in self.steps if isinstance(step, Step))
+        return sum(rounds(step, self.mesh) for step in self.steps if isinstance(step, ReshardStep))
 
-    def sent_in(self, step: Step | Multiply) -> list[int]:
+    def sent_in(self, step: ReshardStep | Multiply) -> list[int]:
         """Return the bytes that each rank sends in a step."""
         if isinstance(step, Multiply):
             return [0] * self.world_size
@@ -120,7 +120,7 @@ class ShardingPlan:
         return [self._time(step, chip, wraparound) for step in self.steps]
 
     def _time(
-        self, step: Step | Multiply, chip: str | Chip, wraparound: bool | None
+        self, step: ReshardStep | Multiply, chip: str | Chip, wraparound: bool | None
     ) -> Time | ProductTime | None:
         if isinstance(step, Multiply):
             extents = self._extents(step)
@@ -140,10 +140,8 @@ class ShardingPlan:
             return None
         whole = step.after if step.operation == "AllGather" else step.before
         block = whole.block(self.sizes, self.mesh, dict.fromkeys(self.mesh, 0))
-        nbytes, axes = (
-            math.prod(part.stop - part.start for part in block) * self.dtype.itemsize,
-            [self.mesh[axis] for axis in step.axes],
-        )
+        nbytes = math.prod(part.stop - part.start for part in block) * self.dtype.itemsize
+        axes = [self.mesh[axis] for axis in step.axes]
         operation = {
             "AllGather": cost.all_gather,
             "ReduceScatter": cost.reduce_scatter,
@@ -193,7 +191,7 @@ class ShardingPlan:
     def short(self) -> str:
         """The plan in one line."""
         steps = [
-            f"{step.title} {step.before.name}" if isinstance(step, Step) else "multiply"
+            f"{step.title} {step.before.name}" if isinstance(step, ReshardStep) else "multiply"
             for step in self.steps
         ]
         return (

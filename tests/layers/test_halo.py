@@ -462,7 +462,9 @@ ERRORS = {
     "dims": "ValueError: shape has 1 dims ((8,)), and the mesh 3 axes (1, 1, 2)",
     "mesh": "TypeError: mesh=[0, 1]: expected a DeviceMesh",
     "module": "TypeError: module is a Linear: expected a convolution or pooling, Conv1d",
-    "unbatched": "ValueError: shape=(3, 8): expected 3 dims for a Conv1d, samples and channels first",
+    "unbatched": (
+        "ValueError: shape=(3, 8): expected 3 dims for a Conv1d, samples and channels first"
+    ),
     "channels": (
         "ValueError: the mesh has shape (1, 2): expected one rank on axis 1, since a Conv1d "
         "needs all channels"

@@ -24,11 +24,11 @@ from parallel101.collectives import all_reduce
 from parallel101.layers import AllSumReduce
 from parallel101.models.mlp import MLP
 from parallel101.sharding import plan
-from parallel101 import DataParallelTrainer
-from parallel101 import ShardedTrainer
+from parallel101.trainers.one_axis import DataParallelTrainer, ShardedTrainer
 
 def run(build):
-    trainer = build(MLP([4, 8, 8, 4], dtype=torch.float64), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5)
+    model = MLP([4, 8, 8, 4], dtype=torch.float64)
+    trainer = build(model, F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5)
     x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(10, 4)
     return trainer.fit([(x, x.sin())] * 3, progress=False).losses
 
@@ -37,9 +37,11 @@ for where in "one process", "two ranks":
         print(f"{where}, {build.__name__}: {run(build)}\\n", end="", flush=True)
     if where == "one process":
         dist.init_process_group("gloo")
-mine = {name for name in sys.modules if name.startswith("parallel101.")} - {"parallel101.record", "parallel101.record.spans"}
+mine = {name for name in sys.modules if name.startswith("parallel101.")}
+mine -= {"parallel101.record", "parallel101.record.spans"}
 assert {name.split(".")[1] for name in mine} <= set(SUBJECT), mine
-assert all_reduce.__code__.co_filename.startswith(os.getcwd()), "the copy, and not the package that is installed"
+imported = all_reduce.__code__.co_filename
+assert imported.startswith(os.getcwd()), "the copy, and not the package that is installed"
 halves = plan("A[I_X] → A[I]", {"X": 2}, I=2)
 assert halves.run(torch.tensor([float(dist.get_rank())])).tolist() == [0.0, 1.0]
 print(f"sum {all_reduce(torch.ones(1)).item()}\\n", end="", flush=True)

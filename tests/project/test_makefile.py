@@ -21,7 +21,9 @@ PYTHON = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
   --version) echo "$0 3.11" ;;
-  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" && [ "${0%broken}" = "$0" ] && touch "$3/bin/pip" ;;
+  "-m venv "*)
+    mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" &&
+    [ "${0%broken}" = "$0" ] && touch "$3/bin/pip" ;;
   "-m pip install "*) [ -e "$here/pip" ] && echo "$PWD" >>installed ;;
   "-m pip "*) [ -e "$here/pip" ] ;;
 esac

@@ -194,8 +194,13 @@ def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_p
 
 def test_a_run_that_is_stopped_keeps_the_finished_pages_and_leaves_no_kernel(tmp_path):
     notebook(tmp_path, "00_first", "1")
-    notebook(tmp_path, "01_stopped", f"import os, signal, threading; open('{tmp_path}/pid', 'w').write(str(os.getpid()))",
-             "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()")  # fmt: skip
+    notebook(
+        tmp_path,
+        "01_stopped",
+        "import os, signal, threading",
+        f"open('{tmp_path}/pid', 'w').write(str(os.getpid()))",
+        "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()",
+    )
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "01_stopped.html").write_text("a page of an earlier run")
     command = [
