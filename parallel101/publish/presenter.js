@@ -1,16 +1,24 @@
-// The presenter's view of a page: one section at a time, in large type. The key p, or the button, enters and leaves it.
+// The presenter's view of a page: one section at a time, in large type. The key p, or the button,
+// enters and leaves it.
 //
-//   next (PageDown, →, space)    shows the next block of this section, opens a folded answer, or goes on to the next section
-//   back (PageUp, ←, shift+space)          c shows or folds the code          Home, End: first, last section          Escape leaves
-//   Enter                        plays the picture on the screen, and gives it the focus
+//   PageDown, →, space        next: shows the next block of this section, opens a folded answer, or
+//                             shows the next section
+//   PageUp, ←, shift+space    back
+//   Home, End                 first, last section
+//   c                         shows or folds the code
+//   Enter                     plays the picture on the screen, and gives it the focus
+//   Escape                    leaves
 //
-// A clicker sends PageDown and PageUp. While a picture has the focus, the arrow keys and space belong to the picture. PageDown and PageUp
-// take the focus away from it.
+// A clicker sends PageDown and PageUp. While a picture has the focus, the arrow keys and space
+// belong to the picture. PageDown and PageUp take the focus away from it.
 (() => {
-  const page = document.documentElement, sections = [...document.querySelectorAll("main > section")];
+  const page = document.documentElement;
+  const sections = [...document.querySelectorAll("main > section")];
   const button = document.querySelector("button.present"), place = document.createElement("output");
   if (!button || !sections.length) return;
-  const MARGIN = 10;  // pixels above a block that has been scrolled to, and a little more: see scroll-margin-top in page.css
+  // pixels above a block that has been scrolled to, and a little more: see scroll-margin-top in
+  // page.css
+  const MARGIN = 10;
   let at = 0, restore = 0;
   const presenting = () => page.classList.contains("presenting");
   const shown = element => element.checkVisibility();  // also false inside a folded answer
@@ -23,18 +31,23 @@
     place.textContent = `${at + 1} / ${sections.length}`;
     scrollTo(0, end ? page.scrollHeight : 0);
   };
-  const codes = open => document.querySelectorAll("details.code").forEach(code => { code.open = open; });
-  const fitControls = () => page.style.setProperty("--zoom", Math.max(1, innerHeight / 720));  // of the pictures, as large as the type
+  const codes = open => {
+    for (const code of document.querySelectorAll("details.code")) code.open = open;
+  };
+  // the controls of the pictures become as large as the type
+  const fitControls = () => page.style.setProperty("--zoom", Math.max(1, innerHeight / 720));
   const fitPictures = () => document.querySelectorAll("figure.p101").forEach(figure => {
     const svg = figure.querySelector("div")?.shadowRoot?.querySelector(".stage svg");
     const { width = 3, height = 2 } = svg?.viewBox.baseVal ?? {};
     figure.style.setProperty("--aspect", width / height);
     // a picture that would become too small to read keeps its own width, and scrolls
-    figure.style.setProperty("--least", svg && innerHeight * width / height < .62 * width ? `${width}px` : "0px");
+    const tooSmall = svg && innerHeight * width / height < .62 * width;
+    figure.style.setProperty("--least", tooSmall ? `${width}px` : "0px");
   });
   const enter = () => {
     restore = scrollY;
-    const top = sections.findLastIndex(section => section.getBoundingClientRect().top < innerHeight / 10);
+    const begun = section => section.getBoundingClientRect().top < innerHeight / 10;
+    const top = sections.findLastIndex(begun);
     page.classList.add("presenting");
     codes(false);
     fitControls();
@@ -50,21 +63,26 @@
   };
 
   // The blocks of a section, in order: texts, code, outputs, and the summaries of folded answers.
-  const BLOCKS = ".text_cell_render > *, details > summary, .input pre, .output_area :is(figure, table, pre, p, div > img)";
+  const BLOCKS = ".text_cell_render > *, details > summary, .input pre, "
+    + ".output_area :is(figure, table, pre, p, div > img)";
   const blocks = () => [...sections[at].querySelectorAll(BLOCKS)].filter(shown);
-  const picture = () => [...sections[at].querySelectorAll("figure.p101")].filter(shown).find(figure => {
+  const onScreen = figure => {
     const { top, bottom } = figure.getBoundingClientRect();
     return (top + bottom) / 2 > 0 && (top + bottom) / 2 < innerHeight;
-  })?.querySelector("div")?.shadowRoot;
+  };
+  const picture = () => [...sections[at].querySelectorAll("figure.p101")]
+    .filter(shown).find(onScreen)?.querySelector("div")?.shadowRoot;
   const play = () => {
     const button = picture()?.querySelector("[data-do=play]");
     button?.focus();
     button?.click();
   };
   const next = () => {
-    const from = scrollY, below = blocks().find(block => block.getBoundingClientRect().bottom > innerHeight + 2);
-    const closed = [...sections[at].querySelectorAll("details.answer:not([open])")].filter(shown)[0];
-    const inSight = closed && closed.getBoundingClientRect().bottom <= innerHeight + 2;
+    const from = scrollY;
+    const endsBelow = block => block.getBoundingClientRect().bottom > innerHeight + 2;
+    const below = blocks().find(endsBelow);
+    const closed = [...sections[at].querySelectorAll("details.answer:not([open])")].find(shown);
+    const inSight = closed && !endsBelow(closed);
     if (inSight) {
       closed.open = true;
       fitPictures();
@@ -82,14 +100,17 @@
   };
 
   const keys = {
-    PageDown: next, ArrowRight: next, ArrowDown: next, PageUp: back, ArrowLeft: back, ArrowUp: back, Escape: leave, p: leave,
-    Home: () => show(0), End: () => show(sections.length - 1), " ": event => (event.shiftKey ? back() : next()),
-    Enter: play, c: () => codes(!document.querySelector("details.code")?.open),
+    PageDown: next, ArrowRight: next, ArrowDown: next, PageUp: back, ArrowLeft: back, ArrowUp: back,
+    Escape: leave, p: leave, Home: () => show(0), End: () => show(sections.length - 1),
+    " ": event => (event.shiftKey ? back() : next()), Enter: play,
+    c: () => codes(!document.querySelector("details.code")?.open),
   };
   addEventListener("keydown", event => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea, [contenteditable]")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.matches("input, select, textarea, [contenteditable]")) return;
     if (!presenting()) { if (event.key === "p") enter(); return; }
-    if ((event.key === " " || event.key === "Enter") && event.target !== document.body) return;  // it belongs to the button, link or picture
+    // these keys belong to the button, link or picture that has the focus
+    if ((event.key === " " || event.key === "Enter") && event.target !== document.body) return;
     if (!(event.key in keys)) return;
     event.preventDefault();
     if (event.key.startsWith("Page")) document.activeElement.shadowRoot?.activeElement?.blur();
@@ -98,5 +119,8 @@
   addEventListener("resize", () => { if (presenting()) { fitControls(); fitPictures(); } });
   button.hidden = false;
   button.onclick = () => { button.blur(); enter(); };
-  addEventListener("beforeprint", () => document.querySelectorAll("details.answer, details.code").forEach(folded => { folded.open = true; }));
+  addEventListener("beforeprint", () => {
+    const folded = document.querySelectorAll("details.answer, details.code");
+    for (const part of folded) part.open = true;
+  });
 })();

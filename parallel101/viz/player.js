@@ -1,32 +1,41 @@
-// The player: replaces the looping SVG in the figure's <img> with the same SVG and controls: play, step, scrub, speed.
-// It lives in a shadow root, so that its styles and the page's do not mix. A stop is [start, end, label]; times are in seconds.
+// The player: replaces the looping SVG in the figure's <img> with the same SVG and controls: play,
+// step, scrub, speed. It is in a shadow root, so that its styles and the page's do not mix. A stop
+// is [start, end, label]; times are in seconds.
 function mount(figure, { duration, stops, intro, narrow, css }) {
   if (figure.dataset.mounted) return;
   figure.dataset.mounted = "true";
   const host = document.createElement("div");
-  host.setAttribute("data-lm-suppress-shortcuts", "true");  // in JupyterLab, the arrow keys and space go to the player while it has the focus
+  // in JupyterLab, the arrow keys and space go to the player while it has the focus
+  host.setAttribute("data-lm-suppress-shortcuts", "true");
   const root = host.attachShadow({ mode: "open" });
+  const icon = path => `<svg viewBox="0 0 16 16" aria-hidden="true"><path d="${path}"/></svg>`;
   root.innerHTML = `<style>${css}</style>
   <div class="player"><div class="stage"></div><p class="caption"></p>
   <div class="bar">
     <button class="main" data-do="play"></button>
-    <button data-do="previous" aria-label="Previous step" title="Previous step (←)"><svg viewBox="0 0 16 16" aria-hidden="true"><path d="M3 2h2v12H3zM14 2v12L6 8z"/></svg></button>
-    <button data-do="next" aria-label="Next step" title="Next step (→)"><svg viewBox="0 0 16 16" aria-hidden="true"><path d="M11 2h2v12h-2zM2 2v12l8-6z"/></svg></button>
+    <button data-do="previous" aria-label="Previous step" title="Previous step (←)">
+      ${icon("M3 2h2v12H3zM14 2v12L6 8z")}</button>
+    <button data-do="next" aria-label="Next step" title="Next step (→)">
+      ${icon("M11 2h2v12h-2zM2 2v12l8-6z")}</button>
     <span class="track"><input type="range" min="0" step="any" aria-label="Time"></span>
     <span class="count"></span>
-    <select aria-label="Speed" title="Speed"><option value=".25">¼×</option><option value=".5">½×</option>
-      <option value="1" selected>1×</option><option value="2">2×</option><option value="4">4×</option></select>
+    <select aria-label="Speed" title="Speed">
+      <option value=".25">¼×</option><option value=".5">½×</option>
+      <option value="1" selected>1×</option>
+      <option value="2">2×</option><option value="4">4×</option></select>
   </div><div class="unseen" aria-live="polite"></div></div>`;
   const find = selector => root.querySelector(selector);
-  const player = find(".player"), stage = find(".stage"), slider = find("input"), count = find(".count"), speed = find("select");
-  const playButton = find("[data-do=play]"), caption = find(".caption"), announcer = find("[aria-live]");
+  const player = find(".player"), stage = find(".stage"), caption = find(".caption");
+  const slider = find("input"), count = find(".count"), speed = find("select");
+  const playButton = find("[data-do=play]"), announcer = find("[aria-live]");
 
   const image = figure.querySelector("img");
   const bytes = Uint8Array.from(atob(image.src.split(",")[1]), char => char.charCodeAt(0));
   const source = new DOMParser().parseFromString(new TextDecoder().decode(bytes), "image/svg+xml");
   const svg = document.importNode(source.documentElement, true);
-  svg.querySelector("style.theme").remove();  // the colours come from .player, which follows the page's theme
-  svg.querySelector("title").remove();        // browsers show it as a tooltip over the whole picture
+  // the colours come from .player, which follows the page's theme
+  svg.querySelector("style.theme").remove();
+  svg.querySelector("title").remove();  // browsers show it as a tooltip over the whole picture
   svg.setAttribute("aria-label", image.alt);
   stage.append(svg);
   player.classList.toggle("still", !stops.length);
@@ -35,12 +44,15 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
   const ends = stops.map(stop => stop[1]);
   let time = 0, playing = false, goal = duration, last = 0, shown = -1, touched = false;
-  const clamp = t => Math.max(0, Math.min(t + .002, duration - .001));  // keyTimes are rounded: seek a little later, but not past the end of the loop
-  const stepAt = t => stops.filter(stop => stop[0] <= clamp(t)).length;  // how many have started; 0 before the first
+  // keyTimes are rounded: seek a little later, but not past the end of the loop
+  const clamp = t => Math.max(0, Math.min(t + .002, duration - .001));
+  // how many stops have started; 0 before the first
+  const stepAt = t => stops.filter(stop => stop[0] <= clamp(t)).length;
   const seek = t => svg.setCurrentTime(clamp(t));
   const draw = () => {
     const step = stepAt(time);
-    seek(reducedMotion.matches && playing && step ? ends[step - 1] : time);  // with reduced motion, only the end of each step is shown
+    // with reduced motion, only the end of each step is shown
+    seek(reducedMotion.matches && playing && step ? ends[step - 1] : time);
     slider.value = time;
     const label = step ? stops[step - 1][2] : intro;
     if (step !== shown) {
@@ -55,7 +67,7 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   };
   const setPlaying = on => {
     playing = on;
-    playButton.innerHTML = `<svg viewBox="0 0 16 16" aria-hidden="true"><path d="${on ? "M3 2h4v12H3zM9 2h4v12H9z" : "M3 1.5v13L14 8z"}"/></svg>`;
+    playButton.innerHTML = icon(on ? "M3 2h4v12H3zM9 2h4v12H9z" : "M3 1.5v13L14 8z");
     playButton.setAttribute("aria-label", on ? "Pause" : "Play");
     playButton.title = `${on ? "Pause" : "Play"} (space)`;
     if (on) { touched = true; last = performance.now(); requestAnimationFrame(tick); }
@@ -70,9 +82,15 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   };
   const jump = t => { touched = true; setPlaying(false); time = t; draw(); };
   const actions = {
-    play() { if (playing) return setPlaying(false); if (time >= duration - .01) time = 0; goal = duration; setPlaying(true); },
+    play() {
+      if (playing) return setPlaying(false);
+      if (time >= duration - .01) time = 0;
+      goal = duration;
+      setPlaying(true);
+    },
     next() {
-      if (playing && goal < duration) jump(goal);  // pressed again during a step: skip to the end of that step
+      // pressed again during a step: skip to the end of that step
+      if (playing && goal < duration) jump(goal);
       goal = ends.find(end => end > time + 1e-3) ?? duration;
       if (reducedMotion.matches) jump(goal); else if (time < goal) setPlaying(true);
     },
@@ -82,16 +100,21 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   };
   const keys = { " ": "play", ArrowRight: "next", ArrowLeft: "previous", Home: "home", End: "end" };
   if (stops.length) {
-    root.querySelectorAll("[data-do]").forEach(button => { button.onclick = () => actions[button.dataset.do](); });
+    root.querySelectorAll("[data-do]").forEach(button => {
+      button.onclick = () => actions[button.dataset.do]();
+    });
     slider.max = duration;
     slider.oninput = () => jump(+slider.value);
     stage.tabIndex = 0;
-    stage.setAttribute("aria-label", "Picture. Space: play or pause. Arrow keys: previous or next step.");
+    stage.setAttribute("aria-label",
+      "Picture. Space: play or pause. Arrow keys: previous or next step.");
     stage.onclick = () => actions.play();
     player.addEventListener("keydown", event => {
       const action = keys[event.key];
-      if (!action || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select")) return;
-      if (event.key === " " && event.target.matches("button")) return;  // space presses the button that has the focus
+      if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.target.matches("select")) return;
+      // space presses the button that has the focus
+      if (event.key === " " && event.target.matches("button")) return;
       event.preventDefault();
       event.stopPropagation();
       actions[action]();
@@ -109,19 +132,28 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   addEventListener("afterprint", () => seek(time));
 
   // ---- theme: dark if the page behind the figure is dark, checked again whenever the page changes
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
   const luminance = () => {
     for (let node = figure; node; node = node.parentElement || node.getRootNode().host) {
       const rgba = getComputedStyle(node).backgroundColor.match(/[\d.]+/g);
-      if (rgba && (rgba.length < 4 || +rgba[3] > .5)) return .299 * rgba[0] + .587 * rgba[1] + .114 * rgba[2];
+      if (rgba && (rgba.length < 4 || +rgba[3] > .5)) {
+        return .299 * rgba[0] + .587 * rgba[1] + .114 * rgba[2];
+      }
     }
     const scheme = getComputedStyle(document.documentElement).colorScheme;
-    return scheme.includes("dark") && (!scheme.includes("light") || matchMedia("(prefers-color-scheme: dark)").matches) ? 0 : 255;
+    const either = scheme.includes("light");
+    return scheme.includes("dark") && (!either || prefersDark.matches) ? 0 : 255;
   };
   const setTheme = () => player.classList.toggle("dark", luminance() < 110);
-  const updateTheme = () => { setTheme(); setTimeout(setTheme, 100); setTimeout(setTheme, 800); };  // a new style sheet may load late
+  // a new style sheet may load late
+  const updateTheme = () => {
+    setTheme();
+    for (const delay of [100, 800]) setTimeout(setTheme, delay);
+  };
   const observer = new MutationObserver(updateTheme);
-  for (const node of [document.documentElement, document.body]) observer.observe(node, { attributes: true });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", updateTheme);
+  observer.observe(document.documentElement, { attributes: true });
+  observer.observe(document.body, { attributes: true });
+  prefersDark.addEventListener("change", updateTheme);
 
   // ---- phones: the panels are stacked, and the caption is below the picture, where it can wrap
   const wide = svg.getAttribute("viewBox"), card = svg.querySelector(".card");
@@ -131,11 +163,17 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
     player.classList.toggle("small", small);
     if (!narrow) return;
     const [width, height] = small ? narrow : wide.split(" ").slice(2).map(Number);
-    for (const [name, value] of [["width", width], ["height", height]]) { svg.setAttribute(name, value); card.setAttribute(name, value - 1); }
+    for (const [name, value] of [["width", width], ["height", height]]) {
+      svg.setAttribute(name, value);
+      card.setAttribute(name, value - 1);
+    }
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     for (const panel of svg.querySelectorAll("[data-narrow]")) {
-      panel.style.display = (small ? panel.dataset.narrow === "none" : panel.hasAttribute("data-only-narrow")) ? "none" : "";
-      if (small && panel.dataset.narrow !== "none") panel.setAttribute("transform", panel.dataset.narrow); else panel.removeAttribute("transform");
+      const transform = panel.dataset.narrow, leftOut = transform === "none";
+      const hidden = small ? leftOut : panel.hasAttribute("data-only-narrow");
+      panel.style.display = hidden ? "none" : "";
+      if (small && !leftOut) panel.setAttribute("transform", transform);
+      else panel.removeAttribute("transform");
     }
   };
 
