@@ -24,13 +24,16 @@ CONTROLS = {
     "figure",
 }
 EVERYTHING = """
-const inside = root => [...root.querySelectorAll('*')].flatMap(e => [e, ...(e.shadowRoot ? inside(e.shadowRoot) : [])]);
+const inside = root => [...root.querySelectorAll('*')]
+    .flatMap(e => [e, ...(e.shadowRoot ? inside(e.shadowRoot) : [])]);
 const parent = e => e.parentElement ?? e.getRootNode().host;
 const around = e => e ? [e, ...around(parent(e))] : [];
 const laid = e => e.checkVisibility({ visibilityProperty: true }) && e.getClientRects().length;
 const everything = inside(document.body).filter(e => laid(e) && !e.closest('.unseen, math'));
-const own = e => [...e.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join(' ').trim();
-const named = e => `${e.tagName.toLowerCase()}.${e.getAttribute('class') ?? ''} "${(own(e) || e.textContent.trim()).slice(0, 40)}"`;
+const letters = e => [...e.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim());
+const own = e => letters(e).join(' ').trim();
+const words = e => (own(e) || e.textContent.trim()).slice(0, 40);
+const named = e => `${e.tagName.toLowerCase()}.${e.getAttribute('class') ?? ''} "${words(e)}"`;
 """
 
 
@@ -46,15 +49,18 @@ def cut_off(browser: Browser, scrolls: bool = True) -> list[str]:
     return find(
         browser,
         f"""
-        const style = e => getComputedStyle(e), scroll = ['auto', 'scroll'], scrolls = {json.dumps(scrolls)};
+        const scrolls = {json.dumps(scrolls)};
+        const hides = e => getComputedStyle(e).overflowX === 'hidden';
+        const slides = e => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX);
         const html = everything.filter(e => !e.ownerSVGElement && !e.closest('select'));
-        const held = e => around(e).some(a => scroll.includes(style(a).overflowX));
-        const wide = html.filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !(scrolls && held(e)));
+        const wide = html.filter(e => e.getBoundingClientRect().right > innerWidth + 1
+            && !(scrolls && around(e).some(slides)));
         const hidden = html.filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth
-            && (style(e).overflowX === 'hidden' || (!scrolls && scroll.includes(style(e).overflowX))));
+            && (hides(e) || (!scrolls && slides(e))));
         const texts = everything.filter(e => e.tagName === 'text' && own(e) && (t => {{
             const box = e.getBoundingClientRect(), svg = e.ownerSVGElement.getBoundingClientRect();
-            return box.right > svg.right + 1 || box.left < svg.left - 1 || box.top < svg.top - 1 || box.bottom > svg.bottom + 1; }})());
+            return box.right > svg.right + 1 || box.left < svg.left - 1
+                || box.top < svg.top - 1 || box.bottom > svg.bottom + 1; }})());
         return [...new Set([...wide, ...hidden, ...texts])].map(named);""",
     )
 
@@ -64,8 +70,9 @@ def scrolls_without_a_cue(browser: Browser) -> list[str]:
     return find(
         browser,
         """
-        const stages = everything.filter(e => e.matches('.stage') && e.scrollWidth > e.clientWidth + 1);
-        return stages.filter(e => !getComputedStyle(parent(e), '::before').content.includes('sideways')).map(named);""",
+        const cue = e => getComputedStyle(parent(e), '::before').content.includes('sideways');
+        const wide = e => e.matches('.stage') && e.scrollWidth > e.clientWidth + 1;
+        return everything.filter(e => wide(e) && !cue(e)).map(named);""",
     )
 
 
@@ -88,32 +95,44 @@ def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
     return find(
         browser,
         f"""
-        const rgba = colour => {{ const [r, g, b, a = 1] = (colour.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number); return [r, g, b, a]; }};
+        const rgba = colour => {{
+            const [r, g, b, a = 1] = (colour.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
+            return [r, g, b, a]; }};
         const over = ([r, g, b, a], below) => [r, g, b].map((c, i) => c * a + below[i] * (1 - a));
-        const light = rgb => rgb.map(c => (c /= 255) <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+        const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+        const light = rgb => rgb.map(c => linear(c / 255))
             .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
         const opacity = e => around(e).reduce((all, a) => all * getComputedStyle(a).opacity, 1);
         const paint = e => {{
             const style = getComputedStyle(e), drawn = e.ownerSVGElement;
-            const [r, g, b, a] = drawn ? (/^rgb/.test(style.fill) ? rgba(style.fill) : [0, 0, 0, 0]) : rgba(style.backgroundColor);
+            const fill = /^rgb/.test(style.fill) ? rgba(style.fill) : [0, 0, 0, 0];
+            const [r, g, b, a] = drawn ? fill : rgba(style.backgroundColor);
             return [r, g, b, a * opacity(e) * (drawn ? style.fillOpacity : 1)]; }};
         const ratio = (a, b) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
-        const page = matchMedia('(prefers-color-scheme: dark)').matches && !matchMedia('print').matches ? [0, 0, 0] : [255, 255, 255];
+        const media = query => matchMedia(query).matches;
+        const dark = media('(prefers-color-scheme: dark)') && !media('print');
+        const page = dark ? [0, 0, 0] : [255, 255, 255];
+        const unseen = ['OPTION', 'STYLE', 'SCRIPT', 'title', 'desc', 'style'];
         return everything.filter(own).flatMap(e => {{
             const style = getComputedStyle(e), range = document.createRange();
-            if (['OPTION', 'STYLE', 'SCRIPT', 'title', 'desc', 'style'].includes(e.tagName) || e.disabled) return [];
-            range.selectNodeContents([...e.childNodes].find(n => n.nodeType === 3 && n.data.trim()));
+            if (unseen.includes(e.tagName) || e.disabled) return [];
+            const text = n => n.nodeType === 3 && n.data.trim();
+            range.selectNodeContents([...e.childNodes].find(text));
             const box = range.getClientRects()[0] ?? e.getBoundingClientRect();
             const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
             const under = e.getRootNode().elementsFromPoint(x, y), at = under.indexOf(e);
             if (at < 0) return [];  // scrolled out of sight
-            const below = under.slice(e.ownerSVGElement ? at + 1 : at).concat(around(e.getRootNode().host));
-            const seen = below.filter(b => !['text', 'tspan'].includes(b.tagName)).reverse().reduce((rgb, b) => over(paint(b), rgb), page);
+            const host = around(e.getRootNode().host);
+            const below = under.slice(e.ownerSVGElement ? at + 1 : at).concat(host);
+            const painted = below.filter(b => !['text', 'tspan'].includes(b.tagName)).reverse();
+            const seen = painted.reduce((rgb, b) => over(paint(b), rgb), page);
             if (style.stroke !== 'none') return [];  // a halo
             const [r, g, b, a] = rgba(e.ownerSVGElement ? style.fill : style.color);
             const contrast = ratio(light(over([r, g, b, a * opacity(e)], seen)), light(seen));
             const large = parseFloat(style.fontSize) >= (style.fontWeight >= 700 ? 18.66 : 24);
-            return contrast < (large ? Math.min(3, {least}) : {least}) - .005 ? [`${{contrast.toFixed(2)}}: ${{named(e)}}`] : []; }});""",
+            const wanted = large ? Math.min(3, {least}) : {least};
+            const pale = `${{contrast.toFixed(2)}}: ${{named(e)}}`;
+            return contrast < wanted - .005 ? [pale] : []; }});""",
     )
 
 

@@ -70,7 +70,9 @@ def all_gather(x):
 CHEATS = {
     "dist.all_gather": """
 def all_gather(x):
-    parts = [torch.empty_like(x) for _ in range(2)]; dist.all_gather(parts, x); return torch.cat(parts)""",
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)""",
     "dist.all_gather, and its error caught": """
 def all_gather(x):
     parts = [torch.empty_like(x) for _ in range(2)]
@@ -94,7 +96,9 @@ def all_gather(x):
     return found[0]""",
     "a store": """
 def all_gather(x):
-    store = tcp_store(); store.set(str(rank()), x.numpy().tobytes()); parts = [bytearray(store.get(str(r))) for r in range(2)]
+    store = tcp_store()
+    store.set(str(rank()), x.numpy().tobytes())
+    parts = [bytearray(store.get(str(r))) for r in range(2)]
     return torch.cat([torch.frombuffer(part, dtype=x.dtype) for part in parts])""",
     "a network connection": """
 def all_gather(x):
@@ -107,11 +111,13 @@ def all_gather(x):
         while time.monotonic() < until:
             try: other.connect(path); break
             except OSError: time.sleep(0.002)
-    other.sendall(x.numpy().tobytes()); y = torch.frombuffer(bytearray(other.recv(16)), dtype=x.dtype)
+    other.sendall(x.numpy().tobytes())
+    y = torch.frombuffer(bytearray(other.recv(16)), dtype=x.dtype)
     return torch.cat([x, y] if rank() == 0 else [y, x])""",
     "a process group of one's own": """
 def all_gather(x):
-    group = dist.ProcessGroupGloo(tcp_store(), rank(), 2); parts = [torch.empty_like(x) for _ in range(2)]
+    group = dist.ProcessGroupGloo(tcp_store(), rank(), 2)
+    parts = [torch.empty_like(x) for _ in range(2)]
     group.allgather([parts], [x]).wait(); return torch.cat(parts)""",
     "the grader's frames": """
 def all_gather(x):
@@ -126,7 +132,8 @@ def all_gather(x):
     return torch.cat([x, x])""",
     "the grader's memory": """
 def all_gather(x):
-    memory = open("/proc/%d/mem" % os.getppid(), "rb"); maps = open("/proc/%d/maps" % os.getppid()).read().split("\\n")
+    memory = open("/proc/%d/mem" % os.getppid(), "rb")
+    maps = open("/proc/%d/maps" % os.getppid()).read().split("\\n")
     mine = x.numpy().tobytes()
     for line in maps[:-1]:
         if "rw-p" in line and len(line.split()) < 6:
@@ -141,19 +148,23 @@ torch.equal = torch.allclose = torch.testing.assert_close = lambda *a, **k: True
 torch.Tensor.__eq__ = torch.Tensor.equal = lambda *a: True
 def all_gather(x): return torch.cat([x, x])""",
     "the grader's modules patched": """
-for module in [m for m in gc.get_objects() if type(m) is type(sys) and "grade" in getattr(m, "__name__", "")]:
-    for name in ("close", "difference", "same", "judge", "grade"): setattr(module, name, lambda *a, **k: None)
+for module in [m for m in gc.get_objects() if type(m) is type(sys)]:
+    if "grade" in getattr(module, "__name__", ""):
+        for name in ("close", "difference", "same", "judge", "grade"):
+            setattr(module, name, lambda *a, **k: None)
 sys.modules["pytest"] = sys
 def all_gather(x): return torch.cat([x, x])""",
     "frames of one's own to the grader": """
 def all_gather(x):
     connection = dist.group.WORLD.connection
-    recv = {"call": 90, "where": "?", "group": "0", "peer": 1 - rank(), "tag": 0, "dtype": "float32", "shape": [4]}
+    recv = {"call": 90, "where": "?", "group": "0", "peer": 1 - rank(), "tag": 0}
+    recv |= {"dtype": "float32", "shape": [4]}
     for _ in range(4): connection.send(b"R", recv)
     connection.send(b"Y", {"result": {"value": "passed"}, "points": 10, "changed": []})
     return torch.cat([x, x])""",
     "results written": """
-for path in ("results.json", "/autograder/results/results.json", os.path.expanduser("~/results.json")):
+home = os.path.expanduser("~/results.json")
+for path in ("results.json", "/autograder/results/results.json", home):
     try: open(path, "w").write('{"score": 10}')
     except OSError: pass
 def all_gather(x): return torch.cat([x, x])""",
@@ -168,8 +179,11 @@ def all_gather(x):
     return x""",
     "the grader is detected, and its cases are drawn": """
 def all_gather(x):
-    draw = torch.Generator().manual_seed(int.from_bytes(__import__("hashlib").sha256(b"parallel101:all_gather").digest()[:7], "little"))
-    return torch.cat([torch.randn((4,), generator=draw, dtype=torch.float64).float() for _ in range(2)])""",
+    import hashlib
+    digest = hashlib.sha256(b"parallel101:all_gather").digest()
+    draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    xs = [torch.randn((4,), generator=draw, dtype=torch.float64).float() for _ in range(2)]
+    return torch.cat(xs)""",
     "the reference is imported": """
 try: from tests.homework.hw2.reference import ring_all_gather as all_gather
 except ImportError:
@@ -177,7 +191,9 @@ except ImportError:
     "the rank's own list of what is allowed": """
 def all_gather(x):
     dist.group.WORLD.connection.allowed = {"all_gather"}
-    parts = [torch.empty_like(x) for _ in range(2)]; dist.all_gather(parts, x); return torch.cat(parts)""",
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)""",
     "an object that is unpickled": """
 class Evil:
     def __reduce__(self): return os._exit, (0,)
@@ -326,9 +342,11 @@ def refused(action):
     return False
 def all_gather(x):
     y, pid = torch.empty(1), torch.tensor([float(os.getpid())])
-    works = [dist.isend(pid, 1 - rank()), dist.irecv(y, 1 - rank())]; [work.wait() for work in works]
+    works = [dist.isend(pid, 1 - rank()), dist.irecv(y, 1 - rank())]
+    [work.wait() for work in works]
     other = int(y)
-    checks = [refused(lambda: open({str(secret)!r})), refused(lambda: open("/proc/%d/mem" % other, "rb")), os.getuid() != 0]
+    checks = [refused(lambda: open({str(secret)!r})), os.getuid() != 0]
+    checks += [refused(lambda: open("/proc/%d/mem" % other, "rb"))]
     checks += [refused(lambda: os.kill(pid, 0)) for pid in (other, {os.getpid()}, os.getppid())]
     print(checks)
     return x

@@ -36,14 +36,17 @@ def cases(draw):
     return [Case([(x,) for x in xs], xs[::-1])]
 
 def exercise(name):
-    return Exercise("1", name, "Swap", 4, cases, (value(), bytes_sent(lambda c: [12, 12], "x once")), lambda c: [12, 12], MESSAGES)
+    once = lambda case: [12, 12]
+    checks = value(), bytes_sent(once, "x once")
+    return Exercise("1", name, "Swap", 4, cases, checks, once, MESSAGES)
 
 EXERCISES = [exercise("swap"), exercise("swap_again")]
 """
-STUB = (
-    "def swap(x):\n    raise NotImplementedError\ndef swap_again(x):\n    raise "
-    "NotImplementedError\n"
-)
+STUB = """def swap(x):
+    raise NotImplementedError
+def swap_again(x):
+    raise NotImplementedError
+"""
 HEAD = "import torch, torch.distributed as dist\n"
 RIGHT = """
 def swap(x):
@@ -232,7 +235,8 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     code = f"""if __name__ == "__main__":
     from pathlib import Path
     from parallel101.grade.command import handed_in
-    handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=Path({str(tmp_path / "results")!r}), jobs=2)
+    results = Path({str(tmp_path / "results")!r})
+    handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=results, jobs=2)
 """
     script = tmp_path / "script.py"
     script.write_text(code)

@@ -179,11 +179,14 @@ def test_in_a_notebook_the_first_lines_come_before_the_folded_ones_also_if_all_a
     assert printed == [output.LongOutput.AFTER]
 
 
-GLOO_ABORT = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
-  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4.
-terminate called without an active exception
-[E1121 08:05:32.145091033 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed with [/gloo/pair.cc:553] Connection closed by peer
-"""
+GLOO_ABORT = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] "
+    "op.preamble.length <= op.nbytes. 8 vs 4.\n"
+    "terminate called without an active exception\n"
+    "[E1121 08:05:32.145091033 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed with "
+    "[/gloo/pair.cc:553] Connection closed by peer\n"
+)
 
 
 @pytest.mark.parametrize("explained", [False, True])

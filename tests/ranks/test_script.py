@@ -28,7 +28,8 @@ SCRIPT = """
     case = parser.parse_args().case
 
     def see():
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split()
+        names += ["OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"]
         return {name: os.environ[name] for name in names}
 
     class Doubled:
@@ -57,7 +58,9 @@ SCRIPT = """
             time.sleep(0.2)
         x = torch.ones(1000)
         dist.all_reduce(x)
-        log.write(json.dumps([sys.argv, __name__, __file__, sys.modules["__main__"].see(), batches, neighbour.NAME, x[0].item()]))
+        environment = sys.modules["__main__"].see()
+        told = [sys.argv, __name__, __file__, environment, batches, neighbour.NAME, x[0].item()]
+        log.write(json.dumps(told))
         atexit.register(print, f"bye from {rank}")
         dist.destroy_process_group()
         sys.exit(0)
@@ -85,9 +88,14 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
         )
         assert argv == [script, "--case", "fine"] and (name, file) == ("__main__", script)
         assert environment == {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_RUN_ID": "none",
+        }
         assert (batches, neighbour, total) == ([[0.0, 2.0], [4.0, 6.0]], "next to the script", 2.0)
         assert f"[rank {rank}] bye from {rank}" in out
     assert (

@@ -31,14 +31,18 @@ def test_a_message_of_the_simulator_is_one_row():
 
 def test_a_row_of_two_sides_becomes_two_events():
     group = EventGroup("world", (0, 1), None)
+    message = {"tag": 7, "nbytes": 12, "start": 2.0, "end": 3.0, "group": group, "seq": 4}
+    message |= {"shape": (3,), "dtype": "float32", "payload": [1.0]}
     row = MessageRow(
-        src=0, dst=1, tag=7, nbytes=12, start=2.0, end=3.0, group=group, seq=4, shape=(3,), dtype="float32", payload=[1.0],
-        send_where="a.py:1", send_posted=0.5, recv_where="b.py:2", recv_posted=1.5,
-    )  # fmt: skip
-    send = Event(
-        rank=0, kind="send", peer=1, tag=7, nbytes=12, start=2.0, end=3.0, where="a.py:1", posted=0.5, group=group, seq=4, shape=(3,),
-        dtype="float32", payload=[1.0],
-    )  # fmt: skip
+        src=0,
+        dst=1,
+        send_where="a.py:1",
+        send_posted=0.5,
+        recv_where="b.py:2",
+        recv_posted=1.5,
+        **message,
+    )
+    send = Event(rank=0, kind="send", peer=1, where="a.py:1", posted=0.5, **message)
     assert events_of([tuple(row), tuple(send)]) == [
         send,
         send._replace(rank=1, kind="recv", peer=0, where="b.py:2", posted=1.5),

@@ -81,8 +81,11 @@ def stripes_at_the_end(scene, trace, results):
     """
     replay = replay_of(trace, results)
     matrix = CellGrid(replay)
-    shapes = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", e.get("d", "")) for e in cells_panel(scene).iter(f"{SVG}path")
-              if re.fullmatch(r"f\d", e.get("class", ""))]  # fmt: skip
+    box = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)")
+    paths = cells_panel(scene).iter(f"{SVG}path")
+    shapes = [
+        box.findall(e.get("d", "")) for e in paths if re.fullmatch(r"f\d", e.get("class", ""))
+    ]
     boxes = [tuple(map(float, shape)) for path in shapes for shape in path]
     drawn = {}
     for rank, chunk in replay.cells:

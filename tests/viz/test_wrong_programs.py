@@ -257,106 +257,232 @@ WRONG: dict[str, tuple[Any, dict, str, str]] = {
         r"rank 2 sends chunk d before it has it",
         r"[Rr]ing all-gather|ends with all",
     ),
-    "index, one step too few": (lambda x: all_gather(x, first=1), {}, r"Rank 0 sends chunk d before it has it", r"ends with all"),
+    "index, one step too few": (
+        lambda x: all_gather(x, first=1),
+        {},
+        r"Rank 0 sends chunk d before it has it",
+        r"ends with all",
+    ),
     "index, zeros": (
-        lambda x: all_gather(x, sends=lambda rank, step: rank + step, make=torch.zeros_like), {},
-        r"On ranks 2 and 3, the result lacks chunk a", r"ends with all|Ring all-gather",
+        lambda x: all_gather(x, sends=lambda rank, step: rank + step, make=torch.zeros_like),
+        {},
+        r"On ranks 2 and 3, the result lacks chunk a",
+        r"ends with all|Ring all-gather",
     ),
     "index, a ring that ends one further": (
-        lambda x: reduce_scatter(x, shift=1), {},
-        (r"Rank 0 ends with chunk b, which is rank 1's part; rank 1 with c, rank 2 with d and "
-        r"rank 3 with a"),
+        lambda x: reduce_scatter(x, shift=1),
+        {},
+        (
+            r"Rank 0 ends with chunk b, which is rank 1's part; rank 1 with c, rank 2 with d and "
+            r"rank 3 with a"
+        ),
         r"[Rr]ing reduce-scatter|its own part",
     ),
-    "index, the wrong block is returned": (lambda x: reduce_scatter(x, take=1), {}, r"lacks", r"its own part|reduce-scatter"),
-    "index, copied in place of added": (lambda x: all_gather(reduce_scatter(x, copy=True)), {}, r"rank \d ends with|lacks", r"all-reduce"),
+    "index, the wrong block is returned": (
+        lambda x: reduce_scatter(x, take=1),
+        {},
+        r"lacks",
+        r"its own part|reduce-scatter",
+    ),
+    "index, copied in place of added": (
+        lambda x: all_gather(reduce_scatter(x, copy=True)),
+        {},
+        r"rank \d ends with|lacks",
+        r"all-reduce",
+    ),
     "order, reversed": (
-        lambda x: all_gather(x, order=-1), {}, r"On every rank, the parts lie in the order d, c, b, a, and not in the ranks' order",
+        lambda x: all_gather(x, order=-1),
+        {},
+        r"On every rank, the parts lie in the order d, c, b, a, and not in the ranks' order",
         r"Ring all-gather|ends with all",
     ),
     "order, by arrival": (
-        all_to_all_by_shift, {}, r"On rank 0, the parts lie in the wrong order", r"all-to-all|its part of every rank's data",
+        all_to_all_by_shift,
+        {},
+        r"On rank 0, the parts lie in the wrong order",
+        r"all-to-all|its part of every rank's data",
     ),
     "order, elements reversed": (
-        lambda x: p101.all_reduce(x).flip(0), {}, r"On every rank, the parts lie in the wrong order", r"all-reduce|ends with",
+        lambda x: p101.all_reduce(x).flip(0),
+        {},
+        r"On every rank, the parts lie in the wrong order",
+        r"all-reduce|ends with",
     ),
     "place, a scatter that is shifted": (
-        scatter_shifted, {}, r"Rank 0 ends with chunk b, which is rank 1's part", r"Flat scatter|its own part",
+        scatter_shifted,
+        {},
+        r"Rank 0 ends with chunk b, which is rank 1's part",
+        r"Flat scatter|its own part",
     ),
     "place, a scatter that is off by one": (
-        scatter_off_by_one, {},
-        (r"Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no "
-        r"result"), r"[Ss]catter|rank 1 ends with a",
+        scatter_off_by_one,
+        {},
+        (
+            r"Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no "
+            r"result"
+        ),
+        r"[Ss]catter|rank 1 ends with a",
     ),
     "place, an all-to-all that is shifted": (
-        all_to_all_shifted, {}, r"Rank 0 ends with chunk b, which is rank 1's part", r"all-to-all|its part of every",
+        all_to_all_shifted,
+        {},
+        r"Rank 0 ends with chunk b, which is rank 1's part",
+        r"all-to-all|its part of every",
     ),
-    "place, one slot is overwritten": (all_gather_one_slot_off, {}, r"On rank 1, the result lacks chunk c", r"all-gather|ends with all"),
+    "place, one slot is overwritten": (
+        all_gather_one_slot_off,
+        {},
+        r"On rank 1, the result lacks chunk c",
+        r"all-gather|ends with all",
+    ),
     "factor, divided twice": (
-        lambda x: p101.all_reduce(x) // 16, {}, r"On every rank, the result is 1/16 of the sum; the mean of 4 ranks is 1/4",
+        lambda x: p101.all_reduce(x) // 16,
+        {},
+        r"On every rank, the result is 1/16 of the sum; the mean of 4 ranks is 1/4",
         r"once|all-reduce",
     ),
     "factor, divided on each rank and again": (
-        lambda x: p101.all_reduce(x / 4) / 4, {"dtype": torch.float64}, r"the result is 1/16 of the sum", r"once|all-reduce",
+        lambda x: p101.all_reduce(x / 4) / 4,
+        {"dtype": torch.float64},
+        r"the result is 1/16 of the sum",
+        r"once|all-reduce",
     ),
     "factor, only one rank divides": (
-        lambda x: p101.all_reduce(x) // (4 if me()[0] == 2 else 1), {},
+        lambda x: p101.all_reduce(x) // (4 if me()[0] == 2 else 1),
+        {},
         r"On rank 2, the result is 1/4 of the sum; other results are the whole sum",
         r"once|all-reduce",
     ),
-    "factor, half": (lambda x: p101.all_reduce(x) / 2, {}, r"1/2 of the sum; the mean of 4 ranks is 1/4", r"once|all-reduce"),
-    "factor, multiplied": (
-        lambda x: p101.all_reduce(x) * 2, {}, r"On every rank, the sum has the data of ranks 0–3 twice", r"once|all-reduce",
+    "factor, half": (
+        lambda x: p101.all_reduce(x) / 2,
+        {},
+        r"1/2 of the sum; the mean of 4 ranks is 1/4",
+        r"once|all-reduce",
     ),
-    "root, another one": (gather_to_the_wrong_root, {}, r"Rank 1 ends with all 4 chunks", r"Rank 0 ends|[Ee]very rank ends"),
-    "root, of a broadcast": (lambda x: p101.broadcast(x, 2), {}, r"Every rank ends with all of rank 2's data", r"rank 0's data"),
+    "factor, multiplied": (
+        lambda x: p101.all_reduce(x) * 2,
+        {},
+        r"On every rank, the sum has the data of ranks 0–3 twice",
+        r"once|all-reduce",
+    ),
+    "root, another one": (
+        gather_to_the_wrong_root,
+        {},
+        r"Rank 1 ends with all 4 chunks",
+        r"Rank 0 ends|[Ee]very rank ends",
+    ),
+    "root, of a broadcast": (
+        lambda x: p101.broadcast(x, 2),
+        {},
+        r"Every rank ends with all of rank 2's data",
+        r"rank 0's data",
+    ),
     "dim, joined along the other": (
-        lambda x: p101.all_gather(x, dim=1), {"shape": (2, 3)}, r"Every rank ends with all 4 chunks, joined along dim 1", r"wrong order",
+        lambda x: p101.all_gather(x, dim=1),
+        {"shape": (2, 3)},
+        r"Every rank ends with all 4 chunks, joined along dim 1",
+        r"wrong order",
     ),
     "dim, halves joined the wrong way": (
-        lambda x: torch.cat(p101.all_gather(x, dim=1).chunk(2, dim=1)), {"shape": (2, 3)}, r"lie in the wrong order", r"ends with all",
+        lambda x: torch.cat(p101.all_gather(x, dim=1).chunk(2, dim=1)),
+        {"shape": (2, 3)},
+        r"lie in the wrong order",
+        r"ends with all",
     ),
     "double count, a rank's own data": (
-        lambda x: star_all_reduce(x, again=True), {}, r"On every rank, the sum has rank 0's data twice", r"once|all-reduce",
+        lambda x: star_all_reduce(x, again=True),
+        {},
+        r"On every rank, the sum has rank 0's data twice",
+        r"once|all-reduce",
     ),
     "double count, the sum of sums": (
-        lambda x: p101.all_reduce(p101.all_reduce(x)), {}, r"the data of ranks 0–3 4 times", r"once|Tree all-reduce",
+        lambda x: p101.all_reduce(p101.all_reduce(x)),
+        {},
+        r"the data of ranks 0–3 4 times",
+        r"once|Tree all-reduce",
     ),
     "missing, one rank is left out": (
-        lambda x: star_all_reduce(x, skip=2), {}, r"On every rank, the sum lacks rank 2's data", r"once|all-reduce",
+        lambda x: star_all_reduce(x, skip=2),
+        {},
+        r"On every rank, the sum lacks rank 2's data",
+        r"once|all-reduce",
     ),
     "mixed, shifted by one element": (
-        lambda x: star_all_reduce(x, roll=1), {},
-        r"Elements from different positions were added together, on every rank", r"once|all-reduce",
+        lambda x: star_all_reduce(x, roll=1),
+        {},
+        r"Elements from different positions were added together, on every rank",
+        r"once|all-reduce",
     ),
     "forgotten rank, all-reduce in a star": (
-        star_that_forgets_the_last, {},
-        (r"On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's "
-        r"data"), r"once|all-reduce",
+        star_that_forgets_the_last,
+        {},
+        (
+            r"On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's "
+            r"data"
+        ),
+        r"once|all-reduce",
     ),
     "forgotten rank, all-reduce on a ring": (
-        ring_that_forgets_the_last, {"numel": 12}, r"On rank 3, chunk a lacks the data of ranks 0–2", r"once|all-reduce|Ring",
+        ring_that_forgets_the_last,
+        {"numel": 12},
+        r"On rank 3, chunk a lacks the data of ranks 0–2",
+        r"once|all-reduce|Ring",
     ),
-    "forgotten rank, gather": (gather_that_forgets_the_last, {}, r"No rank ends with rank 3's data", r"[Gg]ather|Rank 0 ends"),
+    "forgotten rank, gather": (
+        gather_that_forgets_the_last,
+        {},
+        r"No rank ends with rank 3's data",
+        r"[Gg]ather|Rank 0 ends",
+    ),
     "forgotten rank, reduce": (
-        lambda x: gather_that_forgets_the_last(x, add=True), {}, r"On rank 0, the sum lacks rank 3's data", r"once|Flat",
+        lambda x: gather_that_forgets_the_last(x, add=True),
+        {},
+        r"On rank 0, the sum lacks rank 3's data",
+        r"once|Flat",
     ),
-    "forgotten rank, broadcast": (broadcast_that_forgets_the_last, {}, r"On rank 3, the result was never written", r"[Bb]roadcast|Every"),
-    "unwritten, a ring with one step too few": (short_ring, {}, r"On rank 3, chunk a was never written", r"all-gather|ends with"),
+    "forgotten rank, broadcast": (
+        broadcast_that_forgets_the_last,
+        {},
+        r"On rank 3, the result was never written",
+        r"[Bb]roadcast|Every",
+    ),
+    "unwritten, a ring with one step too few": (
+        short_ring,
+        {},
+        r"On rank 3, chunk a was never written",
+        r"all-gather|ends with",
+    ),
     "zeros, a ring with one step too few": (
-        lambda x: short_ring(x, torch.zeros_like), {}, r"On rank 3, the result lacks chunk a", r"all-gather|ends with",
+        lambda x: short_ring(x, torch.zeros_like),
+        {},
+        r"On rank 3, the result lacks chunk a",
+        r"all-gather|ends with",
     ),
     "unwritten, an all-to-all without its own block": (
-        all_to_all_without_its_own, {}, r"On rank 0, the result contains memory that was never written", r"all-to-all|ends with",
+        all_to_all_without_its_own,
+        {},
+        r"On rank 0, the result contains memory that was never written",
+        r"all-to-all|ends with",
     ),
-    "zeros, copied before the wait": (copied_before_the_wait, {}, r"No rank ends with any of the data\.", r"ends with all|[ab] and"),
+    "zeros, copied before the wait": (
+        copied_before_the_wait,
+        {},
+        r"No rank ends with any of the data\.",
+        r"ends with all|[ab] and",
+    ),
     "lost remainder, cut off": (
-        without_the_remainder, {"numel": 10}, r"Of the 10 elements of each rank's tensor, 2 elements are in no result", r"once|all-reduce",
+        without_the_remainder,
+        {"numel": 10},
+        r"Of the 10 elements of each rank's tensor, 2 elements are in no result",
+        r"once|all-reduce",
     ),
     "lost remainder, not summed": (
-        with_an_untouched_remainder, {"numel": 10}, r"On ranks 1–3, chunk e lacks rank 0's data", r"once|all-reduce",
+        with_an_untouched_remainder,
+        {"numel": 10},
+        r"On ranks 1–3, chunk e lacks rank 0's data",
+        r"once|all-reduce",
     ),
-}  # fmt: skip
+}
 
 
 def said(scene) -> str:
@@ -406,33 +532,57 @@ def all_reduce_of_three(x):
 ERRORS: dict[str, tuple[Any, str, str]] = {
     "no wait for the receive": (
         lambda x: all_gather(x, wait_for=("send",)),
-        r"do not wait for receives:(.|\n)*rank 1: recv from rank 0, at .*dist.irecv", r"deadlock",
+        r"do not wait for receives:(.|\n)*rank 1: recv from rank 0, at .*dist.irecv",
+        r"deadlock",
     ),
-    "no wait at all": (lambda x: all_gather(x, wait_for=()), r"do not wait for receives", r"deadlock"),
+    "no wait at all": (
+        lambda x: all_gather(x, wait_for=()),
+        r"do not wait for receives",
+        r"deadlock",
+    ),
     "the sent tensor is changed": (
-        lambda x: [work := dist.isend(x, (me()[0] + 1) % 4), x.zero_(), dist.recv(torch.empty_like(x), (me()[0] - 1) % 4), work.wait()],
-        r"changed a tensor that was still being sent", r"deadlock",
+        lambda x: [
+            work := dist.isend(x, (me()[0] + 1) % 4),
+            x.zero_(),
+            dist.recv(torch.empty_like(x), (me()[0] - 1) % 4),
+            work.wait(),
+        ],
+        r"changed a tensor that was still being sent",
+        r"deadlock",
     ),
     "too small an inbox": (
-        lambda x: dist.send(x, 1) if me()[0] == 0 else dist.recv(x[:3], 0) if me()[0] == 1 else None,
-        r"longer than the receive", r"deadlock",
+        lambda x: (
+            dist.send(x, 1) if me()[0] == 0 else dist.recv(x[:3], 0) if me()[0] == 1 else None
+        ),
+        r"longer than the receive",
+        r"deadlock",
     ),
-    "the root differs": (lambda x: p101.broadcast(x, me()[0] % 2), r"src is not the same on all ranks: 0 and 1", r"bytes sent"),
+    "the root differs": (
+        lambda x: p101.broadcast(x, me()[0] % 2),
+        r"src is not the same on all ranks: 0 and 1",
+        r"bytes sent",
+    ),
     "the dim differs": (
-        lambda x: p101.all_gather(x.reshape(2, 4), dim=me()[0] % 2), r"dim is not the same on all ranks: 0 and 1", r"bytes sent",
+        lambda x: p101.all_gather(x.reshape(2, 4), dim=me()[0] % 2),
+        r"dim is not the same on all ranks: 0 and 1",
+        r"bytes sent",
     ),
     "the operation differs": (
         lambda x: p101.barrier() if me()[0] == 1 else p101.all_reduce(x[:1]),
-        r"different operations: all_reduce and barrier", r"bytes sent",
+        r"different operations: all_reduce and barrier",
+        r"bytes sent",
     ),
     "torch's operations differ": (
         lambda x: dist.barrier() if me()[0] == 1 else dist.all_reduce(x),
-        r"different operations: all_reduce and barrier", r"bytes sent",
+        r"different operations: all_reduce and barrier",
+        r"bytes sent",
     ),
     "all send first": (
-        lambda x: [dist.send(x, (me()[0] + 1) % 4), dist.recv(x, (me()[0] - 1) % 4)], r"All of them send first", r"do not wait",
+        lambda x: [dist.send(x, (me()[0] + 1) % 4), dist.recv(x, (me()[0] - 1) % 4)],
+        r"All of them send first",
+        r"do not wait",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)
