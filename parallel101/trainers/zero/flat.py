@@ -134,7 +134,7 @@ class Flat:
         """The whole array, which is gathered if it is not there."""
         if self.whole is None:
             self.all_gather()
-            self.wait()
+        self.wait()
         assert self.whole is not None
         return self.whole
 
