@@ -200,14 +200,19 @@ class LayerByLayer(ShardedSync):
         try:
             with self.spans:
                 yield
-        except RuntimeError as error:
-            if self.between_layers or "got [0] but expected shape" in str(error):
+        except Exception as error:
+            empty = self.between_layers or "got [0] but expected shape" in str(error)
+            # the other ranks may have failed alike, and their program may go on
+            self.receive()
+            self.reset()
+            if empty and isinstance(error, RuntimeError):
                 raise RuntimeError(f"{error}. {EMPTY}") from error
             raise
 
     def reset(self) -> None:
-        """Free what an earlier pass has left, if an error has ended it."""
-        self.used, self.current, self.in_backward, self.sends = [], None, False, False
+        """Free what an error has left. Weights on their way are waited for."""
+        self.used, self.current, self.between_layers = [], None, False
+        self.in_backward = self.sends = False
         for flat in self.flats:
             if flat.whole is not None:
                 flat.wait()
