@@ -25,6 +25,7 @@ from torch import nn
 from parallel101.trainers.tensor.flow import ELEMENTWISE, Chain, inner_chains
 from parallel101.trainers.tensor.styles import Style, column, not_plain
 
+DROPOUT = (nn.Dropout, nn.AlphaDropout)  # they would draw another mask on each rank
 COLUMN, ROW, GATHERED = Style("column"), Style("row"), Style("column_gather")
 
 # the layers whose outputs are heads, or one with query, key and value side by side; the layer that
@@ -84,10 +85,7 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
 
 
 def pairs(chain: Chain) -> dict[str, Style]:
-    """Two linear layers with only elementwise functions between them are column and row.
-
-    Not with a dropout between, which would draw another mask on each rank.
-    """
+    """Two linear layers with only elementwise functions between them are column and row."""
     plan: dict[str, Style] = {}
     waiting = None  # the column layer that has no row yet
     times_used = Counter(id(module) for _, module in chain)
@@ -97,7 +95,7 @@ def pairs(chain: Chain) -> dict[str, Style]:
                 plan[name], waiting = GATHERED, name
             else:
                 plan[waiting], plan[name], waiting = COLUMN, ROW, None
-        elif not isinstance(module, ELEMENTWISE) or "Dropout" in type(module).__name__:
+        elif not isinstance(module, ELEMENTWISE) or isinstance(module, DROPOUT):
             waiting = None
     return plan
 
@@ -152,14 +150,8 @@ def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int |
 
 def head_width(module: nn.Module) -> int | None:
     """How many features a head has, if one of the module's attributes says so."""
-    return next(
-        (
-            width
-            for name in HEAD_WIDTHS.split()
-            if (width := whole_number(getattr(module, name, None)))
-        ),
-        None,
-    )
+    values = (whole_number(getattr(module, name, None)) for name in HEAD_WIDTHS.split())
+    return next(filter(None, values), None)
 
 
 def whole_number(value: object) -> int | None:

@@ -77,10 +77,8 @@ class ResolvedPlan:
         """
         position = group_of(group).position
         assert position is not None
-        with_time, without = (
-            SequenceGroup(group, self.algorithm),
-            TensorGroup(group, self.algorithm),
-        )
+        tp = TensorGroup(group, self.algorithm)
+        tp_in_time = SequenceGroup(group, self.algorithm)
         named = list(model.named_modules(remove_duplicate=False))
         here = {name for name, _ in named if local is None or is_below(name, local)}
         uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
@@ -106,9 +104,9 @@ class ResolvedPlan:
             if style is None or name not in here:
                 continue
             if id(old) not in replaced:
-                tp = with_time if names[id(old)] in self.time_cuts.cut_time else without
+                in_time = names[id(old)] in self.time_cuts.cut_time
                 sizes = self.placements[name_of[id(old.weight)]].sizes
-                new = layer(old, style, sizes, position, tp, block)
+                new = layer(old, style, sizes, position, tp_in_time if in_time else tp, block)
                 if isinstance(new, ColumnLinear):
                     new.deferred = uses[id(old.weight)] == 1
                 replaced[id(old)] = new.train(old.training)
@@ -120,10 +118,10 @@ class ResolvedPlan:
             if isinstance(style.heads, str):
                 counts.add((module, style.heads))
         for module, attribute in counts:
-            setattr(module, attribute, getattr(module, attribute) // without.size)
+            setattr(module, attribute, getattr(module, attribute) // tp.size)
         for module, name in around.items():
-            explain_shape_errors(module, name, without.size, bool(self.time_cuts.cut_time))
-        self.time_cuts.connect(model, with_time, here)
+            explain_shape_errors(module, name, tp.size, bool(self.time_cuts.cut_time))
+        self.time_cuts.connect(model, tp_in_time, here)
 
 
 def resolve(
@@ -236,35 +234,29 @@ def check_loss(
     model: nn.Module, chain: Chain | None, styles: Mapping[str, Style], cut_head: bool
 ) -> bool:
     """Whether the logits stay cut. Raises ValueError if the loss does not fit that."""
-    heads = [
-        name
-        for name, style in styles.items()
-        if style.name == "vocabulary" and isinstance(model.get_submodule(name), nn.Linear)
-    ]
-    problem = None
+    linears = [name for name in styles if isinstance(model.get_submodule(name), nn.Linear)]
+    heads = [name for name in linears if styles[name].name == "vocabulary"]
     if len(heads) > 1:
-        problem = (
+        raise ValueError(
             f'plan: {listed(heads)} are linear layers with the style "vocabulary": expected one, '
             "the head"
         )
-    elif heads and chain is not None and chain[-1][0] != heads[0]:
-        problem = (
+    if heads and chain is not None and chain[-1][0] != heads[0]:
+        raise ValueError(
             f'plan: {heads[0]!r} has the style "vocabulary", but is not the last module: expected '
             "the head, or an nn.Embedding"
         )
-    elif heads and not cut_head:
-        problem = (
+    if heads and not cut_head:
+        raise ValueError(
             f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must be '
             "p101.vocabulary_cross_entropy; or leave this layer out of the plan, or give it the "
             'style "column_gather"'
         )
-    elif cut_head and not heads:
-        problem = (
+    if cut_head and not heads:
+        raise ValueError(
             "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the plan "
             'cuts no head: give the last linear layer the style "vocabulary", or use another loss'
         )
-    if problem:
-        raise ValueError(problem)
     return bool(heads)
 
 

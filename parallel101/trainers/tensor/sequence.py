@@ -92,8 +92,10 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
     def parameters(module: nn.Module) -> set[str]:
         return {names_of[id(p)] for p in module.parameters()}
 
-    def is_partial(names: list[str], name: str, module: nn.Module) -> None:
-        """All in a module but its cut layers acts on some positions, biases of row layers too."""
+    def note_partial(names: list[str], name: str, module: nn.Module) -> None:
+        """In this module all parameters see some positions but those that the plan cuts; biases of
+        row layers do, too, which are added after the reduce-scatter.
+        """
         check_inside(name, module, {n: styles[n] for n in names})
         cut = [model.get_submodule(n) for n in names]
         whole = [layer.bias for n, layer in zip(names, cut) if styles[n].name == "row"]
@@ -120,19 +122,19 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
                     "expected the embedding in an entry of its own"
                 )
             if i < last:
-                is_partial(names, name, module)
+                note_partial(names, name, module)
                 cuts.keep_after |= {name} - set(names)
                 state = "cut"
         elif names == [name]:  # a linear layer
             style = styles[name].name
             if state == "cut" or (style == "row" and i < last):
-                is_partial(names, name, module)
+                note_partial(names, name, module)
             if style == "row":
                 state = "cut" if i < last else "whole"
             else:
                 state = "whole" if style == "column_gather" else "features"
         else:  # column and row layers, and code that only this module knows
-            is_partial(names, name, module)
+            note_partial(names, name, module)
             cuts.cut_before |= {name} if state == "whole" else set()
             cuts.join_after |= {name} if i == last else set()
             state = "whole" if i == last else "cut"
