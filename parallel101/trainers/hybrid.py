@@ -29,7 +29,7 @@ from parallel101.trainers.prepare import prepare
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.replicas import check_alike
 from parallel101.trainers.shares import Shares
-from parallel101.trainers.step import Accumulation, Step
+from parallel101.trainers.step import Accumulation
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
     LossFn,
@@ -43,6 +43,8 @@ from parallel101.trainers.support.arguments import (
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
+from parallel101.trainers.support.state_names import StateNames, tensors_of_state
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify import compare, first_step
 from parallel101.trainers.verify.one_process import whole_model
 from parallel101.trainers.verify.report import Report
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 AXES = ("dp", "tp", "pp")
 
 
-class HybridTrainer(Step):
+class HybridTrainer(Trainer):
     """Trains one model on a mesh of ranks with up to three axes; equal to one process with the
     whole batch.
 
@@ -165,15 +167,13 @@ class HybridTrainer(Step):
         self.agree.check_or_copy(model, sync)
         whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self.trained, self.state = list(whole), checkpoint.StateNames(model)
+        self.trained, self.state = list(whole), StateNames(model)
         built = build_optimizer(optimizer, whole)
         self.verifies, self.in_time = verify, sequence_parallel
         self.one_process, self.why_no_copy = None, ""
         if verify and self.position == 0:
             self.one_process, self.why_no_copy = whole_model(model, built, loss_fn, autocast, axes)
-        entries = {
-            name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()
-        }
+        entries = {name: Entry(t.shape, t.dtype) for name, t in tensors_of_state(model).items()}
         resolved = None
         if "tp" in axes.sizes and plan is not None:
             from parallel101.trainers.tensor.plan import resolve
@@ -234,15 +234,6 @@ class HybridTrainer(Step):
         """
         self.after_first = None
         self.agree.check_on_all(partial(check_alike, self))
-
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """Name → what this rank has of it: of trained parameters what it owns, and the others
-        and buffers whole.
-        """
-        here = dict([*self.model.named_parameters(), *self.model.named_buffers()])
-        others = self.layout.entries.keys() & self.local.keys() - set(self.trained)
-        return {name: here[name] for name in here if name in others} | dict(self.owned)
 
     # ── what the whole model needs, on any layout ──
 

@@ -4,6 +4,7 @@ other.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -198,6 +199,52 @@ def test_every_file_begins_with_a_docstring_and_those_of_the_subject_are_short()
             assert text.startswith('"""'), (
                 f"{path.relative_to(ROOT)} does not begin with a docstring"
             )
+
+
+IDEAS = ("data_parallel", "zero_1_2_3", "tensor_parallel", "pipeline_parallel", "step")
+
+
+@pytest.mark.parametrize("idea", IDEAS)
+def test_an_idea_is_one_file_that_fits_in_a_lecture(idea):
+    """And what is behind it does not need it."""
+    path = ROOT / f"parallel101/trainers/{idea}.py"
+    assert path.read_text().count("\n") <= 150
+    seen, waiting = set(), [path]
+    while waiting:
+        for module in imported_by(waiting.pop()) - seen:
+            assert module != f"parallel101.trainers.{idea}", f"{seen} import it"
+            seen.add(module)
+            found = ROOT / f"{module.replace('.', '/')}.py"
+            waiting += [found] if found.exists() else []
+
+
+def imported_by(path: Path) -> set[str]:
+    """The modules of the trainers that a file imports when it runs."""
+    tree = ast.parse(path.read_text())
+    checked = [
+        n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
+    ]
+    left_out = {id(n) for block in checked for n in ast.walk(block)}
+    return {
+        str(n.module)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom) and id(n) not in left_out
+        if str(n.module).startswith("parallel101.trainers.")
+    }
+
+
+def test_data_parallel_needs_no_code_of_tensor_and_pipeline_parallel():
+    code = """
+import sys, torch, parallel101
+model, loss_fn = torch.nn.Linear(2, 2), torch.nn.functional.mse_loss
+trainer = parallel101.DataParallelTrainer(model, loss_fn, torch.optim.SGD)
+trainer.step(torch.ones(2, 2), torch.ones(2, 2))
+print(*(name for name in sys.modules if name.startswith("parallel101.trainers.")))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    others = re.findall(r"\S*(?:tensor|pipeline|schedules|zero)\S*", ran.stdout)
+    assert not others
 
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on():

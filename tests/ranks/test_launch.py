@@ -282,7 +282,8 @@ def test_a_whole_script_with_its_own_init_process_group_runs_unchanged(backend):
 
 SPELLINGS = """
 import functools, torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
-from torch.distributed import destroy_process_group, init_process_group as init, get_rank, get_world_size, group, new_group
+from torch.distributed import destroy_process_group, init_process_group as init
+from torch.distributed import get_rank, get_world_size, group, new_group
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 start = functools.partial(init, "gloo")
@@ -296,12 +297,17 @@ def program():
     pair = new_group([0, 1])
     dist.all_reduce(x, group=group.WORLD)
     box = torch.zeros(1)
-    for work in batch_isend_irecv([P2POp(isend, x, 1 - get_rank(), pair), P2POp(irecv, box, 1 - get_rank(), pair)]):
+    other = 1 - get_rank()
+    for work in batch_isend_irecv([P2POp(isend, x, other, pair), P2POp(irecv, box, other, pair)]):
         work.wait()
     destroy_process_group(pair)
     destroy_process_group()
     refused = []
-    for call in (lambda: init("gloo", None, None, 7), lambda: batch_isend_irecv([1, 2]), lambda: batch_isend_irecv(None)):
+    for call in (
+        lambda: init("gloo", None, None, 7),
+        lambda: batch_isend_irecv([1, 2]),
+        lambda: batch_isend_irecv(None),
+    ):
         try:
             call()
         except ValueError as error:

@@ -56,8 +56,8 @@ def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int
             for part in action.computed():
                 if part in where:
                     other = where[part][0]
-                    ranks = f"rank {rank}" if other == rank else f"ranks {other} and {rank}"
-                    raise ScheduleError(f"{part} appears twice: on {ranks}")
+                    both = f"rank {rank}" if other == rank else f"ranks {other} and {rank}"
+                    raise ScheduleError(f"{part} appears twice: on {both}")
                 if placement[part.stage] != rank:
                     raise ScheduleError(
                         f"stage {part.stage} is on rank {placement[part.stage]}, and rank "

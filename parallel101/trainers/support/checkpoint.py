@@ -16,21 +16,19 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel101.trainers.support.history import History
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
+from parallel101.trainers.trainer import Trainer
 
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}
 
 
-def state_dict(trainer: HybridTrainer) -> dict[str, Any]:
+def state_dict(trainer: Trainer) -> dict[str, Any]:
     """See `HybridTrainer.state_dict`."""
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
     with reading_parts(trainer):
@@ -41,16 +39,16 @@ def state_dict(trainer: HybridTrainer) -> dict[str, Any]:
     return state
 
 
-def gradients(trainer: HybridTrainer) -> dict[str, Tensor | None]:
+def gradients(trainer: Trainer) -> dict[str, Tensor | None]:
     """See `HybridTrainer.gradients`."""
     parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
-def save(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> None:
+def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
     """See `HybridTrainer.save`."""
     content = {
-        "model": trainer.state_dict(),
+        "model": state_dict(trainer),
         "optimizer": trainer.sharded_optimizer.state(),
         "steps": trainer.steps,
         "history": trainer.history.as_dict(),
@@ -62,7 +60,7 @@ def save(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> Non
     )
 
 
-def resume(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> int:
+def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
     """See `HybridTrainer.resume`."""
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
@@ -95,7 +93,7 @@ def resume(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> i
 
 
 @torch.no_grad()
-def load_model(trainer: HybridTrainer, state: Mapping[str, Any]) -> None:
+def load_model(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
     parts = trainer.parts
     trainer.model.load_state_dict(
@@ -108,7 +106,7 @@ def load_model(trainer: HybridTrainer, state: Mapping[str, Any]) -> None:
     trainer.sync.publish()
 
 
-def refuse_parts(trainer: HybridTrainer) -> None:
+def refuse_parts(trainer: Trainer) -> None:
     """Let `state_dict` and copies of a model that is cut raise an error: they would have
     shards, or nothing, in place of weights.
     """
@@ -131,36 +129,13 @@ def refuse_parts(trainer: HybridTrainer) -> None:
 
 
 @contextmanager
-def reading_parts(trainer: HybridTrainer) -> Iterator[None]:
+def reading_parts(trainer: Trainer) -> Iterator[None]:
     """Inside, the trainer itself reads the state of what this rank has."""
     trainer.reads_parts = True
     try:
         yield
     finally:
         trainer.reads_parts = False
-
-
-def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that a state_dict has, by name, each once however often it is tied."""
-    kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    return {
-        name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if id(t) in kept
-    }
-
-
-class StateNames:
-    """What a whole model's state_dict has.
-
-    Attributes:
-        keys: all of them. names: key → name of the parameter or buffer; several keys have the same
-            name if they are tied.
-    """
-
-    def __init__(self, model: nn.Module):
-        names = {id(t): name for name, t in tensors_of_state(model).items()}
-        state = model.state_dict(keep_vars=True)
-        self.keys = list(state)
-        self.names = {key: names[id(t)] for key, t in state.items() if id(t) in names}
 
 
 def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
@@ -224,7 +199,7 @@ def check_place(path: str | os.PathLike) -> None:
         raise PermissionError(f"the folder {path.parent} can't be written to")
 
 
-def check_state(state: Mapping[str, Any], trainer: HybridTrainer) -> None:
+def check_state(state: Mapping[str, Any], trainer: Trainer) -> None:
     """Raises ValueError if the names and shapes in a model's state are not those of the
     trainer's whole model.
     """

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,13 +34,10 @@ from parallel101.trainers.support.batches import (
     split,
     tensors_of,
 )
-from parallel101.trainers.support.checkpoint import check_place
+from parallel101.trainers.support.checkpoint import check_place, save
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.losses import Losses
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
-    from parallel101.trainers.step import Step
+from parallel101.trainers.trainer import Trainer
 
 END = object()
 
@@ -56,13 +53,13 @@ class FitOptions(NamedTuple):
     progress: bool
 
 
-def share(trainer: Step, batch: Batch) -> Batch:
+def share(trainer: Trainer, batch: Batch) -> Batch:
     """See `HybridTrainer.share`."""
     sizes = split_sizes(count_samples(batch), trainer.axes.sizes["dp"])
     return map_tensors(lambda t: t.to(trainer.device), split(batch, sizes)[trainer.axes.here["dp"]])
 
 
-def inputs_and_targets(trainer: Step, batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
     """What `step` takes of a batch.
 
     If the model returns its loss, all of the batch is what the model is called with.
@@ -71,7 +68,7 @@ def inputs_and_targets(trainer: Step, batch: Any) -> tuple[Any, Any]:
 
 
 def fit(
-    trainer: HybridTrainer,
+    trainer: Trainer,
     batches: Iterable[Batch] | Callable[[int], Batch],
     options: FitOptions,
 ) -> History:
@@ -92,7 +89,7 @@ def fit(
             began = time.perf_counter()
             inputs, targets = inputs_and_targets(trainer, batch)
             check_same(trainer, (inputs, targets))
-            loss = trainer.step(*trainer.share((inputs, targets)))
+            loss = trainer.step(*share(trainer, (inputs, targets)))
             step = StepResult(
                 trainer.steps - 1,
                 loss,
@@ -108,14 +105,14 @@ def fit(
             if on_step is not None:
                 on_step(step)
             if save_every and trainer.steps % save_every == 0 and save_to is not None:
-                trainer.save(save_to, scheduler=scheduler)
+                save(trainer, save_to, scheduler)
                 saved = trainer.steps
     if save_to is not None and saved < trainer.steps:
-        trainer.save(save_to, scheduler=scheduler)
+        save(trainer, save_to, scheduler)
     return trainer.history
 
 
-def check_same(trainer: Step, batch: Batch) -> None:
+def check_same(trainer: Trainer, batch: Batch) -> None:
     """Raises ValueError, on every rank, if the ranks have other batches: each cuts its share
     out of the whole one.
     """
@@ -135,7 +132,7 @@ def check_same(trainer: Step, batch: Batch) -> None:
         )
 
 
-def progress_bar(trainer: HybridTrainer, batches: Any, until: int | None, progress: bool) -> tqdm:
+def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bool) -> tqdm:
     lengths = [
         length
         for length in (until, trainer.steps + len(batches) if hasattr(batches, "__len__") else None)
@@ -152,7 +149,7 @@ def progress_bar(trainer: HybridTrainer, batches: Any, until: int | None, progre
 
 
 @torch.no_grad()
-def evaluate(trainer: Step, batches: Iterable[Batch]) -> float:
+def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
     """See `HybridTrainer.evaluate`."""
     total, weight = 0.0, 0.0
     with evaluation_mode(trainer):
@@ -167,7 +164,7 @@ def evaluate(trainer: Step, batches: Iterable[Batch]) -> float:
     return math.fsum(totals) / math.fsum(weights)
 
 
-def evaluate_share(trainer: Step, inputs: Batch, targets: Batch) -> tuple[float, float]:
+def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[float, float]:
     """The sum of this share's losses, and its weight; (0, 0) on a rank whose loss another rank
     along tp or pp tells.
     """
@@ -181,7 +178,7 @@ def evaluate_share(trainer: Step, inputs: Batch, targets: Batch) -> tuple[float,
 
 
 @contextmanager
-def evaluation_mode(trainer: Step) -> Iterator[None]:
+def evaluation_mode(trainer: Trainer) -> Iterator[None]:
     """Inside, the trainer's model is in eval mode, and its layers compute what they hold."""
     with (
         evaluating(trainer.model),

@@ -11,12 +11,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, UntypedStorage
 
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
+from parallel101.trainers.trainer import Trainer
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -104,7 +102,7 @@ class Holdings:
     __repr__ = __str__
 
 
-def describe(trainer: HybridTrainer, title: str) -> Holdings:
+def describe(trainer: Trainer, title: str) -> Holdings:
     """See `HybridTrainer.describe`."""
     parameters, state = list(trainer.model.parameters()), trainer.optimizer.state.values()
     held: dict[str, list[Tensor]] = {

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.trainers.pipeline.split import entries_of
 from parallel101.trainers.support.arguments import loss_and_weight
 from parallel101.trainers.support.batches import Batch, call, map_tensors, split, tensors_of
 from parallel101.trainers.verify.one_process import OneProcess, mean_loss
@@ -226,6 +225,8 @@ def of_the_layout(trainer: Any, kinds: set[str], gradients: Sequence[str]) -> st
 
 def is_forward(whole: OneProcess, inputs: Batch, outputs: Any, bound: float) -> bool:
     """Whether the entries of the sequence compute these outputs, one after the other."""
+    from parallel101.trainers.pipeline.split import entries_of  # of pipelines only
+
     first, *others = entries_of(whole.model)
     try:
         with whole.casting():

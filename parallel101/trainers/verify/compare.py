@@ -1,8 +1,8 @@
 """This layout against one process, on the same few samples, before the first step: equal, or
 refused.
 
-    every rank       some of its samples ─▶ the trainer's own step ─▶ loss, gradients, weights ┐
-    the first rank   all those samples ──▶ one process (one_process.py) ─▶ the same            ┴─▶ =?
+    every rank       some of its samples ─▶ the trainer's own step ─▶ loss, gradients, weights ┐ =?
+    the first rank   all those samples ──▶ one process (one_process.py) ─▶ the same            ┘
 
 It is done twice: with the model's weights, and with slightly different ones, so that a weight that
 is zero now (LoRA's B, a head) hides nothing. The optimizer is compared from equal gradients, since
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from parallel101.trainers.support.batches import (
 from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.losses import NoTargets
 from parallel101.trainers.support.optimizers import tell_first
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.causes import explain, messages_of_its_own
 from parallel101.trainers.verify.no_trace import seed_all, untouched, with_buffers_restored
 from parallel101.trainers.verify.one_process import (
@@ -45,11 +46,8 @@ from parallel101.trainers.verify.perturb import perturb_owned, perturbed
 from parallel101.trainers.verify.report import WEIGHTS, NotEqualError, Report, Row, message
 from parallel101.trainers.verify.rounding import apart, eps_of, largest, most_rounding, scales
 
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
-
-def verify(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> Report:
+def verify(trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
     """See `HybridTrainer.verify`."""
     if not trainer.verifies:
         raise ValueError(
@@ -64,7 +62,7 @@ def verify(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> Report:
     return report
 
 
-def settle(trainer: HybridTrainer) -> None:
+def settle(trainer: Trainer) -> None:
     """The comparison before the first step is made; what the first rank kept for it alone is
     freed.
     """
@@ -73,7 +71,7 @@ def settle(trainer: HybridTrainer) -> None:
         trainer.one_process.free()
 
 
-def compare(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> Report:
+def compare(trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
     """All of it, once. Collective; only `unrecorded` is the caller's."""
     try:
         with untouched(trainer):
@@ -89,7 +87,7 @@ def compare(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> Report:
 class Comparison:
     """One verification. What all ranks do, in this order."""
 
-    def __init__(self, trainer: HybridTrainer, inputs: Batch, targets: Batch, of_each: int):
+    def __init__(self, trainer: Trainer, inputs: Batch, targets: Batch, of_each: int):
         self.trainer, self.first, self.of_each = trainer, trainer.position == 0, of_each
         # of the ranks with the same samples, one gives them
         self.holds_share = not any(

@@ -4,21 +4,17 @@ takes too much memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from parallel101.record.spans import unrecorded
 from parallel101.trainers.support.batches import Batch, tensors_of
 from parallel101.trainers.support.memory import readable
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.compare import compare, settle
 from parallel101.trainers.verify.report import Report
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
 MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples together
 
 
-def verify_once(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> None:
+def verify_once(trainer: Trainer, inputs: Batch, targets: Batch) -> None:
     """Before the first step.
 
     Raises NotEqualError; if nothing can be compared, a line says so, and training goes on.
@@ -31,7 +27,7 @@ def verify_once(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> None:
     settle(trainer)
 
 
-def too_much(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> str:
+def too_much(trainer: Trainer, inputs: Batch, targets: Batch) -> str:
     """Why it isn't done before the first step, the same on every rank."""
     entries = trainer.layout.entries
     if any(t.is_meta for t in trainer.model.parameters()):

@@ -13,17 +13,16 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
+from parallel101.trainers.trainer import Trainer
 
 
 @contextmanager
-def untouched(trainer: HybridTrainer) -> Iterator[None]:
+def untouched(trainer: Trainer) -> Iterator[None]:
     """Afterwards weights, gradients, buffers, random numbers and everything that the trainer
     has learnt of the model are as before.
     """
@@ -69,7 +68,7 @@ def with_buffers_restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def parts_of(trainer: HybridTrainer) -> Iterator[Any]:
+def parts_of(trainer: Trainer) -> Iterator[Any]:
     """Those that learn something of the model, in attributes that they name in LEARNT."""
     yield getattr(trainer.runner, "messages", None)
     for sync in getattr(trainer.sync, "syncs", [trainer.sync]):
