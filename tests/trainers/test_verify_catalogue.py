@@ -410,14 +410,6 @@ PIPELINE = {
         NOT_FORWARD, PP, partial(sequenced, lambda x, a, b, c: 2 * c(b(a(x))))
     ),
     "a hook on the model": Program(NOT_FORWARD, (*PP, "tp × pp"), output_hook),
-    "a tuple between entries": Program(
-        NOT_FORWARD,
-        PP,
-        partial(
-            sequenced, lambda x, a, b, c: c(b(a(x))[0]), partial(nn.LSTM, 6, 6, batch_first=True)
-        ),
-        batch=TIMES,
-    ),
     "the composition": Program("", PP, partial(sequenced, lambda x, a, b, c: c(b(a(x))))),
 }
 

@@ -145,9 +145,14 @@ class Comparison:
             words = explain(trainer, together, moved, rows, self.bound) if self.first else ""
             return trainer.agree.texts(words)[0]
 
-        for weights in WEIGHTS:
-            outcome = expected[WEIGHTS.index(weights)] if self.first else None
-            self.compare(weights, header, outcome)
+        try:
+            for weights in WEIGHTS:
+                outcome = expected[WEIGHTS.index(weights)] if self.first else None
+                self.compare(weights, header, outcome)
+        except (FloatingPointError, NoTargets) as error:  # on every rank, and not in one process
+            if words := cause(()):
+                raise NotEqualError(f"{words} In parts: {error}", Report(cause=words)) from error
+            raise
         report = Report(self.rows_of_all())
         if not report.equal:
             report = Report(report.rows, cause=cause(report.rows))
