@@ -96,7 +96,7 @@ class CollectiveFunction(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.shape, ctx.group, ctx.transpose = x.shape, group, backward
         ctx.call, ctx.local_backward = call, local_backward
-        # torch forbids in-place changes of a view if a node has two results: take the same memory,
+        # torch forbids changing a view in place if its node has two results: use the same memory,
         # but not as a view
         result = x.new_empty(0).set_(forward(x))  # type: ignore[call-overload]  # torch's stub lacks this form
         tie = x.new_empty(0)
@@ -106,7 +106,7 @@ class CollectiveFunction(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         g = gradients[0]
-        # if a rank leaves a result out of its loss, its next backward meets the wrong one
+        # if a rank's loss leaves a result out, its backwards no longer match those of other ranks
         if ctx.call and not ctx.local_backward:
             compare("backward", ctx.group, "backward", collective=ctx.call)
         # create_graph: with the tie, g depends on x on every rank, even where the loss is linear in
@@ -118,7 +118,7 @@ class CollectiveFunction(Function):
         else:
             with uncompared() if ctx.local_backward else contextlib.nullcontext():
                 gradient = ctx.transpose(g, ctx.shape, ctx.group.size)
-        # no rank received this x: zeros, which depend on g for the same reason
+        # no rank received this x: its gradient is zeros that depend on g, for the same reason
         if not gradient.numel():
             gradient = g.new_zeros(ctx.shape).add_(gradient.sum())
         return gradient, None, None, None, None, None

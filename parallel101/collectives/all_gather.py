@@ -32,7 +32,7 @@ def direct_steps(blocks: Blocks, comm: Comm) -> Iterator[None]:
     ]
     comm.flush()
     yield  # an asynchronous caller computes here
-    wait_all(sent + received)  # sends first: on gloo this takes a tenth less time
+    wait_all(sent + received)  # on gloo, waiting for sends first is 10 % faster
 
 
 direct = blocking(direct_steps)
@@ -88,7 +88,7 @@ def double(blocks: Blocks, comm: Comm) -> None:
     """Recursive doubling on a power of two of ranks."""
     width = 1
     while width < comm.size:
-        # this rank has the blocks mine … mine + width − 1, its partner the next or previous `width`
+        # I have the blocks mine … mine + width − 1, my partner the next or previous `width`
         mine = comm.rank // width * width
         theirs, partner = mine ^ width, comm.rank ^ width
         received = comm.irecv(blocks[theirs : theirs + width], source=partner)

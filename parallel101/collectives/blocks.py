@@ -37,7 +37,7 @@ class Blocks:
     def __getitem__(self, key: int | slice) -> Tensor:
         if isinstance(key, int):
             if not self._each and self.flat.numel() == self.starts[-1]:
-                # all at once takes a tenth of the time of one by one
+                # one split takes a tenth of the time of p narrows
                 self._each = self.flat.split(self.sizes)
             if self._each:
                 return self._each[key]

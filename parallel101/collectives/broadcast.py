@@ -18,8 +18,8 @@ from parallel101.collectives.scatter import binomial as binomial_scatter
 from parallel101.collectives.tree import path
 from parallel101.mesh import GroupLike
 
-# of the chain: small, so that many segments are in flight, and large compared to a message's
-# latency
+# The chain's segments are small, so that many are in flight, and take long compared to a message's
+# latency.
 SEGMENT_BYTES = 256 * 1024
 
 

@@ -174,7 +174,7 @@ def tensor_of(x: Tensor) -> Tensor:
         raise TypeError(
             "x has no memory of its own, as inside torch.vmap: expected a plain tensor"
         ) from error
-    # z.conj() is only a mark on z's memory, which a message would not carry
+    # z.conj() only marks z's memory, and a message would lose the mark
     return x.detach().resolve_conj().resolve_neg()
 
 

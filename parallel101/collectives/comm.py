@@ -65,7 +65,7 @@ class Comm:
         self.batched = batched
         self.collective = collective
         self.tag = tag
-        self._batch: list[Batched] = []  # posted, and not started
+        self._batch: list[Batched] = []  # posted but not started
 
     def isend(self, tensor: Tensor, to: int) -> Work:
         """Begin to send `tensor` (contiguous) to position `to`."""
@@ -160,7 +160,7 @@ class Batched:
         me, peer = comm.group.ranks[comm.rank], op.peer
         source, to = (me, peer) if op.op is dist.isend else (peer, me)
         self.comm, self.op, self.order = comm, op, (min(me, peer), max(me, peer), source > to)
-        # of the whole batch, the same list in all its messages: those not yet waited for
+        # the batch's works that nobody has waited for yet; all its messages share this list
         self.works: list[dist.Work] | None = None
 
     def wait(self) -> None:

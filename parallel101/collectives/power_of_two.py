@@ -24,7 +24,7 @@ class PowerOfTwo(NamedTuple):
     """The ranks that run the algorithm, and this rank's part before and after it."""
 
     core: Comm | None  # the ranks that run the algorithm; None on a rank that is not one of them
-    # the other rank of my pair, if I am in one; the even rank of a pair is in the core
+    # the other rank of my pair, or None; the even rank of a pair is in the core
     partner: int | None
     cuts: list[int]  # the core's rank i works for the ranks cuts[i] … cuts[i + 1] − 1
 

@@ -38,7 +38,7 @@ def direct_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iter
     comm.flush()
     yield  # an asynchronous caller computes here
     total = blocks[rank]
-    for received, inbox in arriving:  # always in this order, so that every run gives the same bits
+    for received, inbox in arriving:  # a fixed order, so that every run gives the same bits
         received.wait()
         total = op(total, inbox, out=out)
     wait_all(sent)
@@ -71,7 +71,7 @@ def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -
     """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
-    # the number of ranks that a partial sum passes on its way to the right, to the left
+    # how many ranks a partial sum passes on its way to the right, and to the left
     far, near = p // 2, (p - 1) // 2
     rightward, leftward = blocks[(rank + far) % p], blocks[(rank - near) % p]
     for step in range(far):
@@ -84,7 +84,7 @@ def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -
             works += [comm.irecv(also_inbox, source=right), comm.isend(leftward, to=left)]
         wait_all(works)
         rightward = op(inbox, mine, out=inbox)
-        # the last sum from the right stays without my own block, which is in the sum from the left
+        # my own block is in the sum from the left, so the last sum from the right must not have it
         if step < near:
             leftward = also_inbox if step == near - 1 else op(also_inbox, also_mine, out=also_inbox)
     if near:

@@ -68,7 +68,7 @@ def reduction_of(op: str, x: Tensor) -> Reduction:
         raise TypeError(
             f"op='mean' of {x.dtype} is not a whole number: use x.float(), or op='sum' and divide"
         )
-    try:  # which other dtypes can be combined, only torch knows: try it now, before any message
+    try:  # only torch knows which other dtypes can be combined: try it before any message
         nothing = x.detach().new_empty(0)
         reduction.finish(reduction(nothing, nothing, out=nothing), 2)
     except RuntimeError as error:

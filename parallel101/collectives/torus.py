@@ -35,7 +35,7 @@ def all_gather(blocks: Blocks, comm: Comm) -> None:
     if not routes:  # one rank alone
         return
     pieces = cut(blocks, len(routes))
-    # only my own is valid yet
+    # so far only my own block is valid
     parts = [
         joined([piece[position] for position in route.order])
         for piece, route in zip(pieces, routes)
@@ -89,7 +89,7 @@ def joined(pieces: Sequence[Tensor]) -> Blocks:
     return Blocks(torch.cat(list(pieces)), [piece.numel() for piece in pieces])
 
 
-# ── The way of one part
+# ── The route of one part
 
 
 class Route(NamedTuple):
@@ -138,7 +138,7 @@ def routes_of(comm: Comm) -> list[Route]:
     return routes
 
 
-# the messages of one step after the other; the next step is asked for when these have arrived
+# Yields the messages of each step. The caller asks for the next step when they have arrived.
 Steps = Iterator[list[Work]]
 
 

@@ -123,8 +123,8 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
 
 
 # On rings: (steps, path) by operation and algorithm, where they differ from those on a switch.
-# None: not simple, because the order in which messages of different rounds happen to ask for a link
-# decides. Counted from the code, like the forms with ⌈⌉ above.
+# None: there is no simple form, because the cost depends on the order in which messages of several
+# rounds reach a link. Counted from the code, like the forms with ⌈⌉ above.
 RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int] | None]]] = {
     "ring": {
         ("broadcast", "flat"): lambda p, n, b: each(p // 2, n),  # the root's two links work at once

@@ -122,7 +122,7 @@ def cut_model(
             batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor._keras_history.operation.name
         )
 
-    # else Keras compiles the copy too, with an optimizer of its own
+    # a compiled model's copy would be compiled too, with an optimizer of its own
     compiled, model.compiled = model.compiled, False
     try:
         copy = keras.models.clone_model(
@@ -166,7 +166,7 @@ class Freezing:
 
     def __init__(self, model: Any, copy: Any):
         self.copy, self.seen = copy, trainable(model)
-        # None when nobody else holds the model any more
+        # a reference gives None once the model is gone
         self.layers = [weakref.ref(layer) for layer in layers_within(model)]
 
     def follow(self) -> None:

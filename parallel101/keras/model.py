@@ -127,7 +127,7 @@ class ParallelKeras(ShardedModel):
         if model.compiled:
             self.compile(**{**model._compile_config.config, "optimizer": model.optimizer})
             if self.optimizer is not model.optimizer and self.inner is model:
-                # its state would take the memory that ZeRO saves
+                # the state of its optimizer would take the memory that ZeRO saves
                 model.compiled, model.optimizer = False, None
 
     def cut(
@@ -164,7 +164,7 @@ class ParallelKeras(ShardedModel):
         def whole(y: Any) -> Any:
             gathered: Any = gather_from_group(y, 0, group=self.dp_group, sizes=sizes)
             if (mask := getattr(y, "_keras_mask", None)) is not None:
-                # losses and metrics weigh by it
+                # losses and metrics use the mask as a weight
                 gathered._keras_mask = all_gather(mask, group=self.dp_group, sizes=sizes)
             return gathered
 
@@ -293,7 +293,7 @@ class ParallelKeras(ShardedModel):
             self.optimizer = self.shards.for_my_shards(self.optimizer, self.names)
         if len(self.agree.ranks) > 1 and self.optimizer is not None:
             check_optimizer(self.optimizer)
-            # Keras's own would take the norm of this rank's shards
+            # Keras's own method would take the norm of this rank's shards only
             self.optimizer._clip_gradients = self.clip
 
     def clip(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:

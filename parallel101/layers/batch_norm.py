@@ -97,7 +97,7 @@ class BatchNorm(nn.Module):
                 f"x has shape {tuple(x.shape)}: expected (samples, {self.channels} channels, "
                 "…) on this rank"
             )
-        # bfloat16 can't count to 257
+        # bfloat16 can't represent 257, so it can't count the samples
         given, x = x, x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training or self.running_mean is None or self.running_var is None:
             mean, variance, n = self.statistics(x)

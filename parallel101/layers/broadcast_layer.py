@@ -141,7 +141,7 @@ class Line(NamedTuple):
 
     group: Group
     root: int  # its position in the group
-    in_mesh: bool  # whether this rank is one of the mesh's in this line, and not only its root
+    in_mesh: bool  # whether this rank is in the mesh, and not only the line's root
     block: tuple[int, ...] | None  # the shape of the tensors, if shape= was given
 
     @property

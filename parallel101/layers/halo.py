@@ -71,9 +71,9 @@ class HaloExchange(nn.Module):
         self.mesh = mesh_axes(mesh, ())
         self.shape = whole_shape(shape, self.mesh.shape) or ()
         self.fill = fill
-        # for each dim, the halos along it
+        # the halos along each dim
         self.lines = _lines(self.shape, self.mesh.shape, kernel_size, stride, padding, dilation)
-        # of the whole output
+        # the shape of the whole output
         self.output_shape = tuple(line[-1].computes.stop for line in self.lines)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
         comm = begin("halo_sum", group, g, uneven=dim)
         mine, (outgoing, incoming) = line[comm.rank], _messages_of(comm.rank, line)
         first = mine.needs.start - mine.padding[0]  # the entry that g begins with
-        # arrows reversed
+        # what came in goes out, and the other way round
         sent = [
             comm.isend(_entries(g, dim, first, block).contiguous(), source)
             for source, block in incoming.items()

@@ -102,8 +102,8 @@ class SpatialParallel(nn.Module):
         kernel, dilation = self.window["kernel_size"], self.window["dilation"]
         extents = [1, 1, *(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))]
         for dim, extent in enumerate(extents):
-            # more ranks than outputs. This rank computes one output from zeros and drops it, to
-            # take part in backward
+            # With more ranks than outputs, some rank has none. It computes one output from zeros
+            # and drops it, so that it takes part in backward.
             if not sizes[dim]:
                 zeros = block.new_zeros([*block.shape[:dim], extent, *block.shape[dim + 1 :]])
                 block = torch.cat([block, zeros], dim)

@@ -52,7 +52,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.width // config.heads
         self.query = nn.Linear(config.width, config.width)
-        #  a key's bias would add the same to all scores of a query, and softmax is blind to that
+        # a key's bias would add the same number to all scores of a query, which softmax ignores
         self.key = nn.Linear(config.width, config.width, bias=False)
         self.value = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)

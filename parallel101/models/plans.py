@@ -17,6 +17,6 @@ GPT_PLAN = {
     "blocks.*.attention.value": "column",
     "blocks.*.attention.out": "row",  # one all-reduce
     "blocks.*.mlp.up": "column",
-    "blocks.*.mlp.down": "row",  # and another
-    "head": "vocabulary",  # its logits stay cut
+    "blocks.*.mlp.down": "row",  # another all-reduce
+    "head": "vocabulary",  # each rank has the logits of some tokens
 }

@@ -20,7 +20,7 @@ def generator_of(*key: int | str) -> torch.Generator:
 
     Another key gives other numbers.
     """
-    # torch's CPU generator looks at 32 bits of a seed
+    # torch's CPU generator uses 32 bits of a seed
     digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "big"))
 

@@ -54,7 +54,7 @@ class ReshardStep(NamedTuple):
         return f"{self.title} {self.before} → {self.after}"
 
 
-# ── Which steps there are, and the cheapest way
+# ── The possible steps, and the cheapest way
 
 
 def moves(array: Sharding, wanted: Sharding) -> Iterator[ReshardStep]:
@@ -224,7 +224,7 @@ def torus_sent(
     return sent
 
 
-# ── How it is done on a rank
+# ── How a rank runs it
 
 
 def apply(

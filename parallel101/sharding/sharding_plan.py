@@ -147,7 +147,7 @@ class ShardingPlan:
             "ReduceScatter": cost.reduce_scatter,
             "AllReduce": cost.all_reduce,
         }
-        if step.operation == "AllToAll":  # whose V is the array of all ranks together
+        if step.operation == "AllToAll":  # its V is the array of all ranks together
             return cost.all_to_all(nbytes * math.prod(axes), axes, chip, wraparound=wraparound)
         return operation[step.operation](nbytes, axes, chip, wraparound=wraparound)
 
@@ -270,7 +270,7 @@ class ShardingPlan:
                 f"{' and one of '.join(a.name for a in self.operands)}"
             )
         if group.position is None:
-            # depends on them, as on the other ranks
+            # the result depends on the blocks, as on the other ranks
             nothing = sum((block.sum() for block in blocks), blocks[0].new_empty(0))
             yield {array.name: nothing for array in (*self.operands, self.result)}
             return
