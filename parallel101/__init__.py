@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_module_of]
+    return ["__version__", *_module_of]  # what a reader may complete, without our own imports
 
 
 # the fork server imports torch while the reader reads on: the first launch needs it
