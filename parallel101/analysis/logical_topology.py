@@ -193,13 +193,9 @@ def _root(order: list[int], links: list[Link]) -> int:
     receivers = {dst for _, dst in links}
     only_send = [rank for rank in order if rank not in receivers]
     only_receive = [rank for rank in order if rank not in senders]
-    return (
-        only_send[0]
-        if len(only_send) == 1
-        else only_receive[0]
-        if len(only_receive) == 1
-        else senders[-1]
-    )
+    if len(only_send) == 1:
+        return only_send[0]
+    return only_receive[0] if len(only_receive) == 1 else senders[-1]
 
 
 def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:

@@ -57,16 +57,10 @@ class Verdict:
         in_parts = len(holders) > 1 and sorted(
             chunk for rank in replay.ranks for chunk in held[rank]
         ) == sorted(whole)
+        if replay.sums and everyone:
+            return "all-reduce"
         if replay.sums:
-            return (
-                "all-reduce"
-                if everyone
-                else "reduce"
-                if alone
-                else "reduce-scatter"
-                if in_parts
-                else None
-            )
+            return "reduce" if alone else "reduce-scatter" if in_parts else None
         if len(self._origins) == 1:
             return "broadcast" if everyone else "scatter" if in_parts else None
         if in_parts and any(len(chunk.stripes) > 1 for chunk in replay.chunks):

@@ -34,17 +34,17 @@ class Call(NamedTuple):
     # the ranks it needs: the other side (empty: a receive from any rank), or the group's other
     # members
     peers: tuple[int, ...]
-    tag: int
     group: str
     # sequence number: of a message, among those with the same key; of a collective, among those of
     # its group
     seq: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    op: str | None  # the reduction ("sum", …) of a reducing collective
-    root: int | None
     where: str
+    tag: int = 0
+    nbytes: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    op: str | None = None  # the reduction ("sum", …) of a reducing collective
+    root: int | None = None
     # of parallel101's collectives: other arguments that must be the same on all ranks
     alike: tuple[tuple[str, str], ...] = ()
     gives: dict[int, int] | None = None  # of an all-to-all: the bytes for each rank of the group …
@@ -59,6 +59,11 @@ class Call(NamedTuple):
     def operation(self) -> str:
         """What every rank must call here, as far as a run that is not checked knows it."""
         return operation_name(self.kind, (self.rank, *self.peers))
+
+    @property
+    def from_anyone(self) -> bool:
+        """Whether this is a receive from any rank."""
+        return self.kind == "recv" and len(self.peers) != 1
 
     @property
     def terms(self) -> tuple:
@@ -76,24 +81,17 @@ class Call(NamedTuple):
     @property
     def brief(self) -> str:
         """The call in one phrase, for error messages."""
-        what = f"{self.kind}(" + ", ".join(
-            part
-            for part in (
-                self.dtype
-                and (
-                    f"shape {tuple(self.shape)}, {self.dtype}"
-                    if self.shape or not self.gives
-                    else self.dtype
-                ),
-                self.layout,
-                ", ".join(f"{name} {value}" for name, value in self.alike if name != "group"),
-                self.op and f"op {self.op}",
-                self.within and _collective_text(self.within),
-                self.root is not None and f"root {self.root}",
-            )
-            if part
-        )
-        return f"{what}) at {shown(self.where)}"
+        parts = [
+            self.dtype and (self.shape or not self.gives) and f"shape {tuple(self.shape)}",
+            self.dtype,
+            self.layout,
+            *(f"{name} {value}" for name, value in self.alike if name != "group"),
+            self.op and f"op {self.op}",
+            self.within and _collective_text(self.within),
+            self.root is not None and f"root {self.root}",
+        ]
+        given = ", ".join(part for part in parts if part)
+        return f"{self.kind}({given}) at {shown(self.where)}"
 
     @property
     def wait_labels(self) -> dict[str, Any]:
@@ -212,14 +210,8 @@ def call_to_compare(
         rank=rank,
         kind=kind,
         peers=others,
-        tag=0,
         group=label,
         seq=seq,
-        nbytes=0,
-        shape=(),
-        dtype="",
-        op=None,
-        root=None,
         where=caller(),
         alike=terms,
     )
@@ -367,16 +359,13 @@ def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
 
     Of more than eight different ones, the first eight.
     """
-    lines: dict[str, None] = {}  # in order, each once
+    found: dict[str, None] = {}  # in order, each once
     for call in sorted(calls, key=lambda call: call.rank):
         peer = f"rank {call.peers[0]}" if len(call.peers) == 1 else "any rank"
-        lines[
-            (
-                f"rank {call.rank}: {call.kind} {'from' if call.kind == 'recv' else 'to'} {peer}, "
-                f"at {shown(call.where)}"
-            )
-        ] = None
-    return [*list(lines)[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+        to = "from" if call.kind == "recv" else "to"
+        found[f"rank {call.rank}: {call.kind} {to} {peer}, at {shown(call.where)}"] = None
+    lines = list(found)
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def _collective_text(terms: CollectiveTerms) -> str:

@@ -71,14 +71,8 @@ class DeadlockError(RuntimeError, _ShownInNotebook):
         return type(self), (self.waiting, self.cycle, self.returned, self.dropped, self.notes)
 
     def _message(self) -> str:
-        lines = [
-            "deadlock: "
-            + (
-                "no rank can go on"
-                if self.cycle
-                else "a rank waits for something that will never come"
-            )
-        ]
+        forever = "a rank waits for something that will never come"
+        lines = [f"deadlock: {'no rank can go on' if self.cycle else forever}"]
         for rank, (kind, peer, where) in sorted(self.waiting.items()):
             lines.append(
                 f"  rank {rank} waits in {kind} {_for_whom(kind, peer, self.returned)}, at "
@@ -188,13 +182,9 @@ def _with_cells(message: str) -> str:
 
     def in_cell(place: re.Match[str]) -> str:
         cell = cell_name(place["traced"] or place["file"])
-        return (
-            place[0]
-            if cell is None
-            else cell
-            if place["traced"]
-            else f"{cell}, line {place['line']}"
-        )
+        if cell is None:
+            return place[0]
+        return cell if place["traced"] else f"{cell}, line {place['line']}"
 
     return re.sub(r'File "(?P<traced>[^"]+)"|(?P<file>\S+\.py):(?P<line>\d+)', in_cell, message)
 
@@ -217,9 +207,7 @@ def _advice(waiting: Waiting) -> list[str]:
         ]
     if kinds == {"recv"}:
         return [
-            (
-                "  All of them receive first, and nobody sends: start the sends first (isend), "
-                "then receive."
-            )
+            "  All of them receive first, and nobody sends: start the sends first (isend), then "
+            "receive."
         ]
     return []

@@ -151,8 +151,6 @@ class RecordedGroup(torch_private.PythonGroup):
             nbytes=size(tensor),
             shape=shape,
             dtype=dtype,
-            op=None,
-            root=None,
             where=where,
             within=collective_terms(collective),
         )
@@ -208,7 +206,6 @@ class RecordedGroup(torch_private.PythonGroup):
             rank=self.recorder.rank,
             kind=spec.kind,
             peers=self.others,
-            tag=0,
             group=self.label,
             seq=seq,
             nbytes=arguments.nbytes,

@@ -294,11 +294,6 @@ class PostedCall:
             tag=tag,
             group=label,
             seq=self.seq,
-            nbytes=0,
-            shape=(),
-            dtype="",
-            op=None,
-            root=None,
             where=where,
         )
 
@@ -514,11 +509,8 @@ class RecordedWork(WatchedWork):
         call, recorder = self.call, self.posted.group.recorder
         end = recorder.now()
         recorder.unfinished_works.discard(self)
-        source = (
-            self.posted.group.ranks[self.inner._source_rank()]
-            if call.kind == "recv" and len(call.peers) != 1
-            else None
-        )
+        ranks = self.posted.group.ranks
+        source = ranks[self.inner._source_rank()] if call.from_anyone else None
         inputs, received, self.inputs, self.received = self.inputs, self.received, None, None
         assert inputs is not None
         if not self.unrecorded:

@@ -10,11 +10,8 @@ def human_bytes(nbytes: float) -> str:
     """1536 -> "1.5 KiB": powers of 1024, with one decimal if it is needed."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024 or unit == "TiB":
-            return (
-                f"{nbytes:.0f} {unit}"
-                if nbytes >= 100 or nbytes == int(nbytes)
-                else f"{nbytes:.1f} {unit}"
-            )
+            digits = 0 if nbytes >= 100 or nbytes == int(nbytes) else 1
+            return f"{nbytes:.{digits}f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
 
@@ -52,13 +49,9 @@ def round_step(span: float, most: int) -> float:
 def listed(items: Iterable[object]) -> str:
     """[1, 2, 3] -> "1, 2 and 3"."""
     words = [str(item) for item in items]
-    return (
-        words[0]
-        if len(words) == 1
-        else f"{', '.join(words[:-1])} and {words[-1]}"
-        if words
-        else "none"
-    )
+    if len(words) < 2:
+        return words[0] if words else "none"
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:

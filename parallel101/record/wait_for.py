@@ -53,8 +53,7 @@ def find_deadlock(
     def can_go_on(call: Call) -> bool:
         lacking = missing(call)
         never = [peer for peer in lacking if peer in stuck or peer in gone]
-        from_anyone = call.kind == "recv" and len(call.peers) != 1
-        return len(never) < len(lacking) if from_anyone else not never
+        return len(never) < len(lacking) if call.from_anyone else not never
 
     while free := [rank for rank, call in stuck.items() if not missing(call) or can_go_on(call)]:
         for rank in free:
@@ -62,15 +61,10 @@ def find_deadlock(
     if not stuck:
         return None
     needs = {rank: sorted(missing(call)) for rank, call in stuck.items()}
-    waiting = {}
+    waiting: dict[int, tuple[str, int | tuple[int, ...] | None, str]] = {}
     for rank, call in sorted(stuck.items()):
-        peer = (
-            None
-            if call.kind == "recv" and len(call.peers) != 1
-            else needs[rank][0]
-            if len(needs[rank]) == 1
-            else tuple(needs[rank])
-        )
+        first, *others = needs[rank]
+        peer = None if call.from_anyone else (first, *others) if others else first
         waiting[rank] = (call.kind, peer, call.where)
     return DeadlockError(
         waiting,

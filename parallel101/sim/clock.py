@@ -194,22 +194,22 @@ class World:
     def run(self, rank_main: Callable[[int], Any], switch: Callable[[int, int], None]) -> list[Any]:
         """Run `rank_main(rank)` on every rank, and return what they returned.
 
-        What went wrong is in `failure`.
-
-        `switch(rank, next_rank)` is called whenever one rank stops running and another starts.
+        What went wrong is in `failure`. `switch(rank, next_rank)` is called whenever one rank stops
+        running and another starts.
         """
         self._switch = switch
         results: list[Any] = [None] * self.size
         self._main.acquire()
         self._job_done.acquire()
-        threads: list[threading.Thread] = []
-        for rank in self.ranks:
-            arguments = (rank, rank_main, results)
-            threads.append(
-                threading.Thread(
-                    target=self._run_rank, args=arguments, name=f"rank {rank.number}", daemon=True
-                )
+        threads = [
+            threading.Thread(
+                target=self._run_rank,
+                args=(rank, rank_main, results),
+                name=f"rank {rank.number}",
+                daemon=True,
             )
+            for rank in self.ranks
+        ]
         try:
             for thread in threads:
                 thread.start()

@@ -281,7 +281,7 @@ class NewGroupCall:
     def call(self) -> Call:
         me = self.group.member.number
         others = tuple(r for r in self.group.ranks if r != me)
-        return Call(me, "new_group", others, 0, "new_group", 0, 0, (), "", None, None, self.where)
+        return Call(me, "new_group", others, group="new_group", seq=0, where=self.where)
 
     def missing(self) -> set[int]:
         return set(self.group.ranks) - {call.group.member.number for call in self.calls}
@@ -345,7 +345,6 @@ class CollectiveWork(SimWork, dist.Work):
             rank=me,
             kind=self.kind,
             peers=others,
-            tag=0,
             group=group.label,
             seq=self.seq,
             nbytes=arguments.nbytes,

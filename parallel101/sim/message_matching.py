@@ -171,8 +171,6 @@ class MessageWork(SimWork):
             nbytes=self.nbytes,
             shape=shape,
             dtype=dtype,
-            op=None,
-            root=None,
             where=self.where,
             within=self.within,
         )

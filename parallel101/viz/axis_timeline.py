@@ -174,21 +174,14 @@ def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[floa
         both = [(e.start, e.end) for e in of.collectives if e.rank == rank]
         sent = [(m.start, m.end) for m in of.messages if m.src == rank]
         received = [(m.start, m.end) for m in of.messages if m.dst == rank]
-        for pieces, low, tall, more in (
-            (both, 0.0, TALL, ""),
-            (sent, 0.0, TALL / 2 - 0.3, ""),
-            (received, TALL / 2 + 0.3, TALL / 2 - 0.3, " received"),
+        for pieces, low, tall, more, word in (
+            (both, 0.0, TALL, "", "collectives of torch's own"),
+            (sent, 0.0, TALL / 2 - 0.3, "", "sent"),
+            (received, TALL / 2 + 0.3, TALL / 2 - 0.3, " received", "received"),
         ):
             if pieces:
                 drawn = "".join(
                     box(left, at + low, right - left, tall) for left, right in pixels(pieces, x)
-                )
-                word = (
-                    "collectives of torch's own"
-                    if pieces is both
-                    else "received"
-                    if more
-                    else "sent"
                 )
                 path = scene.add("path", d=drawn, class_=colour + more)
                 path.add("title", f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}")

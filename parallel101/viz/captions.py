@@ -196,14 +196,10 @@ class Captions:
         """The fact below it: the bytes sent so far, this step included."""
         sent = self.replay.sent_bytes(step)
         most = max(sent.values(), default=0)
+        if not self.replay.messages:
+            return ""
         if most == 0:
-            return (
-                ""
-                if not self.replay.messages
-                else "nothing sent yet"
-                if step < 0
-                else "0 B sent so far"
-            )
+            return "nothing sent yet" if step < 0 else "0 B sent so far"
         if len(set(sent.values())) == 1:
             return f"{human_bytes(most)} sent by each rank so far"
         busiest = [rank for rank, nbytes in sent.items() if nbytes == most]
@@ -362,13 +358,9 @@ class Captions:
         ]
         grows = any(b > a for a, b in zip(sizes, sizes[1:], strict=False))
         shrinks = any(b < a for a, b in zip(sizes, sizes[1:], strict=False))
-        return (
-            "Halving and doubling"
-            if grows and shrinks
-            else "Recursive-halving"
-            if shrinks
-            else "Recursive-doubling"
-        )
+        if grows and shrinks:
+            return "Halving and doubling"
+        return "Recursive-halving" if shrinks else "Recursive-doubling"
 
     @cached_property
     def _two_level(self) -> bool:

@@ -93,13 +93,9 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
         panel.add("circle", cx=x, cy=y, r=diagram.node, class_="node")
         if diagram.node >= 7:
             panel.add("text", rank, x=x, y=y + size * 0.36, font_size=size, class_="b c")
-    top = (
-        topology.root
-        if topology.kind == "tree"
-        else topology.order[0]
-        if topology.kind in ("ring", "chain")
-        else None
-    )
+    top = topology.root if topology.kind == "tree" else None
+    if topology.kind in ("ring", "chain"):
+        top = topology.order[0]
     if top is not None:
         panel.add(
             "text",

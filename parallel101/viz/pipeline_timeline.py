@@ -179,13 +179,9 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
         "text", common.pop() if len(common) == 1 else "", x=932, y=40, font_size=13, class_="m e"
     )
     chunks = max_chunks(panels)
-    faded = (
-        ""
-        if chunks < 2
-        else " Faded: its second stage."
-        if chunks == 2
-        else " The more faded, the later its stage."
-    )
+    faded = " Faded: its second stage." if chunks == 2 else ""
+    if chunks > 2:
+        faded = " The more faded, the later its stage."
     hatched = (
         " Hatched: it waits (bubble)."
         if any(times.bubbles(rank) for times in panels.values() for rank in times.ranks)

@@ -58,13 +58,9 @@ def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
     n = len(replay.ranks)
     place = {rank: i for i, rank in enumerate(replay.ranks)}
     shifts = {(place[dst] - place[src]) % n for src, dst in pairs}
-    return (
-        "its right neighbour"
-        if shifts == {1}
-        else "its left neighbour"
-        if shifts == {n - 1}
-        else "the next rank"
-    )
+    if shifts == {1}:
+        return "its right neighbour"
+    return "its left neighbour" if shifts == {n - 1} else "the next rank"
 
 
 def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[str, bool]:

@@ -22,9 +22,8 @@ def call(
     tag=0,
     group="world",
 ):
-    return Call(
-        rank, kind, peers, tag, group, seq, nbytes, shape, dtype, op, root, f"here.py:{rank}"
-    )
+    where = f"here.py:{rank}"
+    return Call(rank, kind, peers, group, seq, where, tag, nbytes, shape, dtype, op, root)
 
 
 def test_agreement():

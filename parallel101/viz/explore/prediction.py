@@ -113,10 +113,6 @@ def compare(number: Number, value: float, rounding: float) -> int:
     Both may be rounded.
     """
     difference = number.value - value
-    return (
-        0
-        if abs(difference) <= max(number.rounding, rounding) * (1 + 1e-9)
-        else -1
-        if difference < 0
-        else 1
-    )
+    if abs(difference) <= max(number.rounding, rounding) * (1 + 1e-9):
+        return 0
+    return -1 if difference < 0 else 1
