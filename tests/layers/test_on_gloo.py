@@ -1,4 +1,4 @@
-"""All layers on real processes, in one launch. The other tests run on sim."""
+"""All layers on real processes, in one launch. The other tests run on sim, under NCCL's rules."""
 
 from __future__ import annotations
 
