@@ -5,17 +5,14 @@ the picture, fix it, check again.
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
 from parallel101.viz.chromium import Browser
-from tests.browser.lab import TOKEN, jupyterlab
+from tests.browser.lab import ROOT, TOKEN
 
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).parents[2]
 SENDS_FIRST = """import torch
 import torch.distributed as dist
 
@@ -45,22 +42,16 @@ def execute(browser: Browser, command: str, times: int = 1) -> None:
         browser.js(f"jupyterapp.commands.execute({json.dumps(command)}).then(() => true)")
 
 
-def test_a_wrong_solution_is_explained_and_drawn_and_the_fixed_one_passes(tmp_path, chromium):
-    folder = tmp_path / "hw1_moving"
-    shutil.copytree(
-        ROOT / "homework" / "hw1_moving",
-        folder,
-        ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"),
-    )
-    notebook = json.loads((folder / "hw1.ipynb").read_text(encoding="utf-8"))
+def test_a_wrong_solution_is_explained_and_drawn_and_the_fixed_one_passes(lab, chromium):
+    notebook = json.loads((ROOT / "homework" / "hw1_moving" / "hw1.ipynb").read_text("utf-8"))
     place = next(i for i, cell in enumerate(notebook["cells"]) if cell["id"] == "shift-check")
-    with jupyterlab(folder, tmp_path) as lab, Browser(chromium, 1280, 1000) as browser:
-        browser.call("Page.navigate", url=f"{lab}/lab/tree/hw1.ipynb?token={TOKEN}")
+    with Browser(chromium, 1280, 1000) as browser:
+        browser.call("Page.navigate", url=f"{lab}/lab/tree/hw1/hw1.ipynb?token={TOKEN}&reset")
         browser.until(
             "location.pathname.includes('hw1.ipynb') && document.body.innerText.includes('| Idle')",
             60,
         )
-        save(browser, "hw1.py", SENDS_FIRST)
+        save(browser, "hw1/hw1.py", SENDS_FIRST)
         execute(browser, "notebook:run-cell-and-select-next", place + 1)
         browser.until(f"{OUTPUT}.innerText.includes('Everyone sends first.')", 60)
         browser.until(f"{DRAWN}.querySelector('svg').textContent.includes('waits in send to rank')")
@@ -68,7 +59,7 @@ def test_a_wrong_solution_is_explained_and_drawn_and_the_fixed_one_passes(tmp_pa
         assert "0 of 10 points" in browser.js(f"{OUTPUT}.innerText")
 
         fixed = (ROOT / "tests" / "homework" / "hw1" / "reference.py").read_text(encoding="utf-8")
-        save(browser, "hw1.py", fixed)
+        save(browser, "hw1/hw1.py", fixed)
         execute(browser, "notebook:move-cursor-up")
         execute(browser, "notebook:run-cell")
         browser.until(f"{OUTPUT}.innerText.includes('10 of 10 points')", 60)

@@ -1,20 +1,20 @@
 """A lesson in a real JupyterLab: it runs without an error, its animation plays, its explorer runs
 again, and both keep their keys.
 
-LESSONS=all tries every lesson; `make test` tries one, which has an animation and an explorer.
+LESSONS=all tries every lesson. `make test` tries a part of lesson 01, with an animation and an
+explorer; tests/lessons/test_run.py runs all lessons without JupyterLab.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from parallel101.publish.page import WIDGET
 from parallel101.viz.chromium import Browser
-from tests.browser.lab import TOKEN, jupyterlab
+from tests.browser.lab import TOKEN
 from tests.lessons.lesson import LESSONS
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
 NAMES = (
     sorted(path.stem for path in LESSONS.glob("*.ipynb"))
     if os.environ.get("LESSONS") == "all"
-    else ["01_collectives"]
+    else ["part"]
 )
 
 LAB = "jupyterapp.shell.currentWidget"
@@ -36,15 +36,6 @@ DARK = (
     "[...document.querySelectorAll('figure')].map(f => "
     "f.querySelector('div').shadowRoot.querySelector('.player').matches('.dark'))"
 )
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory) -> Iterator[str]:
-    """A JupyterLab with copies of the lessons. Yields its address."""
-    folder = tmp_path_factory.mktemp("lab")
-    shutil.copytree(LESSONS, folder / "lessons", ignore=shutil.ignore_patterns(".*"))
-    with jupyterlab(folder / "lessons", folder) as address:
-        yield address
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """What others write with torch alone gives plain torch's numbers in every launch: on gloo, on
-recorded and checked gloo, and on sim.
+recorded and checked gloo, and on sim under NCCL's rules.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import parallel101 as p101
 LAUNCHES = {  # name → what they leave out, options of launch
     "gloo": ([], {}),
     "recorded gloo": ([], {"trace": True}),
-    "sim": ([], {"backend": "sim"}),
-    # NCCL has no sparse all-reduce
-    "NCCL's rules": (["DDP, sparse"], {"backend": "sim", "rules": "nccl"}),
+    # NCCL has no sparse all-reduce; test_misuse.py has one on sim
+    "sim, NCCL's rules": (["DDP, sparse"], {"backend": "sim", "rules": "nccl"}),
 }
 
 

@@ -164,16 +164,9 @@ def possible(text, mesh):
         return False
 
 
-@pytest.mark.parametrize(
-    ("mesh", "every"),
-    [({"X": 2, "Y": 3}, 17), ({"X": 2, "Y": 2, "Z": 3}, 997)],
-    ids=["2x3", "2x2x3"],
-)
-def test_placements_on_several_axes(mesh, every):
-    texts = [
-        *list(all_products("".join(mesh)))[::every],
-        *list(all_reshards("".join(mesh)))[:: every // 8 + 1],
-    ]
+def test_placements_on_several_axes():
+    mesh = {"X": 2, "Y": 2, "Z": 3}
+    texts = [*list(all_products("XYZ"))[::997], *list(all_reshards("XYZ"))[::125]]
     sizes = {"I": 9, "J": 11, "K": 10}
     check(
         [text for text in texts if possible(text, mesh)],
@@ -195,16 +188,9 @@ def all_reduce_each(plans):
             chosen.run(torch.ones([chosen.sizes[dim] for dim in chosen.result.dims]))
 
 
-MESHES = [
-    {"X": 2, "Y": 3},
-    {"X": 3, "Y": 2},
-    {"X": 1, "Y": 3},
-    {"X": 3, "Y": 3},
-    {"X": 2, "Y": 2, "Z": 2},
-]
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"X": 2, "Y": 3}, {"X": 1, "Y": 3}, {"X": 2, "Y": 2, "Z": 2}], ids=str
+)
 def test_an_all_reduce_over_several_axes_sends_the_bytes_of_the_plan(mesh):
     """Also of sizes that the axes do not divide, and of fewer elements than ranks."""
     axes, backwards = "".join(mesh), "".join(reversed(mesh))
