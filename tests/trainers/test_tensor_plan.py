@@ -194,6 +194,17 @@ def test_auto_finds_the_plan_of_our_gpt():
 WIDTH, HEADS = 16, 4
 
 
+def linear(inputs: int, outputs: int = WIDTH) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def attention(*qkv: Tensor) -> Tensor:
+    """Of (batch, time, heads, features), which are joined again."""
+    q, k, v = (part.transpose(1, 2) for part in qkv)
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
 class GPT2Attention(nn.Module):
     """It takes the width from its input, as nanoGPT does, so it needs all heads.
 
@@ -206,26 +217,19 @@ class GPT2Attention(nn.Module):
         self.n_head, self.n_embd, self.by_heads = HEADS, WIDTH, by_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        q, k, v = (
-            self.c_attn(x).chunk(3, -1)
-            if self.by_heads
-            else self.c_attn(x).split(self.n_embd, dim=2)
-        )
-        shape = (batch, time, -1 if self.by_heads else self.n_head, width // self.n_head)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
-        return self.c_proj(y.view(batch, time, -1 if self.by_heads else width))
+        fused, features = self.c_attn(x), x.shape[-1] // self.n_head
+        if self.by_heads:
+            parts = (part.unflatten(-1, (-1, features)) for part in fused.chunk(3, -1))
+        else:
+            q, k, v = fused.split(self.n_embd, dim=2)
+            parts = (part.view(*x.shape[:2], self.n_head, features) for part in (q, k, v))
+        return self.c_proj(attention(*parts))
 
 
 class GPT2FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.c_fc, self.gelu, self.c_proj = (
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.GELU(),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(self.gelu(self.c_fc(x)))
@@ -239,39 +243,26 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, key_value_heads: int = HEADS, counted: bool = True) -> None:
         super().__init__()
-        self.num_heads, self.num_key_value_heads, self.head_dim = (
-            HEADS,
-            key_value_heads,
-            WIDTH // HEADS,
-        )
-        self.counted = counted
-        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k_proj, self.v_proj = (
-            nn.Linear(WIDTH, key_value_heads * self.head_dim, bias=False) for _ in range(2)
-        )
-        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.num_heads, self.num_key_value_heads = HEADS, key_value_heads
+        self.head_dim, self.counted = WIDTH // HEADS, counted
+        self.q_proj = linear(WIDTH)
+        self.k_proj, self.v_proj = (linear(WIDTH, key_value_heads * self.head_dim) for _ in "kv")
+        self.o_proj = linear(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, _ = x.shape
-        of_queries, of_keys = (
-            (self.num_heads, self.num_key_value_heads) if self.counted else (-1, -1)
+        counts = self.num_heads, self.num_key_value_heads, self.num_key_value_heads
+        parts = (
+            layer(x).view(*x.shape[:2], count if self.counted else -1, self.head_dim)
+            for layer, count in zip((self.q_proj, self.k_proj, self.v_proj), counts)
         )
-        q = self.q_proj(x).view(batch, time, of_queries, self.head_dim).transpose(1, 2)
-        k, v = (
-            layer(x).view(batch, time, of_keys, self.head_dim).transpose(1, 2)
-            for layer in (self.k_proj, self.v_proj)
-        )
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-        return self.o_proj(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        )
+        return self.o_proj(attention(*parts))
 
 
 class LlamaFeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 24, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(24, WIDTH, bias=False)
+        self.gate_proj, self.up_proj = linear(WIDTH, 24), linear(WIDTH, 24)
+        self.down_proj = linear(24)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -284,29 +275,21 @@ class CountedHeads(nn.Module):
         super().__init__()
         self.heads = HEADS
         if fused:
-            self.to_qkv, self.to_out = (
-                nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)),
-            )
+            self.to_qkv = linear(WIDTH, 3 * WIDTH)
+            self.to_out = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
         else:
-            self.to_q, self.to_k, self.to_v, self.to_out = (
-                nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
-            )
+            self.to_q, self.to_k, self.to_v, self.to_out = (linear(WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = (
-            self.to_qkv(x).chunk(3, -1)
-            if hasattr(self, "to_qkv")
-            else (self.to_q(x), self.to_k(x), self.to_v(x))
-        )
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
-        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        if hasattr(self, "to_qkv"):
+            qkv = self.to_qkv(x).chunk(3, -1)
+        else:
+            qkv = self.to_q(x), self.to_k(x), self.to_v(x)
+        return self.to_out(attention(*(part.unflatten(-1, (self.heads, -1)) for part in qkv)))
 
 
 class Block(nn.Module):
-    def __init__(
-        self, attention: nn.Module, mlp: nn.Module, norm: type[nn.Module] = nn.LayerNorm
-    ) -> None:
+    def __init__(self, attention, mlp, norm=nn.LayerNorm) -> None:
         super().__init__()
         self.ln_1, self.attn, self.ln_2, self.mlp = norm(WIDTH), attention, norm(WIDTH), mlp
 
@@ -320,11 +303,8 @@ class Model(nn.Module):
 
     def __init__(self, block) -> None:
         super().__init__()
-        self.wte, self.h, self.lm_head = (
-            nn.Embedding(13, WIDTH),
-            nn.ModuleList(block() for _ in range(2)),
-            nn.Linear(WIDTH, 13, bias=False),
-        )
+        self.wte, self.lm_head = nn.Embedding(13, WIDTH), linear(WIDTH, 13)
+        self.h = nn.ModuleList(block() for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens)
@@ -430,14 +410,8 @@ def test_they_equal_one_process(world_size):
 
 def in_words(build, plan, sequence_parallel):
     """What a step raises, and its cause."""
-    trainer = p101.TensorParallelTrainer(
-        build(),
-        loss_of_text,
-        OPTIMIZERS["sgd"],
-        plan=plan,
-        sequence_parallel=sequence_parallel,
-        verify=False,
-    )
+    options = {"plan": plan, "sequence_parallel": sequence_parallel, "verify": False}
+    trainer = p101.TensorParallelTrainer(build(), loss_of_text, OPTIMIZERS["sgd"], **options)
     with pytest.raises(ValueError) as failed:
         trainer.step(*text(0))
     return str(failed.value), type(failed.value.__cause__)
