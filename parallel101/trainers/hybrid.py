@@ -179,7 +179,7 @@ class HybridTrainer(Trainer):
             from parallel101.trainers.tensor.plan import resolve
 
             tp = axes.sizes["tp"]
-            resolved = resolve(plan, model, loss_fn, tp, sequence_parallel)
+            resolved = resolve(plan, model, loss_fn, tp, sequence_parallel, algorithms, overlap)
         if is_vocabulary_loss(loss_fn):
             cut_logits = resolved is not None and resolved.vocabulary
             loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))

@@ -294,7 +294,22 @@ def test_bytes_along_tp_equal_theory(name, backend):
     assert bytes_by_axis(trace)["tp"] == 2 * 8 * ALL_REDUCED[name]
 
 
-def a_pair():
+def test_with_the_algorithm_that_the_trainer_was_given():
+    rings = [case(n, overlap=False, algorithm="ring") for n in ("gpt", "gpt, time cut")]
+    program = partial(unlike_one_process, steps=2)
+    run = p101.launch(program, rings, world_size=3, backend="sim")
+    assert run.results == [[]] * 3
+    passes = [span for name in ("forward", "backward") for span in run.trace.spans(name)]
+    sends = [e for e in run.trace.events if e.kind == "send" and e.nbytes > 1000]  # not the loss's
+    to = {
+        (e.rank, e.peer)
+        for e in sends
+        if any(s.rank == e.rank and s.start <= e.posted < s.end for s in passes)
+    }
+    assert to == {(0, 1), (1, 2), (2, 0)}
+
+
+def a_pair(overlap=True):
     """A column layer whose input has a gradient, and a row layer."""
     layers = nn.Linear(4, 4), nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 5)
     trainer = p101.TensorParallelTrainer(
@@ -302,13 +317,15 @@ def a_pair():
         F.mse_loss,
         OPTIMIZERS["sgd"],
         plan={"1": "column", "3": "row"},
+        overlap=overlap,
         verify=False,
     )
     trainer.step(randn(1, 5000, 4), randn(2, 5000, 5))
 
 
-def test_the_all_reduce_is_in_flight_while_the_weight_gradient_is_computed():
-    trace = p101.launch(a_pair, world_size=2, trace=True).trace
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_the_all_reduce_is_in_flight_while_the_weight_gradient_is_computed(overlap):
+    trace = p101.launch(a_pair, overlap, world_size=2, trace=True).trace
     for rank in range(2):
         (backward,) = (e for e in trace.spans("backward") if e.rank == rank)
         computed = next(e for e in trace.spans("weight gradient") if e.rank == rank)
@@ -318,5 +335,6 @@ def test_the_all_reduce_is_in_flight_while_the_weight_gradient_is_computed():
             if e.rank == rank and e.kind in ("send", "recv") and e.group.axis == "tp"
             if backward.start < e.posted < backward.end
         ]
-        assert len([t for t in posted if t < computed.start]) == 2, "the first half, both ways"
-        assert len([t for t in posted if t > computed.end]) == 2, "the second half"
+        before, after = (2, 2) if overlap else (4, 0)  # its two halves, each both ways
+        assert len([t for t in posted if t < computed.start]) == before
+        assert len([t for t in posted if t > computed.end]) == after

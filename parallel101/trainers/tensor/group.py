@@ -30,16 +30,16 @@ TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, fe
 class TensorGroup:
     """The ranks of a tensor axis. Outside of column … row, they all have the same activations.
 
-    Args: algorithm: of the collectives, by operation. "direct" is the one that can be in flight
-        while a rank computes; others finish at once.
+    Args: algorithm: of the collectives, by operation; "direct" if not named. overlap: whether the
+        sum of gradients, which is "direct" then, is in flight while the rank computes.
     """
 
     times: Sequence[int] = ()  # of the ranks, where time is cut
 
-    def __init__(self, group: GroupLike, algorithm: Mapping[str, str] | None = None):
-        self.group = group
+    def __init__(self, group: GroupLike, algorithm: Mapping[str, str] = {}, overlap: bool = True):
+        self.group, self.overlap = group, overlap
         self.options: dict[str, Any] = {
-            operation: {"group": group, "algorithm": (algorithm or {}).get(operation, "direct")}
+            operation: {"group": group, "algorithm": algorithm.get(operation, "direct")}
             for operation in ("all_reduce", "all_gather", "reduce_scatter")
         }
         members = group_of(group)
@@ -58,7 +58,7 @@ class TensorGroup:
         """Begin to sum the gradients of what column layers took. The result waits for the sum."""
         self.forget()
         part = part.contiguous()  # it may be changed: only column layers used x
-        if self.options["all_reduce"]["algorithm"] == "direct":
+        if self.overlap:
             return all_reduce_async(part, group=self.group, out=part).wait
         total = collectives.all_reduce(part, **self.options["all_reduce"])
         return lambda: total
@@ -97,7 +97,7 @@ class SequenceGroup(TensorGroup):
 
     def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
         self.forget()
-        if self.options["reduce_scatter"]["algorithm"] == "direct":
+        if self.overlap:
             part = part.movedim(TIME, 0).contiguous()
             pending = reduce_scatter_async(part, group=self.group)
             return lambda: pending.wait().movedim(0, TIME)

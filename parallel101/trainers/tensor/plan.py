@@ -45,7 +45,7 @@ class ResolvedPlan:
         tensor axis cuts it. Those not named are replicated. partial: names of parameters of which
         each rank's gradient is a part, to be summed over the tensor axis after backward.
         vocabulary: whether the logits stay cut, so that the loss must be called with group=.
-        algorithm: of the layers' collectives, by operation; "direct" if not named.
+        algorithm, overlap: see `TensorGroup`.
     """
 
     styles: Mapping[str, Style]
@@ -54,6 +54,7 @@ class ResolvedPlan:
     vocabulary: bool
     time_cuts: TimeCuts
     algorithm: Mapping[str, str]
+    overlap: bool
 
     def describe(self) -> Iterator[str]:
         """A line for each way in which modules are cut: "blocks.*.mlp.up (4 modules): column"."""
@@ -77,8 +78,8 @@ class ResolvedPlan:
         """
         position = group_of(group).position
         assert position is not None
-        tp = TensorGroup(group, self.algorithm)
-        tp_in_time = SequenceGroup(group, self.algorithm)
+        tp = TensorGroup(group, self.algorithm, self.overlap)
+        tp_in_time = SequenceGroup(group, self.algorithm, self.overlap)
         named = list(model.named_modules(remove_duplicate=False))
         here = {name for name, _ in named if local is None or is_below(name, local)}
         uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
@@ -130,7 +131,8 @@ def resolve(
     loss_fn: Callable[..., Any] | None,
     size: int,
     sequence_parallel: bool = False,
-    algorithm: Mapping[str, str] | None = None,
+    algorithm: Mapping[str, str] = {},
+    overlap: bool = True,
 ) -> ResolvedPlan:
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
@@ -138,9 +140,8 @@ def resolve(
         the model's structure. model: the whole model. loss_fn: vocabulary_cross_entropy, or a
         functools.partial of it, if and only if the head is cut. size: of the tensor axis.
         sequence_parallel: cut activations along time wherever they are not cut along features.
-        algorithm: "all_reduce", "all_gather" and "reduce_scatter" → the algorithm with which the
-        layers do it. Without it, or with "direct", backward computes while its messages are in
-        flight.
+        algorithm: of the layers' collectives, by operation. overlap: compute weight gradients while
+        the sum of the inputs' gradients is in flight; only without `algorithm`.
 
     Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
     that does not fit.
@@ -163,7 +164,7 @@ def resolve(
     vocabulary = check_loss(model, chain, styles, cut_head)
     placements = placements_of(model, styles, shards)
     cuts = time_cuts(model, chain, styles) if sequence_parallel else TimeCuts()
-    return ResolvedPlan(styles, placements, cuts.partial, vocabulary, cuts, dict(algorithm or {}))
+    return ResolvedPlan(styles, placements, cuts.partial, vocabulary, cuts, algorithm, overlap)
 
 
 # ── how they are cut ──
