@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from parallel101 import compute
 from parallel101.analysis.provenance import origin_tensor
 from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
@@ -20,7 +21,6 @@ from parallel101.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.record.spans import compute
 
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from parallel101 import MisuseError, Network
 from parallel101.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -30,8 +31,6 @@ from parallel101.grade.exercise_checks import (
     value,
 )
 from parallel101.grade.training_exercises import SUM_FOR_MEAN, all_reduce_bytes, flat, scale
-from parallel101.record.errors import MisuseError
-from parallel101.sim.network import Network
 
 # the two halves of an all-reduce; any other collective is one call
 CALLS = {"reduce_scatter": 0.5, "all_gather": 0.5}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from parallel101 import Network
 from parallel101.grade.exercise import (
     COLLECTIVES,
     OPTIM,
@@ -33,7 +34,6 @@ from parallel101.grade.training_exercises import (
     train,
     train_whole,
 )
-from parallel101.sim.network import Network
 
 
 def naive_case(draw: Draw, shares: Sequence[int], tied: bool = False, steps: int = 3) -> Case:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101 import Network
 from parallel101.grade.exercise import (
     COLLECTIVES,
     OPTIM,
@@ -43,7 +44,6 @@ from parallel101.grade.training_exercises import (
     train,
     train_whole,
 )
-from parallel101.sim.network import Network
 
 LAYERS = 4
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel101 import Network
 from parallel101.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -40,7 +41,6 @@ from parallel101.grade.harness import (
     gradients_of,
     make_model,
 )
-from parallel101.sim.network import Network
 
 LAYERS, WIDTH, STEPS = 5, 6, 2
 SIZES = [WIDTH] * (LAYERS + 1)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel101 import DeadlockError, compute, span
 from parallel101.grade.exercise import (
     AUTOGRAD,
     Case,
@@ -30,8 +31,6 @@ from parallel101.grade.pipeline_exercises import (
     slots,
     stage_of,
 )
-from parallel101.record.errors import DeadlockError
-from parallel101.record.spans import compute, span
 
 
 def run_order(

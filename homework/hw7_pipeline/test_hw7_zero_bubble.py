@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel101 import compute, schedule, span
 from parallel101.grade.exercise import OPTIM, Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
 from parallel101.grade.pipeline_exercises import (
@@ -23,8 +24,6 @@ from parallel101.grade.pipeline_exercises import (
     slots,
     stage_of,
 )
-from parallel101.record.spans import compute, span
-from parallel101.trainers.schedules.schedule import schedule
 
 
 class SplitStage:
