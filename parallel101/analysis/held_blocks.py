@@ -30,7 +30,7 @@ class HeldRectangle(NamedTuple):
     counts: tuple[int, ...] = (1,)  # how often each term of the sum is in it
 
 
-class Column(NamedTuple):
+class BlockColumn(NamedTuple):
     """An array at one moment."""
 
     title: str  # of the step that made it; "" for what the ranks began with
@@ -61,18 +61,18 @@ class RecordedProduct(Protocol):
     def verdict(self) -> str: ...
 
 
-def columns_of(run: RecordedProduct) -> Iterator[Column]:
+def columns_of(run: RecordedProduct) -> Iterator[BlockColumn]:
     """The operands, and the array that each step makes."""
     for array in run.plan.operands:
-        yield Column("", array, 0)
+        yield BlockColumn("", array, 0)
     if run.program:
-        yield Column("your program", run.plan.result, 1)
+        yield BlockColumn("your program", run.plan.result, 1)
         return
     for number, step in enumerate(run.plan.steps):
-        yield Column(step.title, step.after, number + 1)
+        yield BlockColumn(step.title, step.after, number + 1)
 
 
-def parts_of(run: RecordedProduct, column: Column, rank: int) -> list[HeldRectangle]:
+def parts_of(run: RecordedProduct, column: BlockColumn, rank: int) -> list[HeldRectangle]:
     """The rectangles to draw for what a rank holds of an array."""
     plan, at = run.plan, list(run.plan.coordinates())[rank]
     block = run.held[rank][column.state].get(column.array.name)

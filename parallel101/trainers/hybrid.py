@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.batch_norm import check_norms, norms_of, synchronise_norms
 from parallel101.trainers.gradient_sync import Parameters
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
 from parallel101.trainers.prepare import prepare
 from parallel101.trainers.random_numbers import RandomNumbers
-from parallel101.trainers.replicas import check_alike
+from parallel101.trainers.replicas import compare_replicas
 from parallel101.trainers.shares import Shares
 from parallel101.trainers.step import Accumulation
 from parallel101.trainers.support import checkpoint, fit, memory
@@ -44,6 +43,7 @@ from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
 from parallel101.trainers.support.state_names import StateNames, tensors_of_state
+from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronise_norms
 from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify import compare, first_step
 from parallel101.trainers.verify.one_process import whole_model
@@ -222,18 +222,12 @@ class HybridTrainer(Trainer):
         self.reads_parts = False
         checkpoint.refuse_parts(self)
         self.reached, self.steps, self.history = [], 0, History()
-        self.before_first = self.after_first = None
+        # in the first step, if it could not be compared with one process
+        several = axes.sizes.get("tp", 1) > 1 or next(model.buffers(), None) is not None
+        self.compare_replicas = partial(compare_replicas, self) if several else None
+        self.before_first, self.after_first = None, self.compare_replicas
         if verify and (len(axes.members.ranks) > 1 or many > 1):
-            self.before_first = partial(first_step.verify_once, self)
-        elif axes.sizes.get("tp", 1) > 1 or next(model.buffers(), None) is not None:
-            self.after_first = self.check_replicas
-
-    def check_replicas(self) -> None:
-        """In the first step, if it was not compared with one process: ranks with equal parameters
-        and buffers have equal gradients.
-        """
-        self.after_first = None
-        self.agree.check_on_all(partial(check_alike, self))
+            self.before_first, self.after_first = partial(first_step.verify_once, self), None
 
     # ── what the whole model needs, on any layout ──
 

@@ -12,21 +12,27 @@ Without an error each rank would train a model of its own, and the loss would no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.step import Step
+from parallel101.trainers.trainer import Trainer
 
 CLOSE = 1e-3  # how much two norms may differ, relative to the larger one
 SMALL = 1e-6  # a norm below this part of the largest is rounding noise
 
 
-def check_alike(trainer: Step) -> None:
-    """Collective among the ranks of one stage, all of which raise the same ValueError.
-
-    To be called when every gradient is that of the whole batch.
+def compare_replicas(trainer: Trainer) -> None:
+    """Once, when every gradient is that of the whole batch: raises ValueError, on every rank, if
+    ranks with equal parameters and buffers have unequal gradients or buffers.
     """
+    trainer.after_first = None
+    trainer.agree.check_on_all(partial(check_alike, trainer))
+
+
+def check_alike(trainer: Trainer) -> None:
+    """Collective among the ranks of one stage, all of which raise the same ValueError."""
     axes = trainer.axes
     stage = [axis for axis in axes.sizes if axis != "pp"]
     # not counted as what an axis sends
@@ -46,7 +52,7 @@ def check_alike(trainer: Step) -> None:
         )
 
 
-def check_gradients(trainer: Step, agree: Agreement, tp: Sequence[int]) -> None:
+def check_gradients(trainer: Trainer, agree: Agreement, tp: Sequence[int]) -> None:
     """Raises ValueError if the gradient of a parameter that tp does not cut has different norms
     along it. `tp`: of each rank, its place.
     """

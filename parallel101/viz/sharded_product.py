@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 
 from parallel101.analysis.held_blocks import (
-    Column,
+    BlockColumn,
     HeldRectangle,
     RecordedProduct,
     bytes_by_step,
@@ -139,7 +139,7 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     return scene
 
 
-def heading(scene: Node, column: Column, x: float, sent: int | None) -> None:
+def heading(scene: Node, column: BlockColumn, x: float, sent: int | None) -> None:
     """The step above its column, then the array, then the bytes."""
     subscripts(scene, column.title or "at first", x, 96, 13, class_="b" if column.title else "m")
     subscripts(scene, str(column.array), x, 116, 13)
@@ -157,7 +157,7 @@ def heading(scene: Node, column: Column, x: float, sent: int | None) -> None:
 def box(
     scene: Node,
     run: RecordedProduct,
-    column: Column,
+    column: BlockColumn,
     parts: Sequence[HeldRectangle],
     x: float,
     y: float,
@@ -336,7 +336,7 @@ def subscripts(scene: Node, text: str, x: float, y: float, size: float, class_: 
 
 def description(
     run: RecordedProduct,
-    columns: Sequence[Column],
+    columns: Sequence[BlockColumn],
     drawn: Sequence[Sequence[Sequence[HeldRectangle]]],
 ) -> str:
     """The picture in words."""

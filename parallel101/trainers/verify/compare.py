@@ -58,15 +58,18 @@ def verify(trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
         trainer.shares.check(inputs, targets, trainer.steps)
         report = compare(trainer, inputs, targets)
     if report.equal:
-        settle(trainer)
+        settle(trainer, report)
     return report
 
 
-def settle(trainer: Trainer) -> None:
-    """The comparison before the first step is made; what the first rank kept for it alone is
-    freed.
+def settle(trainer: Trainer, report: Report) -> None:
+    """The comparison before the first step is made, and what the first rank kept for it is freed.
+
+    If nothing could be compared, the ranks are compared with each other in the first step.
     """
     trainer.before_first = None
+    if report.reason:
+        trainer.after_first = trainer.compare_replicas
     if trainer.one_process is not None:
         trainer.one_process.free()
 

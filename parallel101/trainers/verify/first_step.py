@@ -24,7 +24,7 @@ def verify_once(trainer: Trainer, inputs: Batch, targets: Batch) -> None:
         report = Report(reason=reason) if reason else compare(trainer, inputs, targets)
     if report.reason and trainer.position == 0:
         print(report, flush=True)
-    settle(trainer)
+    settle(trainer, report)
 
 
 def too_much(trainer: Trainer, inputs: Batch, targets: Batch) -> str:

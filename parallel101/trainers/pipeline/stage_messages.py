@@ -24,7 +24,7 @@ from parallel101.record.spans import wait_span
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.schedules.actions import Action, ScheduleError
 from parallel101.trainers.schedules.check import Placement, partner
-from parallel101.trainers.schedules.messages import receive_for
+from parallel101.trainers.schedules.with_messages import receive_for
 from parallel101.trainers.support.batches import Batch, count_samples, number_of_shape
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
