@@ -96,65 +96,53 @@ def test_describe_says_who_holds_what():
 def told():
     """What on_step hears, and when: after the step, before the save."""
     heard, trainer = [], build()
-    history = trainer.fit(
-        batch, until=3, on_step=lambda step: heard.append((step, trainer.steps)), progress=False
-    )
-    return [step._asdict() for step, _ in heard], [taken for _, taken in heard], history.as_dict()
+
+    def hear(step):
+        heard.append((step._asdict(), trainer.steps))
+
+    history = trainer.fit(batch, until=3, on_step=hear, progress=False)
+    return *zip(*heard), history.as_dict()
 
 
 def test_on_step_hears_of_every_step_on_every_rank():
-    for steps, taken, history in [told(), *p101.launch(told, world_size=2).results]:
-        assert taken == [1, 2, 3]
+    for steps, taken, history in p101.launch(told, world_size=2).results:
+        assert taken == (1, 2, 3)
         assert list(steps[0]) == ["step", "loss", "seconds", "samples", "tokens"]
-        assert [list(column) for column in zip(*(step.values() for step in steps))] == list(
-            history.values()
-        )
+        columns = zip(*(step.values() for step in steps))
+        assert list(map(list, columns)) == list(history.values())
         assert history["steps"] == [0, 1, 2]
 
 
 def shown(live, rank):
-    return (
-        build()
-        .fit(batch, until=4, on_step=live.curve(f"rank {rank}", rank=rank), progress=False)
-        .losses
-    )
+    curve = live.curve(f"rank {rank}", rank=rank)
+    return build().fit(batch, until=4, on_step=curve, progress=False).losses
 
 
 def test_a_live_picture_follows_fit():
     with LiveLoss(until=4) as live:
         alone = shown(live, 0)
         first = p101.launch(shown, live, 1, world_size=2).results[0]
-    assert live.curves == {"rank 0": list(enumerate(alone)), "rank 1": list(enumerate(first))}, (
-        "one rank writes, each step once"
-    )
+    expected = {"rank 0": list(enumerate(alone)), "rank 1": list(enumerate(first))}
+    assert live.curves == expected, "one rank writes, each step once"
 
 
-def scheduled(until, save_to=None, start=None, named=True):
+def scheduled(until, save_to=None, start=None):
     """A learning rate that changes in each step, and a MultiStepLR."""
-    trainer = build()
-    scheduler = torch.optim.lr_scheduler.SequentialLR(
-        trainer.optimizer,
-        [
-            torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: step / 4),
-            torch.optim.lr_scheduler.MultiStepLR(trainer.optimizer, [2, 3]),
-        ],
-        milestones=[3],
-    )
+    trainer, rates = build(), torch.optim.lr_scheduler
+    warm_up = rates.LambdaLR(trainer.optimizer, lambda step: step / 4)
+    falling = rates.MultiStepLR(trainer.optimizer, [2, 3])
+    scheduler = rates.SequentialLR(trainer.optimizer, [warm_up, falling], milestones=[3])
     if start is not None:
-        trainer.resume(start, **({"scheduler": scheduler} if named else {}))
-    losses = trainer.fit(
-        batch, until=until, save_to=save_to, scheduler=scheduler, progress=False
-    ).losses
-    return losses, scheduler.get_last_lr()
+        trainer.resume(start, scheduler=scheduler)
+    options = {"until": until, "save_to": save_to, "scheduler": scheduler, "progress": False}
+    return trainer.fit(batch, **options).losses, scheduler.get_last_lr()
 
 
 def test_a_scheduler_is_saved_and_resumed(tmp_path):
-    path = tmp_path / "run.pt"
-    expected = p101.launch(scheduled, STEPS, world_size=2, backend="sim").results
-    p101.launch(scheduled, 4, save_to=path, world_size=2, backend="sim")
-    assert (
-        p101.launch(scheduled, STEPS, start=path, world_size=2, backend="sim").results == expected
-    )
+    path, where = tmp_path / "run.pt", {"world_size": 2, "backend": "sim"}
+    expected = p101.launch(scheduled, STEPS, **where).results
+    p101.launch(scheduled, 4, save_to=path, **where)
+    assert p101.launch(scheduled, STEPS, start=path, **where).results == expected
     build().save(tmp_path / "without.pt")
     with pytest.raises(ValueError, match="has no scheduler's state"):
         scheduled(STEPS, start=tmp_path / "without.pt")
