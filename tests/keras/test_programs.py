@@ -215,63 +215,34 @@ def fit_once(model, keras):
     return numbers(model.fit(x, y, batch_size=8, verbose=0, shuffle=False), model)
 
 
-def in_phases(*phases):
-    """Fit after each phase, which freezes something in the model that was given to
-    ParallelKeras or in what it returned.
+def in_phases(*changes):
+    """Fit after each change: of the model that was given to ParallelKeras (0) or of what it
+    returned (1), a layer or the whole becomes trainable or not.
     """
 
     def use(model, keras, wrap):
-        wrapped, found = wrap(model), {}
-        for number, freeze in enumerate((lambda *_: None, *phases)):
-            freeze(model, wrapped)
-            of_phase = fit_once(wrapped, keras)
-            found |= {f"phase {number}: {name}": value for name, value in of_phase.items()}
+        models, found = (model, wrap(model)), {}
+        for phase, (which, layer, trainable) in enumerate(((1, None, True), *changes)):
+            changed = models[which] if layer is None else models[which].layers[layer]
+            changed.trainable = trainable
+            values = fit_once(models[1], keras)
+            found |= {f"phase {phase}: {name}": value for name, value in values.items()}
         return found
 
     return use
 
 
-def frozen(index):
-    """A layer of the model that ParallelKeras returned."""
-
-    def freeze(original, wrapped):
-        wrapped.layers[index].trainable = False
-
-    return freeze
-
-
-def frozen_in_the_original(original, wrapped):
-    original.layers[1].trainable = False
-
-
-def all_but_one_in_the_original(original, wrapped):
-    original.trainable = False
-    original.layers[2].trainable = True
-
-
-def thawed(original, wrapped):
-    wrapped.trainable = True
-
-
-def all_frozen(original, wrapped):
-    wrapped.trainable = False
-
-
-@pytest.mark.parametrize(
-    "phases",
-    [
-        (frozen(0), thawed, frozen_in_the_original),
-        (all_but_one_in_the_original, thawed, frozen(2)),
-    ],
-    ids=["in the wrapped model", "in the original"],
-)
-def test_layers_may_be_frozen_after_wrapping(phases):
-    assert on_two_ranks(classifier, in_phases(*phases)) == [{}] * 2
-
-
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
-def test_a_model_that_is_frozen_as_a_whole_keeps_its_weights():
-    assert on_two_ranks(classifier, in_phases(all_frozen)) == [{}] * 2
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ((1, 0, False), (1, None, True), (0, 1, False), (1, None, False)),
+        ((0, None, False), (0, 2, True), (1, None, True), (1, 2, False)),
+    ],
+    ids=["first what was returned", "first the original"],
+)
+def test_layers_may_be_frozen_after_wrapping(changes):
+    assert on_two_ranks(classifier, in_phases(*changes)) == [{}] * 2
 
 
 def frozen_at_the_start(keras):
@@ -326,22 +297,21 @@ def compiled_again(model, keras, wrap):
     return found | {f"again, {name}": value for name, value in again.items()}
 
 
-class Loaded:
+def loaded_from(folder):
     """A model that was trained, saved and loaded. Each rank has a file of its own."""
 
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __call__(self, keras):
-        path = self.folder / f"{torch.distributed.get_rank()}.keras"
+    def build(keras):
+        path = folder / f"{torch.distributed.get_rank()}.keras"
         trained(keras).save(path)
         return keras.saving.load_model(path)
+
+    return build
 
 
 def test_the_optimizer_of_a_model_that_was_trained_goes_on(tmp_path):
     assert on_two_ranks(trained, go_on, LINES) == [{}] * 2
     assert on_two_ranks(trained, compiled_again) == [{}] * 2
-    assert on_two_ranks(Loaded(tmp_path), go_on) == [{}] * 2
+    assert on_two_ranks(loaded_from(tmp_path), go_on) == [{}] * 2
 
 
 def saved_with_a_frozen_layer(folder):
