@@ -149,11 +149,9 @@ def test_torchs_schedules_are_read_checked_and_timed(name):
     for schedule in (compute, with_messages):
         schedule.check("gloo")
         schedule.check("nccl")
-    assert compute.time() == compute.time(), "no chance in it"
     assert with_messages.time().makespan == compute.time().makespan, "messages that take no time"
-    assert (
-        with_messages.time(communication=1.0).makespan >= compute.time(communication=1.0).makespan
-    )
+    slow = [schedule.time(communication=1.0).makespan for schedule in (compute, with_messages)]
+    assert slow == sorted(slow)
     if name == "ZBVZeroBubble":
         assert compute.time().bubble_rate == 0, "the point of it, where F = B = W"
     if name == "DualPipeV":
@@ -203,14 +201,8 @@ WRONG = {  # what is wrong with two stages' lists, and the words that name it
         ["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"],
         "rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
     ),
-    "a send without a receive": (
-        ["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"],
-        "1F0 needs 1RECV_F0, which is missing",
-    ),
-    "a receive without a send": (
-        ["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"],
-        "1RECV_F0 needs 0SEND_F0, which is missing",
-    ),
+    "no receive": (["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"], "1F0 needs 1RECV_F0, which"),
+    "no send": (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "1RECV_F0 needs 0SEND_F0"),
     "nothing": ([""], "the schedule is empty"),
     "a rank without a stage": (["0F0,0B0", ""], "rank 1 has no stage"),
     "no action": (["0F0,0X0"], r"action '0X0': expected a stage, one of F, B, I, W"),
@@ -230,12 +222,8 @@ def test_what_is_wrong_is_named(lists, words):
         ({"stages": 0}, "stages=0: expected a whole number, 1 or more"),
         ({"microbatches": 2.0}, "microbatches=2.0: expected a whole number"),
         ({"chunks": 2}, "chunks=2: '1f1b' has one stage a rank"),
-        (
-            {"name": "interleaved", "microbatches": 6, "chunks": 2},
-            "microbatches=6: 'interleaved' runs them in groups of one per rank",
-        ),
+        ({"name": "interleaved", "microbatches": 6, "chunks": 2}, "microbatches=6: 'interleaved'"),
     ],
-    ids=["unknown", "no stages", "half a microbatch", "chunks", "interleaved and indivisible"],
 )
 def test_what_cannot_be_built_is_refused(options, words):
     arguments = {"name": "1f1b", "stages": 4, "microbatches": 8} | options
