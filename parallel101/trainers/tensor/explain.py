@@ -32,13 +32,11 @@ def explain_shape_errors(module: nn.Module, name: str, ranks: int, cut_time: boo
                 raise
             raise ValueError(
                 f"{repr(name) if name else 'the model'} ({type(self).__name__}) raised "
-                f"{str(error).splitlines()[0]!r}. Its layers are "
-                f"cut over {ranks} ranks, so its code sees 1/{ranks} of their features and "
-                "heads. Where it counts those of the whole "
-                "model, write -1, or give the plan the attribute that counts heads: "
-                'p101.column(heads="num_heads"). '
-                f"{TIME * cut_time}"
-                "Or leave these layers out of the plan"
+                f"{str(error).splitlines()[0]!r}. Its layers are cut over {ranks} ranks, so its "
+                f"code sees 1/{ranks} of their features and heads. Where it counts those of the "
+                "whole model, write -1, or give the plan the attribute that counts heads: "
+                f'p101.column(heads="num_heads"). {TIME * cut_time}Or leave these layers out of '
+                "the plan"
             ) from error
 
     module.forward = MethodType(forward, module)
@@ -48,6 +46,5 @@ def is_of_shapes(error: Exception) -> bool:
     """Whether torch, Python's unpacking or einops found that sizes do not fit."""
     if isinstance(error, ValueError):
         return "to unpack" in str(error)
-    return (type(error) is RuntimeError or type(error).__name__ == "EinopsError") and SHAPES.search(
-        str(error)
-    ) is not None
+    of_torch = type(error) is RuntimeError or type(error).__name__ == "EinopsError"
+    return of_torch and SHAPES.search(str(error)) is not None

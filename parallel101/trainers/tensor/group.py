@@ -30,8 +30,11 @@ TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, fe
 class TensorGroup:
     """The ranks of a tensor axis. Outside of column … row, they all have the same activations.
 
-    Args: algorithm: of the collectives, by operation; "direct" if not named. overlap: whether the
-        sum of gradients, which is "direct" then, is in flight while the rank computes.
+    Args:
+        group: see `group_of`.
+        algorithm: of the collectives, by operation; "direct" if not named.
+        overlap: whether the sum of gradients, which is "direct" then, is in flight while the rank
+            computes.
     """
 
     times: Sequence[int] = ()  # of the ranks, where time is cut

@@ -36,11 +36,14 @@ def vocabulary_cross_entropy(
     """Cross-entropy, in nats, the same on every rank; equal to F.cross_entropy of the joined
     logits.
 
-    Args: logits: (…, V/n), this rank's block along the vocabulary; blocks may differ in size, and
-        one may be empty. targets: (…), whole numbers from 0 to V − 1, the same on every rank.
+    Args:
+        logits: (…, V/n), this rank's block along the vocabulary; blocks may differ in size, and one
+            may be empty.
+        targets: (…), whole numbers from 0 to V − 1, the same on every rank.
         group: the ranks among which the vocabulary is cut, in its order; see `group_of`. A
-        tensor-parallel trainer passes its tp axis. ignore_index: a target that marks a position as
-        not counted. reduction: "mean" over the positions that count, or their "sum".
+            tensor-parallel trainer passes its tp axis.
+        ignore_index: a target that marks a position as not counted.
+        reduction: "mean" over the positions that count, or their "sum".
 
     Returns a scalar; of logits in half precision it is computed, and returned, in float32. The loss
     counts once, as in `reduce_from_group`: backward sends nothing. Forward makes two all-reduces,
@@ -52,8 +55,7 @@ def vocabulary_cross_entropy(
     if not logits.is_floating_point() or logits.dim() < 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits {logits.dtype} of shape {tuple(logits.shape)} and targets of shape "
-            f"{tuple(targets.shape)}: "
-            "expected (…, this rank's part of the vocabulary) and (…)"
+            f"{tuple(targets.shape)}: expected (…, this rank's part of the vocabulary) and (…)"
         )
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(
@@ -66,25 +68,22 @@ def vocabulary_cross_entropy(
 
 def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
     """Whether it is vocabulary_cross_entropy, or a functools.partial of it."""
-    return (
-        loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-    ) is vocabulary_cross_entropy
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    return function is vocabulary_cross_entropy
 
 
 class VocabularyCrossEntropy(Function):
+    """log Σ exp(logit) − logit of the target; its gradient is softmax − one-hot."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, group: GroupLike, ignore_index: int, mean: bool
     ) -> Tensor:
         members, ctx.dtype, ctx.shape = group_of(group), logits.dtype, logits.shape
         position = members.position or 0
-        values = (
-            logits.detach()
-            .reshape(targets.numel(), logits.shape[-1])
-            .to(torch.promote_types(logits.dtype, torch.float32))
-        )
-        target = targets.reshape(-1)
-        count, width = values.shape
+        target, count, width = targets.reshape(-1), targets.numel(), logits.shape[-1]
+        single = torch.promote_types(logits.dtype, torch.float32)
+        values = logits.detach().reshape(count, width).to(single)
 
         # the ranks' widths travel with the largest logits: each rank knows only its own
         largest = values.new_full((count + members.size,), -torch.inf)
@@ -121,10 +120,5 @@ class VocabularyCrossEntropy(Function):
         softmax, row, column, counted, number = ctx.saved_tensors
         gradient = softmax * counted[:, None]
         gradient[row, column] -= 1
-        return (
-            gradient.mul_(g / number.clamp(min=1)).view(ctx.shape).to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        gradient.mul_(g / number.clamp(min=1))
+        return gradient.view(ctx.shape).to(ctx.dtype), None, None, None, None

@@ -41,10 +41,13 @@ TensorPlan = str | Mapping[str, str | Style]
 class ResolvedPlan:
     """A plan for one model and one number of ranks.
 
-    Attributes: styles: name of a module → its style. placements: name of a parameter → how the
-        tensor axis cuts it. Those not named are replicated. partial: names of parameters of which
-        each rank's gradient is a part, to be summed over the tensor axis after backward.
+    Attributes:
+        styles: name of a module → its style.
+        placements: name of a parameter → how the tensor axis cuts it; the others are replicated.
+        partial: names of parameters of which each rank's gradient is partial, to be summed over the
+            tensor axis after backward.
         vocabulary: whether the logits stay cut, so that the loss must be called with group=.
+        time_cuts: where sequence parallel cuts activations.
         algorithm, overlap: see `TensorGroup`.
     """
 
@@ -72,9 +75,11 @@ class ResolvedPlan:
         """Put this rank's layers in the places of the modules, with this rank's blocks of their
         parameters.
 
-        Args: model: the whole model, as `resolve` saw it. group: the ranks along the tensor axis.
-            local: the modules (with all that is below them) that this rank has of a pipeline. None:
-            all.
+        Args:
+            model: the whole model, as `resolve` saw it.
+            group: the ranks along the tensor axis.
+            local: the modules (with all that is below them) that this rank has of a pipeline; None:
+                all.
         """
         position = group_of(group).position
         assert position is not None
@@ -136,12 +141,17 @@ def resolve(
 ) -> ResolvedPlan:
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
-    Args: plan: name of a module → style; `*` stands for one or more parts of a name. "auto": from
-        the model's structure. model: the whole model. loss_fn: vocabulary_cross_entropy, or a
-        functools.partial of it, if and only if the head is cut. size: of the tensor axis.
+    Args:
+        plan: name of a module → style; `*` stands for one or more parts of a name. "auto": from the
+            model's structure.
+        model: the whole model.
+        loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is
+            cut.
+        size: of the tensor axis.
         sequence_parallel: cut activations along time wherever they are not cut along features.
-        algorithm: of the layers' collectives, by operation. overlap: compute weight gradients while
-        the sum of the inputs' gradients is in flight; only without `algorithm`.
+        algorithm: of the layers' collectives, by operation.
+        overlap: compute weight gradients while the sum of the inputs' gradients is in flight; only
+            without `algorithm`.
 
     Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
     that does not fit.
