@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.auto import auto_plan, head_width, whole_number
+from parallel101.trainers.tensor.auto_plan import auto_plan, head_width, whole_number
 from parallel101.trainers.tensor.explain import explain_shape_errors
 from parallel101.trainers.tensor.flow import Chain, chain_of, check_flow, first_names
-from parallel101.trainers.tensor.group import SequenceGroup, TensorGroup
 from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
 from parallel101.trainers.tensor.styles import Style, listed, match
+from parallel101.trainers.tensor.tensor_group import SequenceGroup, TensorGroup
 from parallel101.trainers.tensor_parallel import (
     ColumnLinear,
     RowLinear,
