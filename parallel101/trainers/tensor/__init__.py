@@ -2,8 +2,8 @@
 
 {"*.up": "column", "*.down": "row"}     styles.py: what a plan says
 flow.py, plan.py                        whether it fits, and each rank's part of the model
-auto.py                                 a plan from the model's structure
-group.py                                the ranks over which layers are cut, and their messages
+auto_plan.py                            a plan from the model's structure
+tensor_group.py                         the ranks over which layers are cut, and their messages
 loss.py                                 cross-entropy of logits that stay cut
 sequence.py                             sequence parallel: between, activations are cut along time
 """
