@@ -21,11 +21,9 @@ from torch.nn.functional import mse_loss
 import parallel101 as p101
 from tests.trainers.cases import (
     CLOSE,
-    TASKS,
     Case,
     Task,
     differing,
-    on_mesh,
     one_process,
     randn,
     unlike_one_process,
@@ -148,26 +146,3 @@ def test_a_hang_that_others_met_runs_by_gloos_rules_and_is_named_by_nccls():
         p101.RankFailed, match=r"ScheduleError.*rank 0's 0SEND_F1 waits for 1RECV_F1"
     ):
         p101.launch(run_lists, lists, world_size=2, backend="sim", rules="nccl")
-
-
-def v_shaped() -> list[str]:
-    """Zero bubble and DualPipe-V on 2 ranks: the first and the last stage are on rank 0."""
-    found = []
-    for kind in (torchs.ScheduleZBVZeroBubble, torchs.ScheduleDualPipeV):
-        order = kind([Mock(4, 2, stage) for stage in (0, 3)], 4, loss_fn=mse_loss).pipeline_order
-        found.append("\n".join(",".join(map(str, filter(None, order[rank]))) for rank in (0, 1)))
-    return found
-
-
-def tied_on_one_rank(texts: list[str]) -> list[str]:
-    """Where a GPT with a tied embedding differs from one process, with each list."""
-    cases = []
-    for text, zero_stage in zip(texts, (0, 1)):
-        options = {"schedule": p101.Schedule.from_csv(text), "zero_stage": zero_stage}
-        cases.append(Case(TASKS["tied gpt"], on_mesh("dp 2, pp 2"), options=options))
-    return unlike_one_process(cases, steps=STEPS)
-
-
-def test_a_weight_that_is_tied_between_two_stages_of_one_rank():
-    run = p101.launch(tied_on_one_rank, v_shaped(), world_size=4, backend="sim", rules="nccl")
-    assert run.results == [[]] * 4

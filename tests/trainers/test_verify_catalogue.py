@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
 import parallel101 as p101
-from parallel101.trainers.support.batches import map_tensors
 from parallel101.trainers.verify.one_process import OneProcess
 from tests.trainers.cases import adamw_by_shape, mesh_of, randn, seeded
 
@@ -699,9 +698,8 @@ class Precision(NamedTuple):
     close: float  # losses of a few steps
 
     def batch(self, program: Program) -> Batch:
-        return map_tensors(
-            lambda t: t.to(self.dtype) if t.is_floating_point() else t, program.batch
-        )
+        x, y = (t.to(self.dtype) if t.is_floating_point() else t for t in program.batch)
+        return x, y
 
 
 PRECISIONS = {
@@ -810,7 +808,7 @@ def uncopyable() -> nn.Module:
 def test_what_can_not_be_compared_is_said_in_one_line(build, lengths, reason, capfd):
     def train() -> tuple[str, bool]:
         trainer = p101.DataParallelTrainer(build(), F.mse_loss, adamw)
-        share = map_tensors(lambda t: t[:, : lengths[trainer.position]], trainer.share(TIMES))
+        share = [t[:, : lengths[trainer.position]] for t in trainer.share(TIMES)]
         trainer.step(*share), trainer.step(*share)
         report = trainer.verify(*share)
         return str(report), report.equal
