@@ -35,7 +35,7 @@ def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
         had = [name in sys.modules for name in names]
         return had, [importlib.import_module(name) is None for name in names]
 
-    names = "parallel101.bench.benchmark_report", "torch.distributed.tensor", "tabnanny"
+    names = "parallel101.cost.hardware", "torch.distributed.tensor", "tabnanny"
     stop_server()
     runs = [p101.launch(program, *names, world_size=1).results[0][0] for _ in range(2)]
     assert runs == [[False, False, False], [True, True, False]], (
