@@ -24,7 +24,7 @@ def run(kind, start=None, death=None, save_to=None):
     trainer = build(model, F.mse_loss, OPTIMIZERS["adamw"], clip_norm=0.5)
     if start is not None:
         trainer.resume(start)
-    collect = trainer.state_dict
+    collect = trainer.sharded_optimizer.state
 
     def die(place):
         if death == place and trainer.steps >= DIES_IN and dist.get_rank() == 1:
@@ -32,7 +32,7 @@ def run(kind, start=None, death=None, save_to=None):
 
     for layer in model.layers[1:]:
         layer.register_full_backward_hook(lambda *_: die("backward"))
-    trainer.state_dict = lambda: die("save") or collect()
+    trainer.sharded_optimizer.state = lambda: die("save") or collect()
     saving = {} if save_to is None else {"save_to": save_to, "save_every": 2}
     return trainer.fit(
         lambda step: (randn(step, 10, 4), randn(step, 10, 4).sin()),

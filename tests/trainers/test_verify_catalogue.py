@@ -168,7 +168,7 @@ LOSSES = {
     "InfoNCE": Program(NO_MEAN, CUT, chain, info_nce),
     "balance": Program(NO_MEAN, CUT, chain, balance),
     "a penalty, of parts": Program(
-        "loss_fn uses the model's weights", ("tp", "pp", "ZeRO-3"), chain, penalty=squares
+        "loss_fn uses the model's weights", ("tp", "pp"), chain, penalty=squares
     ),
     "a penalty, of whole weights": Program(
         "", ("dp", "ZeRO-1", "ZeRO-2", "alone"), chain, penalty=squares
