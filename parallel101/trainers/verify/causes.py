@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from parallel101.trainers.support.arguments import loss_and_weight
 from parallel101.trainers.support.batches import Batch, call, map_tensors, split, tensors_of
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.one_process import OneProcess, mean_loss
 
 EXACT = 1e-9  # relative; rounding in float64 is less
 
 
 def explain(
-    trainer: Any,
+    trainer: Trainer,
     batch: tuple[Batch, Batch],
     values: Mapping[str, Tensor],
     rows: Sequence[Any],
@@ -80,7 +81,7 @@ def messages_of_its_own(model: nn.Module) -> tuple[str, str]:
     return "", ""
 
 
-def of_the_optimizer(trainer: Any) -> str:
+def of_the_optimizer(trainer: Trainer) -> str:
     if any(set(entry.placements) - {"pp"} for entry in trainer.layout.entries.values()):
         return (
             "From equal gradients the optimizer makes other weights: it does not update each "
@@ -146,7 +147,7 @@ def of_the_loss(whole: OneProcess, batch: tuple[Batch, Batch], in_parts: bool, b
 
 
 @torch.no_grad()
-def of_the_model(trainer: Any, batch: tuple[Batch, Batch], bound: float) -> str:
+def of_the_model(trainer: Trainer, batch: tuple[Batch, Batch], bound: float) -> str:
     whole, (inputs, targets) = trainer.one_process, batch
     sizes = unequal_parts(inputs)
     outputs = whole.outputs(inputs)
@@ -191,7 +192,7 @@ def of_the_model(trainer: Any, batch: tuple[Batch, Batch], bound: float) -> str:
     )
 
 
-def of_the_layout(trainer: Any, kinds: set[str], gradients: Sequence[str]) -> str:
+def of_the_layout(trainer: Trainer, kinds: set[str], gradients: Sequence[str]) -> str:
     sizes = trainer.axes.sizes
     where = f" The first gradient that differs is that of {gradients[0]!r}." if gradients else ""
     if kinds == {"evaluate"}:

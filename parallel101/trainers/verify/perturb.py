@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from parallel101.trainers.trainer import Trainer
 
 
 def noise(name: str, shape: Sequence[int]) -> Tensor:
@@ -42,7 +43,7 @@ def moved_by(t: Tensor, step: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def perturb_owned(trainer: Any) -> None:
+def perturb_owned(trainer: Trainer) -> None:
     for name, p in trainer.owned.items():
         p.copy_(
             moved_by(
