@@ -150,7 +150,7 @@ class Layout:
     Args:
         axes: the ranks.
         entries: of the whole model, the same on every rank.
-        device: where the parts lie.
+        device: where the parts are.
     """
 
     def __init__(self, axes: Axes, entries: Mapping[str, Entry], device: torch.device):
@@ -216,9 +216,8 @@ class Layout:
         return joined(ORDER, dict(self.axes.here), list(entry.shape))
 
     def counts(self, name: str, at: Coordinates | None = None) -> bool:
-        """Whether what this rank holds is the copy that `join` asks for and `norm` counts.
-
-        Of equal copies it is the first.
+        """True on exactly one of the ranks that hold a copy, the first, so that `join` and `norm`
+        count it once.
         """
         at = at or self.axes.here
         for axis in self.cut_axes:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,14 @@ def test_every_file_begins_with_a_docstring_and_those_of_the_subject_are_short()
             assert text.startswith('"""'), (
                 f"{path.relative_to(ROOT)} does not begin with a docstring"
             )
+
+
+def test_a_file_or_class_has_a_name_of_its_own():
+    names = [path.name for path in tracked("parallel101/*.py") if path.name != "__init__.py"]
+    for path in tracked("parallel101/*.py"):
+        body = ast.parse(path.read_text()).body
+        names += [node.name for node in body if isinstance(node, ast.ClassDef)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 IDEAS = ("data_parallel", "zero_1_2_3", "tensor_parallel", "pipeline_parallel", "step")

@@ -35,7 +35,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 class Messages:
     """The messages of one rank's stages with its neighbours.
 
-    Args: axes: the ranks; stages lie along "pp". lists: of all ranks along "pp", with sends and
+    Args: axes: the ranks; stages are along "pp". lists: of all ranks along "pp", with sends and
         receives. placement: global stage → position along "pp". in_list_order: post them in the
         order of the list, through one group for both directions, as torch.distributed.pipelining
         does.
@@ -220,7 +220,7 @@ def groups_of(
 
 
 def activations(stage: int, y: Any) -> Tensor:
-    """What a stage gives to the next one. Raises ScheduleError if that is no tensor."""
+    """What a stage gives to the next one. Raises ScheduleError unless it is a tensor."""
     if not isinstance(y, Tensor):
         raise ScheduleError(
             f"stage {stage} gave a {type(y).__name__}: expected one tensor between two stages. "

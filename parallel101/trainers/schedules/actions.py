@@ -62,5 +62,5 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def computed(self) -> tuple[Action, ...]:
-        """The actions that it stands for: itself, or its parts."""
+        """What is computed: the action itself, or the parts of an overlap."""
         return self.parts or (self,)

@@ -48,7 +48,7 @@ def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> 
 def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int]]:
     """Action → (rank, place in its list).
 
-    Raises ScheduleError if one stands twice, or a stage on two ranks.
+    Raises ScheduleError if one appears twice, or a stage is on two ranks.
     """
     where: dict[Action, tuple[int, int]] = {}
     for rank, actions in enumerate(ranks):
@@ -106,7 +106,7 @@ def check_complete(
 
 
 def lists_messages(where: Mapping[Action, object]) -> bool:
-    """Whether sends and receives stand in the lists. Otherwise results arrive by themselves."""
+    """Whether the lists have sends and receives. Otherwise results arrive by themselves."""
     return any(action.kind in COMMUNICATION for action in where)
 
 

@@ -53,7 +53,7 @@ class Schedule:
         """Raises ScheduleError if the schedule cannot be run, and names the action: missing, twice,
         too early, or waiting in a cycle.
 
-        Args: rules: "gloo" or "nccl", for sends and receives that stand in the lists. On gloo each
+        Args: rules: "gloo" or "nccl", for sends and receives that are in the lists. On gloo each
             is under way by itself. On NCCL those of a
                 rank go one by one, in the order of its list, as torch's pipelining posts them.
                 Lists of compute only have no such
@@ -142,7 +142,7 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> S
 def schedule_for(
     given: str | Schedule, stages: int, microbatches: int | None, chunks: int
 ) -> Schedule:
-    """The schedule that a trainer on so many ranks was given.
+    """The schedule that a trainer on this many ranks was given.
 
     Raises ScheduleError if it is for other numbers.
     """

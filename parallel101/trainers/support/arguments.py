@@ -53,7 +53,7 @@ def check_options(loss_fn: Any, clip_norm: Any, autocast: Any) -> None:
 
 
 def check_accumulate(accumulate: Any) -> int:
-    """Raises ValueError for what is no number of microbatches."""
+    """Raises ValueError unless it is a number of microbatches."""
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(
             f"accumulate={accumulate!r}: expected the number of microbatches in a step, 1 or more"

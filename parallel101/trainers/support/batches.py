@@ -55,7 +55,7 @@ def tensors_of(tree: Batch) -> list[Tensor]:
 def count_samples(tree: Batch) -> int:
     """How many samples the batch has.
 
-    Raises TypeError for what is no tree of tensors, ValueError if its tensors disagree.
+    Raises TypeError if it isn't a tree of tensors, ValueError if its tensors disagree.
     """
     tensors = tensors_of(tree)
     strange = next(

@@ -19,7 +19,7 @@ from parallel101.trainers.trainer import Trainer
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind these tensors, each storage once, however many of the
-    tensors lie in it.
+    tensors share it.
     """
     storages = {
         storage.data_ptr(): storage.nbytes()

@@ -137,7 +137,7 @@ def linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
 
 
 def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int | None:
-    """The attribute that counts the heads in so many outputs, else their number; None if the
+    """The attribute that counts the heads of these outputs, else their number; None if the
     module tells neither.
     """
     width = head_width(module)

@@ -142,7 +142,7 @@ def resolve(
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
     Args:
-        plan: name of a module → style; `*` stands for one or more parts of a name. "auto": from the
+        plan: name of a module → style; `*` matches one or more parts of a name. "auto": from the
             model's structure.
         model: the whole model.
         loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is

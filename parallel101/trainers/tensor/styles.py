@@ -6,7 +6,7 @@ column_gather   column, and then an all-gather: every rank has all outputs
 vocabulary      rows of an embedding, or a head whose logits stay cut
 
 "blocks.*.mlp.up"     blocks.0.mlp.up, blocks.1.mlp.up, …
-"*.up"                every module named up: a `*` stands for one or more parts of the name
+"*.up"                every module named up: a `*` matches one or more parts of the name
 "layers.*"            among all below, those that have a weight of their own
 """
 
@@ -42,7 +42,7 @@ def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
     `{"attention.qkv": p101.column(parts=3, heads=8)}`.
 
     Args:
-        parts: how many equal matrices lie side by side in the outputs: 3 for a fused query, key and
+        parts: how many equal matrices are side by side in the outputs: 3 for a fused query, key and
             value. Each is cut alike.
         heads: how many heads each part has. They are dealt out whole, so the size of the axis must
             divide them. If the code of the module around the layer counts its heads, as in

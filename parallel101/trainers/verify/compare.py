@@ -208,7 +208,7 @@ class Comparison:
     def takes_one_sample(
         self, whole: OneProcess, inputs: Batch, values: Mapping[str, Tensor]
     ) -> bool:
-        """Whether the forward of one sample is no error, as it would be on some rank."""
+        """False if the forward of one sample alone raises, as it would on some rank."""
         try:
             with whole.holding(values), torch.no_grad():
                 whole.outputs(map_tensors(lambda t: t[:1], inputs))

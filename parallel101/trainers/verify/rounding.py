@@ -65,7 +65,7 @@ def scales(
 def apart(a: Tensor, b: Tensor) -> float:
     """The largest absolute difference.
 
-    What is the same infinity, or no number, in both is no difference, as in half precision.
+    The same infinity in both, or NaN in both, counts as equal: half precision overflows.
     """
     found = largest(a - b)
     if math.isfinite(found):
