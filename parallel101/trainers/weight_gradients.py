@@ -44,15 +44,15 @@ class WeightGradients:
         if p is not None and p.requires_grad:
             self.pending.setdefault(p, []).append(gradient)
 
-    @torch.no_grad()
     def run(self) -> None:
-        """Compute them, and give each parameter the sum of its own, by a backward that begins at
-        the parameter. So it is added to .grad, and the parameter's hooks run once.
+        """Compute them, and give each parameter the sum of its own, by a backward of its own. So it
+        is added to .grad, and the parameter's hooks run once.
         """
         while self.pending:
             p = next(iter(self.pending))
-            parts = (gradient().to(p.dtype) for gradient in self.pending.pop(p))
-            p.backward(functools.reduce(torch.add, parts))
+            with torch.enable_grad():
+                total = _Pending.apply(p, self.pending.pop(p))
+            total.backward()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -68,6 +68,22 @@ class WeightGradients:
                 yield
         finally:
             _thread.later = before
+
+
+class _Pending(Function):
+    """A number whose gradient for p is the sum of p's pending gradients. (`p.backward(sum)` would
+    copy the sum into .grad; what a backward returns becomes .grad itself.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, gradients: list[Callable[[], Tensor]]) -> Tensor:
+        ctx.gradients, ctx.dtype = gradients, p.dtype
+        return p.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        parts = (gradient().to(ctx.dtype) for gradient in ctx.gradients)
+        return functools.reduce(torch.add, parts), None
 
 
 def split_backward() -> WeightGradients | None:

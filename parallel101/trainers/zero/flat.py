@@ -161,7 +161,7 @@ class Flat:
     def begin(self) -> None:
         """A step begins: there are no gradients."""
         self.reached: set[str] = set()
-        self.summed = False  # whether `grad` has a sum of this step
+        self.summed = False  # whether a sum of this step is in `grad`, or on its way there
         for p in self.parameters.values():
             p.grad = None
 
@@ -189,21 +189,22 @@ class Flat:
         return whole
 
     def reduce_scatter(self) -> AsyncCollective:
-        """Begin to sum the gradients of all ranks. The result is the sum of this rank's block."""
+        """Begin to sum the gradients of all ranks. The result is the sum of this rank's block.
+
+        The first one of a step arrives in `grad` itself.
+        """
         gradients, group = self.take_gradients(), self.sharing.group
+        out, self.summed = None if self.summed else self.grad, True
         algorithm = self.sharing.algorithm.get("reduce_scatter")
         if algorithm is None:
-            return reduce_scatter_async(gradients, group=group)
+            return reduce_scatter_async(gradients, group=group, out=out)
         total = reduce_scatter(gradients, group=group, algorithm=algorithm)
-        return AsyncCollective(iter(()), total)  # has arrived
+        return AsyncCollective(iter(()), total if out is None else out.copy_(total))  # has arrived
 
     def add(self, total: Tensor) -> None:
-        """Add what has arrived for this rank's block, a sum over the ranks."""
-        if self.summed:
+        """Add a sum that has arrived for this rank's block, unless it is there already."""
+        if total.data_ptr() != self.grad.data_ptr():
             self.grad += total
-        else:
-            self.grad.copy_(total)
-        self.summed = True
 
     def has_gradients(self) -> bool:
         return any(p.grad is not None for p in self.parameters.values())
