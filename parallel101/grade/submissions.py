@@ -22,8 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -299,47 +298,25 @@ def grade_class(
                 bar.update()
         else:
             context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told)
-            with _noted_interrupts() as interrupted:
+            with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
+                running = {
+                    pool.submit(
+                        _grade_into, path, homework.tests[0], results / names[path], seed
+                    ): path
+                    for path in left
+                }
                 try:
-                    running = {
-                        pool.submit(
-                            _grade_into, path, homework.tests[0], results / names[path], seed
-                        ): path
-                        for path in left
-                    }
-                    pending = set(running)
-                    while pending:
-                        finished, pending = wait(pending, 0.2, return_when=FIRST_COMPLETED)
-                        for future in finished:
-                            done[running[future]] = future.result()
-                            bar.update()
-                        if interrupted.is_set():
-                            raise KeyboardInterrupt
-                except BaseException:
-                    # what is being graded ends now, and the rest is not begun
+                    for future in as_completed(running):
+                        done[running[future]] = future.result()
+                        bar.update()
+                except (
+                    BaseException
+                ):  # Ctrl-C: what is being graded ends now, and the rest is not begun
                     pool.shutdown(wait=False, cancel_futures=True)
                     for process in multiprocessing.active_children():
                         process.terminate()
                     raise
-                pool.shutdown()
     return [done[path] for path in submissions]
-
-
-@contextmanager
-def _noted_interrupts() -> Iterator[threading.Event]:
-    """Inside, Ctrl-C sets the event. The exception that Python raises instead can get lost, if the
-    main thread happens to be in a callback.
-    """
-    interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 _told_to_end = False  # in a process of the pool
