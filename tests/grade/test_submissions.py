@@ -241,7 +241,13 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, str(script)], env=environ, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environ,
+        stderr=subprocess.PIPE,
+        # a shell lets background jobs ignore it, and so what they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     graded, below = psutil.Process(process.pid), []
     while len(below) < 8:  # two processes, their fork servers, two ranks each, the resource tracker
         with pytest.raises(subprocess.TimeoutExpired):
