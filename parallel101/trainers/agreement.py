@@ -150,15 +150,15 @@ class Agreement:
         """
         with wait_span("agree"):
             self.check_same(
-                _tensors_of(model), "the models differ at the start", SEED_ALIKE, values=not sync
+                tensors_of(model), "the models differ at the start", SEED_ALIKE, values=not sync
             )
             if sync:
                 with torch.no_grad():
-                    for _, tensor in _tensors_of(model):
+                    for _, tensor in tensors_of(model):
                         tensor.copy_(broadcast(tensor, 0, group=self.group))
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, each once, however often it is tied."""
     yield from model.named_parameters()
     yield from model.named_buffers()

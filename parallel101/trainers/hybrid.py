@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.gradient_sync import Parameters
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
 from parallel101.trainers.prepare import prepare
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.replicas import compare_replicas
-from parallel101.trainers.shares import Shares
+from parallel101.trainers.shares import Shares, check_frozen
 from parallel101.trainers.step import Accumulation
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
@@ -385,17 +384,4 @@ def check_axes_of_options(
             raise ValueError(
                 f"{what}={given!r} is for the axis {axis!r}, and the mesh has "
                 f"{', '.join(axes.sizes)}: add the axis, or leave it out"
-            )
-
-
-def check_frozen(check_norms: Callable[[], None], frozen: Parameters) -> None:
-    """Raises ValueError for a parameter or a norm that was frozen when the trainer was built, and
-    is not any more.
-    """
-    check_norms()
-    for name, p in frozen.items():
-        if p.requires_grad:
-            raise ValueError(
-                f"{name!r} was frozen when the trainer was built, and now requires a gradient: "
-                "build a new trainer for it"
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from parallel101.mesh import Group
-from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.agreement import Agreement, tensors_of
 from parallel101.trainers.gradient_sync import GradientSync, Parameters
 from parallel101.trainers.layout import Axes, Pieces, Stages
 
@@ -47,11 +47,6 @@ class LocalModel(NamedTuple):
     placements: Mapping[str, Mapping[str, Any]]
     sums: Sums
     notes: Sequence[str]
-
-    @property
-    def trained(self) -> Parameters:
-        """Those of `local` that are trained."""
-        return trained_of(self.local)
 
 
 def prepare(
@@ -105,12 +100,6 @@ def prepare(
     sums = list(sums_of(trained_of(local), positions_of(on_stages, stages), partial, axes))
     notes = [*(plan.describe() if plan is not None else ()), *(stages.describe() if stages else ())]
     return LocalModel(parts, local, syncs, placements, sums, notes)
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, each once, however often it is tied."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def trained_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

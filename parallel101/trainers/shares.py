@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.gradient_sync import Parameters
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.batches import (
     Batch,
@@ -95,3 +96,16 @@ class Shares:
             "alone; a DistributedSampler, or a loader that shuffles with a seed of its own on "
             "each rank, gives them different samples"
         )
+
+
+def check_frozen(check_norms: Callable[[], None], frozen: Parameters) -> None:
+    """Raises ValueError for a parameter or a norm that was frozen when the trainer was built, and
+    is not any more.
+    """
+    check_norms()
+    for name, p in frozen.items():
+        if p.requires_grad:
+            raise ValueError(
+                f"{name!r} was frozen when the trainer was built, and now requires a gradient: "
+                "build a new trainer for it"
+            )

@@ -45,16 +45,17 @@ class Accumulation:
         sizes = split_sizes(count_samples(inputs), self.microbatches)
         for i, (x, y) in enumerate(zip(split(inputs, sizes), split(targets, sizes))):
             with span("forward", microbatch=i):
-                loss = self.evaluate(x, y, losses)
-            last = i == self.microbatches - 1
-            with span("backward", microbatch=i), self.sync.backward(last=last):
+                loss = self.forward(x, y, losses)
+            with span("backward", microbatch=i), self.sync.backward(last=i + 1 == len(sizes)):
                 if loss is not None:
                     loss.backward()
 
-    def evaluate(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
+    def forward(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
         samples = count_samples(inputs)
         with self.sync.forward(), self.autocast():  # without samples, too: other ranks have some
             return losses.of(call(self.model, inputs), targets, samples) if samples else None
+
+    evaluate = forward
 
 
 class Step:
@@ -138,9 +139,10 @@ class Step:
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The names of the parameters that no rank's samples reached. Collective."""
-        reached = [name in self.local and name not in unused for name in self.trained]
-        counts = all_reduce(torch.tensor(reached, dtype=torch.int32), group=self.agree.group)
-        return {name for name, count in zip(self.trained, counts.tolist()) if not count}
+        mine = self.local.keys() - set(unused)
+        reached = torch.tensor([name in mine for name in self.trained], device=self.device)
+        counts = all_reduce(reached.int(), group=self.agree.group).tolist()
+        return {name for name, count in zip(self.trained, counts) if not count}
 
     def norm(self) -> Tensor:
         """The norm of all gradients together, each element counted once."""
