@@ -49,7 +49,12 @@ __all__ += [
 
 
 def broadcast(
-    x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto"
+    x: Tensor,
+    src: int = 0,
+    *,
+    group: GroupLike = None,
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
 ) -> Tensor:
     """Return the root's array on every rank.
 
@@ -64,6 +69,8 @@ def broadcast(
         src: the root's position in the group, not its global rank.
         group: see `group_of`; None is all ranks. An idle rank gets a zero-volume tensor.
         algorithm: "auto" (see collectives/auto.py) or one of `algorithms("broadcast")`.
+        segment_bytes: of "pipelined_chain" only: the bytes of a segment, cut to whole elements; the
+            same on every rank. Default: the best for x's size (see collectives/segments.py).
 
     Returns a new contiguous tensor like x. Raises ValueError or TypeError for wrong arguments.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
@@ -71,16 +78,24 @@ def broadcast(
     """
 
     def forward(x: Tensor) -> Tensor:
-        return raw.broadcast(x, src, group=group, algorithm=algorithm)
+        return raw.broadcast(x, src, group=group, algorithm=algorithm, segment_bytes=segment_bytes)
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return reduce(g, src, group=group, algorithm=reverse(algorithm))
+        return reduce(
+            g, src, group=group, algorithm=reverse(algorithm), segment_bytes=segment_bytes
+        )
 
     return differentiable("broadcast", x, group, forward, backward)
 
 
 def reduce(
-    x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
+    x: Tensor,
+    dst: int = 0,
+    op: str = "sum",
+    *,
+    group: GroupLike = None,
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
 ) -> Tensor:
     """Return the arrays of all ranks combined by `op`, at the root.
 
@@ -97,6 +112,7 @@ def reduce(
             dtypes.
         group: see `group_of`; None is all ranks. An idle rank gets a zero-volume tensor.
         algorithm: "auto" (see collectives/auto.py) or one of `algorithms("reduce")`.
+        segment_bytes: of "pipelined_chain" only, as in `broadcast`.
 
     Returns at the root a new contiguous tensor like x, elsewhere a zero-volume one. Raises
     ValueError or TypeError for wrong arguments.
@@ -105,11 +121,15 @@ def reduce(
     """
 
     def forward(x: Tensor) -> Tensor:
-        return raw.reduce(x, dst, op, group=group, algorithm=algorithm)
+        return raw.reduce(x, dst, op, group=group, algorithm=algorithm, segment_bytes=segment_bytes)
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
         return broadcast(
-            placeholder(scaled(g, op, p), shape), dst, group=group, algorithm=reverse(algorithm)
+            placeholder(scaled(g, op, p), shape),
+            dst,
+            group=group,
+            algorithm=reverse(algorithm),
+            segment_bytes=segment_bytes,
         )
 
     return differentiable("reduce", x, group, forward, backward)

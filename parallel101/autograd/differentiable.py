@@ -159,7 +159,7 @@ REVERSED = {
     "bruck": "recursive_halving",
     "scatter_all_gather": "reduce_scatter_gather",
     "reduce_scatter_gather": "scatter_all_gather",
-    "chain": "auto",
+    "chain": "pipelined_chain",
 }
 
 

@@ -28,7 +28,7 @@ from parallel101.collectives.all_reduce import all_reduce
 from parallel101.collectives.all_to_all import ALGORITHMS as _ALL_TO_ALL
 from parallel101.collectives.all_to_all import ON_A_MESH as _ALL_TO_ALL_ON_A_MESH
 from parallel101.collectives.all_to_all import all_to_all
-from parallel101.collectives.auto import AUTO
+from parallel101.collectives.auto import AUTO, OLD_NAMES
 from parallel101.collectives.barrier import ALGORITHMS as _BARRIER
 from parallel101.collectives.barrier import barrier
 from parallel101.collectives.broadcast import ALGORITHMS as _BROADCAST
@@ -88,10 +88,19 @@ def fixed(operation: str, functions: Mapping[str, Any]) -> dict[str, Callable[..
         raise ValueError(
             f"operation={operation!r} is unknown: expected one of {', '.join(map(repr, TEXTBOOK))}"
         )
-    return {
-        name: _with_algorithm(functions[operation], name, textbook)
+    return _ByName(
+        (name, _with_algorithm(functions[operation], name, textbook))
         for name, textbook in TEXTBOOK[operation].items()
-    }
+    )
+
+
+class _ByName(dict[str, Callable[..., Any]]):
+    """Algorithms by name. An old name still finds its algorithm, but isn't listed."""
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        if OLD_NAMES.get(name) not in self:
+            raise KeyError(name)
+        return self[OLD_NAMES[name]]
 
 
 def _with_algorithm(

@@ -18,6 +18,10 @@ from parallel101.mesh import Group
 KiB, MiB = 1024, 1024**2
 
 
+# Names that algorithms once had. They still work and are listed nowhere.
+OLD_NAMES = {"chain": "pipelined_chain"}
+
+
 class Rule(NamedTuple):
     """Take `algorithm` on up to `max_ranks` ranks, for up to `max_bytes` of the whole array."""
 

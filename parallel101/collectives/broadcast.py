@@ -15,12 +15,9 @@ from parallel101.collectives.blocks import even_blocks
 from parallel101.collectives.checks import nothing, prepare
 from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.scatter import binomial as binomial_scatter
+from parallel101.collectives.segments import segments_of
 from parallel101.collectives.tree import path
 from parallel101.mesh import GroupLike
-
-# The chain's segments are small, so that many are in flight, and take long compared to a message's
-# latency.
-SEGMENT_BYTES = 256 * 1024
 
 
 def flat(buffer: Tensor, root: int, comm: Comm) -> None:
@@ -40,14 +37,16 @@ def binomial(buffer: Tensor, root: int, comm: Comm) -> None:
             comm.irecv(buffer, source=parent).wait()
 
 
-def chain(buffer: Tensor, root: int, comm: Comm) -> None:
+def pipelined_chain(
+    buffer: Tensor, root: int, comm: Comm, segment_bytes: int | None = None
+) -> None:
     """Pass the array from rank to rank in m segments; a rank sends one while it receives the next.
 
-    p − 2 + m steps of n/m bytes: a pipeline.
+    p − 2 + m steps of n/m bytes: a pipeline. For many bytes that costs n, and not 2n.
     """
     place = (comm.rank - root) % comm.size
     sent = []
-    for segment in buffer.split(max(1, SEGMENT_BYTES // buffer.element_size())):
+    for segment in segments_of(buffer, comm.size, segment_bytes):
         if place > 0:
             comm.irecv(segment, source=(comm.rank - 1) % comm.size).wait()
         if place < comm.size - 1:
@@ -65,11 +64,16 @@ def scatter_all_gather(buffer: Tensor, root: int, comm: Comm) -> None:
     ring_all_gather(blocks, comm)
 
 
-ALGORITHMS = {f.__name__: f for f in (flat, binomial, chain, scatter_all_gather)}
+ALGORITHMS = {f.__name__: f for f in (flat, binomial, pipelined_chain, scatter_all_gather)}
 
 
 def broadcast(
-    x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto"
+    x: Tensor,
+    src: int = 0,
+    *,
+    group: GroupLike = None,
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
 ) -> Tensor:
     """Return the root's array on every rank.
 
@@ -78,7 +82,9 @@ def broadcast(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.2.
     """
-    call = prepare("broadcast", x, group, algorithm, ALGORITHMS, src=src)
+    call = prepare(
+        "broadcast", x, group, algorithm, ALGORITHMS, src=src, segment_bytes=segment_bytes
+    )
     if call is None:
         return nothing(x)
     x, comm = call.x, call.comm

@@ -13,6 +13,7 @@ reductions.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -21,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel101.collectives.auto import check_algorithm, choose
+from parallel101.collectives.auto import OLD_NAMES, check_algorithm, choose
 from parallel101.collectives.blocks import row_of
 from parallel101.collectives.comm import Comm, comm_of
 from parallel101.collectives.reductions import reduction_of
+from parallel101.collectives.segments import check_segment_bytes
 from parallel101.mesh import Group, GroupLike, group_of, split_sizes
 from parallel101.record.spans import recorder
 
@@ -59,18 +61,20 @@ def prepare(
 
     Args:
         algorithms, on_a_mesh: the operation's algorithms for any group, and for a mesh only.
-        arguments: the others of the call: op, src, dst, dim, and `blocks` for a sizes= by which x
-            is split, or `shards` for a sizes= of what is joined.
+        arguments: the others of the call: op, src, dst, dim, segment_bytes, and `blocks` for a
+            sizes= by which x is split, or `shards` for a sizes= of what is joined.
 
     Raises ValueError or TypeError for wrong arguments, MisuseError in a checked run if the ranks'
     arguments differ.
     """
     x = tensor_of(x)
     reduction = reduction_of(arguments["op"], x) if "op" in arguments else None
-    members = group_of(group)
+    members, algorithm = group_of(group), OLD_NAMES.get(algorithm, algorithm)
     check_algorithm(operation, algorithm, members, algorithms, on_a_mesh)
     for root in arguments.keys() & {"src", "dst"}:
         root_of(members, arguments[root], root)
+    segment_bytes = arguments.get("segment_bytes")
+    check_segment_bytes(segment_bytes, algorithm, x.element_size())
     dim, sizes, uneven, nbytes = 0, None, None, x.nbytes
     if "dim" in arguments:
         dim = arguments["dim"] = dim_of(x, arguments["dim"])
@@ -85,6 +89,8 @@ def prepare(
         operation, members, x, uneven=uneven, sizes=sizes, **arguments, algorithm=algorithm
     )
     run = choose(operation, algorithm, {**algorithms, **on_a_mesh}, nbytes, comm.size)
+    if segment_bytes is not None:
+        run = functools.partial(run, segment_bytes=segment_bytes)
     return Prepared(x, comm, run, reduction, dim, sizes or ())
 
 

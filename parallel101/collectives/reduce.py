@@ -4,7 +4,8 @@ It is a broadcast backwards.
 
 rank 0  [a]        [a+b+c]     flat: n bytes p − 1 times over the root's link
 rank 1  [b]   →    [     ]     a tree adds on the way
-rank 2  [c]        [     ]     reduce-scatter + gather splits the array, and all ranks add at once
+rank 2  [c]        [     ]     a chain, reduce-scatter + gather: the array is split, and all ranks
+                               add at once
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from parallel101.collectives.blocks import even_blocks, flat_of
 from parallel101.collectives.checks import nothing, prepare
-from parallel101.collectives.comm import Comm
+from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.gather import binomial as binomial_gather
 from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
 from parallel101.collectives.reductions import Reduction
+from parallel101.collectives.segments import segments_of
 from parallel101.collectives.tree import path
 from parallel101.mesh import GroupLike
 
@@ -51,6 +53,28 @@ def binomial(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
     return total
 
 
+def pipelined_chain(
+    x: Tensor, op: Reduction, root: int, comm: Comm, segment_bytes: int | None = None
+) -> Tensor:
+    """Add along the chain towards the root, in m segments; a rank sends one, receives the next.
+
+    p − 2 + m steps of n/m bytes: the broadcast's pipeline backwards.
+    """
+    place = (comm.rank - root) % comm.size
+    total = torch.empty_like(x) if place < comm.size - 1 else x
+    sent = []
+    for mine, segment in zip(
+        segments_of(x, comm.size, segment_bytes), segments_of(total, comm.size, segment_bytes)
+    ):
+        if place < comm.size - 1:
+            comm.irecv(segment, source=(comm.rank + 1) % comm.size).wait()
+            op(segment, mine, out=segment)
+        if place > 0:
+            sent.append(comm.isend(segment, to=(comm.rank - 1) % comm.size))
+    wait_all(sent)
+    return total
+
+
 def reduce_scatter_gather(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
     """Each rank sums its own block (ring), and the root gathers the sums (binomial).
 
@@ -63,11 +87,17 @@ def reduce_scatter_gather(x: Tensor, op: Reduction, root: int, comm: Comm) -> Te
     return mine.flat
 
 
-ALGORITHMS = {f.__name__: f for f in (flat, binomial, reduce_scatter_gather)}
+ALGORITHMS = {f.__name__: f for f in (flat, binomial, pipelined_chain, reduce_scatter_gather)}
 
 
 def reduce(
-    x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
+    x: Tensor,
+    dst: int = 0,
+    op: str = "sum",
+    *,
+    group: GroupLike = None,
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
 ) -> Tensor:
     """Return the arrays of all ranks combined by `op`, at the root, and elsewhere nothing.
 
@@ -76,7 +106,9 @@ def reduce(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.4.
     """
-    call = prepare("reduce", x, group, algorithm, ALGORITHMS, dst=dst, op=op)
+    call = prepare(
+        "reduce", x, group, algorithm, ALGORITHMS, dst=dst, op=op, segment_bytes=segment_bytes
+    )
     if call is None:
         return nothing(x)
     x, comm = call.x, call.comm

@@ -11,6 +11,7 @@ products.py        seconds of a local matrix product, and when communication tak
 hardware.py        the public figures with which these compute
 """
 
+from parallel101.collectives.segments import best_segments
 from parallel101.cost.closed_forms import Cost, closed_form
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
 from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
@@ -43,6 +44,7 @@ __all__ += [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "best_segments",
     "closed_form",
     "flops_per_byte",
     "matmul",

@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from parallel101.collectives.broadcast import SEGMENT_BYTES
+from parallel101.collectives.auto import OLD_NAMES
+from parallel101.collectives.segments import check_segment_bytes, segment_size
 
 
 class Cost(NamedTuple):
@@ -45,11 +46,11 @@ class Cost(NamedTuple):
 # gather or all-gather, the input of one rank in an all-to-all, the input of the others. Sources:
 # Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3. The forms
 # with ⌈⌉, and those for a p that isn't a power of two, are counted from the code.
-FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
+FORMS: dict[str, dict[str, Callable[..., Cost]]] = {
     "broadcast": {
         "flat": lambda p, n, b: Cost(p - 1, (p - 1) * n, (p - 1) * n),
         "binomial": lambda p, n, b: Cost(lg_up(p), lg_up(p) * n, lg_up(p) * n),
-        "chain": lambda p, n, b: Cost(p - 2 + segments(n), n, n + (p - 2) * min(n, SEGMENT_BYTES)),
+        "pipelined_chain": lambda p, n, b, segment_bytes=None: pipelined_chain(p, n, segment_bytes),
         "scatter_all_gather": lambda p, n, b: Cost(
             lg_up(p) + p - 1, 2 * (p - 1) * b, 2 * (p - 1) * b
         ),
@@ -65,6 +66,7 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
     "reduce": {
         "flat": lambda p, n, b: Cost(p - 1, n, (p - 1) * n),
         "binomial": lambda p, n, b: Cost(lg_up(p), n, lg_up(p) * n),
+        "pipelined_chain": lambda p, n, b, segment_bytes=None: pipelined_chain(p, n, segment_bytes),
         "reduce_scatter_gather": lambda p, n, b: Cost(
             p - 1 + lg_up(p), (p - 1 + p // 2) * b, 2 * (p - 1) * b
         ),
@@ -125,7 +127,7 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
 # On rings: (steps, path) by operation and algorithm, where they differ from those on a switch.
 # None: there is no simple form, because the cost depends on the order in which messages of several
 # rounds reach a link. Counted from the code, like the forms with ⌈⌉ above.
-RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int] | None]]] = {
+RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, int] | None]]] = {
     "ring": {
         ("broadcast", "flat"): lambda p, n, b: each(p // 2, n),  # the root's two links work at once
         ("scatter", "flat"): lambda p, n, b: each(p // 2, b),
@@ -149,6 +151,10 @@ RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int]
     "one_way_ring": {  # to a rank d places to the left it is p − d to the right
         ("gather", "binomial"): lambda p, n, b: (p - 1, ones(p) * b),
         ("reduce", "binomial"): lambda p, n, b: each(p - 1, n),
+        ("reduce", "pipelined_chain"): lambda p, n, b, segment_bytes=None: (
+            (p - 1) * -(-n // segment_size(p, n, segment_bytes)),
+            (p - 1) * n,
+        ),
         ("reduce", "reduce_scatter_gather"): lambda p, n, b: (2 * (p - 1), (p - 1 + ones(p)) * b),
         ("all_gather", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
         ("all_gather", "bidirectional_ring"): lambda p, n, b: each(
@@ -178,7 +184,14 @@ RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int]
 }
 
 
-def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str = "switch") -> Cost:
+def closed_form(
+    operation: str,
+    algorithm: str,
+    p: int,
+    nbytes: int,
+    links: str = "switch",
+    segment_bytes: int | None = None,
+) -> Cost:
     """Return the cost of `algorithm` on p ranks for an array of `nbytes` bytes, a multiple of p.
 
     Args:
@@ -189,10 +202,12 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str 
         links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring",
             `Network.ring(bidirectional=False)`. On rings the root is at position 0; for another
             root, run it on backend="sim".
+        segment_bytes: as in `broadcast` and `reduce`, for "pipelined_chain" only.
 
     Raises ValueError for an unknown operation, algorithm or kind of links, for p < 1, if p does not
-    divide `nbytes`, and where these links have no simple form.
+    divide `nbytes`, for segments where there are none, and where these links have no simple form.
     """
+    algorithm = OLD_NAMES.get(algorithm, algorithm)
     if algorithm not in FORMS.get(operation, {}):
         raise ValueError(
             f"no closed form for {operation!r} by {algorithm!r}: expected one of "
@@ -208,12 +223,14 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str 
             f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks. Pad "
             "it to a multiple of p"
         )
+    check_segment_bytes(segment_bytes, algorithm, element=1)
     if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
         return Cost(0, 0, 0)
-    cost = FORMS[operation][algorithm](p, nbytes, nbytes // p)
+    options = {"segment_bytes": segment_bytes} if algorithm == "pipelined_chain" else {}
+    cost = FORMS[operation][algorithm](p, nbytes, nbytes // p, **options)
     if links == "switch" or (operation, algorithm) not in RINGS[links]:
         return cost
-    form = RINGS[links][operation, algorithm](p, nbytes, nbytes // p)
+    form = RINGS[links][operation, algorithm](p, nbytes, nbytes // p, **options)
     if form is None:
         raise ValueError(
             f"{operation} by {algorithm} has no simple closed form on links={links!r} for "
@@ -237,9 +254,10 @@ def power_of_two(p: int) -> bool:
     return p & (p - 1) == 0
 
 
-def segments(nbytes: int) -> int:
-    """Return the number of segments into which the chain broadcast splits `nbytes`."""
-    return -(-nbytes // SEGMENT_BYTES)
+def pipelined_chain(p: int, n: int, segment_bytes: int | None = None) -> Cost:
+    """Return the cost of a chain: the last rank waits for p − 2 segments, then m arrive."""
+    segment = segment_size(p, n, segment_bytes)
+    return Cost(p - 2 + -(-n // segment), n, n + (p - 2) * min(n, segment))
 
 
 def sent_by_rank_0(p: int) -> int:

@@ -15,7 +15,6 @@ import parallel101 as p101
 from parallel101 import collectives
 from parallel101.analysis.critical_path import CriticalPath, critical_path
 from parallel101.analysis.waiting import window
-from parallel101.collectives.broadcast import SEGMENT_BYTES
 from parallel101.cost.closed_forms import FORMS, closed_form
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
@@ -36,7 +35,7 @@ def covered(trace: Trace) -> CriticalPath:
 
 
 def array_bytes(name: str, p: int) -> int:
-    return 3 * SEGMENT_BYTES // p * p if name == "chain" else 3 * p
+    return 1_500_000 // p * p if name == "pipelined_chain" else 3 * p
 
 
 def run_all() -> None:

@@ -91,6 +91,14 @@ def adjoints_on_a_box():
                     products[axes, operation, name, i] = inner_products(
                         function, random((5, 7), i), group=group, **kwargs
                     )
+            for function in (autograd.broadcast, autograd.reduce):
+                products[axes, function.__name__, "in segments"] = inner_products(
+                    function,
+                    random((5, 7), 0),
+                    group=group,
+                    algorithm="pipelined_chain",
+                    segment_bytes=64,
+                )
             if count > 1:
                 for name in ("two_level", "torus"):
                     for op in ("sum", "mean"):

@@ -79,6 +79,22 @@ WRONG = [  # call, error, what its message must contain
     (lambda c, g: c.all_gather(X, dim=True, group=g), TypeError, "dim=True"),
     (lambda c, g: c.all_to_all(X, 0, -3, group=g), ValueError, "concat_dim=-3"),
     (lambda c, g: c.broadcast(X, 3, group=g), ValueError, "src=3.*0 to 2"),
+    (
+        lambda c, g: c.broadcast(X, group=g, algorithm="binomial", segment_bytes=4),
+        ValueError,
+        "segment_bytes=4 with algorithm='binomial': only algorithm='pipelined_chain'",
+    ),
+    (lambda c, g: c.reduce(X, group=g, segment_bytes=4), ValueError, "algorithm='auto': only"),
+    (
+        lambda c, g: c.reduce(X, group=g, algorithm="pipelined_chain", segment_bytes=3),
+        ValueError,
+        "segment_bytes=3: expected at least one element of x, 4 bytes",
+    ),
+    (
+        lambda c, g: c.broadcast(X, group=g, algorithm="pipelined_chain", segment_bytes=4.0),
+        TypeError,
+        "segment_bytes=4.0: expected an int",
+    ),
     (lambda c, g: c.gather(X, -1, group=g), ValueError, "dst=-1"),
     (lambda c, g: c.reduce(X, "sum", group=g), TypeError, "dst='sum'"),
     (
@@ -361,6 +377,14 @@ def test_algorithms_have_the_operations_arguments_and_show_their_own_source():
             assert function.__name__ == name
     with pytest.raises(ValueError, match=r"operation='allreduce' is unknown.*'all_reduce'"):
         autograd.algorithms("allreduce")
+
+
+def test_an_old_name_of_an_algorithm_works_and_is_not_listed():
+    table = autograd.algorithms("broadcast")
+    assert inspect.getsource(table["chain"]) == inspect.getsource(table["pipelined_chain"])
+    assert "chain" not in list(table)
+    with pytest.raises(KeyError, match="chain"):
+        autograd.algorithms("all_reduce")["chain"]
 
 
 def test_auto_always_finds_a_rule_that_the_operation_has():

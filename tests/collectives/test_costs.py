@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.collectives.broadcast import SEGMENT_BYTES
+from parallel101.collectives.segments import best_segments
 from parallel101.cost.closed_forms import FORMS, RINGS, Cost, closed_form
 from parallel101.cost.mesh_forms import torus_form, two_level_form
 from parallel101.mesh import split_sizes
@@ -42,7 +42,8 @@ LOGARITHMIC = {
 
 
 def array_bytes(algorithm: str, p: int) -> int:
-    return 5 * SEGMENT_BYTES // 2 // p * p if algorithm == "chain" else BLOCK * p
+    """Enough for two segments and more on a chain of three ranks."""
+    return 1_500_000 // p * p if algorithm == "pipelined_chain" else BLOCK * p
 
 
 def roots(operation: str, p: int, links: str = "switch") -> list[int]:
@@ -239,6 +240,60 @@ def test_the_textbooks_own_numbers():
         closed_form("all_reduce", "ring", 4, 16, "mesh")
     with pytest.raises(ValueError, match="no closed form for 'all_reduce' by 'brukc'"):
         closed_form("all_reduce", "brukc", 4, 1600)
+
+
+def in_segments(segment_bytes: int | None, nbytes: int) -> None:
+    x = torch.ones(nbytes, dtype=torch.uint8)
+    for operation in ("broadcast", "reduce"):
+        function = getattr(collectives, operation)
+        dist.barrier()
+        with p101.span(operation):
+            function(x, algorithm="pipelined_chain", segment_bytes=segment_bytes)
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 7, 30, 100])
+@pytest.mark.parametrize("p", [2, 5])
+def test_a_chain_in_segments_of_a_given_size(p, segment_bytes):
+    """p − 2 + m steps, also if the last segment is shorter, and if one segment is enough."""
+    steps, path = (
+        measured(
+            p101.launch(
+                in_segments, segment_bytes, 30, world_size=p, backend="sim", network=network
+            ).trace
+        )
+        for network in (Network(**STEPS), Network(**BYTES))
+    )
+    for operation in ("broadcast", "reduce"):
+        cost = closed_form(operation, "pipelined_chain", p, 30, segment_bytes=segment_bytes)
+        m = -(-30 // segment_bytes)
+        assert cost == Cost(p - 2 + m, 30, 30 + (p - 2) * min(30, segment_bytes))
+        assert (steps[operation], path[operation]) == ((cost.steps, 30), (cost.path, 30))
+    with pytest.raises(ValueError, match="only algorithm='pipelined_chain'"):
+        closed_form("broadcast", "binomial", p, 30, segment_bytes=segment_bytes)
+
+
+def test_no_other_number_of_segments_is_faster():
+    """√((p − 2) n β/α), on the default network; and it follows from any latency and bandwidth."""
+    p, nbytes, network = 6, 4_200_000, Network()
+    m = best_segments(p, nbytes)
+    assert m == best_segments(p, 10 * nbytes, 5e-5, 50e9) == 8
+
+    def seconds(segment_bytes=None):
+        run = p101.launch(
+            in_segments, segment_bytes, nbytes, world_size=p, backend="sim", network=network
+        )
+        return measured(run.trace)["broadcast"][0]
+
+    form = closed_form("broadcast", "pipelined_chain", p, nbytes)
+    fastest = form.seconds(network.latency, network.bandwidth)
+    assert seconds() == pytest.approx(fastest) == seconds(nbytes // m)
+    for other in (1, 2, m - 2, m + 2, 100):
+        assert seconds(nbytes // other) > seconds()
+    # less than the 2n (p − 1)/p bytes of the other algorithm for many bytes
+    assert form.path < closed_form("broadcast", "scatter_all_gather", p, nbytes).path
+    assert best_segments(2, nbytes) == best_segments(100, 0) == 1
+    with pytest.raises(ValueError, match="Without latency, more segments are always better"):
+        best_segments(4, nbytes, latency=0.0)
 
 
 ON_A_TORUS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

@@ -223,16 +223,25 @@ def test_uneven_shards(backend, world_size):
     )
 
 
-def chain_of_many_segments():
-    x = values(dist.get_rank(), (200_001,))  # 1.6 MB: six full segments and a shorter one
-    return differs(values(1, (200_001,)), collectives.broadcast, x, 1, algorithm="chain")
+def chains_of_many_segments():
+    """1.6 MB: by default three segments on a chain of four; whole elements; the old name."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    xs = [values(r, (200_001,)) for r in range(p)]
+    found = [differs(xs[1], collectives.broadcast, xs[rank], 1, algorithm="chain")]
+    for segment_bytes in (None, 400_004, 1_600_008, 10**9):
+        options = {"algorithm": "pipelined_chain", "segment_bytes": segment_bytes}
+        found.append(differs(xs[1], collectives.broadcast, xs[rank], 1, **options))
+        for op in ("sum", "mean", "max"):
+            expected = answer("reduce", xs, rank, root=p - 1, op=op)
+            found.append(differs(expected, collectives.reduce, xs[rank], p - 1, op, **options))
+    return [wrong for wrong in found if wrong]
 
 
-@on_backends(gloo=[3], sim=[3])
+@on_backends(gloo=[4], sim=[2, 4])
 def test_a_chain_passes_on_every_segment(backend, world_size):
     assert (
-        p101.launch(chain_of_many_segments, world_size=world_size, backend=backend).results
-        == [None] * world_size
+        p101.launch(chains_of_many_segments, world_size=world_size, backend=backend).results
+        == [[]] * world_size
     )
 
 

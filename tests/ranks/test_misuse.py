@@ -313,7 +313,7 @@ UNALIKE = {  # of parallel101's own collectives: what rank 1 says otherwise, and
     "collectives: op": lambda r: collectives.all_reduce(torch.ones(2), "max" if r == 1 else "sum"),
     "collectives: dim": lambda r: collectives.scatter(torch.ones(3, 3), dim=int(r == 1)),
     "collectives: algorithm": lambda r: collectives.broadcast(
-        torch.ones(2), algorithm="chain" if r == 1 else "flat"
+        torch.ones(2), algorithm="pipelined_chain" if r == 1 else "flat"
     ),
     "async: op": lambda r: all_reduce_async(torch.ones(2), "max" if r == 1 else "sum").wait(),
     "async: shape": lambda r: reduce_scatter_async(torch.ones((3, 2) if r == 1 else (2, 3))).wait(),
