@@ -4,8 +4,8 @@ Data only; times.py computes with it.
 
 TPU     each chip has links to its neighbours along 2 or 3 axes. A closed axis is a ring; an open
         one is a line.
-GPU     each GPU has one link to the switch of its node, each node one to the leaf switch, each
-        group of nodes one to the spine.
+GPU     each GPU has one link to the switch of its node, each node one to the leaf switches, each
+        group of nodes one to the spine. A node's link is a network card for each GPU: its rails.
 
 All bandwidths are bytes per second. A link carries its `bandwidth` one way and as much the other
 way at the same time.
@@ -34,12 +34,22 @@ class Torus:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a tree of switches: `size` children, each with a link into the switch."""
+    """One level of a tree of switches: `size` children, each with a link into the switch.
+
+    A link of several rails is as many equal links. Each GPU of a child uses one of them, so only
+    all GPUs together have the link's bandwidth: see `Network.two_level(…, rails=…)`.
+    """
 
     name: str
     size: int
-    bandwidth: float  # of one child's link, one way
+    bandwidth: float  # of one child's link, one way, with all rails
     latency: float  # seconds per hop
+    rails: int = 1
+
+    @property
+    def rail_bandwidth(self) -> float:
+        """Bytes per second of one rail, one way: what a single GPU can send to another child."""
+        return self.bandwidth / self.rails
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,11 @@ GPUS = BOOK + (
     "latency: NCCL, src/graph/tuning.cc, "
 )
 GPUS += "hwLat of ring with protocol LL"
+# a card of 400 Gbit/s for each GPU, and "each group of 32 nodes is rail-aligned"
+RAILS = (
+    "; rails: NVIDIA, DGX SuperPOD reference architecture, DGX H100, Network Fabrics, and "
+    "DGX H100 User Guide, table Network Modules"
+)
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
 
@@ -107,10 +122,10 @@ CHIPS: dict[str, Chip] = {
             3.35e12,
             (
                 Level("node", 8, 450e9, NVLINK_HOP),
-                Level("leaf", 32, 400e9, NETWORK_HOP),
-                Level("spine", 4, 12.8e12, NETWORK_HOP),
+                Level("leaf", 32, 400e9, NETWORK_HOP, rails=8),
+                Level("spine", 4, 12.8e12, NETWORK_HOP, rails=8),
             ),
-            GPUS,
+            GPUS + RAILS,
         ),
         Chip("H200", 9.9e14, 141e9, 4.8e12, (Level("node", 8, 450e9, NVLINK_HOP),), GPUS),
         Chip(
@@ -118,19 +133,20 @@ CHIPS: dict[str, Chip] = {
             2.25e15,
             192e9,
             8.0e12,
-            (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP)),
-            GPUS + "; nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX B200",
+            (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP, rails=8)),
+            GPUS + "; nodes per leaf, rails (8 cables a node): NVIDIA, DGX SuperPOD reference "
+            "architecture, DGX B200",
         ),
         Chip(
             "GB200",
             2.5e15,
             186e9,
             8.0e12,
-            (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP)),
+            (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP, rails=72)),
             GPUS + "; nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX GB200; "
             "flops: Lockwood, "
-            "glennklockwood.com/garden/processors/B200; memory: MLCommons, Inference v6.1, "
-            "systems/GB200-NVL72_GB200-186GB",
+            "glennklockwood.com/garden/processors/B200; memory, rails (4 cards for 4 GPUs): "
+            "MLCommons, Inference v6.1, systems/GB200-NVL72_GB200-186GB",
         ),
     )
 }

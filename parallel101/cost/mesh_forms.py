@@ -104,16 +104,18 @@ class TwoLevelCost(NamedTuple):
     """
 
     inside: Cost  # a node
-    across: Cost  # the link of a node, which its ranks share
+    across: Cost  # the link of a node, or one of its rails, which some of its ranks share
 
 
-def two_level_form(shape: Sequence[int], nbytes: int) -> TwoLevelCost:
+def two_level_form(shape: Sequence[int], nbytes: int, rails: int = 1) -> TwoLevelCost:
     """Return the cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node).
 
-    The network is `Network.two_level(ranks per node)`. The scaling book takes the longer of the two
-    times, because it overlaps the levels; "two_level" does one after the other. A flat "ring" over
-    all ranks has the steps and bytes there that it has on a switch, at the latency and bandwidth
-    between nodes. Raises ValueError for other shapes, and if the array can't be cut into equal
+    The network is `Network.two_level(ranks per node, rails=rails)`. A rail has bandwidth / rails,
+    so the time across nodes is `across.seconds(latency, bandwidth / rails)`. The scaling book takes
+    the longer of the two times, because it overlaps the levels; "two_level" does one after the
+    other. A flat "ring" over all ranks has the steps and bytes there that it has on a switch, at
+    the latency and bandwidth of one rail, since one rank of each node sends to the next.
+    Raises ValueError for other shapes or numbers of rails, and if the array can't be cut into equal
     blocks.
     """
     if len(shape) != 2 or min(shape) < 1 or nbytes < 0 or nbytes % math.prod(shape):
@@ -122,11 +124,13 @@ def two_level_form(shape: Sequence[int], nbytes: int) -> TwoLevelCost:
             "many equal blocks"
         )
     nodes, ranks = shape
-    share = nbytes // ranks
+    if not 1 <= rails <= ranks:
+        raise ValueError(f"rails={rails}: expected 1 to {ranks}, the ranks of a node")
+    share, on_a_rail = nbytes // ranks, -(-ranks // rails)
     inside = Cost(2 * (ranks - 1), 2 * (ranks - 1) * share, 2 * (ranks - 1) * share)
     across = Cost(
-        2 * (nodes - 1) * ranks,
+        2 * (nodes - 1) * on_a_rail,
         2 * (nodes - 1) * share // nodes,
-        2 * (nodes - 1) * share // nodes * ranks,
+        2 * (nodes - 1) * share // nodes * on_a_rail,
     )
     return TwoLevelCost(inside, across) if nbytes else TwoLevelCost(Cost(0, 0, 0), Cost(0, 0, 0))

@@ -20,8 +20,8 @@ that a chip has its own shard already: "torus" takes (N−1)/N of the time on N 
 equally long. But it takes Σ (nᵢ − 1) hops, where the book counts Σ ⌊nᵢ/2⌋. All-to-all over several
 axes: "torus" reaches the book's time. "direct" takes longer (on 4 × 4 chips 11 blocks instead of
 8), because messages that turn a corner wait for each other. Across GPU nodes the book's levels
-overlap; in "two_level" their times add up. Not here: switches that add (SHARP), and ragged
-all-to-alls.
+overlap; in "two_level" their times add up. The book counts all rails of a node (see `Level`), which
+work only if all of its GPUs take part. Not here: switches that add (SHARP), and ragged all-to-alls.
 
 Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (GPUs).
 """

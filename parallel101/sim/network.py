@@ -1,8 +1,10 @@
 """The network between virtual ranks: how long messages take, and in which order they get its links.
 
     switch     rank ──link out──▶ ( switch ) ──link in──▶ rank
-    ring       rank ──link──▶ rank ──link──▶ rank; a torus has such a ring along every axis
+    ring       rank ──link──▶ rank ──link──▶ rank; a torus has such a ring along every axis, or
+               without wraparound a line
     two level  rank ──▶ ( node ) ──slow link──▶ ( switch ) ──slow link──▶ ( node ) ──▶ rank
+               a node has one slow link each way, or several, its rails
 
 Each link carries one message at a time. Once a message has its links, it takes latency + bytes /
 bandwidth. Messages that need the same link take turns, first come first served. This file has only
@@ -54,9 +56,10 @@ class SwitchTopology:
 
 @dataclass(frozen=True)
 class TorusTopology:
-    """Ranks on a grid whose axes are closed to rings; the last axis runs fastest.
+    """Ranks on a grid whose axes are closed to rings, or open; the last axis runs fastest.
 
-    A ring is a torus with one axis.
+    A ring is a torus with one axis. Without `wraparound` there is no link between the two ends of
+    an axis: it is a line, on which a message has only one way.
 
     A message travels along the first axis until its coordinate is right, then along the second, and
     so on (dimension-ordered routing, Dally and Seitz 1987). If links go both ways, it takes the
@@ -71,6 +74,7 @@ class TorusTopology:
 
     shape: tuple[int, ...] | None  # ranks along each axis; None: one ring of all ranks
     bidirectional: bool = True
+    wraparound: bool = True
 
     def router(self, network: Network, world_size: int) -> Router:
         shape = self.shape or (world_size,)
@@ -87,6 +91,8 @@ class TorusTopology:
                 start, goal = src // stride % n, dst // stride % n
                 ahead = (goal - start) % n
                 up = not self.bidirectional or 2 * ahead < n or (2 * ahead == n and start % 2 == 0)
+                if not self.wraparound:
+                    up = goal >= start
                 for hop in range(ahead if up else n - ahead):
                     at = (start + hop if up else start - hop) % n
                     here += (at - here // stride % n) * stride
@@ -101,27 +107,38 @@ class TorusTopology:
 class TwoLevelTopology:
     """Nodes of `ranks_per_node` ranks.
 
-    Each node has a fast switch inside, and one outgoing and one incoming link to the other nodes.
+    Each node has a fast switch inside, and `rails` outgoing and as many incoming links to the other
+    nodes, which share the node's bandwidth equally. Such a link is a network card, and its wiring
+    is a rail.
 
-    The network's own latency and bandwidth are those between nodes; all ranks of a node share that
-    link. A message to another node does not occupy the rank's links inside its node. If
-    `ranks_per_node` does not divide the world size, the last node is smaller.
+    The network's own latency and bandwidth are those between nodes; the bandwidth is a node's, with
+    all of its rails. The i-th rank of a node uses rail i mod `rails` out and in, and shares it with
+    the other ranks of that rail. A message from rank i of one node to rank j of another leaves by
+    i's rail and arrives by j's: the switches outside join the rails, and that takes no extra time.
+    It does not occupy the ranks' links inside their nodes. If `ranks_per_node` does not divide the
+    world size, the last node is smaller.
     """
 
     ranks_per_node: int
     inside_latency: float
     inside_bandwidth: float
+    rails: int = 1
 
     def router(self, network: Network, world_size: int) -> Router:
+        nodes, of_a_rail = -(-world_size // self.ranks_per_node), network.bandwidth / self.rails
+        out = 2 * world_size
+        into = out + nodes * self.rails
+
+        def rail(rank: int) -> int:
+            node, local = divmod(rank, self.ranks_per_node)
+            return node * self.rails + local % self.rails
+
         def route(src: int, dst: int) -> NetworkRoute:
-            a, b = src // self.ranks_per_node, dst // self.ranks_per_node
-            if a == b:
+            if src // self.ranks_per_node == dst // self.ranks_per_node:
                 return NetworkRoute(
                     self.inside_latency, self.inside_bandwidth, ((src, world_size + dst),)
                 )
-            return NetworkRoute(
-                network.latency, network.bandwidth, ((2 * world_size + a, 3 * world_size + b),)
-            )
+            return NetworkRoute(network.latency, of_a_rail, ((out + rail(src), into + rail(dst)),))
 
         return route
 
@@ -168,15 +185,17 @@ class Network:
         cls,
         *,
         bidirectional: bool = True,
+        wraparound: bool = True,
         latency: float = 5e-6,
         bandwidth: float = 50e9,
         eager: float = 0,
     ) -> Network:
         """A network in which every rank has a link to its right neighbour.
 
-        If `bidirectional`, it has one to its left neighbour too.
+        If `bidirectional`, it has one to its left neighbour too. Without `wraparound` the last rank
+        has none to the first: a line.
         """
-        return cls(latency, bandwidth, eager, TorusTopology(None, _checked_flag(bidirectional)))
+        return cls(latency, bandwidth, eager, _checked_torus(None, bidirectional, wraparound))
 
     @classmethod
     def torus(
@@ -184,11 +203,12 @@ class Network:
         shape: Sequence[int],
         *,
         bidirectional: bool = True,
+        wraparound: bool = True,
         latency: float = 5e-6,
         bandwidth: float = 50e9,
         eager: float = 0,
     ) -> Network:
-        """A ring along each axis of `shape`.
+        """A ring along each axis of `shape`, or without `wraparound` a line.
 
         Its product is the world size; the last axis runs fastest, as in a DeviceMesh.
         """
@@ -202,7 +222,7 @@ class Network:
                 f"got {shape!r}"
             )
         return cls(
-            latency, bandwidth, eager, TorusTopology(tuple(shape), _checked_flag(bidirectional))
+            latency, bandwidth, eager, _checked_torus(tuple(shape), bidirectional, wraparound)
         )
 
     @classmethod
@@ -214,22 +234,34 @@ class Network:
         bandwidth: float = 50e9,
         inside_latency: float = 2e-6,
         inside_bandwidth: float = 450e9,
+        rails: int = 1,
         eager: float = 0,
     ) -> Network:
         """Nodes of `ranks_per_node` ranks.
 
-        `latency` and `bandwidth` are those between nodes, shared by all ranks of a node.
-        `inside_latency` and `inside_bandwidth` are those inside a node, by default about NVLink's
-        450 GB/s each way."""
+        Args:
+            ranks_per_node: of each node; the last one may be smaller.
+            latency, bandwidth: between nodes. The bandwidth is a node's, shared by its ranks.
+            inside_latency, inside_bandwidth: inside a node, by default about NVLink's 450 GB/s each
+                way.
+            rails: the network cards of a node. Each has bandwidth / rails, and the i-th rank of a
+                node uses card i mod rails, to send and to receive. A node of eight H100 has eight
+                cards of 50 GB/s: `two_level(8, bandwidth=400e9, rails=8)`.
+        """
         if type(ranks_per_node) is not int or ranks_per_node < 1:
             raise ValueError(f"ranks_per_node must be an int of 1 or more; got {ranks_per_node!r}")
+        if type(rails) is not int or not 1 <= rails <= ranks_per_node:
+            raise ValueError(
+                f"rails must be an int from 1 to {ranks_per_node}, the ranks of a node, since each "
+                f"rank uses one rail; got {rails!r}"
+            )
         _check_latency("inside_latency", inside_latency)
         _check_bandwidth("inside_bandwidth", inside_bandwidth)
         return cls(
             latency,
             bandwidth,
             eager,
-            TwoLevelTopology(ranks_per_node, inside_latency, inside_bandwidth),
+            TwoLevelTopology(ranks_per_node, inside_latency, inside_bandwidth, rails),
         )
 
     def router(self, world_size: int) -> Router:
@@ -246,10 +278,18 @@ class Network:
         return route
 
 
-def _checked_flag(bidirectional: object) -> bool:
-    if not isinstance(bidirectional, bool):
-        raise ValueError(f"bidirectional must be True or False; got {bidirectional!r}")
-    return bidirectional
+def _checked_torus(
+    shape: tuple[int, ...] | None, bidirectional: bool, wraparound: bool
+) -> TorusTopology:
+    for name, flag in (("bidirectional", bidirectional), ("wraparound", wraparound)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False; got {flag!r}")
+    if not bidirectional and not wraparound:
+        raise ValueError(
+            "bidirectional=False, wraparound=False: on a line with links to the right only, no "
+            "message gets to the left. Leave one of them True"
+        )
+    return TorusTopology(shape, bidirectional, wraparound)
 
 
 def _is_number(value: object) -> bool:

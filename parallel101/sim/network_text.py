@@ -2,8 +2,9 @@
 
 latency=1e-6,bandwidth=1e9                 Network(latency=1e-6, bandwidth=1e9)
 ring,bandwidth=1e9                         Network.ring(bandwidth=1e9)
+ring,wraparound=no                         Network.ring(wraparound=False), a line
 torus=4x4,bidirectional=no                 Network.torus((4, 4), bidirectional=False)
-two_level=8,latency=1e-5                   Network.two_level(8, latency=1e-5)
+two_level=8,rails=8,bandwidth=400e9        Network.two_level(8, rails=8, bandwidth=400e9)
 """
 
 from __future__ import annotations
@@ -86,13 +87,14 @@ def _shape(kind: str, value: str, text: str) -> dict[str, Any]:
 
 
 def _value(name: str, value: str, text: str) -> Any:
-    if name == "bidirectional":
+    if name in ("bidirectional", "wraparound"):
         if value not in ("yes", "no"):
-            raise ValueError(f"the network {text!r} has bidirectional={value}; expected yes or no")
+            raise ValueError(f"the network {text!r} has {name}={value}; expected yes or no")
         return value == "yes"
+    number, example = (int, "8") if name == "rails" else (float, "1e-6")
     try:
-        return float(value)
+        return number(value)
     except ValueError:
         raise ValueError(
-            f"the network {text!r} has {name}={value}; expected a number, such as {name}=1e-6"
+            f"the network {text!r} has {name}={value}; expected a number, such as {name}={example}"
         ) from None

@@ -12,8 +12,9 @@ group's order:
     barrier                  2(p−1)α                   (an all_reduce of zero bytes)
 
 This closed form ignores other traffic on the links. To see a collective contend for links, write it
-with isend and irecv, or use parallel101's own collectives, which are written that way. How ranks
-wait for each other in a collective is in group.py.
+with isend and irecv, or use parallel101's own collectives, which are written that way. A hop
+between nodes has the speed of one of their rails. (NCCL runs several rings at once, and they use
+all.) How ranks wait for each other in a collective is in group.py.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import parallel101 as p101
 from parallel101.sim.network import Network
 
 from . import programs
@@ -113,6 +114,45 @@ def test_two_level_all_reduce_is_faster_only_if_links_differ():
         for network in (slow_between, equal)
     ]
     assert two_level[0] < flat[0] and two_level[1] > flat[1]
+
+
+def bytes_by_rail(program, n, network):
+    """By outgoing rail, the bytes that leave a node by it."""
+    ran, route = run(program, n, network), network.router(n)
+    ranks_per_node, rails = network.topology.ranks_per_node, network.topology.rails
+    sent = {}
+    for m in trace(ran).messages():
+        if m.src // ranks_per_node != m.dst // ranks_per_node:
+            rail = (m.src // ranks_per_node, m.src % ranks_per_node % rails)
+            assert route(m.src, m.dst).bandwidth == network.bandwidth / rails
+            sent[rail] = sent.get(rail, 0) + m.nbytes
+    return sent, trace(ran).makespan
+
+
+def test_two_levels_use_all_rails_and_a_flat_ring_one():
+    """Four nodes of four ranks; a node's bandwidth is the same with one rail as with four."""
+    n, k, numel = 16, 4, 64
+
+    def two_level(rank):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (n // k, k))
+        p101.all_reduce(torch.ones(numel), group=mesh, algorithm="two_level")
+
+    def ring(rank):
+        p101.all_reduce(torch.ones(numel), algorithm="ring")
+
+    free = {"latency": 0.0, "bandwidth": 1.0, "inside_latency": 0.0, "inside_bandwidth": math.inf}
+    one, four = (Network.two_level(k, rails=rails, **free) for rails in (1, 4))
+    nbytes = 4 * numel
+
+    sent, seconds = bytes_by_rail(two_level, n, four)
+    assert sent == {
+        (node, rail): 2 * nbytes // k * 3 // 4 for node in range(4) for rail in range(4)
+    }
+    assert seconds == 2 * nbytes * 3 // 4 == makespan(two_level, n, one)
+
+    sent, seconds = bytes_by_rail(ring, n, four)  # out by the last rank of a node, in by the first
+    assert sent == {(node, 3): 2 * nbytes * 15 // 16 for node in range(4)}
+    assert seconds == 4 * 2 * nbytes * 15 // 16 == 4 * makespan(ring, n, one)
 
 
 def test_ranks_of_a_node_share_its_outgoing_link():

@@ -44,6 +44,16 @@ def test_a_ring_takes_the_shorter_way_round(n):
     }
 
 
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_without_wraparound_a_ring_is_a_line(n):
+    network = Network.ring(wraparound=False)
+    assert hop_counts(network, n) == {(a, b): abs(a - b) for a in range(n) for b in range(n)}
+    assert network.router(n) and network != Network.ring()
+    if n > 1:
+        route = network.router(n)
+        assert not set(route(0, n - 1).hops) & set(route(n - 1, 0).hops)  # a link in each direction
+
+
 @pytest.mark.parametrize("n", [4, 8, 12])
 def test_half_way_round_a_ring_both_directions_carry_half(n):
     route = Network.ring().router(n)
@@ -66,6 +76,15 @@ def test_a_torus_is_crossed_one_axis_after_the_other_by_the_shortest_way(shape):
         for a, b in itertools.product(range(n), repeat=2)
     }
     assert hop_counts(Network.torus(shape), n) == expected
+
+
+def test_without_wraparound_a_torus_is_a_grid():
+    shape = (2, 3, 4)
+    places = list(itertools.product(*map(range, shape)))
+    assert hop_counts(Network.torus(shape, wraparound=False), 24) == {
+        (a, b): sum(abs(x - y) for x, y in zip(places[a], places[b], strict=True))
+        for a, b in itertools.product(range(24), repeat=2)
+    }
 
 
 def test_a_ring_is_a_torus_of_one_axis():
@@ -93,6 +112,25 @@ def test_two_level_networks_share_the_links_of_a_node_and_not_those_inside():
     assert route(0, 2).hops[0][0] == route(1, 4).hops[0][0]  # the outgoing link of node 0
     assert route(2, 0).hops[0][1] == route(4, 1).hops[0][1]  # its incoming link
     assert not set(route(0, 1).hops[0]) & set(route(0, 2).hops[0])
+
+
+def test_each_rank_of_a_node_has_its_own_rail_out_and_in():
+    """Three nodes of four ranks, with two rails: 0 and 2 share one, 1 and 3 the other."""
+    network = Network.two_level(4, latency=3.0, bandwidth=8.0, rails=2)
+    route = network.router(12)
+    assert route(0, 4)[:2] == (3.0, 4.0)  # a rail has its part of the node's bandwidth
+    links = {}
+    for a, b in itertools.product(range(12), repeat=2):
+        if a // 4 != b // 4:
+            ((out, into),) = route(a, b).hops
+            links.setdefault(out, set()).add(("out", a // 4, a % 4 % 2))
+            links.setdefault(into, set()).add(("in", b // 4, b % 4 % 2))
+    assert all(len(who) == 1 for who in links.values()) and len(links) == 2 * 3 * 2
+    inside = {link for a in range(4) for b in range(4) if a != b for link in route(a, b).hops[0]}
+    assert not inside & set(links)
+    # one rail for each rank; rails that the ranks don't share equally; a smaller last node
+    assert len({Network.two_level(4, rails=4).router(8)(r, 4 + r).hops for r in range(4)}) == 4
+    assert Network.two_level(3, rails=2).router(5)(2, 4).hops != ()
 
 
 def test_a_message_to_oneself_takes_no_link_and_no_time():
@@ -134,8 +172,15 @@ def test_bad_topologies_are_errors():
         Network.ring(bidirectional="no")
     with pytest.raises(ValueError, match="16 ranks, but this run has 8"):
         Network.torus((4, 4)).router(8)
+    with pytest.raises(ValueError, match="wraparound must be True or False; got 0"):
+        Network.torus((2, 2), wraparound=0)
+    with pytest.raises(ValueError, match="no message gets to the left"):
+        Network.ring(bidirectional=False, wraparound=False)
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network.two_level(0)
+    for rails in (0, 9, 2.0, True):
+        with pytest.raises(ValueError, match=f"rails must be an int from 1 to 8.*got {rails!r}"):
+            Network.two_level(8, rails=rails)
     # raised by launch, before it starts any rank
     with pytest.raises(ValueError, match="6 ranks, but this run has 4"):
         p101.launch(int, world_size=4, backend="sim", network=Network.torus((2, 3)))
@@ -150,8 +195,10 @@ def test_bad_topologies_are_errors():
         Network.ring(bidirectional=False),
         Network.torus((2, 3)),
         Network.two_level(2, eager=8),
+        Network.two_level(2, rails=2),
+        Network.ring(wraparound=False),
     ],
-    ids=["switch", "one-way ring", "torus", "two levels"],
+    ids=["switch", "one-way ring", "torus", "two levels", "rails", "line"],
 )
 def test_a_network_can_be_pickled(network):
     assert pickle.loads(pickle.dumps(network)) == network

@@ -12,7 +12,9 @@ GOOD = {
     "bandwidth=inf, eager=4096": Network(bandwidth=float("inf"), eager=4096),
     "ring": Network.ring(),
     "torus=4x2,bidirectional=no": Network.torus((4, 2), bidirectional=False),
+    "ring,wraparound=no": Network.ring(wraparound=False),
     "two_level=8,inside_bandwidth=1e12": Network.two_level(8, inside_bandwidth=1e12),
+    "two_level=8,rails=4,bandwidth=400e9": Network.two_level(8, rails=4, bandwidth=400e9),
 }
 BAD = {
     "fast": (
@@ -27,6 +29,10 @@ BAD = {
     "torus=4xa": "has torus=4xa; expected whole numbers, as in torus=4x4",
     "two_level=2x2": "expected the number of ranks on a node",
     "ring,bidirectional=maybe": "expected yes or no",
+    "ring,wraparound=0": "has wraparound=0; expected yes or no",
+    "two_level=8,rails=2.5": "has rails=2.5; expected a number, such as rails=8",
+    "two_level=2,rails=4": "rails must be an int from 1 to 2",
+    "ring,rails=8": "has no 'rails'; a ring takes bidirectional, wraparound, latency",
     "latency=1,ring": "has 'ring', which is neither a topology in front nor name=value",
 }
 

@@ -50,9 +50,11 @@ def test_makespan_counts_the_bytes_on_the_critical_path(n):
         Network.ring(),
         Network.ring(bidirectional=False),
         Network.two_level(3),
+        Network.two_level(3, rails=3),
+        Network.ring(wraparound=False),
         Network(eager=1e9),
     ],
-    ids=["steps", "ring", "one-way ring", "two levels", "eager"],
+    ids=["steps", "ring", "one-way ring", "two levels", "rails", "line", "eager"],
 )
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
 def test_data_arrives_on_any_network(n, network):
