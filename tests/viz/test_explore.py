@@ -276,6 +276,19 @@ def test_every_operation_and_algorithm_runs_and_equals_its_closed_form(collectiv
             )
 
 
+def test_a_pipelined_chain_has_a_number_of_segments():
+    """p − 2 + m steps; other algorithms have none."""
+    explorer = explore_collective("reduce", "pipelined_chain", numbers=8, world="sim")
+    assert not explorer.controls["segments"].disabled and rows(explorer)["steps"] == ["6", "6"]
+    steps = []
+    for segments in (1, 3, 8, 16):  # three segments of 3, 3 and 2; no more than there are numbers
+        move(explorer, segments=segments)
+        steps.append(rows(explorer)["steps"])
+    assert steps == [["3", "3"], ["5", "5"], ["10", "10"], ["10", "10"]]
+    move(explorer, algorithm="binomial")
+    assert explorer.controls["segments"].disabled
+
+
 def test_networks_and_speeds_change_the_run(collective):
     move(
         collective,

@@ -58,7 +58,7 @@ TEXT: dict[str, Callable[[float], str]] = {
 }
 # for other numbers of ranks than powers of two, with two more steps
 IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")
-MOST_NUMBERS = 48
+MOST_NUMBERS, MOST_SEGMENTS = 48, 16
 WORLDS: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
     "sim": {"backend": "sim"},
@@ -89,6 +89,7 @@ TOPOLOGIES: dict[str, Callable[..., Network]] = {  # called with the number of r
     "switch": lambda ranks, **speed: Network(**speed),
     "ring": lambda ranks, **speed: Network.ring(**speed),
     "one-way ring": lambda ranks, **speed: Network.ring(bidirectional=False, **speed),
+    "line": lambda ranks, **speed: Network.ring(wraparound=False, **speed),
     "torus": lambda ranks, **speed: Network.torus(torus_shape(ranks), **speed),
     # inside a node: 2 µs, 450 GB/s
     "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),
@@ -107,6 +108,7 @@ def explore_collective(
     ranks: int = 4,
     numbers: int = 8,
     root: int = 0,
+    segments: int = 4,
     world: str = "gloo",
     network: str = "switch",
     latency: str = "20 µs",
@@ -119,9 +121,10 @@ def explore_collective(
         operation: one of OPERATIONS, or a function of your own, which takes a tensor. It has no
             algorithm, root and closed form.
         numbers: elements of each rank's tensor, of 8 bytes each.
+        segments: into how many a pipelined chain cuts the array, if it has as many elements.
         world: "gloo", "sim" or "sim, NCCL's rules". The last one shows what would hang on NCCL. The
             others are for sim only:
-        network: "switch", "ring", "one-way ring", "torus" or "two nodes".
+        network: "switch", "ring", "one-way ring", "line", "torus" or "two nodes".
         latency, bandwidth: of a link; one of LATENCIES and of BANDWIDTHS.
         predict: one of QUANTITIES, for which the reader is asked before the first run is shown.
 
@@ -140,6 +143,7 @@ def explore_collective(
         "ranks": slider("ranks", 1, MOST_RANKS[world], ranks),
         "numbers": slider("numbers", 1, most_numbers(ranks), numbers),
         **({} if own else {"root": slider("root", 0, ranks - 1, root)}),
+        **({} if own else {"segments": slider("segments", 1, MOST_SEGMENTS, segments)}),
         "network": menu("network", TOPOLOGIES, network),
         "latency": menu("latency", LATENCIES, latency),
         "bandwidth": menu("bandwidth", BANDWIDTHS, bandwidth),
@@ -163,6 +167,7 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
         numbers.value = max(1, min(round(numbers.value / ranks), numbers.max // ranks)) * ranks
     controls["root"].max = ranks - 1
     controls["root"].disabled, numbers.disabled = operation not in ROOT, operation == "barrier"
+    controls["segments"].disabled = algorithm.value != "pipelined_chain"
     sentences = [f"{operation} has no root."] * (operation not in ROOT) + [
         "A barrier sends no numbers."
     ] * (operation == "barrier")
@@ -189,19 +194,28 @@ def run(
     ranks: int,
     numbers: int,
     root: int,
+    segments: int,
     network: str,
     latency: str,
     bandwidth: str,
 ) -> ExplorerResult:
     """Run it once, and count."""
+    segment_bytes = 8 * -(-numbers // segments) if algorithm == "pipelined_chain" else None
     function, links = (
-        program(operation, algorithm, root),
+        program(operation, algorithm, root, segment_bytes),
         links_of(world, ranks, network, latency, bandwidth),
     )
     ran, counted = counted_run(function, world, numbers, ranks, links)
     counted |= counts(ran.trace, network if links else None, function, numbers)
     expected, note = predicted(
-        operation, algorithm, ranks, numbers, root, network if links else "switch", links
+        operation,
+        algorithm,
+        ranks,
+        numbers,
+        root,
+        network if links else "switch",
+        links,
+        segment_bytes,
     )
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
@@ -312,9 +326,13 @@ def makespan(
     return Trace.from_rows(events, ranks, "sim").makespan
 
 
-def program(operation: str, algorithm: str, root: int) -> Callable[[torch.Tensor], Any]:
+def program(
+    operation: str, algorithm: str, root: int, segment_bytes: int | None
+) -> Callable[[torch.Tensor], Any]:
     """The function that every rank calls with its tensor."""
     options: dict[str, Any] = {"algorithm": algorithm}
+    if segment_bytes is not None:
+        options["segment_bytes"] = segment_bytes
     if operation in ROOT:
         options[ROOT[operation]] = root
     function = getattr(autograd, operation)
@@ -329,6 +347,7 @@ def predicted(
     root: int,
     network: str,
     links: Network | None,
+    segment_bytes: int | None,
 ) -> tuple[dict[str, float], str]:
     """The rows of the closed form, and a sentence that says why some are missing."""
     blocks = operation in BLOCKS
@@ -338,17 +357,11 @@ def predicted(
             f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers.",
         )
     nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
-    # the same on every network
-    sent: dict[str, float] = {
-        "busiest rank sends": closed_form(operation, algorithm, ranks, nbytes).sent
-    }
+    form = partial(closed_form, operation, algorithm, ranks, nbytes, segment_bytes=segment_bytes)
+    sent: dict[str, float] = {"busiest rank sends": form().sent}  # the same on every network
     off_root = network == "one-way ring" and operation in ROOT and root > 0
     try:
-        cost = (
-            closed_form(operation, algorithm, ranks, nbytes, FORMS[network])
-            if network in FORMS and not off_root
-            else None
-        )
+        cost = form(FORMS[network]) if network in FORMS and not off_root else None
     except ValueError:  # this algorithm has none on these links
         cost = None
     if cost is None:
