@@ -140,3 +140,79 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
     Every rank sends (n − 1)·S/n bytes, where x has S. At most n − 1 steps.
     """
     raise NotImplementedError("all_to_all is not written yet")
+
+
+def chain_broadcast(x: torch.Tensor, root: int, m: int) -> torch.Tensor:
+    """Give the root's x to every rank: along a chain of ranks, and in m segments.
+
+        step 1    root ──a──▶ root + 1
+        step 2    root ──b──▶ root + 1 ──a──▶ root + 2
+        step 3    root ──c──▶ root + 1 ──b──▶ root + 2 ──a──▶ root + 3
+
+    While a rank passes one segment on, it receives the next.
+
+    Args:
+        x: on the root, the tensor to send, of any shape and dtype. On other ranks it has the same
+            shape and dtype, but its values mean nothing. It must stay as it is on every rank.
+        root: any rank from 0 to n − 1, the same on all ranks.
+        m: the number of segments, from 1 to the number of elements of x, the same on all ranks. The
+            segments are made of elements, not of rows: torch.tensor_split(x.flatten(), m).
+
+    Returns:
+        On every rank a new tensor with the root's values.
+
+    No rank sends more than S bytes, where x has S, and the last one sends nothing. It takes
+    n − 2 + m steps of S/m bytes. Here a rank that sends and receives by turns is too slow.
+    """
+    raise NotImplementedError("chain_broadcast is not written yet")
+
+
+def two_level_all_reduce(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Add up the x of all ranks, on every rank, over two levels: in a node, and between nodes.
+
+    A node has k ranks: ranks 0 to k − 1 are in the first node, k to 2k − 1 in the second, and so
+    on. The i-th rank of every node sends to other nodes on rail i.
+
+        node 0   rank 0  [a0 a1]          [a0+b0]                   [Σ0]          [Σ0 Σ1]
+                 rank 1  [b0 b1]  inside  [a1+b1]  between nodes,   [Σ1]  inside  [Σ0 Σ1]
+        node 1   rank 2  [c0 c1]   ──▶    [c0+d0]   on each rail    [Σ0]   ──▶    [Σ0 Σ1]
+                 rank 3  [d0 d1]          [c1+d1]       ──▶         [Σ1]          [Σ0 Σ1]
+
+    Args:
+        x: this rank's tensor, of any shape and dtype, with any number of elements. It must stay as
+            it is.
+        k: the number of ranks of a node, the same on all ranks. It divides n.
+
+    Returns:
+        On every rank a new tensor of x's shape and dtype: the sum of all x.
+
+    With N = n/k nodes and S bytes in x, every rank sends about 2·(k − 1)·S/k bytes inside its node,
+    and about 2·(N − 1)/N·S/k bytes to other nodes. It takes 2·(k − 1) + 2·(N − 1) steps.
+    """
+    raise NotImplementedError("two_level_all_reduce is not written yet")
+
+
+def choose_broadcast(n: int, nbytes: int, latency: float, bandwidth: float) -> tuple[str, int]:
+    """Choose how n ranks broadcast an array, so that it takes the least time.
+
+    This function sends nothing. The grader does the broadcast as you choose, on virtual ranks with
+    such links, and takes the time.
+
+        "binomial"              a tree
+        "scatter_all_gather"    a scatter along a tree, then an all-gather in a ring
+        "pipelined_chain"       a chain, in segments
+
+    Args:
+        n: the number of ranks, 2 or more.
+        nbytes: the bytes of the array.
+        latency: the seconds that a message takes besides its bytes, α.
+        bandwidth: the bytes per second of a link, 1/β.
+
+    Returns:
+        The name of the algorithm, and the number of segments, a whole number of 1 or more. Only
+        "pipelined_chain" looks at that number.
+
+    The broadcast may take 5 % longer than with the best choice. Lesson 02 has a table of what these
+    algorithms cost.
+    """
+    raise NotImplementedError("choose_broadcast is not written yet")

@@ -260,7 +260,7 @@ RING_ALL_REDUCE = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             ALL_REDUCE_QUESTION,
             lambda trial: max(communicated(trial)),
@@ -392,7 +392,7 @@ DOUBLING_ALL_REDUCE = Exercise(
             "steps",
         ),
         Question(
-            "bytes",
+            "sent",
             "8 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             DOUBLING_QUESTION,
             lambda trial: max(communicated(trial)),

@@ -149,7 +149,7 @@ ALL_TO_ALL = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             "4 ranks, 250 float32 numbers for each rank: how many bytes does each rank send?",
             ALL_TO_ALL_QUESTION,
             lambda trial: max(communicated(trial)),

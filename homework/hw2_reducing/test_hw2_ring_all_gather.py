@@ -165,7 +165,7 @@ RING_ALL_GATHER = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             "4 ranks, 250 float32 numbers each: how many bytes does each rank send?",
             GATHER_QUESTION,
             lambda trial: max(communicated(trial)),

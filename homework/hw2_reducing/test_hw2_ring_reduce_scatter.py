@@ -156,7 +156,7 @@ RING_REDUCE_SCATTER = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             SCATTER_QUESTION,
             lambda trial: max(communicated(trial)),

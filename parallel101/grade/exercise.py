@@ -176,7 +176,9 @@ class Question:
     """A prediction that the learner makes before the run, to be shown next to what was measured.
 
     Attributes:
-        name: the keyword in `predict(fn, name=…)`.
+        name: the keyword in `predict(fn, name=…)`. For bytes it is `sent`, those that a rank sends
+            (the one that the question names, or the busiest); `received`, those that it receives;
+            or `total`, those that all ranks send together.
         ask: the question.
         case: the case to which it applies.
         measured: the answer, from the trial of that case.
@@ -204,9 +206,11 @@ class Exercise:
         function: the name of the function that the learner writes.
         title: a few words.
         points: for the whole exercise.
+        value_share: the part of the points that right values earn, if there are other checks. It
+            is less than half where bytes and steps are what the exercise teaches.
         cases: makes the cases from a `Draw`, which gives other numbers for each seed.
-        checks: the properties. Half of the points are for "value"; the others share the rest (see
-            `shares`).
+        checks: the properties. `value_share` of the points are for "value"; the others share the
+            rest (see `share` in grading.py).
         least_received: for a case, the bytes by rank that every correct solution receives. A right
             value with fewer earns nothing.
         misconceptions: in the order in which they are tried; the first that is seen is named.
@@ -233,6 +237,7 @@ class Exercise:
     misconceptions: Sequence[Misconception] = ()
     hints: tuple[str, ...] = ()
     questions: Sequence[Question] = ()
+    value_share: float = 0.5
     program: Callable[..., Any] = call
     allowed: frozenset[str] = P2P
     imports: tuple[str, ...] = ()

@@ -191,11 +191,11 @@ def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
 def share(exercise: Exercise, kind: str) -> float:
     """The part of the points that one check of this kind earns.
 
-    Half is for the value. The other kinds share the other half.
+    `value_share` is for the value. The other kinds share the rest.
     """
     kinds = {check.kind for check in exercise.checks}
     same = sum(check.kind == kind for check in exercise.checks)
     others = sum(SHARES[k] for k in kinds if k != "value")
     if kind == "value":
-        return (0.5 if others else 1.0) / same
-    return 0.5 * SHARES[kind] / others / same
+        return (exercise.value_share if others else 1.0) / same
+    return (1 - exercise.value_share) * SHARES[kind] / others / same

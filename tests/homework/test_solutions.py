@@ -22,6 +22,7 @@ from parallel101.grade.grading import (
     ExerciseVerdict,
     judge,
     run_cases,
+    share,
 )
 from parallel101.grade.homework import find_sets
 from parallel101.grade.launched import run_launched
@@ -152,6 +153,15 @@ def test_a_wrong_solution_loses_points_and_gets_its_name(graded, name):
     assert found == EXPECTED[name], (
         f"named {found!r}, expected {EXPECTED[name]!r}\n{complaint(verdict)}"
     )
+
+
+def test_the_checks_of_an_exercise_share_its_points():
+    for exercise in EXERCISES.values():
+        shares = [(check.kind, share(exercise, check.kind)) for check in exercise.checks]
+        assert sum(part for _, part in shares) == pytest.approx(1.0)
+        values = sum(part for kind, part in shares if kind == "value")
+        assert values in (pytest.approx(exercise.value_share), 1.0)
+    assert share(EXERCISES["chain_broadcast"], "value") == 0.4
 
 
 def test_every_exercise_has_an_unusual_solution_and_every_wrong_one_a_name():

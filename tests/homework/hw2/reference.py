@@ -100,3 +100,68 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
         to, source = (rank + step) % n, (rank - step) % n
         exchange(x[to], to, result[source], source)
     return result
+
+
+def chain_broadcast(x: torch.Tensor, root: int, m: int) -> torch.Tensor:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    position = (rank - root) % n
+    result = x.contiguous().clone()
+    sending = []
+    for segment in torch.tensor_split(result.view(-1), m):
+        if position > 0:
+            dist.recv(segment, (rank - 1) % n)
+        if position < n - 1:
+            sending.append(dist.isend(segment, (rank + 1) % n))
+    for work in sending:
+        work.wait()
+    return result
+
+
+def scatter_round(ring: list[int], chunks: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the chunk that has my place in this ring of ranks."""
+    p, me = len(ring), ring.index(dist.get_rank())
+    partial = chunks[(me - 1) % p].clone()
+    for step in range(1, p):
+        mine = chunks[(me - step - 1) % p]
+        arriving = like(mine)
+        exchange(partial, ring[(me + 1) % p], arriving, ring[(me - 1) % p])
+        partial = arriving + mine
+    return partial
+
+
+def gather_round(ring: list[int], chunks: list[torch.Tensor]) -> None:
+    """The chunk of my place is there, and the others are received."""
+    p, me = len(ring), ring.index(dist.get_rank())
+    for step in range(p - 1):
+        exchange(
+            chunks[(me - step) % p],
+            ring[(me + 1) % p],
+            chunks[(me - step - 1) % p],
+            ring[(me - 1) % p],
+        )
+
+
+def two_level_all_reduce(x: torch.Tensor, k: int) -> torch.Tensor:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    first = rank - rank % k
+    inside, rail = list(range(first, first + k)), list(range(rank % k, n, k))
+    total = x.contiguous().clone()
+    shares = list(torch.tensor_split(total.view(-1), k))
+    mine = shares[rank % k]
+    mine.copy_(scatter_round(inside, shares))
+    chunks = list(torch.tensor_split(mine, n // k))
+    chunks[rank // k].copy_(scatter_round(rail, chunks))
+    gather_round(rail, chunks)
+    gather_round(inside, shares)
+    return total
+
+
+def choose_broadcast(n: int, nbytes: int, latency: float, bandwidth: float) -> tuple[str, int]:
+    lg = (n - 1).bit_length()
+    m = max(1, round(((n - 2) * nbytes / (latency * bandwidth)) ** 0.5))
+    seconds = {
+        "binomial": lg * (latency + nbytes / bandwidth),
+        "scatter_all_gather": (lg + n - 1) * latency + 2 * (n - 1) / n * nbytes / bandwidth,
+        "pipelined_chain": (n - 2 + m) * (latency + nbytes / m / bandwidth),
+    }
+    return min(seconds, key=seconds.get), m

@@ -275,3 +275,156 @@ def all_to_all__all_in_one_batch(x):
             *((dist.irecv, result[other], other) for other in others),
         )
     return result
+
+
+def chain_broadcast__all_receives_first(x, root, m):
+    """All receives are posted before the first wait; segments of its own that are joined at the
+    end.
+    """
+    rank, n = me()
+    place = (rank - root) % n
+    parts = [part.clone() for part in x.reshape(-1).tensor_split(m)]
+    if place:
+        arriving = [dist.irecv(part, (rank - 1) % n) for part in parts]
+    sending = []
+    for i, part in enumerate(parts):
+        if place:
+            arriving[i].wait()
+        if place < n - 1:
+            sending.append(dist.isend(part, (rank + 1) % n))
+    [work.wait() for work in sending]
+    return torch.cat(parts).reshape(x.shape)
+
+
+def chain_broadcast__batches(x, root, m):
+    """Each batch receives a segment and sends the one before; the chain goes down the ranks."""
+    rank, n = me()
+    place = (root - rank) % n
+    flat = x.flatten().clone()
+    parts = flat.tensor_split(m)
+    for i in range(m + 1):
+        messages = []
+        if place and i < m:
+            messages.append((dist.irecv, parts[i], (rank + 1) % n))
+        if place < n - 1 and i:
+            messages.append((dist.isend, parts[i - 1], (rank - 1) % n))
+        if messages:
+            batch(*messages)
+    return flat.reshape(x.shape)
+
+
+def chain_broadcast__sends_one_late(x, root, m):
+    """Waits for a send only when the next one is due."""
+    rank, n = me()
+    place, sending = (rank - root) % n, None
+    result = x.clone(memory_format=torch.contiguous_format)
+    for part in result.view(-1).tensor_split(m):
+        if place:
+            dist.irecv(part, (rank - 1) % n).wait()
+        if sending is not None:
+            sending.wait()
+        if place < n - 1:
+            sending = dist.isend(part, (rank + 1) % n)
+    if sending is not None:
+        sending.wait()
+    return result
+
+
+def two_level_all_reduce__direct(x, k):
+    """No rings: inside and between the nodes, each rank sends every other its part."""
+    rank, n = me()
+    first = rank - rank % k
+    node, rail = [first + i for i in range(k)], [rank % k + k * i for i in range(n // k)]
+    result = x.flatten().clone()
+    share = result.tensor_split(k)[rank % k]
+    chunk = share.tensor_split(n // k)[rank // k]
+
+    def add(ranks, pieces, mine):
+        """Adds up my piece of those of `ranks`."""
+        inboxes, works = [], []
+        for other, piece in zip(ranks, pieces):
+            if other != rank:
+                inboxes.append(torch.empty_like(mine))
+                works += [dist.irecv(inboxes[-1], other), dist.isend(piece, other)]
+        [work.wait() for work in works]
+        return sum(inboxes, mine.clone())
+
+    def collect(ranks, pieces, mine):
+        works = []
+        for other, piece in zip(ranks, pieces):
+            if other != rank:
+                works += [dist.irecv(piece, other), dist.isend(mine, other)]
+        [work.wait() for work in works]
+
+    share.copy_(add(node, result.tensor_split(k), share))
+    chunk.copy_(add(rail, share.tensor_split(n // k), chunk))
+    collect(rail, share.tensor_split(n // k), chunk)
+    collect(node, result.tensor_split(k), share)
+    return result.reshape(x.shape)
+
+
+def two_level_all_reduce__padded(x, k):
+    """Equal chunks padded with zeros, rings the other way round, a small message first."""
+    rank, n = me()
+    node, rail = rank - rank % k, rank % k
+    size = -(-x.numel() // n)
+    padded = torch.zeros(n * size, dtype=x.dtype)
+    padded[: x.numel()] = x.flatten()
+
+    def ring(members, whole):
+        p, place = len(members), members.index(rank)
+        left, right = members[place - 1], members[(place + 1) % p]
+        rows = whole.reshape(p, -1)
+        for step in range(p - 1):
+            inbox = torch.empty_like(rows[0])
+            batch((dist.isend, rows[(place + step + 1) % p], left), (dist.irecv, inbox, right))
+            rows[(place + step + 2) % p] += inbox
+        return rows
+
+    def round_again(members, rows):
+        p, place = len(members), members.index(rank)
+        for step in range(p - 1):
+            batch(
+                (dist.isend, rows[(place + step) % p], members[place - 1]),
+                (dist.irecv, rows[(place + step + 1) % p], members[(place + 1) % p]),
+            )
+
+    inside, between = list(range(node, node + k)), list(range(rail, n, k))
+    if n > k:
+        hello = torch.tensor([k])
+        place = between.index(rank)
+        batch(
+            (dist.isend, hello.clone(), between[(place + 1) % len(between)]),
+            (dist.irecv, hello, between[place - 1]),
+        )
+    shares = ring(inside, padded)
+    chunks = ring(between, shares[rail])
+    round_again(between, chunks)
+    round_again(inside, shares)
+    return padded[: x.numel()].reshape(x.shape)
+
+
+def choose_broadcast__tries_all_segments(n, nbytes, latency, bandwidth):
+    """No formula for m: the best of many is taken. A tuple with text that is not a literal."""
+    lg = (n - 1).bit_length()
+    tries = [(lg * (latency + nbytes / bandwidth), "bino" + "mial", 1)]
+    tries += [
+        ((lg + n - 1) * latency + 2 * (n - 1) / n * nbytes / bandwidth, "scatter_all_gather", 7)
+    ]
+    tries += [
+        ((n - 2 + m) * (latency + nbytes / m / bandwidth), "pipelined_chain", m)
+        for m in range(1, 100)
+    ]
+    return min(tries)[1:]
+
+
+def choose_broadcast__segments_up_or_down(n, nbytes, latency, bandwidth):
+    """The number of segments is rounded up, and 2 is the least of a chain."""
+    m = 2 + int(((n - 2) * nbytes / latency / bandwidth) ** 0.5)
+    times = [
+        (n - 1).bit_length() * (latency + nbytes / bandwidth),
+        ((n - 1).bit_length() + n - 1) * latency + 2 * nbytes / bandwidth * (1 - 1 / n),
+        (n - 2 + m) * (latency + nbytes / m / bandwidth),
+    ]
+    names = ["binomial", "scatter_all_gather", "pipelined_chain"]
+    return [names[times.index(min(times))], m]

@@ -45,6 +45,44 @@ EXPECTED = {
     "all_to_all__by_step": "joined in the wrong order",
     "all_to_all__whole": "whole tensor shipped",
     "all_to_all__wait_forgotten": "receive's wait forgotten",
+    "chain_broadcast__by_turns": "sends and receives by turns",
+    "chain_broadcast__waits_in_the_loop": "sends and receives by turns",
+    "chain_broadcast__all_first": "passes on after the last segment",
+    "chain_broadcast__two_loops": "passes on after the last segment",
+    "chain_broadcast__one_message": "whole tensor in one message",
+    "chain_broadcast__m_ignored": "whole tensor in one message",
+    "chain_broadcast__flat": "flat in place of a chain",
+    "chain_broadcast__flat_segments": "flat in place of a chain",
+    "chain_broadcast__root_0": "root hard-coded to 0",
+    "chain_broadcast__reversed": "segments in the wrong place",
+    "chain_broadcast__prepended": "segments in the wrong place",
+    "chain_broadcast__remainder": "remainder dropped",
+    "chain_broadcast__equal_segments": "remainder dropped",
+    "chain_broadcast__wait_forgotten": "receive's wait forgotten",
+    "chain_broadcast__send_wait_forgotten": "send's wait forgotten",
+    "chain_broadcast__clobbers": "clobbers its input",
+    "two_level_all_reduce__flat_ring": "flat ring over all ranks",
+    "two_level_all_reduce__flat_ring_other_way": "flat ring over all ranks",
+    "two_level_all_reduce__leaders": "one rank talks for its node",
+    "two_level_all_reduce__last_of_the_node": "one rank talks for its node",
+    "two_level_all_reduce__inside_first": "whole tensor between nodes",
+    "two_level_all_reduce__between_first": "whole tensor between nodes",
+    "two_level_all_reduce__node_only": "sum of one node only",
+    "two_level_all_reduce__leaves_one_node_out": "ranks left out",
+    "two_level_all_reduce__adds_twice": "counted twice",
+    "two_level_all_reduce__equal_chunks": "works only if n divides the size",
+    "two_level_all_reduce__in_place": "clobbers its input",
+    "two_level_all_reduce__sends_first": "everyone sends first",
+    "choose_broadcast__always_a_tree": "always the same algorithm",
+    "choose_broadcast__always_a_chain": "always the same algorithm",
+    "choose_broadcast__no_latency": "always the same algorithm",
+    "choose_broadcast__sizes": "chosen by size alone",
+    "choose_broadcast__two_sizes": "chosen by size alone",
+    "choose_broadcast__bits": "bits taken for bytes",
+    "choose_broadcast__bits_2": "bits taken for bytes",
+    "choose_broadcast__one_segment": "number of segments",
+    "choose_broadcast__as_many_as_ranks": "number of segments",
+    "choose_broadcast__root_forgotten": "number of segments",
 }
 
 
@@ -537,3 +575,437 @@ def all_to_all__wait_forgotten(x):
     for work in works:
         work.wait()
     return result
+
+
+# ---- a broadcast along a chain ----
+
+
+def neighbours(root):
+    """My place in the chain, and the ranks before and after me."""
+    rank, n = me()
+    return (rank - root) % n, (rank - 1) % n, (rank + 1) % n
+
+
+def chain_broadcast__by_turns(x, root, m):
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    result = x.contiguous().clone()
+    for segment in result.view(-1).tensor_split(m):
+        if place:
+            dist.recv(segment, left)
+        if place < n - 1:
+            dist.send(segment, right)
+    return result
+
+
+def chain_broadcast__waits_in_the_loop(x, root, m):
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    parts = [part.clone() for part in x.flatten().tensor_split(m)]
+    for part in parts:
+        works = []
+        if place:
+            dist.irecv(part, left).wait()
+        if place < n - 1:
+            works.append(dist.isend(part, right))
+        [work.wait() for work in works]
+    return torch.cat(parts).reshape(x.shape)
+
+
+def chain_broadcast__all_first(x, root, m):
+    """All segments are received, then all are sent."""
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    result = x.contiguous().clone()
+    segments = result.view(-1).tensor_split(m)
+    if place:
+        for work in [dist.irecv(segment, left) for segment in segments]:
+            work.wait()
+    if place < n - 1:
+        for work in [dist.isend(segment, right) for segment in segments]:
+            work.wait()
+    return result
+
+
+def chain_broadcast__two_loops(x, root, m):
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    segments = [segment.clone() for segment in x.reshape(-1).tensor_split(m)]
+    for segment in segments:
+        if place != 0:
+            dist.recv(segment, left)
+    for segment in segments:
+        if place != n - 1:
+            dist.send(segment, right)
+    return torch.cat(segments).view(x.shape)
+
+
+def chain_broadcast__one_message(x, root, m):
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    result = x.contiguous().clone()
+    if place:
+        dist.recv(result, left)
+    if place < n - 1:
+        dist.send(result, right)
+    return result
+
+
+def chain_broadcast__m_ignored(x, root, m):
+    """Cuts segments only on the root, for its own use, and joins them before it sends."""
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    whole = torch.cat(x.flatten().tensor_split(m))
+    if place:
+        dist.irecv(whole, left).wait()
+    if place < n - 1:
+        dist.isend(whole, right).wait()
+    return whole.reshape(x.shape)
+
+
+def chain_broadcast__flat(x, root, m):
+    return flat_broadcast(x.contiguous().clone(), root)
+
+
+def chain_broadcast__flat_segments(x, root, m):
+    rank, n = me()
+    result = x.contiguous().clone()
+    works = []
+    for segment in result.view(-1).tensor_split(m):
+        if rank == root:
+            works += [dist.isend(segment, other) for other in range(n) if other != root]
+        else:
+            works.append(dist.irecv(segment, root))
+    for work in works:
+        work.wait()
+    return result
+
+
+def chained(segments, root, then=None):
+    """A right chain over these segments, which are received into."""
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    works = []
+    for segment in segments:
+        if place:
+            dist.recv(segment, left)
+        if place < n - 1:
+            works.append(dist.isend(segment, right))
+    for work in works:
+        work.wait()
+
+
+def chain_broadcast__root_0(x, root, m):
+    result = x.contiguous().clone()
+    chained(result.view(-1).tensor_split(m), 0)
+    return result
+
+
+def chain_broadcast__reversed(x, root, m):
+    """The segments are joined from the last to the first, but on the root."""
+    parts = [part.clone() for part in x.flatten().tensor_split(m)]
+    chained(parts, root)
+    if dist.get_rank() != root:
+        parts.reverse()
+    return torch.cat(parts).reshape(x.shape)
+
+
+def chain_broadcast__prepended(x, root, m):
+    """What comes is put in front of what came before."""
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    if not place:
+        chained([part.clone() for part in x.flatten().tensor_split(m)], root)
+        return x.clone()
+    result, works = x.new_empty(0), []
+    for part in x.flatten().tensor_split(m):
+        inbox = like(part)
+        dist.recv(inbox, left)
+        if place < n - 1:
+            works.append(dist.isend(inbox, right))
+        result = torch.cat([inbox, result])
+    [work.wait() for work in works]
+    return result.reshape(x.shape)
+
+
+def chain_broadcast__remainder(x, root, m):
+    """m segments of numel // m elements; the rest is not sent."""
+    flat = x.flatten().clone()
+    size = flat.numel() // m
+    if dist.get_rank() != root:
+        flat.zero_()
+    chained([flat[i * size : (i + 1) * size] for i in range(m)], root)
+    return flat.reshape(x.shape)
+
+
+def chain_broadcast__equal_segments(x, root, m):
+    """Makes a new tensor of m equal segments, which may be shorter than x."""
+    size = x.numel() // m
+    segments = list(x.flatten()[: m * size].clone().reshape(m, size))
+    chained(segments, root)
+    joined = torch.cat(segments)
+    return joined.reshape(x.shape) if joined.numel() == x.numel() else joined
+
+
+def chain_broadcast__wait_forgotten(x, root, m):
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    parts, works = [torch.zeros_like(part) for part in x.flatten().tensor_split(m)], []
+    if not place:
+        parts = [part.clone() for part in x.flatten().tensor_split(m)]
+    for part in parts:
+        if place:
+            dist.irecv(part, left)
+        if place < n - 1:
+            works.append(dist.isend(part, right))
+    [work.wait() for work in works]
+    return torch.cat(parts).reshape(x.shape)
+
+
+def chain_broadcast__send_wait_forgotten(x, root, m):
+    n, (place, left, right) = dist.get_world_size(), neighbours(root)
+    result = x.contiguous().clone()
+    for segment in result.view(-1).tensor_split(m):
+        if place:
+            dist.recv(segment, left)
+        if place < n - 1:
+            dist.isend(segment, right)
+    return result
+
+
+def chain_broadcast__clobbers(x, root, m):
+    """Receives into x; where x is strided, into a copy that is written back."""
+    flat = x.contiguous()
+    chained(flat.view(-1).tensor_split(m), root)
+    x.copy_(flat)
+    return x.clone()
+
+
+# ---- all-reduce over two levels ----
+
+
+def rings(k):
+    """The ranks of my node, and those of my rail."""
+    rank, n = me()
+    first = rank - rank % k
+    return list(range(first, first + k)), list(range(rank % k, n, k))
+
+
+def sum_round(ring, chunks):
+    """A right reduce-scatter in a ring of ranks."""
+    p, place = len(ring), ring.index(dist.get_rank())
+    partial = chunks[(place - 1) % p].contiguous().clone()
+    for step in range(1, p):
+        mine = chunks[(place - step - 1) % p]
+        inbox = like(mine)
+        exchange(partial, ring[(place + 1) % p], inbox, ring[(place - 1) % p])
+        partial = inbox + mine
+    return partial
+
+
+def copy_round(ring, chunks):
+    """A right all-gather in a ring of ranks."""
+    p, place = len(ring), ring.index(dist.get_rank())
+    for step in range(p - 1):
+        exchange(
+            chunks[(place - step) % p],
+            ring[(place + 1) % p],
+            chunks[(place - step - 1) % p],
+            ring[(place - 1) % p],
+        )
+
+
+def total_in(ring, flat):
+    """A right all-reduce of a flat tensor in a ring of ranks."""
+    chunks = flat.tensor_split(len(ring))
+    blocks = [like(chunk) for chunk in chunks]
+    blocks[ring.index(dist.get_rank())] = sum_round(ring, chunks)
+    copy_round(ring, blocks)
+    return torch.cat(blocks)
+
+
+def two_level_all_reduce__flat_ring(x, k):
+    return total_in(list(range(dist.get_world_size())), x.flatten()).reshape(x.shape)
+
+
+def two_level_all_reduce__flat_ring_other_way(x, k):
+    ranks = list(range(dist.get_world_size()))[::-1]
+    return total_in(ranks, x.reshape(-1).clone()).view(x.shape)
+
+
+def leader_of_the_node(x, k, leader):
+    """The leader adds up its node, the leaders all-reduce, and send the sum to their nodes."""
+    rank, n = me()
+    inside, _ = rings(k)
+    first = inside[leader]
+    total = x.contiguous().clone()
+    if rank != first:
+        dist.send(total, first)
+        dist.recv(total, first)
+        return total
+    inbox = like(total)
+    for other in inside:
+        if other != first:
+            dist.recv(inbox, other)
+            total += inbox
+    total = total_in(list(range(leader, n, k)), total.flatten()).reshape(x.shape)
+    for other in inside:
+        if other != first:
+            dist.send(total, other)
+    return total
+
+
+def two_level_all_reduce__leaders(x, k):
+    return leader_of_the_node(x, k, 0)
+
+
+def two_level_all_reduce__last_of_the_node(x, k):
+    return leader_of_the_node(x, k, k - 1)
+
+
+def two_level_all_reduce__inside_first(x, k):
+    """An all-reduce inside, then every rank all-reduces the whole sum between the nodes."""
+    inside, rail = rings(k)
+    return total_in(rail, total_in(inside, x.flatten())).reshape(x.shape)
+
+
+def two_level_all_reduce__between_first(x, k):
+    """The two levels the other way round: the whole x is reduce-scattered between the nodes."""
+    inside, rail = rings(k)
+    blocks = [like(chunk) for chunk in x.flatten().tensor_split(len(rail))]
+    place = rail.index(dist.get_rank())
+    blocks[place] = total_in(inside, sum_round(rail, x.flatten().tensor_split(len(rail))))
+    copy_round(rail, blocks)
+    return torch.cat(blocks).reshape(x.shape)
+
+
+def two_level_all_reduce__node_only(x, k):
+    return total_in(rings(k)[0], x.flatten()).reshape(x.shape)
+
+
+def two_levels(x, k, between):
+    """Right, if `between` is: it takes the rail and my share, and returns the sum of the shares."""
+    inside, rail = rings(k)
+    shares = x.flatten().tensor_split(k)
+    blocks = [like(share) for share in shares]
+    blocks[dist.get_rank() % k] = between(rail, sum_round(inside, shares))
+    copy_round(inside, blocks)
+    return torch.cat(blocks).reshape(x.shape)
+
+
+def two_level_all_reduce__leaves_one_node_out(x, k):
+    """The loop over the other nodes ends one too early."""
+    rank = dist.get_rank()
+
+    def between(rail, mine):
+        total, place, p = mine.clone(), rail.index(rank), len(rail)
+        for step in range(1, p - 1 if p > 1 else 1):
+            inbox = like(mine)
+            exchange(mine, rail[(place + step) % p], inbox, rail[(place - step) % p])
+            total += inbox
+        return total
+
+    return two_levels(x, k, between)
+
+
+def two_level_all_reduce__adds_twice(x, k):
+    """Between the nodes it adds what it has added already."""
+
+    def between(rail, mine):
+        total, place, p = mine.clone(), rail.index(dist.get_rank()), len(rail)
+        for _ in range(p - 1):
+            inbox = like(total)
+            exchange(total, rail[(place + 1) % p], inbox, rail[(place - 1) % p])
+            total = total + inbox + (mine if p == 2 else 0)
+        return total
+
+    return two_levels(x, k, between)
+
+
+def two_level_all_reduce__equal_chunks(x, k):
+    """Views of equal size: an error where they can't be made."""
+    n = dist.get_world_size()
+    x.reshape(k, n // k, -1)
+    return two_levels(x, k, total_in)
+
+
+def two_level_all_reduce__in_place(x, k):
+    result = two_levels(x, k, total_in)
+    x.copy_(result)
+    return result
+
+
+def two_level_all_reduce__sends_first(x, k):
+    def between(rail, mine):
+        total, place, p = mine.clone(), rail.index(dist.get_rank()), len(rail)
+        passing = mine
+        for _ in range(p - 1):
+            inbox = like(mine)
+            dist.send(passing, rail[(place + 1) % p])
+            dist.recv(inbox, rail[(place - 1) % p])
+            total, passing = total + inbox, inbox
+        return total
+
+    return two_levels(x, k, between)
+
+
+# ---- choose an algorithm ----
+
+
+def costs(n, nbytes, latency, bandwidth, m):
+    lg = (n - 1).bit_length()
+    return {
+        "binomial": lg * (latency + nbytes / bandwidth),
+        "scatter_all_gather": (lg + n - 1) * latency + 2 * (n - 1) / n * nbytes / bandwidth,
+        "pipelined_chain": (n - 2 + m) * (latency + nbytes / m / bandwidth),
+    }
+
+
+def root_of(number):
+    return max(1, round(number**0.5))
+
+
+def best(n, nbytes, latency, bandwidth):
+    """A right choice."""
+    m = root_of((n - 2) * nbytes / (latency * bandwidth))
+    found = costs(n, nbytes, latency, bandwidth, m)
+    return min(found, key=found.get), m
+
+
+def choose_broadcast__always_a_tree(n, nbytes, latency, bandwidth):
+    return "binomial", 1
+
+
+def choose_broadcast__always_a_chain(n, nbytes, latency, bandwidth):
+    return "pipelined_chain", root_of((n - 2) * nbytes / (latency * bandwidth))
+
+
+def choose_broadcast__no_latency(n, nbytes, latency, bandwidth):
+    """The one with the fewest bytes."""
+    found = costs(n, nbytes, 0.0, bandwidth, 64)
+    return min(found, key=found.get), 64
+
+
+def choose_broadcast__sizes(n, nbytes, latency, bandwidth):
+    """As the package's own rules do."""
+    return ("binomial" if nbytes <= 100_000 else "scatter_all_gather"), 1
+
+
+def choose_broadcast__two_sizes(n, nbytes, latency, bandwidth):
+    m = root_of((n - 2) * nbytes / (latency * bandwidth))
+    if nbytes < 30_000:
+        return "binomial", m
+    return ("scatter_all_gather", m) if nbytes < 300_000 else ("pipelined_chain", m)
+
+
+def choose_broadcast__bits(n, nbytes, latency, bandwidth):
+    return best(n, nbytes, latency, bandwidth / 8)
+
+
+def choose_broadcast__bits_2(n, nbytes, latency, bandwidth):
+    return best(n, nbytes / 8, latency, bandwidth)
+
+
+def choose_broadcast__one_segment(n, nbytes, latency, bandwidth):
+    return best(n, nbytes, latency, bandwidth)[0], 1
+
+
+def choose_broadcast__as_many_as_ranks(n, nbytes, latency, bandwidth):
+    return best(n, nbytes, latency, bandwidth)[0], n
+
+
+def choose_broadcast__root_forgotten(n, nbytes, latency, bandwidth):
+    """(n − 2) n β/α, without the square root."""
+    name, _ = best(n, nbytes, latency, bandwidth)
+    return name, max(1, round((n - 2) * nbytes / (latency * bandwidth)))

@@ -1,0 +1,278 @@
+"""Exercise 8c: a broadcast along a chain, in segments."""
+
+from collections.abc import Sequence
+
+import torch
+
+from parallel101 import Network
+from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise_checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    close,
+    communicated,
+    failed,
+    right,
+    same,
+    value,
+)
+
+MORE = 2.0  # steps that a right solution may take besides the fewest
+
+
+def chain_case(xs: Sequence[torch.Tensor], root: int, m: int, note: str = "") -> Case:
+    """A segment takes one second, half of it for its latency.
+
+    So a run takes as many seconds as it has steps of one segment.
+    """
+    n, x = len(xs), xs[root]
+    segment = -(-x.numel() // m) * x.element_size()
+    return Case(
+        [(mine, root, m) for mine in xs],
+        [x] * n,
+        f"root {root}, {m} segment{'s' * (m > 1)}{note and ', '}{note}",
+        facts={"root": root, "x": x, "m": m},
+        network=Network(latency=0.5, bandwidth=2.0 * segment),
+    )
+
+
+def chain_cases(draw: Draw) -> list[Case]:
+    rows = draw.integer(60, 80)
+    cases = [
+        chain_case(draw.tensors(n, 4 * rows, 2), root, m)
+        for n, root, m in ((1, 0, 3), (2, 0, 4), (2, 1, 1), (3, 0, 8), (4, 0, 1), (4, 0, 8))
+    ]
+    cases.append(
+        chain_case(draw.tensors(4, 7, dtype=torch.int64), draw.integer(1, 3), 7, "7 whole numbers")
+    )
+    cases.append(
+        chain_case(
+            [x.t() for x in draw.tensors(3, 3, rows + 1, dtype=torch.float64)],
+            draw.integer(1, 2),
+            8,
+            "transposed, float64",
+        )
+    )
+    cases.append(chain_case(draw.tensors(5, 123), 0, 7, "123 elements, which 7 doesn't divide"))
+    return [*cases, chain_case(draw.tensors(5, 4 * rows, 2), draw.integer(1, 4), 16)]
+
+
+def fewest(case: Case) -> int:
+    """n − 2 + m steps; one rank alone needs none."""
+    return case.world_size - 2 + case.facts["m"] if case.world_size > 1 else 0
+
+
+def too_slow(trial: Trial) -> str | None:
+    most, took = fewest(trial.case), trial.trace.makespan
+    if took <= most + MORE:
+        return None
+    return f"took as long as {took:g} steps of one segment; {most} are enough"
+
+
+def x_each(case: Case) -> list[int]:
+    return [case.facts["x"].nbytes if case.world_size > 1 else 0] * case.world_size
+
+
+def x_except_on_root(case: Case) -> list[int]:
+    return [
+        0 if rank == case.facts["root"] else case.facts["x"].nbytes
+        for rank in range(case.world_size)
+    ]
+
+
+# ---- misconceptions ----
+
+
+def long_chains(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials in which it shows how a chain is used: some ranks pass on several segments."""
+    return [
+        trial
+        for trial in trials
+        if trial.world_size > 3 and trial.case.facts["m"] > 2 and trial.case.facts["x"].nbytes > 99
+    ]
+
+
+def only_root_zero(trials: Sequence[Trial]) -> bool:
+    """Right wherever the root is 0, wrong wherever it is not."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    zero = [trial for trial in several if trial.case.facts["root"] == 0]
+    other = [trial for trial in several if trial.case.facts["root"] != 0]
+    return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
+
+
+def in_one_message(trials: Sequence[Trial]) -> bool:
+    """Right, but every rank sends x in one message."""
+    large = long_chains(trials)
+    return bool(large) and all(
+        right(t)
+        and max(t.trace.messages_sent) == 1
+        and t.trace.makespan >= t.world_size - 1  # a message of m segments takes longer
+        for t in large
+    )
+
+
+def all_before_any(trials: Sequence[Trial]) -> bool:
+    """Right, but a rank sends its first segment when it has received all of them."""
+    large = long_chains(trials)
+    return bool(large) and all(
+        right(t)
+        and max(communicated(t)) <= t.case.facts["x"].nbytes + 64
+        and t.trace.makespan >= (t.world_size - 1) * (t.case.facts["m"] - 1)
+        for t in large
+    )
+
+
+def by_turns(trials: Sequence[Trial]) -> bool:
+    """Right, and no more bytes, but each segment that is passed on takes two steps."""
+    large = long_chains(trials)
+    return bool(large) and all(
+        right(t)
+        and max(communicated(t)) <= t.case.facts["x"].nbytes + 64
+        and t.trace.makespan >= t.world_size - 1 + 2 * (t.case.facts["m"] - 1) - 0.6
+        for t in large
+    )
+
+
+def from_the_root(trials: Sequence[Trial]) -> bool:
+    """Right, but all messages come from the root."""
+    large = long_chains(trials)
+    return bool(large) and all(
+        right(t) and sum(communicated(t)) == communicated(t)[t.case.facts["root"]] for t in large
+    )
+
+
+def segments_mixed_up(trials: Sequence[Trial]) -> bool:
+    """Somewhere the segments are the right ones, in another order."""
+    for trial in failed(trials):
+        x, m = trial.case.facts["x"].flatten(), trial.case.facts["m"]
+        if trial.error is not None or x.numel() % m:
+            continue
+        parts = x.reshape(m, -1)
+        for found in trial.results:
+            if not isinstance(found, torch.Tensor) or found.numel() != x.numel():
+                continue
+            mine = found.flatten().reshape(m, -1)
+            if same(mine, parts):
+                continue
+            if all(any(same(piece, part) for part in parts) for piece in mine):
+                return True
+    return False
+
+
+def remainder_dropped(trials: Sequence[Trial]) -> bool:
+    """Wrong only where m doesn't divide the elements, and there only after the m equal segments."""
+    wrong = failed(trials)
+    for trial in wrong:
+        x, m = trial.case.facts["x"].flatten(), trial.case.facts["m"]
+        whole = x.numel() // m * m
+        if trial.error is not None or whole == x.numel():
+            return False
+        for found in trial.results:
+            if not isinstance(found, torch.Tensor) or found.numel() not in (whole, x.numel()):
+                return False
+            if not close(found.flatten()[:whole], x[:whole]):
+                return False
+    return bool(wrong)
+
+
+QUESTION = lambda: chain_case([torch.ones(1000)] * 4, 0, 10)  # noqa: E731
+CHAIN_BROADCAST = Exercise(
+    number="8c",
+    function="chain_broadcast",
+    title="Broadcast along a pipelined chain",
+    points=10,
+    value_share=0.4,
+    cases=chain_cases,
+    checks=(
+        value("every rank returns the root's x", keeps="x"),
+        bytes_sent(x_each, "no rank sends x more than once"),
+        Check("steps", "n − 2 + m steps of S/m bytes", too_slow),
+    ),
+    least_received=x_except_on_root,
+    misconceptions=(
+        *MESSAGES,
+        Misconception(
+            "root hard-coded to 0",
+            (
+                "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 "
+                "for the root."
+            ),
+            only_root_zero,
+        ),
+        Misconception(
+            "segments in the wrong place",
+            "All segments arrive, but some end up in another place than they had on the root.",
+            segments_mixed_up,
+        ),
+        Misconception(
+            "remainder dropped",
+            (
+                "The code cuts m equal segments. If m doesn't divide the number of elements, the "
+                "last few never arrive."
+            ),
+            remainder_dropped,
+        ),
+        Misconception(
+            "flat in place of a chain",
+            "The root sends every segment to every rank itself, so it sends n − 1 times x.",
+            from_the_root,
+        ),
+        Misconception(
+            "whole tensor in one message",
+            (
+                "Every rank sends x in one message. So only one link works at a time, and the "
+                "chain takes n − 1 times as long as one message of S bytes."
+            ),
+            in_one_message,
+        ),
+        Misconception(
+            "passes on after the last segment",
+            (
+                "A rank passes nothing on before it has all segments. So again only one link works "
+                "at a time."
+            ),
+            all_before_any,
+        ),
+        Misconception(
+            "sends and receives by turns",
+            (
+                "A rank waits until a segment is sent, and receives the next one after that. So "
+                "each of its links is idle half of the time."
+            ),
+            by_turns,
+        ),
+        CHANGES_ITS_INPUT,
+    ),
+    hints=(
+        "First write it for m = 1, with the position in the chain, (rank − root) mod n. Who "
+        "receives nothing, and who sends nothing?",
+        "Then put both messages into a loop over the segments of one result tensor, which are "
+        "views: what arrives in them is in the result. Which of the two messages must have ended "
+        "before the other begins, and which may still be under way in the next round of the loop?",
+        "A segment must have arrived before it is sent on, but the next one can be received before "
+        "that send has ended. So the loop waits for its receive and keeps the work of its "
+        "isend in a list. The waits for that list come after the loop.",
+    ),
+    questions=(
+        Question(
+            "steps",
+            "4 ranks, 1000 float32 numbers in 10 segments: how many steps does it take?",
+            QUESTION,
+            lambda trial: round(trial.trace.makespan),
+            "steps",
+        ),
+        Question(
+            "sent",
+            "How many bytes does the busiest rank send?",
+            QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
+    ),
+    watch=lambda: chain_case([origin_tensor(rank, 4, 8) for rank in range(4)], 1, 4),
+)
+
+
+EXERCISES = [CHAIN_BROADCAST]

@@ -1,0 +1,277 @@
+"""Exercise 8d: an all-reduce over two levels, in which every rail carries the same."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from parallel101 import Network
+from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise_checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    communicated,
+    failed,
+    right,
+    steps,
+    value,
+    weights,
+)
+from parallel101.grade.sums import counted_twice, facts, left_out
+
+
+def two_level_case(xs: Sequence[torch.Tensor], k: int, note: str = "") -> Case:
+    """Every message takes a second, inside a node and on a rail."""
+    n = len(xs)
+    nodes = n // k
+    return Case(
+        [(x, k) for x in xs],
+        [torch.stack(list(xs)).sum(0)] * n,
+        f"{nodes} node{'s' * (nodes > 1)} of {k}{note and ', '}{note}",
+        facts=facts(xs, k=k, nodes=nodes),
+        network=Network.two_level(
+            k,
+            latency=1.0,
+            bandwidth=float("inf"),
+            inside_latency=1.0,
+            inside_bandwidth=float("inf"),
+            rails=k,
+        ),
+    )
+
+
+def two_level_cases(draw: Draw) -> list[Case]:
+    cases = [
+        two_level_case(draw.tensors(n, 24 * n, 2), k)
+        for n, k in ((1, 1), (2, 2), (2, 1), (4, 2), (6, 3))
+    ]
+    cases.append(two_level_case(draw.tensors(4, 123), 2, "123 elements, which 4 doesn't divide"))
+    cases.append(
+        two_level_case(
+            [x.t() for x in draw.tensors(6, 2, 51, dtype=torch.float64)], 2, "transposed, float64"
+        )
+    )
+    cases.append(
+        two_level_case(
+            draw.tensors(4, 3, dtype=torch.int64), 2, "3 whole numbers, fewer than ranks"
+        )
+    )
+    return [
+        *cases,
+        two_level_case(draw.tensors(8, draw.integer(90, 110), 2), 4),
+        two_level_case(draw.tensors(8, 30, 8), 2),
+    ]
+
+
+def between_bytes(case: Case) -> int:
+    """What a rank sends to other nodes: two rounds of its share of x, but for one chunk."""
+    x, k, nodes = case.facts["xs"][0], case.facts["k"], case.facts["nodes"]
+    share = -(-x.numel() // k)
+    return 2 * (nodes - 1) * -(-share // nodes) * x.element_size()
+
+
+def all_bytes(case: Case) -> list[int]:
+    x, k = case.facts["xs"][0], case.facts["k"]
+    inside = 2 * (k - 1) * -(-x.numel() // k) * x.element_size()
+    return [inside + between_bytes(case)] * case.world_size
+
+
+def fewest(case: Case) -> int:
+    return 2 * (case.facts["k"] - 1) + 2 * (case.facts["nodes"] - 1)
+
+
+def x_each(case: Case) -> list[int]:
+    return [case.facts["xs"][0].nbytes if case.world_size > 1 else 0] * case.world_size
+
+
+def sent_between(trial: Trial) -> list[int]:
+    """The bytes that each rank sends to other nodes, by rank."""
+    k, sent = trial.case.facts["k"], [0] * trial.world_size
+    for event in trial.trace.events:
+        if event.kind == "send" and event.peer is not None and event.peer // k != event.rank // k:
+            sent[event.rank] += event.nbytes
+    return sent
+
+
+def rail_too_busy(trial: Trial) -> str | None:
+    most = between_bytes(trial.case)
+    for rank, sent in enumerate(sent_between(trial)):
+        if sent > most + 64:
+            return f"rank {rank} sent {sent} bytes to other nodes; {most} are enough"
+    return None
+
+
+# ---- misconceptions ----
+
+
+def several_nodes(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials with several nodes of several ranks, and enough bytes to count."""
+    return [
+        trial
+        for trial in trials
+        if trial.case.facts["k"] > 1
+        and trial.case.facts["nodes"] > 1
+        and trial.case.facts["xs"][0].nbytes >= 100 * trial.world_size
+    ]
+
+
+def one_rail(trial: Trial) -> bool:
+    """Whether one rank of each node sends all that leaves the node."""
+    k, sent = trial.case.facts["k"], sent_between(trial)
+    nodes = [sent[first : first + k] for first in range(0, trial.world_size, k)]
+    return all(sum(count > 64 for count in node) == 1 for node in nodes)
+
+
+def flat_ring(trials: Sequence[Trial]) -> bool:
+    """Right, with one rail busy, and every rank sends as much as in a ring of all ranks."""
+    large = several_nodes(trials)
+    return bool(large) and all(
+        right(t)
+        and one_rail(t)
+        and min(communicated(t)) >= 1.5 * t.case.facts["xs"][0].nbytes * (1 - 1 / t.world_size)
+        for t in large
+    )
+
+
+def leaders_only(trials: Sequence[Trial]) -> bool:
+    """Right, with one rail busy."""
+    large = several_nodes(trials)
+    return bool(large) and all(right(t) and one_rail(t) for t in large)
+
+
+def whole_between_nodes(trials: Sequence[Trial]) -> bool:
+    """Right, but every rank sends much more than its share to other nodes."""
+    large = several_nodes(trials)
+    return bool(large) and all(
+        right(t) and min(sent_between(t)) >= 1.5 * between_bytes(t.case) for t in large
+    )
+
+
+def results(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Each rank's result, with what it should be the sum of."""
+    for result in trial.results:
+        if isinstance(result, torch.Tensor):
+            yield result.flatten(), [x.flatten() for x in trial.case.facts["xs"]]
+
+
+def node_only(trials: Sequence[Trial]) -> bool:
+    """With several nodes, every result is the sum of the rank's own node."""
+    wrong = several_nodes(failed(trials))
+    for trial in wrong:
+        k = trial.case.facts["k"]
+        found = [weights(*pair) for pair in results(trial)]
+        for rank, counts in enumerate(found):
+            own = [float(other // k == rank // k) for other in range(trial.world_size)]
+            if counts is None or [round(c, 3) for c in counts] != own:
+                return False
+    return bool(wrong) and all(len(list(results(t))) == t.world_size for t in wrong)
+
+
+def not_divided(trials: Sequence[Trial]) -> bool:
+    """Wrong only where n doesn't divide the number of elements."""
+    wrong = failed(trials)
+    return bool(wrong) and all(t.case.facts["xs"][0].numel() % t.world_size for t in wrong)
+
+
+QUESTION = lambda: two_level_case([torch.ones(1000)] * 8, 4)  # noqa: E731
+TWO_LEVEL_ALL_REDUCE = Exercise(
+    number="8d",
+    function="two_level_all_reduce",
+    title="All-reduce over two levels",
+    points=10,
+    value_share=0.4,
+    cases=two_level_cases,
+    checks=(
+        value("every rank returns the sum", keeps="x"),
+        bytes_sent(all_bytes, "no rank sends more than 2·(k − 1)·S/k + 2·(N − 1)/N·S/k"),
+        Check("bytes", "every rail carries the same, 2·(N − 1)/N·S/k", rail_too_busy),
+        steps(
+            fewest,
+            "2·(k − 1) + 2·(N − 1) steps",
+            slack=lambda case: fewest(case) / 2,
+        ),
+    ),
+    least_received=x_each,
+    misconceptions=(
+        *MESSAGES,
+        Misconception(
+            "sum of one node only",
+            "Every rank has the sum of its own node. What the other nodes have is never added.",
+            node_only,
+        ),
+        Misconception(
+            "flat ring over all ranks",
+            (
+                "The ring of all ranks leaves each node by one rank, so it uses one rail, and it "
+                "takes 2·(n − 1) steps. All other rails are idle."
+            ),
+            flat_ring,
+        ),
+        Misconception(
+            "one rank talks for its node",
+            (
+                "One rank of each node sends all that leaves the node: one rail is busy and all "
+                "others are idle."
+            ),
+            leaders_only,
+        ),
+        Misconception(
+            "whole tensor between nodes",
+            (
+                "Every rank sends the sum of its node, or its whole x, to other nodes. Its rail "
+                "needs to carry only its share: after the reduce-scatter, that is S/k bytes."
+            ),
+            whole_between_nodes,
+        ),
+        Misconception(
+            "works only if n divides the size",
+            (
+                "The code is right if n divides the number of elements, and only then: it takes "
+                "all chunks to be equally large."
+            ),
+            not_divided,
+        ),
+        counted_twice(results),
+        left_out(results),
+        CHANGES_ITS_INPUT,
+    ),
+    hints=(
+        "You have all three parts already, as loops over the ranks of a ring. What are the two "
+        "rings of a rank here: with whom is it in a node, and with whom on a rail?",
+        "Write the two loops of the ring all-reduce as functions of a list of ranks and a list of "
+        "chunks, so that they work for any ring. In which order does a rank call them, and on "
+        "which ring?",
+        "The ring inside is [rank − rank % k + i for i in range(k)], that of the rail is "
+        "range(rank % k, n, k). Three calls on the flat x: scatter its k chunks inside, all-reduce "
+        "the chunk that you then have on the rail (cut into N chunks, again by tensor_split), "
+        "gather inside. A rank's place in a ring is ring.index(rank).",
+    ),
+    questions=(
+        Question(
+            "steps",
+            "2 nodes of 4 ranks: how many steps does it take?",
+            QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
+        Question(
+            "sent",
+            "2 nodes of 4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
+            QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
+        Question(
+            "between",
+            "How many of these bytes go to the other node?",
+            QUESTION,
+            lambda trial: max(sent_between(trial)),
+            "bytes",
+        ),
+    ),
+    watch=lambda: two_level_case([origin_tensor(rank, 6, 12) for rank in range(6)], 3),
+)
+
+
+EXERCISES = [TWO_LEVEL_ALL_REDUCE]
