@@ -107,7 +107,7 @@ RING_SHIFT = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             lambda: ring_shift_case([torch.ones(1000)] * 4),
             lambda trial: max(communicated(trial)),
@@ -242,7 +242,7 @@ FLAT_BROADCAST = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             "8 ranks, 1000 float32 numbers: how many bytes does the root send?",
             BROADCAST_QUESTION,
             lambda trial: communicated(trial)[0],
@@ -318,7 +318,7 @@ TREE_BROADCAST = Exercise(
             "steps",
         ),
         Question(
-            "bytes",
+            "sent",
             "8 ranks, 1000 float32 numbers: how many bytes does the busiest rank send?",
             BROADCAST_QUESTION,
             lambda trial: max(communicated(trial)),
@@ -448,7 +448,7 @@ SCATTER = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             "4 ranks, 1000 float32 numbers on the root: how many bytes does the root send?",
             SCATTER_QUESTION,
             lambda trial: communicated(trial)[0],
@@ -608,7 +608,7 @@ GATHER = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "received",
             "4 ranks, 250 float32 numbers each: how many bytes does the root receive?",
             GATHER_QUESTION,
             lambda trial: received(trial)[0],

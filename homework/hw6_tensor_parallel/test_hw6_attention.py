@@ -140,7 +140,7 @@ PARALLEL_ATTENTION = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             (
                 "3 positions, 8 heads of 2 features, in float64 on 4 ranks. How many bytes does "
                 "each rank send in backward?"

@@ -159,7 +159,7 @@ COLUMN_LAYER = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             (
                 "Two layers, 5 → 12 → 8, on 4 ranks with 5 samples in float64. How many bytes does "
                 "each rank send in backward?"

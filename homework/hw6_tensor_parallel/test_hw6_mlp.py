@@ -168,7 +168,7 @@ PARALLEL_MLP = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             (
                 "A batch of 5 samples goes 8 → 32 → 8 features in float64, on 4 ranks. How many "
                 "bytes does each rank send in forward?"

@@ -218,7 +218,7 @@ SEQUENCE_PARALLEL = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             (
                 "12 positions, 8 → 16 → 8 features, in float64 on 4 ranks. How many bytes does "
                 "each rank send in forward?"

@@ -205,7 +205,7 @@ VOCABULARY_LOSS = Exercise(
     ),
     questions=(
         Question(
-            "bytes",
+            "sent",
             (
                 "6 positions and 90 tokens in float64 on 4 ranks. How many bytes does each rank "
                 "send in forward?"

@@ -1,6 +1,6 @@
 """`check`, `hint` and `predict`: a homework notebook calls them with the learner's functions.
 
-    predict(hw1.ring_shift, bytes=24)   records your numbers, to be shown next to those of the run
+    predict(hw1.ring_shift, sent=24)    records your numbers, to be shown next to those of the run
     check(hw1.ring_shift)               grades it: verdict, misconception, picture, points
     hint(hw1.ring_shift)                one more hint at each call, up to three; costs nothing
 
@@ -62,7 +62,7 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
 
     Args:
         function: such as hw1.ring_shift.
-        answers: by the names of the questions, e.g. bytes=24, steps=1. "?" is no answer: then the
+        answers: by the names of the questions, e.g. sent=24, steps=1. "?" is no answer: then the
             question is shown, and no number.
 
     Raises:

@@ -211,17 +211,17 @@ def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_ans
         hint(hw1.ring_shift)
         assert capsys.readouterr().out.count("Hint ") == rung
     (homework / "hw1.py").write_text(RIGHT)
-    predict(hw1.ring_shift, bytes="?", steps="?")
+    predict(hw1.ring_shift, sent="?", steps="?")
     asked = capsys.readouterr().out
-    assert "predict first: predict(hw1.ring_shift, bytes=…)" in asked and "your run" not in asked
-    predict(hw1.ring_shift, bytes=4000, steps=3)
+    assert "predict first: predict(hw1.ring_shift, sent=…)" in asked and "your run" not in asked
+    predict(hw1.ring_shift, sent=4000, steps=3)
     said = capsys.readouterr().out
     assert (
         "you said: 4,000 bytes · your run: 4,000 bytes ✓" in said
         and "you said: 3 steps · your run: 1 step ≠" in said
     )
     noted = json.loads((homework / ".progress.json").read_text())["ring_shift"]
-    assert noted["hints"] == 3 and noted["predictions"] == {"bytes": 4000, "steps": 3}
+    assert noted["hints"] == 3 and noted["predictions"] == {"sent": 4000, "steps": 3}
 
 
 @pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
