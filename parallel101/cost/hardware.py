@@ -62,6 +62,8 @@ class Chip:
     hbm_bandwidth: float
     links: Torus | tuple[Level, ...]  # levels from the inside out
     source: str
+    # bytes per second to the host and to its network card, one way; None: not in this table
+    pcie_bandwidth: float | None = None
 
     @property
     def link_bandwidth(self) -> float:
@@ -82,6 +84,9 @@ GPUS += "hwLat of ring with protocol LL"
 RAILS = (
     "; rails: NVIDIA, DGX SuperPOD reference architecture, DGX H100, Network Fabrics, and "
     "DGX H100 User Guide, table Network Modules"
+)
+PCIE = (
+    '; PCIe: NVIDIA, "H100 Tensor Core GPU Architecture" (white paper, V1.04), Key Feature Summary'
 )
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
@@ -125,7 +130,8 @@ CHIPS: dict[str, Chip] = {
                 Level("leaf", 32, 400e9, NETWORK_HOP, rails=8),
                 Level("spine", 4, 12.8e12, NETWORK_HOP, rails=8),
             ),
-            GPUS + RAILS,
+            GPUS + RAILS + PCIE,
+            pcie_bandwidth=64e9,
         ),
         Chip("H200", 9.9e14, 141e9, 4.8e12, (Level("node", 8, 450e9, NVLINK_HOP),), GPUS),
         Chip(

@@ -14,6 +14,7 @@
     memory_per_rank.py    bytes that each rank holds
     between_ranks.py      how long each two ranks waited for each other, and what they sent
     deadlock.py           who waits for whom
+    node_links.py         what connects the GPUs of a node
     loss_curves.py        loss curves, also live
     plots.py              measurements and models over a swept size
     run_table.py          the tables of `parallel101 run`

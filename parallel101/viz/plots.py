@@ -282,7 +282,11 @@ def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str, most: int) -> None:
     low, high = axes.get_ylim()
     base = 10.0 if y in ("seconds", "bytes/s") else 2.0
     powers = range(math.ceil(math.log(low, base)), math.floor(math.log(high, base)) + 1)
-    axes.set_yticks([base**k for k in powers if k % max(1, -(-len(powers) // 8)) == 0])
+    ticks = [base**k for k in powers if k % max(1, -(-len(powers) // 8)) == 0]
+    if base == 10 and len(ticks) < 2:  # less than two decades: 1, 2 and 5 times a power
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+        ticks = [k * 10.0**d for d in decades for k in (1, 2, 5) if low <= k * 10.0**d <= high]
+    axes.set_yticks(ticks)
     axes.set_yticklabels([UNITS[y](v) for v in axes.get_yticks()])
     axes.minorticks_off()
     axes.tick_params(length=4)

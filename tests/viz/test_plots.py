@@ -39,6 +39,11 @@ def test_a_sweep_is_drawn_in_the_pages_colours():
         )
 
 
+def test_an_axis_of_less_than_two_decades_has_ticks_in_between():
+    drawn = sweep({"a": {1.0: 0.004, 2.0: 0.03}}, title="a").drawing
+    assert all(f">{tick} ms<" in drawn for tick in (5, 10, 20))
+
+
 def test_the_same_numbers_give_the_same_picture():
     assert sweep(MODEL, title="a").svg() == sweep(MODEL, title="a").svg()
 

@@ -1,0 +1,73 @@
+"""The picture of a node: the figures of hardware.py, and lines as wide as their bandwidth."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from parallel101.cost import CHIPS, Level
+from parallel101.viz.node_links import node_scene
+from tests.viz.drawn import SVG, text_boxes
+
+H100 = CHIPS["H100"]
+
+
+def widths(scene, kind):
+    """The widths of the lines of a kind, in the diagram and in the legend."""
+    return {
+        float(path.get("stroke-width"))
+        for path in ET.fromstring(scene.svg()).iter(f"{SVG}path")
+        if path.get("class") == f"link {kind}"
+    }
+
+
+def texts(scene):
+    return [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_lines_are_as_wide_as_their_bandwidth_and_each_gpu_has_its_card_and_rail(gpus):
+    levels = (Level("node", gpus, 200e9, 1e-6), Level("leaf", 5, 50e9 * gpus, 1e-6, rails=gpus))
+    scene = node_scene(dataclasses.replace(H100, name="G1", links=levels, pcie_bandwidth=100e9))
+    (nvlink,), (pcie,), (net,) = (widths(scene, kind) for kind in ("nvlink", "pcie", "net"))
+    assert (nvlink / pcie, nvlink / net) == (pytest.approx(2), pytest.approx(4))
+    words = texts(scene)
+    assert {f"{part} {gpus - 1}" for part in ("GPU", "card", "rail")} <= set(words)
+    assert f"GPU {gpus}" not in words
+    assert {"200 GB/s", "100 GB/s", "50 GB/s"} <= set(words)
+    assert "G1" in scene.title and "Rail i connects card i of 5 nodes." in " ".join(words)
+
+
+def test_the_figures_are_those_of_the_table():
+    node, leaf, _ = H100.links
+    words = " ".join(texts(node_scene()))
+    for rate in (node.bandwidth, 2 * node.bandwidth, H100.pcie_bandwidth, leaf.bandwidth):
+        assert f"{rate / 1e9:g} GB/s" in words
+    assert re.search(rf"\b{8e-9 * leaf.bandwidth / leaf.rails:g} Gbit/s", words)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_no_text_leaves_the_card_or_covers_another(narrow):
+    scene = node_scene()
+    width, height = scene.narrow if narrow else (scene.width, scene.height)
+    boxes = text_boxes(scene, 0.0, narrow)
+    for i, (text, left, top, right, bottom) in enumerate(boxes):
+        assert left >= 0 and right <= width + 1 and bottom <= height - 8, text
+        for other, x0, y0, x1, y1 in boxes[:i]:
+            assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top, (text, other)
+
+
+@pytest.mark.parametrize("chip", ["TPU v5e", "A100", "B200", "GB200"])
+def test_a_chip_that_it_cannot_draw(chip):
+    with pytest.raises(ValueError, match=chip):
+        node_scene(chip)
+
+
+def test_a_node_needs_one_rail_for_each_gpu():
+    node, leaf, _ = H100.links
+    shared = dataclasses.replace(H100, links=(node, dataclasses.replace(leaf, rails=4)))
+    with pytest.raises(ValueError, match="8 GPUs and 4 rails"):
+        node_scene(shared)
