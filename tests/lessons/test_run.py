@@ -108,14 +108,15 @@ PRINTED = {
         ],
         "doubling-count": [*counted(3, "12,288", "12,288"), "the same messages as the package's"],
         "crossing": ["they cross at 220 kB", "α / β is 25 kB"],
-        "path-run": ["rank 1 is late: .* 10 s", "rank 7 is late: .* 7 s"],
+        "chain-check": ["right values, 7.00 n on the critical path of 8 ranks"],
+        "chain-run": [
+            "the formula: 32 segments",
+            "the best chain: 4.74 ms",
+            r"tree: 10.13 ms\nscatter \+ all-gather: 6.07 ms\nn · β: 3.36 ms",
+        ],
         "fit-run": [
             r"fit: α = \d+ µs, [\d.]+ GB/s",
             r"4,194,304 bytes: +\d+ µs \(\d+ to \d+\), \d+\.\d\d of the line",
-        ],
-        "real-ratio": [
-            r"ring +measured / predicted: [\d.]+ to [\d.]+",
-            r"1,024 bytes, fastest first: \w+, \w+, \w+, \w+",
         ],
         "work": [
             r"tree +4 +4\.00 +6 +6\.00",
@@ -126,18 +127,23 @@ PRINTED = {
             r"all_reduce +50\.0 +33\.3 +28\.6 +50\.0 +50\.0 +50\.0",
             r"all_to_all +100\.0 +66\.7 +57\.1 +50\.0 +50\.0 +50\.0",
         ],
-        "bus-tree-run": [r"reduce_broadcast .* 14\.6", r"recursive_doubling .* 29\.2"],
-        "both-ways-run": [*counted(4, "2,048", "3,584"), "the same messages as the package's"],
-        "axes-run": [r"1 KiB .*: 2\.00 times.*\n.* 8\.0 µs\n.* 4\.0 µs", r"16 MiB .*: 0\.82 times"],
-        "torus-run": [
-            r"1 KiB .*: 1\.33 times as fast +6\.0 µs",
-            r"16 MiB .*: 2\.08 times as fast +93\.4 µs",
-            "93.2 µs, bandwidth-bound",
-        ],
         "levels-run": [
-            r"^ring .*1\.75 n +1 KiB: +70 µs +4 MiB: 217",
-            r"badly_placed_ring .*7\.00 n +1 KiB: 280.*867",
-            r"two_level .*1\.00 n .*150",
+            rf"{cards}  {way} +you: \? +the run: {took} s; GPUs 0–7 send n × {sent}\n"
+            for cards, way, took, sent in (
+                ("1 × 400 GB/s", "ring", r"0\.66", "(0 ){7}1.88"),
+                ("1 × 400 GB/s", "hierarchical", r"0\.89", "(0.125 ?){8}"),
+                ("8 ×  50 GB/s", "ring", r"5\.25", "(0 ){7}1.88"),
+                ("8 ×  50 GB/s", "hierarchical", r"0\.89", "(0.125 ?){8}"),
+            )
+        ],
+        "both-ways-run": [
+            r"ring .*\n.*one_way: .'steps': 7, .*: 3584, .*\n.*two_way: .'steps': 4, .*: 2048,",
+            r"line .*\n.*one_way: .'steps': 7, .*: 3584, .*\n.*two_way: .'steps': 7, .*: 3584,",
+        ],
+        "axes-run": [
+            r"4 × 4 .*\n.* 8 steps,  8\.00 .*\n.* 4 steps, 10\.00 .*\n.* 6 steps,  3\.75 blocks",
+            r"5 × 5 .*\n.*12 steps, 12\.00 .*\n.* 4 steps, 12\.00 .*\n.* 8 steps,  6\.00 blocks",
+            "93.2 µs, bandwidth-bound",
         ],
         "nccl-run": [
             "1 KiB .* tree LL; .* tree LL\n",
@@ -473,8 +479,9 @@ IN_PICTURES = {  # text in a picture
     "02_algorithms_and_cost": {
         "doubling-watch": ["Recursive-doubling all-reduce"],
         "regimes-run": ["α = 20 µs, 1.25 GB/s"],
-        "path-one": ["Timeline", "10 s"],
-        "path-seven": ["Timeline", "7 s"],
+        "chain-picture": ["Timeline", "On the critical path: 11 messages"],
+        "chain-plot": ["Broadcast of 4 MiB on 8 virtual ranks"],
+        "node-picture": ["450 GB/s per GPU", "64 GB/s. Each card", "rail: 50 GB/s"],
         "fit-picture": ["A message between two processes"],
         "both-ways-watch": ["Bidirectional ring all-gather"],
         "explorer-run": ["Recursive-doubling all-reduce"],
