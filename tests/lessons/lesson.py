@@ -39,13 +39,19 @@ def _wanted(node: ast.stmt, values: tuple[str, ...]) -> bool:
     return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
 
 
+def answer_text(name: str, cell_id: str) -> str:
+    """The code in the answer to something that the lesson lets the reader write."""
+    (source,) = (cell.source for cell in read(name).cells if cell.id == cell_id)
+    (code,) = re.findall(r"```python\n(.*?)```", source, re.DOTALL)
+    return code
+
+
 def answer(name: str, cell_id: str, names: dict[str, Any]) -> Any:
     """The function in the answer to something that the lesson lets the reader write.
 
     `names`: what it can use.
     """
-    (source,) = (cell.source for cell in read(name).cells if cell.id == cell_id)
-    (code,) = re.findall(r"```python\n(.*?)```", source, re.DOTALL)
+    code = answer_text(name, cell_id)
     found = dict(names)
     exec(compile(code, cell_id, "exec"), found)
     return found[

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.lessons.lesson import definitions, read
+from tests.lessons.lesson import answer_text, definitions, read
 
 LESSON = definitions(
     "07_pipeline", "WIDTH", "LAYERS", "SAMPLES", "FREE", "DO", "SPLIT", "RANK_0", "RANK_1"
@@ -78,6 +78,31 @@ def test_a_group_for_each_direction_keeps_nccls_rules(name):
     if name != "gpipe":
         with pytest.raises(p101.DeadlockError, match="waits in the queue behind its send"):
             by_hand(name, 4, 8, rules="nccl")
+
+
+def test_the_readers_order_is_1f1b_and_the_beginning_is_gpipe():
+    begun: dict = {}
+    (cell,) = (cell.source for cell in read("07_pipeline").cells if cell.id == "order-mine")
+    exec(cell, begun)
+    mine: dict = {}
+    exec(answer_text("07_pipeline", "order-answer"), mine)
+    for order, name, held in (
+        (begun["MY_ORDER"], "gpipe", [4, 4]),
+        (mine["MY_ORDER"], "1f1b", [2, 1]),
+    ):
+        schedule = p101.Schedule([of_rank.split() for of_rank in order])
+        assert schedule == p101.schedule(name, stages=2, microbatches=4)
+        assert schedule.time().makespan == 15 and schedule.time().peak_activations == held
+
+
+def test_the_bubbles_of_llama_3_and_the_two_ways_to_quote_one():
+    text = "".join(cell.source for cell in read("07_pipeline").cells)
+    plain = p101.schedule("1f1b", stages=16, microbatches=16).time()
+    assert plain.bubble_rate == pytest.approx(15 / 31) and f"{plain.bubble_rate:.0%}" == "48%"
+    eighth = p101.schedule("interleaved", stages=16, microbatches=16, chunks=8).time(*3 * [1 / 8])
+    assert "from 48 % to 10 %" in text and f"{eighth.bubble_rate:.0%}" == "10%"
+    for P in (4, 8, 64):  # GPipe's "negligible"
+        assert 0.15 < (P - 1) / (4 * P + P - 1) < 0.2
 
 
 MISTAKES = {

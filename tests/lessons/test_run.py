@@ -359,7 +359,11 @@ PRINTED = {
         "one-batch-run": [r"rank 0 works 24 s of 96 s: 25 %"],
         "gpipe-check": [rf"P = {n}: {TINY} from one process" for n in (1, 2, 4)],
         "bubble-run": [r"m = 2 .*60 s\nm = 4 .*42 s\nm = 8 .*33 s"],
-        "bubble-check": [r"(m = \d: formula (\d+) s, run \2 s, .*\n?){4}"],
+        "bubble-check": [
+            r"(m = \d: formula (\d+) s, run \2 s, .*\n?){4}",
+            "m = 8: .* 27% of the step, 38% of the ideal time",
+        ],
+        "order-check": [r"not right yet: 15 s, activations held: \[4, 4\]"],
         "loop-run": [
             rf"GPipe +held: \(8, 8, 8, 8\) .* {TINY}",
             rf"1F1B +held: \(4, 3, 2, 1\) .* {TINY}",
@@ -395,10 +399,6 @@ PRINTED = {
             r"not divided +8\.00 times as long, cosine 1\.000",
             r"zero_grad before each .*cosine -0\.",
         ],
-        "break-w-show": [
-            rf"rank 0: 0 of 8 W missing, gradient off by {TINY}",
-            r"(rank [123]: [123] of 8 W missing, gradient off by \de[-+]0\d\n?){3}",
-        ],
         "hang-ours": [
             rf"GPipe: finishes, {TINY} from",
             "rank 2's receive from rank 3 waits in the queue behind its send to rank 3",
@@ -411,7 +411,6 @@ PRINTED = {
                 r"2RECV_F0 of rank 0"
             ),
         ],
-        "hang-run": [r"gloo: \['finished', 'finished'\]", "cycle: rank 0 → rank 1 → rank 0"],
         "hang-executor": [r"losses: \[(\d\.\d{10})\d*, \1\d*\]; one process: \1"],
     },
     "08_three_axes": {
@@ -541,13 +540,13 @@ IN_PICTURES = {  # text in a picture
     "07_pipeline": {
         "one-batch-run": ["makespan 96 s · bubble rate 75.0 %"],
         "bubble-run": ["makespan 60 s", "makespan 42 s", "makespan 33 s · bubble rate 27.3 %"],
+        "order-check": ["Your order", "makespan 15"],
         "loop-run": ["GPipe", "1F1B", "makespan 33 s", "bubble rate 27.3 %"],
         "interleaved-run": ["makespan 33 · ", "makespan 28.5 · bubble rate 15.8 %"],
         "split-run": ["ZB-H1", "bubble rate 11.1 %", "ZB-H2", "bubble rate 0.0 %"],
         "explorer-run": ["zb-h1 on 4 ranks"],
         "real-run": ["1F1B on two processes"],
         "break-send-picture": ["Deadlock: who waits for whom"],
-        "hang-run": ["Deadlock: who waits for whom"],
     },
     "08_three_axes": {
         "picture-run": [
