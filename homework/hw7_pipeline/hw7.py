@@ -124,7 +124,7 @@ def zero_bubble_step(
 
     The step takes 3M + (P − 1) slots if M ≥ P, where 1F1B takes 3M + 3(P − 1). No rank holds more
     than P microbatches: those whose forward it has begun and whose weight gradient is not finished.
-    For each rank, find out how long a weight gradient may wait. (Qi et al., arXiv 2401.10241,
-    section 2.)
+    How long each rank puts off its weight gradients is for you to find out. (Qi et al., arXiv
+    2401.10241, section 2.)
     """
     raise NotImplementedError("zero_bubble_step is not written yet")
