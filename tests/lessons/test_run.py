@@ -280,7 +280,6 @@ PRINTED = {
     },
     "06_tensor_parallel": {
         "pain-run": [r"measured: 1\.00"],
-        "pain-one": [r"\[1, 0, 0, 0\]"],
         "ways-run": [
             rf"{name} .* sent: \[({sent}(, )?){{4}}\]   {TINY} from"
             for name, sent in (("by_columns", 6144), ("by_rows", 12288))
@@ -349,10 +348,6 @@ PRINTED = {
             r"with the all-reduce of dX: loss ([\d.]+) → [\d.]+\nwithout .* loss \1 → (?!\1)",
         ],
         "break-seed-run": [r"same seed: matrix rank 16\nown seed: +matrix rank 32"],
-        "break-heads-run": [
-            "has 4 heads, which 3 ranks cannot share equally",
-            r"'1' \(LayerNorm\) gets the cut outputs of column layer '0'",
-        ],
         "exercise-1-check": ["dW: not right yet\ndX: not right yet not right yet "],
     },
     "07_pipeline": {
