@@ -1,4 +1,4 @@
-"""Homework 3: the backward of each collective.
+"""Homework 3: the backward of collectives.
 
 A collective F takes the x of all ranks and gives each rank a y. It is linear. The loss is the sum
 of the losses of all ranks. In backward, each rank has g, the gradient of its own y. F*, the adjoint
@@ -8,14 +8,19 @@ of F, turns the g of all ranks into the gradient of each rank's x:
 
 ⟨a, b⟩ is the sum of a·b over all elements of all ranks.
 
-Write F* for each F below. You may use everything in torch.distributed: dist.send and dist.recv, and
-the collectives (dist.all_reduce, dist.reduce, dist.broadcast, dist.all_gather, dist.gather,
-dist.scatter, dist.all_to_all_single, …). x and g are contiguous and float64, and they must stay as
-they are. Blocks are cut along dim 0 and are equally large. S is the number of bytes of the largest
-tensor in the drawing, n the number of ranks.
+x and g are contiguous and float64, and they must stay as they are. n is the number of ranks.
+
+9a to 9c give 5 points each, and 9d to 9f give 10 each: half for the values, half for the bytes.
+9g to 9k are optional practice, without points.
 """
 
 import torch
+
+# ---- 9a to 9c: F is given, and you write F* ----
+# You may use everything in torch.distributed: dist.send and dist.recv, and the collectives
+# (dist.all_reduce, dist.reduce, dist.broadcast, dist.all_gather, dist.gather, dist.scatter,
+# dist.all_to_all_single, …). Blocks are cut along dim 0 and are equally large. S is the number of
+# bytes of the largest tensor in the drawing.
 
 
 def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Tensor:
@@ -37,6 +42,128 @@ def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Ten
     The ranks send at most (n − 1)·S bytes in total.
     """
     raise NotImplementedError("broadcast_backward is not written yet")
+
+
+def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch.Tensor:
+    """The backward of a gather: the root's y has the x of all ranks, in the order of the ranks.
+
+    The other ranks have no y.
+
+        root    a ─┬─▶ y = [ a b c ]        g
+        rank 1  b ─┤
+        rank 2  c ─┘
+
+    Args:
+        x: (k, …), this rank's x. Only its shape and dtype matter here.
+        g: on the root, (n·k, …), the gradient of y; None on the other ranks.
+        root: which rank gathered.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most (n − 1)/n·S bytes in total.
+    """
+    raise NotImplementedError("gather_backward is not written yet")
+
+
+def all_to_all_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The backward of an all-to-all: block j of rank i's x becomes block i of rank j's y.
+
+        rank 0  [ a₀ a₁ a₂ ] ──▶ y = [ a₀ b₀ c₀ ]        g₀
+        rank 1  [ b₀ b₁ b₂ ] ──▶ y = [ a₁ b₁ c₁ ]        g₁
+        rank 2  [ c₀ c₁ c₂ ] ──▶ y = [ a₂ b₂ c₂ ]        g₂
+
+    Args:
+        x: (n·k, …), this rank's x. Only its shape and dtype matter here.
+        g: (n·k, …), the gradient of this rank's y.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most (n − 1)·S bytes in total.
+    """
+    raise NotImplementedError("all_to_all_backward is not written yet")
+
+
+# ---- 9d to 9f: you write F and F* ----
+# Each function returns a new y, through which autograd can go back: write a
+# torch.autograd.Function, as lesson 03 does, and return what its apply(…) returns. Backward gets
+# this rank's g, of the shape of y. It returns the gradient of this rank's x, and None for each
+# further argument of forward. `check` compares y with one process, and calls y.backward(g) on every
+# rank. Use dist.send, dist.recv, dist.isend and dist.irecv alone.
+
+
+def shift(x: torch.Tensor, k: int, dim: int) -> torch.Tensor:
+    """Shift a tensor that is cut over the ranks by k entries along dim, round the ring.
+
+        the whole tensor      a b c d | e f g h | i j k l        3 ranks, k = 1
+        shifted               l a b c | d e f g | h i j k
+
+    Args:
+        x: this rank's block. The ranks' blocks, joined along dim, are the whole tensor. All have
+            the same shape.
+        k: by how many entries, 0 ≤ k ≤ x.shape[dim].
+        dim: the dim that is cut and shifted, 0 ≤ dim < x.dim().
+
+    Returns:
+        y: this rank's block of the shifted whole, a new tensor also on one rank and for k = 0.
+        torch.roll(whole, k, dim) is the shifted whole in one process.
+
+    Each rank sends k entries along dim in forward, and k in backward. One rank sends nothing.
+    """
+    raise NotImplementedError("shift is not written yet")
+
+
+def all_gather_uneven(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Give every rank the blocks of all ranks, which may have any number of rows.
+
+        rank 0  [ a ]      ──▶  y = [ a b c ]        g₀        sizes = [1, 0, 2]
+        rank 1  [ ]        ──▶  y = [ a b c ]        g₁        a, b and c are rows
+        rank 2  [ b c ]    ──▶  y = [ a b c ]        g₂
+
+    Args:
+        x: (sizes[rank], …), this rank's block; with 0 rows it is an empty tensor, not None.
+        sizes: the number of rows of each rank's block, the same list on every rank. At least one is
+            not 0.
+
+    Returns:
+        y: (sum(sizes), …), the blocks in the order of the ranks, a new tensor also on one rank.
+
+    The losses differ, so each rank has its own g. The gradient of x has the shape of x. If y has S
+    bytes, the ranks send at most (n − 1)·S bytes in total in forward, and as many in backward.
+    """
+    raise NotImplementedError("all_gather_uneven is not written yet")
+
+
+def halo_exchange(x: torch.Tensor, width: int, sizes: list[int]) -> torch.Tensor:
+    """Give every rank the rows around its block: `width` rows from each neighbour, the halos.
+
+        rank 0  a b c        ──▶  y = 0 a b c d        width = 1
+        rank 1        d e    ──▶  y = c d e f
+        rank 2            f  ──▶  y = e f 0
+
+    A convolution needs this if an image is cut over the ranks. Beyond the two ends of the whole
+    tensor there are zeros.
+
+    Args:
+        x: (sizes[rank], …), this rank's rows of the whole tensor.
+        width: the number of rows of a halo, at least 1.
+        sizes: the number of rows of each rank's block, the same list on every rank.
+
+    Returns:
+        y: (width + sizes[rank] + width, …), a new tensor also on one rank.
+
+    Raises:
+        ValueError: on every rank and before any message, if a block has fewer rows than width. So a
+            halo never comes from further away than the direct neighbour.
+
+    In backward, a row may have a gradient on several ranks. H is the number of bytes of one halo.
+    The ranks send at most 2·(n − 1)·H bytes in total in forward, and as many in backward.
+    """
+    raise NotImplementedError("halo_exchange is not written yet")
+
+
+# ---- 9g to 9k: optional practice, as 9a to 9c ----
 
 
 def reduce_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch.Tensor:
@@ -78,28 +205,6 @@ def scatter_backward(x: torch.Tensor | None, g: torch.Tensor, root: int) -> torc
     The ranks send at most (n − 1)/n·S bytes in total.
     """
     raise NotImplementedError("scatter_backward is not written yet")
-
-
-def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch.Tensor:
-    """The backward of a gather: the root's y has the x of all ranks, in the order of the ranks.
-
-    The other ranks have no y.
-
-        root    a ─┬─▶ y = [ a b c ]        g
-        rank 1  b ─┤
-        rank 2  c ─┘
-
-    Args:
-        x: (k, …), this rank's x. Only its shape and dtype matter here.
-        g: on the root, (n·k, …), the gradient of y; None on the other ranks.
-        root: which rank gathered.
-
-    Returns:
-        The gradient of this rank's x.
-
-    The ranks send at most (n − 1)/n·S bytes in total.
-    """
-    raise NotImplementedError("gather_backward is not written yet")
 
 
 def all_gather_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -158,22 +263,3 @@ def all_reduce_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     The ranks send at most 2·n·S bytes in total.
     """
     raise NotImplementedError("all_reduce_backward is not written yet")
-
-
-def all_to_all_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The backward of an all-to-all: block j of rank i's x becomes block i of rank j's y.
-
-        rank 0  [ a₀ a₁ a₂ ] ──▶ y = [ a₀ b₀ c₀ ]        g₀
-        rank 1  [ b₀ b₁ b₂ ] ──▶ y = [ a₁ b₁ c₁ ]        g₁
-        rank 2  [ c₀ c₁ c₂ ] ──▶ y = [ a₂ b₂ c₂ ]        g₂
-
-    Args:
-        x: (n·k, …), this rank's x. Only its shape and dtype matter here.
-        g: (n·k, …), the gradient of this rank's y.
-
-    Returns:
-        The gradient of this rank's x.
-
-    The ranks send at most (n − 1)·S bytes in total.
-    """
-    raise NotImplementedError("all_to_all_backward is not written yet")

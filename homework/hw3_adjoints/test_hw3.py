@@ -1,7 +1,8 @@
-"""Grades homework 3. `pytest homework/hw3_adjoints` runs it.
+"""Grades exercises 9a to 9c of homework 3, and the practice 9g to 9k.
 
-A case has random x and g. F and F* are written out below, in one process, for the tensors of all
-ranks at once: each F* is another F.
+`pytest homework/hw3_adjoints` runs all of homework 3; the other exercises are in files of their
+own. A case has random x and g. F and F* are written out below, in one process, for the tensors of
+all ranks at once: each F* is another F.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parallel101.grade.adjoint_exercises import CHANGED_IN_PLACE, total
 from parallel101.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -22,7 +24,6 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import (
     MESSAGES,
-    communicated,
     difference,
     factor,
     failed,
@@ -194,10 +195,6 @@ def _products(trial: Trial, facts: dict[str, Any]) -> str:
     )
 
 
-def total(trial: Trial) -> int:
-    return sum(communicated(trial))
-
-
 def enough(case: Case) -> float:
     return ENOUGH[case.facts["F"]](case.world_size, case.facts["S"])
 
@@ -365,16 +362,6 @@ ROOT_ZERO = Misconception(
         )
     ),
 )
-CHANGED_IN_PLACE = Misconception(
-    "incoming gradient overwritten",
-    (
-        "The collective writes its result into g. Autograd may pass the same g to other backward "
-        "functions, which then see wrong values."
-    ),
-    lambda trials: any(places for trial in trials for places in trial.changed),
-)
-COMMON = (N_TIMES, MEAN_FOR_SUM, OWN_ONLY, ALL_REDUCE_EVERYWHERE)
-
 # ---- the exercises ----
 
 
@@ -386,7 +373,7 @@ def exercise(
         number=number,
         function=f"{name}_backward",
         title=f"The backward of {name}",
-        points=2.5,
+        points=5 if F in (broadcast, gather, all_to_all) else 0,
         cases=cases_of(F),
         checks=(
             Check(
@@ -448,7 +435,7 @@ EXERCISES = [
         UNUSED_GETS_GRADIENT,
     ),
     exercise(
-        "9b",
+        "9g",
         reduce,
         (
             "y = x₀ + x₁ + x₂. By how much does y change if x₁ changes by ε?",
@@ -460,7 +447,7 @@ EXERCISES = [
         ),
     ),
     exercise(
-        "9c",
+        "9h",
         scatter,
         (
             "Which y does block r of the root's x go into?",
@@ -472,7 +459,7 @@ EXERCISES = [
         ),
     ),
     exercise(
-        "9d",
+        "9b",
         gather,
         (
             "Where in the root's y is this rank's x?",
@@ -481,7 +468,7 @@ EXERCISES = [
         ),
     ),
     exercise(
-        "9e",
+        "9i",
         all_gather,
         (
             "Rank 1's x is a block of every rank's y. How many losses depend on it?",
@@ -492,7 +479,7 @@ EXERCISES = [
         ALL_REDUCE_THEN_SLICE,
     ),
     exercise(
-        "9f",
+        "9j",
         reduce_scatter,
         (
             "Block j of this rank's x goes into one y. Whose?",
@@ -504,7 +491,7 @@ EXERCISES = [
         ),
     ),
     exercise(
-        "9g",
+        "9k",
         all_reduce,
         (
             "Rank 1's x is a term of every rank's y. How many losses depend on it?",
@@ -513,7 +500,7 @@ EXERCISES = [
         ),
     ),
     exercise(
-        "9h",
+        "9c",
         all_to_all,
         (
             "Block j of rank i's x becomes block i of rank j's y. Where is its gradient?",

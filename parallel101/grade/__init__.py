@@ -3,8 +3,8 @@
     exercise.py    what an exercise is: cases, checks, misconceptions, hints (data)
     exercise_checks.py
                    the checks and misconceptions that many exercises share
-    sums.py, training_exercises.py (harness.py), tensor_parallel_exercises.py,
-    pipeline_exercises.py
+    sums.py, adjoint_exercises.py, training_exercises.py (harness.py),
+    tensor_parallel_exercises.py, pipeline_exercises.py
                    those that the exercises of one kind share
     rank.py        a rank that runs the learner's code
     remote.py      the grader's side: the rank's messages on the sim

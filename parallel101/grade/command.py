@@ -20,6 +20,7 @@ from parallel101.grade.learner import check_file
 from parallel101.grade.release import release
 from parallel101.grade.submissions import (
     class_table,
+    earned,
     grade_class,
     grade_submission,
     submissions_in,
@@ -107,9 +108,10 @@ def handed_in(
         )
         results = [grade_submission(one, homework, seed, write)]
         for entry in results[0]["exercises"]:
+            points = f"{earned(entry)} of {entry['out_of']:g} points"
             print(
-                f"{entry['number']} {entry['title']}: {entry['points']:g} of {entry['out_of']:g} "
-                "points"
+                f"{entry['number']} {entry['title']}: "
+                f"{points if entry['out_of'] else 'optional practice'}"
             )
             print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
         print(f"{results[0]['points']:g} of {results[0]['out_of']:g} points")

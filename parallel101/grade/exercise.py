@@ -205,7 +205,7 @@ class Exercise:
         number: as in the list of all exercises; text, for there is a "15a".
         function: the name of the function that the learner writes.
         title: a few words.
-        points: for the whole exercise.
+        points: for the whole exercise; 0 for optional practice, which is checked in the same way.
         value_share: the part of the points that right values earn, if there are other checks. It
             is less than half where bytes and steps are what the exercise teaches.
         cases: makes the cases from a `Draw`, which gives other numbers for each seed.
@@ -245,6 +245,11 @@ class Exercise:
     picture: str = "collective"
     path: str = ""
     source: str = field(default="", repr=False)
+
+    @property
+    def practice(self) -> bool:
+        """Whether it is optional practice: checked like any other exercise, for no points."""
+        return self.points == 0
 
 
 class Draw:

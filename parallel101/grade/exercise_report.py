@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel101.grade.exercise import Exercise
-from parallel101.grade.grading import ExerciseVerdict
+from parallel101.grade.grading import ExerciseVerdict, Finding
 from parallel101.grade.homework import set_name
 from parallel101.grade.picture import Picture
 from parallel101.grade.remote import LearnerError
@@ -54,6 +54,8 @@ class ExerciseReport:
 
     @property
     def points(self) -> str:
+        if self.verdict.exercise.practice:
+            return "optional practice"
         return f"{number(self.verdict.points)} of {number(self.verdict.out_of)} points"
 
     @property
@@ -108,7 +110,7 @@ class ExerciseReport:
             for finding in verdict.findings:
                 says = f"  {'✓' if finding.passed else '✗'} {finding.kind:<8} {finding.says}"
                 rows += [
-                    _line(says, f"{number(finding.points)} of {number(finding.out_of)}"),
+                    _line(says, _points(finding)).rstrip(),
                     *_wrapped(finding.message, 13),
                 ]
             blocks.append("\n".join(rows))
@@ -172,6 +174,11 @@ class ExerciseReport:
         return html + (self.picture.scene.html() if self.picture else "")
 
 
+def _points(finding: Finding) -> str:
+    """ "2.5 of 5"; "" in optional practice."""
+    return f"{number(finding.points)} of {number(finding.out_of)}" if finding.out_of else ""
+
+
 def _findings(verdict: ExerciseVerdict) -> str:
     rows = []
     for finding in verdict.findings:
@@ -183,8 +190,7 @@ def _findings(verdict: ExerciseVerdict) -> str:
             f'<tr><td class="p101g-{state}"><span '
             f'aria-hidden="true">{mark}</span>{_unseen(state)}</td><td>{finding.kind}</td>'
             f'<td class="p101g-wide">{escape(finding.says)}{message}</td>'
-            f'<td class="p101g-number">{number(finding.points)} of '
-            f"{number(finding.out_of)}</td></tr>"
+            f'<td class="p101g-number">{_points(finding)}</td></tr>'
         )
     head = "".join(
         f"<th>{_unseen(text)}</th>" for text in ("verdict", "kind", "property", "points")

@@ -24,9 +24,9 @@ def gradescope_results(result: Result) -> dict[str, Any]:
 
 
 def _test(entry: dict[str, Any]) -> dict[str, Any]:
-    passed = entry["graded"] and entry["points"] >= entry["out_of"]
+    passed = entry["graded"] and all(finding["passed"] for finding in entry["findings"])
     return {
-        "name": f"{entry['title']}: {entry['function']}",
+        "name": f"{entry['title']}: {entry['function']}{' (practice)' * (not entry['out_of'])}",
         "number": entry["number"],
         "score": entry["points"],
         "max_score": entry["out_of"],
@@ -47,10 +47,8 @@ def exercise_text(entry: dict[str, Any]) -> str:
     if not entry["not_written"]:
         for finding in entry["findings"]:
             mark = "✓" if finding["passed"] else "✗"
-            lines.append(
-                f"{mark} {finding['kind']}: {finding['says']} ({finding['points']:g} of "
-                f"{finding['out_of']:g})"
-            )
+            points = f" ({finding['points']:g} of {finding['out_of']:g})" * bool(entry["out_of"])
+            lines.append(f"{mark} {finding['kind']}: {finding['says']}{points}")
             if finding["message"]:
                 lines.append(f"  {finding['message']}")
     if entry["misconception"]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ def _exercises(files: list[Path]) -> tuple[Exercise, ...]:
 
 def in_order(number: str) -> tuple[int, str]:
     """The key that sorts the numbers of exercises: 8b comes before 10."""
-    return int("0" + number.rstrip("abcdefgh")), number
+    return int("0" + number.rstrip(string.ascii_lowercase)), number
 
 
 def find_homework() -> Path:

@@ -392,24 +392,35 @@ def write_json(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
+def earned(entry: dict[str, Any]) -> str:
+    """What an exercise of a result has earned: "7.5"; in optional practice "done" or "–"."""
+    if entry["out_of"]:
+        return f"{entry['points']:g}"
+    done = entry["graded"] and all(finding["passed"] for finding in entry["findings"])
+    return "done" if done else "–"
+
+
 def write_csv(path: Path, results: Sequence[Result]) -> None:
     """Write one line for each learner: points by exercise, and the misconception that was named."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        numbers = [entry["number"] for entry in results[0]["exercises"]] if results else []
+        columns = [
+            (f"{entry['number']} {'points' if entry['out_of'] else 'practice'}", entry["number"])
+            for entry in (results[0]["exercises"] if results else [])
+        ]
         writer.writerow(
             [
                 "student",
                 "points",
                 "out_of",
-                *(column for n in numbers for column in (f"{n} points", f"{n} misconception")),
+                *(cell for name, n in columns for cell in (name, f"{n} misconception")),
             ]
         )
         for result in results:
             cells = [
                 cell
                 for entry in result["exercises"]
-                for cell in (entry["points"], (entry["misconception"] or {}).get("name", ""))
+                for cell in (earned(entry), (entry["misconception"] or {}).get("name", ""))
             ]
             writer.writerow([result["student"], result["points"], result["out_of"], *cells])
 
@@ -422,7 +433,7 @@ def class_table(results: Sequence[Result]) -> str:
     width = max(len(result["student"]) for result in results)
     lines = [" ".join([f"{'':<{width}}", *(f"{n:>6}" for n in numbers), "  total"])]
     for result in sorted(results, key=lambda result: (-result["points"], result["student"])):
-        points = " ".join(f"{entry['points']:>6g}" for entry in result["exercises"])
+        points = " ".join(f"{earned(entry):>6}" for entry in result["exercises"])
         lines.append(f"{result['student']:<{width}} {points} {result['points']:>7g}")
     mean = sum(result["points"] for result in results) / len(results)
     lines.append(

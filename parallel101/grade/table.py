@@ -6,6 +6,7 @@ hw1_moving                                                    5 of 20 points
   ✓ 1   Ring shift             10 of 10
   ✗ 2   Flat broadcast          0 of 10   root hard-coded to 0
         homework/hw1_moving/pictures/broadcast_flat.html
+  – 3   Mirror                 practice   not written yet
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class ExerciseRow(NamedTuple):
     file: str
     points: float
     out_of: float
-    # in a few words: "", "not written yet", the misconception's name, or which properties fail
+    # in a few words: "not written yet", the misconception's name, or which properties fail; "" if
+    # everything holds
     state: str
     picture: str
 
@@ -84,20 +86,19 @@ def table(rows: Sequence[ExerciseRow]) -> str:
             )
         ]
         for r in own:
-            earned = f"{number(r.points)} of {number(r.out_of)}"
+            earned = f"{number(r.points)} of {number(r.out_of)}" if r.out_of else "practice"
+            mark = "✓" if not r.state else "✗" if r.out_of else "–"
             lines.append(
-                (
-                    f"  {'✓' if r.points == r.out_of else '✗'} {r.number:<4}{r.title:<{wide}}  "
-                    f"{earned:>12}   {r.state}"
-                ).rstrip()
+                (f"  {mark} {r.number:<4}{r.title:<{wide}}  {earned:>12}   {r.state}").rstrip()
             )
-            lines += [f"        {r.picture}"] if r.picture and r.points < r.out_of else []
+            lines += [f"        {r.picture}"] if r.picture and r.state else []
     return "\n".join(lines)
 
 
 def next_to_do(rows: Sequence[ExerciseRow]) -> str:
-    """What to look at next: the first exercise that lacks points."""
+    """What to look at next: the first exercise that lacks points, then the practice left."""
     for r in rows:
         if r.points < r.out_of:
             return f"Next: {r.number} · {r.title}. It is {r.function} in {r.file}."
-    return "Every exercise has full points."
+    left = [r.number for r in rows if r.state]
+    return "Every exercise has full points." + f" Practice left: {', '.join(left)}." * bool(left)

@@ -26,6 +26,55 @@ EXPECTED = {
     "all_reduce_backward__not_waited": "collective's wait forgotten",
     "all_to_all_backward__all_reduce": "all-reduce as the adjoint of everything",
     "all_to_all_backward__own": "gradient without the other ranks",
+    "shift__same_way_back": "shifted the same way in backward",
+    "shift__same_way_back_whole_gathered": "shifted the same way in backward",
+    "shift__forward_called_again": "shifted the same way in backward",
+    "shift__to_the_left": "shifted the wrong way",
+    "shift__rolled_by_minus_k": "shifted the wrong way",
+    "shift__within_the_block": "shifted within the block",
+    "shift__own_roll_and_slices": "shifted within the block",
+    "shift__sent_without_gradient": "gradient of what was sent dropped",
+    "shift__gradient_of_kept_only": "gradient of what was sent dropped",
+    "shift__not_a_ring": "ends not joined",
+    "shift__zeros_before_rank_0": "ends not joined",
+    "shift__no_function": "autograd not told",
+    "shift__detached": "autograd not told",
+    "shift__x_if_alone": "result shares memory with its input",
+    "shift__view_if_nothing_moves": "result shares memory with its input",
+    "all_gather_uneven__padded": "padding not removed",
+    "all_gather_uneven__padded_then_cut": "padding not removed",
+    "all_gather_uneven__padded_in_messages": "padding not removed",
+    "all_gather_uneven__own_first": "blocks in the wrong order",
+    "all_gather_uneven__as_they_came": "blocks in the wrong order",
+    "all_gather_uneven__slice": "slice of the gradient without the sum",
+    "all_gather_uneven__torch_slices": "slice of the gradient without the sum",
+    "all_gather_uneven__mean": "mean for sum",
+    "all_gather_uneven__n_times": "gradient n times too large",
+    "all_gather_uneven__equal_buffers": "equal blocks assumed",
+    "all_gather_uneven__equal_cut_in_backward": "equal blocks assumed",
+    "all_gather_uneven__gradient_at_rank_times_rows": "equal blocks assumed",
+    "all_gather_uneven__padding_sent": "padding is sent",
+    "all_gather_uneven__padding_sent_both_ways": "padding is sent",
+    "all_gather_uneven__all_reduce_then_slice": "all-reduce then slice",
+    "all_gather_uneven__every_gradient_everywhere": "all-reduce then slice",
+    "halo_exchange__dropped": "halo gradient dropped",
+    "halo_exchange__no_messages_back": "halo gradient dropped",
+    "halo_exchange__gathered_and_cut_back": "halo gradient dropped",
+    "halo_exchange__overwritten": "halo gradient overwrites",
+    "halo_exchange__joined": "halo gradient overwrites",
+    "halo_exchange__right_first": "halo gradient overwrites",
+    "halo_exchange__ring": "boundary wrapped",
+    "halo_exchange__ring_forward_only": "boundary wrapped",
+    "halo_exchange__negative_index": "boundary wrapped",
+    "halo_exchange__far_edge": "other edge sent",
+    "halo_exchange__far_edge_both_ways": "other edge sent",
+    "halo_exchange__own_size_only": "only some ranks refuse",
+    "halo_exchange__neighbours_only": "only some ranks refuse",
+    "halo_exchange__never_refused": "short block not refused",
+    "halo_exchange__empty_only": "short block not refused",
+    "halo_exchange__gathered": "whole blocks sent",
+    "halo_exchange__whole_block_to_neighbours": "whole blocks sent",
+    "halo_exchange__in_place": "incoming gradient overwritten",
 }
 
 
@@ -148,3 +197,628 @@ def all_to_all_backward__all_reduce(x, g):
 
 def all_to_all_backward__own(x, g):
     return g.clone()
+
+
+# ---- 9d to 9f: functions with a forward and a backward ----
+
+
+def function_of(forward, backward):
+    """The autograd function of a forward(*arguments) and a backward(g, *arguments)."""
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            ctx.arguments = arguments
+            return forward(*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+        @staticmethod
+        def backward(ctx, g):
+            gradient = backward(g, *ctx.arguments)
+            return gradient, *(None for _ in ctx.arguments[1:])
+
+    return Both.apply
+
+
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def swapped(outgoing, to, source):
+    """What `source` sends, of the shape of what goes to rank `to`."""
+    incoming = torch.empty_like(outgoing)
+    if to == dist.get_rank() or not outgoing.numel():
+        return outgoing.clone()
+    works = [dist.isend(outgoing.contiguous(), to), dist.irecv(incoming, source)]
+    for work in works:
+        work.wait()
+    return incoming
+
+
+def to_the_right(x, k, dim):
+    """The right shift by k."""
+    rank, n = place()
+    last = x.narrow(dim, x.shape[dim] - k, k).contiguous()
+    first = swapped(last, (rank + 1) % n, (rank - 1) % n)
+    return torch.cat([first, x.narrow(dim, 0, x.shape[dim] - k)], dim)
+
+
+def to_the_left(x, k, dim):
+    """Its adjoint."""
+    rank, n = place()
+    first = x.narrow(dim, 0, k).contiguous()
+    last = swapped(first, (rank - 1) % n, (rank + 1) % n)
+    return torch.cat([x.narrow(dim, k, x.shape[dim] - k), last], dim)
+
+
+def gathered(x, sizes):
+    """All blocks, by direct messages."""
+    rank = dist.get_rank()
+    blocks = [x.new_empty(size, *x.shape[1:]) for size in sizes]
+    works = [dist.irecv(block, r) for r, block in enumerate(blocks) if r != rank and len(block)]
+    works += [dist.isend(x, r) for r in range(len(sizes)) if r != rank and len(x)]
+    for work in works:
+        work.wait()
+    blocks[rank] = x
+    return blocks
+
+
+def block_of_the_sum(g, sizes):
+    """Its adjoint."""
+    rank, blocks = dist.get_rank(), [block.contiguous() for block in g.split(sizes)]
+    parts = [torch.empty_like(blocks[rank]) for _ in sizes]
+    works = [dist.irecv(part, r) for r, part in enumerate(parts) if r != rank and part.numel()]
+    works += [dist.isend(b, r) for r, b in enumerate(blocks) if r != rank and b.numel()]
+    for work in works:
+        work.wait()
+    parts[rank] = blocks[rank]
+    return torch.stack(parts).sum(0)
+
+
+def edges(to_left, to_right, ring=False):
+    """What both neighbours send; zeros without a neighbour."""
+    rank, n = place()
+    came, works = [torch.zeros_like(to_left), torch.zeros_like(to_right)], []
+    left, right = rank - 1, rank + 1
+    if ring and n > 1:
+        left, right = left % n, right % n
+    for tag, (there, outgoing, incoming) in enumerate(
+        ((left, to_left, came[0]), (right, to_right, came[1]))
+    ):
+        if 0 <= there < n and there != rank:
+            works.append(dist.isend(outgoing.contiguous(), there, tag=tag))
+            works.append(dist.irecv(incoming, there, tag=1 - tag))
+    for work in works:
+        work.wait()
+    return came
+
+
+def halos_around(x, width, sizes, ring=False):
+    before, after = edges(x[:width], x[len(x) - width :], ring)
+    return torch.cat([before, x, after])
+
+
+def halos_added(g, width, sizes, ring=False):
+    before, after = edges(g[:width], g[len(g) - width :], ring)
+    gradient = g[width : len(g) - width].clone()
+    gradient[:width] += before
+    gradient[len(gradient) - width :] += after
+    return gradient
+
+
+def checked(sizes, width):
+    if min(sizes) < width:
+        raise ValueError("a block is too short")
+
+
+# ---- 9d ----
+
+
+def shift__same_way_back(x, k, dim):
+    return function_of(to_the_right, lambda g, x, k, dim: to_the_right(g, k, dim))(x, k, dim)
+
+
+def shift__same_way_back_whole_gathered(x, k, dim):
+    def backward(g, x, k, dim):
+        rank, n = place()
+        blocks = gathered(g, [len(g)] * n)
+        return torch.roll(torch.cat(blocks, dim), k, dim).chunk(n, dim)[rank].contiguous()
+
+    return function_of(to_the_right, backward)(x, k, dim)
+
+
+class ForwardAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, k, dim):
+        ctx.rest = k, dim
+        return to_the_right(x.detach(), k, dim)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ForwardAgain.apply(g, *ctx.rest), None, None
+
+
+def shift__forward_called_again(x, k, dim):
+    return ForwardAgain.apply(x, k, dim)
+
+
+def shift__to_the_left(x, k, dim):
+    return function_of(to_the_left, lambda g, x, k, dim: to_the_right(g, k, dim))(x, k, dim)
+
+
+def shift__rolled_by_minus_k(x, k, dim):
+    def forward(x, k, dim):
+        rank, n = place()
+        blocks = gathered(x, [len(x)] * n)
+        return torch.cat(blocks, dim).roll(-k, dim).tensor_split(n, dim)[rank].clone()
+
+    return function_of(forward, lambda g, x, k, dim: to_the_left(g, k, dim))(x, k, dim)
+
+
+def shift__within_the_block(x, k, dim):
+    return torch.roll(x, k, dim)
+
+
+def shift__own_roll_and_slices(x, k, dim):
+    def backward(g, x, k, dim):
+        return torch.cat([g.narrow(dim, k, g.shape[dim] - k), g.narrow(dim, 0, k)], dim)
+
+    return function_of(lambda x, k, dim: x.roll(k, dim), backward)(x, k, dim)
+
+
+def shift__sent_without_gradient(x, k, dim):
+    kept = x.narrow(dim, 0, x.shape[dim] - k)
+    with torch.no_grad():
+        came = to_the_right(x, k, dim).narrow(dim, 0, k).clone()
+    return torch.cat([came, kept], dim)
+
+
+def shift__gradient_of_kept_only(x, k, dim):
+    def backward(g, x, k, dim):
+        gradient = torch.zeros_like(x)
+        gradient.narrow(dim, 0, x.shape[dim] - k).copy_(g.narrow(dim, k, x.shape[dim] - k))
+        return gradient
+
+    return function_of(to_the_right, backward)(x, k, dim)
+
+
+def shift__not_a_ring(x, k, dim):
+    def line(outgoing, to, source):
+        incoming, works = torch.zeros_like(outgoing), []
+        if 0 <= to < dist.get_world_size() and outgoing.numel():
+            works.append(dist.isend(outgoing, to))
+        if 0 <= source < dist.get_world_size() and outgoing.numel():
+            works.append(dist.irecv(incoming, source))
+        for work in works:
+            work.wait()
+        return incoming
+
+    def forward(x, k, dim):
+        rank, length = dist.get_rank(), x.shape[dim]
+        came = line(x.narrow(dim, length - k, k).contiguous(), rank + 1, rank - 1)
+        return torch.cat([came, x.narrow(dim, 0, length - k)], dim)
+
+    def backward(g, x, k, dim):
+        rank, length = dist.get_rank(), x.shape[dim]
+        came = line(g.narrow(dim, 0, k).contiguous(), rank - 1, rank + 1)
+        return torch.cat([g.narrow(dim, k, length - k), came], dim)
+
+    return function_of(forward, backward)(x, k, dim)
+
+
+def shift__zeros_before_rank_0(x, k, dim):
+    def forward(x, k, dim):
+        y = to_the_right(x, k, dim)
+        if dist.get_rank() == 0:
+            y.narrow(dim, 0, k).zero_()
+        return y
+
+    return function_of(forward, lambda g, x, k, dim: to_the_left(g, k, dim))(x, k, dim)
+
+
+def shift__no_function(x, k, dim):
+    with torch.no_grad():
+        return to_the_right(x, k, dim)
+
+
+def shift__detached(x, k, dim):
+    return to_the_right(x.detach(), k, dim)
+
+
+def shift__x_if_alone(x, k, dim):
+    def forward(x, k, dim):
+        if dist.get_world_size() == 1:
+            return x.roll(k, dim)
+        return to_the_right(x, k, dim) if k else x
+
+    return function_of(forward, lambda g, x, k, dim: to_the_left(g, k, dim))(x, k, dim)
+
+
+def shift__view_if_nothing_moves(x, k, dim):
+    if k == 0:
+        return x.view_as(x)
+    return function_of(to_the_right, lambda g, x, k, dim: to_the_left(g, k, dim))(x, k, dim)
+
+
+# ---- 9e ----
+
+
+def filled_up(x, rows):
+    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+def all_gather_uneven__padded(x, sizes):
+    def forward(x, sizes):
+        return torch.cat(gathered(filled_up(x, max(sizes)), [max(sizes)] * len(sizes)))
+
+    def backward(g, x, sizes):
+        return g[: len(x)].clone()
+
+    return function_of(forward, backward)(x, sizes)
+
+
+def all_gather_uneven__padded_then_cut(x, sizes):
+    def forward(x, sizes):
+        blocks = gathered(filled_up(x, max(sizes)), [max(sizes)] * len(sizes))
+        return torch.cat(blocks)[: sum(sizes)].clone()
+
+    return function_of(forward, lambda g, x, sizes: block_of_the_sum(g, sizes))(x, sizes)
+
+
+def all_gather_uneven__padded_in_messages(x, sizes):
+    def forward(x, sizes):
+        same = [max(sizes)] * len(sizes)
+        larger = torch.full((max(sizes), *x.shape[1:]), -1.0, dtype=x.dtype)
+        larger[: len(x)] = x
+        return torch.cat(gathered(larger, same))
+
+    def backward(g, x, sizes):
+        return block_of_the_sum(g, [max(sizes)] * len(sizes))[: len(x)].clone()
+
+    return function_of(forward, backward)(x, sizes)
+
+
+def all_gather_uneven__own_first(x, sizes):
+    def forward(x, sizes):
+        rank, blocks = dist.get_rank(), gathered(x, sizes)
+        return torch.cat(blocks[rank:] + blocks[:rank])
+
+    return function_of(forward, lambda g, x, sizes: block_of_the_sum(g, sizes))(x, sizes)
+
+
+def all_gather_uneven__as_they_came(x, sizes):
+    def forward(x, sizes):
+        rank, n = place()
+        blocks, moving = [x], x
+        for step in range(n - 1):
+            arriving = x.new_empty(sizes[(rank - step - 1) % n], *x.shape[1:])
+            works = [dist.isend(moving, (rank + 1) % n), dist.irecv(arriving, (rank - 1) % n)]
+            for work in works:
+                work.wait()
+            blocks.append(arriving)
+            moving = arriving
+        return torch.cat(blocks)
+
+    return function_of(forward, lambda g, x, sizes: block_of_the_sum(g, sizes))(x, sizes)
+
+
+def all_gather_uneven__slice(x, sizes):
+    def backward(g, x, sizes):
+        return g.split(sizes)[dist.get_rank()].clone()
+
+    return function_of(lambda x, sizes: torch.cat(gathered(x, sizes)), backward)(x, sizes)
+
+
+def all_gather_uneven__torch_slices(x, sizes):
+    blocks = gathered(x.detach(), sizes)
+    blocks[dist.get_rank()] = x
+    return torch.cat(blocks)
+
+
+def all_gather_uneven__mean(x, sizes):
+    def backward(g, x, sizes):
+        return block_of_the_sum(g, sizes) / len(sizes)
+
+    return function_of(lambda x, sizes: torch.cat(gathered(x, sizes)), backward)(x, sizes)
+
+
+def all_gather_uneven__n_times(x, sizes):
+    def backward(g, x, sizes):
+        return block_of_the_sum(g * dist.get_world_size(), sizes)
+
+    return function_of(lambda x, sizes: torch.cat(gathered(x, sizes)), backward)(x, sizes)
+
+
+def all_gather_uneven__equal_buffers(x, sizes):
+    def forward(x, sizes):
+        return torch.cat(gathered(x, [len(x)] * len(sizes)))
+
+    return function_of(forward, lambda g, x, sizes: block_of_the_sum(g, sizes))(x, sizes)
+
+
+def all_gather_uneven__equal_cut_in_backward(x, sizes):
+    def backward(g, x, sizes):
+        n, rank = len(sizes), dist.get_rank()
+        total = g.clone()
+        parts = [torch.empty_like(g.tensor_split(n)[rank]) for _ in range(n)]
+        blocks = [block.contiguous() for block in g.tensor_split(n)]
+        works = [dist.irecv(part, r) for r, part in enumerate(parts) if r != rank and len(part)]
+        works += [dist.isend(b, r) for r, b in enumerate(blocks) if r != rank and len(b)]
+        for work in works:
+            work.wait()
+        parts[rank] = total.tensor_split(n)[rank]
+        return torch.stack(parts).sum(0)
+
+    return function_of(lambda x, sizes: torch.cat(gathered(x, sizes)), backward)(x, sizes)
+
+
+def all_gather_uneven__gradient_at_rank_times_rows(x, sizes):
+    def backward(g, x, sizes):
+        everything = torch.stack(gathered(g, [len(g)] * len(sizes))).sum(0)
+        start = dist.get_rank() * len(x)
+        found = torch.zeros_like(x)
+        there = everything[start : start + len(x)]
+        found[: len(there)] = there
+        return found
+
+    return function_of(lambda x, sizes: torch.cat(gathered(x, sizes)), backward)(x, sizes)
+
+
+def all_gather_uneven__padding_sent(x, sizes):
+    def forward(x, sizes):
+        blocks = gathered(filled_up(x, max(sizes)), [max(sizes)] * len(sizes))
+        return torch.cat([block[:size] for block, size in zip(blocks, sizes)])
+
+    return function_of(forward, lambda g, x, sizes: block_of_the_sum(g, sizes))(x, sizes)
+
+
+def all_gather_uneven__padding_sent_both_ways(x, sizes):
+    most = [max(sizes)] * len(sizes)
+
+    def forward(x, sizes):
+        whole = torch.stack(gathered(filled_up(x, most[0]), most))
+        return torch.cat([block[:size] for block, size in zip(whole, sizes)])
+
+    def backward(g, x, sizes):
+        larger = torch.cat([filled_up(block, most[0]) for block in g.split(sizes)])
+        return block_of_the_sum(larger, most)[: len(x)].clone()
+
+    return function_of(forward, backward)(x, sizes)
+
+
+def all_gather_uneven__all_reduce_then_slice(x, sizes):
+    def backward(g, x, sizes):
+        total = torch.cat(gathered(block_of_the_sum(g, sizes), sizes))
+        return total.split(sizes)[dist.get_rank()].clone()
+
+    return function_of(lambda x, sizes: torch.cat(gathered(x, sizes)), backward)(x, sizes)
+
+
+def all_gather_uneven__every_gradient_everywhere(x, sizes):
+    def backward(g, x, sizes):
+        total = torch.stack(gathered(g, [len(g)] * len(sizes))).sum(0)
+        return total.split(sizes)[dist.get_rank()].clone()
+
+    return function_of(lambda x, sizes: torch.cat(gathered(x, sizes)), backward)(x, sizes)
+
+
+# ---- 9f ----
+
+
+def halo_exchange__dropped(x, width, sizes):
+    checked(sizes, width)
+
+    def backward(g, x, width, sizes):
+        edges(g[:width], g[len(g) - width :])
+        return g[width : len(g) - width].clone()
+
+    return function_of(halos_around, backward)(x, width, sizes)
+
+
+def halo_exchange__no_messages_back(x, width, sizes):
+    checked(sizes, width)
+    before, after = edges(x.detach()[:width], x.detach()[len(x) - width :])
+    return torch.cat([before, x, after])
+
+
+def halo_exchange__gathered_and_cut_back(x, width, sizes):
+    checked(sizes, width)
+
+    def forward(x, width, sizes):
+        rank, zeros = dist.get_rank(), x.new_zeros(width, *x.shape[1:])
+        whole = torch.cat([zeros, *gathered(x, sizes), zeros])
+        start = sum(sizes[:rank])
+        return whole[start : start + len(x) + 2 * width].clone()
+
+    return function_of(forward, lambda g, x, width, sizes: g.narrow(0, width, len(x)).clone())(
+        x, width, sizes
+    )
+
+
+def halo_exchange__overwritten(x, width, sizes):
+    checked(sizes, width)
+
+    def backward(g, x, width, sizes):
+        rank, n = place()
+        before, after = edges(g[:width], g[len(g) - width :])
+        gradient = g[width : len(g) - width].clone()
+        if rank > 0:
+            gradient[:width] = before
+        if rank < n - 1:
+            gradient[len(gradient) - width :] = after
+        return gradient
+
+    return function_of(halos_around, backward)(x, width, sizes)
+
+
+def halo_exchange__joined(x, width, sizes):
+    checked(sizes, width)
+
+    def backward(g, x, width, sizes):
+        rank, n = place()
+        before, after = edges(g[:width], g[len(g) - width :])
+        inner = g[width : width + len(x)]
+        if rank > 0:
+            inner = torch.cat([before, inner[width:]])
+        if rank < n - 1:
+            inner = torch.cat([inner[: len(x) - width], after])
+        return inner.clone()
+
+    return function_of(halos_around, backward)(x, width, sizes)
+
+
+def halo_exchange__right_first(x, width, sizes):
+    checked(sizes, width)
+
+    def backward(g, x, width, sizes):
+        rank, n = place()
+        before, after = edges(g[:width], g[len(g) - width :])
+        gradient = g[width : len(g) - width].clone()
+        if rank + 1 < n:
+            gradient[-width:].copy_(after)
+        if rank:
+            gradient[:width].copy_(before)
+        return gradient
+
+    return function_of(halos_around, backward)(x, width, sizes)
+
+
+def halo_exchange__ring(x, width, sizes):
+    checked(sizes, width)
+    return function_of(
+        lambda x, width, sizes: halos_around(x, width, sizes, ring=True),
+        lambda g, x, width, sizes: halos_added(g, width, sizes, ring=True),
+    )(x, width, sizes)
+
+
+def halo_exchange__ring_forward_only(x, width, sizes):
+    checked(sizes, width)
+    return function_of(
+        lambda x, width, sizes: halos_around(x, width, sizes, ring=True),
+        lambda g, x, width, sizes: halos_added(g, width, sizes),
+    )(x, width, sizes)
+
+
+def halo_exchange__negative_index(x, width, sizes):
+    checked(sizes, width)
+
+    def forward(x, width, sizes):
+        rank, n = place()
+        blocks = gathered(x, sizes)
+        before, after = blocks[rank - 1][-width:], blocks[(rank + 1) % n][:width]
+        return torch.cat([before, x, after])
+
+    return function_of(forward, lambda g, x, width, sizes: halos_added(g, width, sizes))(
+        x, width, sizes
+    )
+
+
+def halo_exchange__far_edge(x, width, sizes):
+    checked(sizes, width)
+
+    def forward(x, width, sizes):
+        before, after = edges(x[len(x) - width :], x[:width])
+        return torch.cat([before, x, after])
+
+    return function_of(forward, lambda g, x, width, sizes: halos_added(g, width, sizes))(
+        x, width, sizes
+    )
+
+
+def halo_exchange__far_edge_both_ways(x, width, sizes):
+    checked(sizes, width)
+
+    def forward(x, width, sizes):
+        before, after = edges(x[-width:], x[:width])
+        return torch.cat([before, x, after])
+
+    def backward(g, x, width, sizes):
+        gradient = g[width : len(g) - width].clone()
+        before, after = edges(g[:width], g[len(g) - width :])
+        gradient[len(gradient) - width :] += before
+        gradient[:width] += after
+        return gradient
+
+    return function_of(forward, backward)(x, width, sizes)
+
+
+def halo_exchange__own_size_only(x, width, sizes):
+    if len(x) < width:
+        raise ValueError("my block is too short")
+    return function_of(halos_around, lambda g, x, width, sizes: halos_added(g, width, sizes))(
+        x, width, sizes
+    )
+
+
+def halo_exchange__neighbours_only(x, width, sizes):
+    rank = dist.get_rank()
+    if min(sizes[max(rank - 1, 0) : rank + 2]) < width:
+        raise ValueError("a block beside mine, or mine, is too short")
+    return function_of(halos_around, lambda g, x, width, sizes: halos_added(g, width, sizes))(
+        x, width, sizes
+    )
+
+
+def halo_exchange__never_refused(x, width, sizes):
+    return function_of(halos_around, lambda g, x, width, sizes: halos_added(g, width, sizes))(
+        x, width, sizes
+    )
+
+
+def halo_exchange__empty_only(x, width, sizes):
+    if 0 in sizes:
+        raise ValueError("a block is empty")
+    return halo_exchange__never_refused(x, width, sizes)
+
+
+def halo_exchange__gathered(x, width, sizes):
+    checked(sizes, width)
+
+    def forward(x, width, sizes):
+        start = sum(sizes[: dist.get_rank()])
+        whole = torch.cat(gathered(x, sizes))
+        whole = torch.nn.functional.pad(whole, (0, 0, width, width))
+        return whole[start : start + len(x) + 2 * width].clone()
+
+    def backward(g, x, width, sizes):
+        start = sum(sizes[: dist.get_rank()])
+        whole = g.new_zeros(sum(sizes) + 2 * width, g.shape[1])
+        whole[start : start + len(g)] = g
+        return block_of_the_sum(whole[width : len(whole) - width], sizes)
+
+    return function_of(forward, backward)(x, width, sizes)
+
+
+def halo_exchange__whole_block_to_neighbours(x, width, sizes):
+    checked(sizes, width)
+
+    def forward(x, width, sizes):
+        rank, n = place()
+        halos, works = [x.new_zeros(width, *x.shape[1:])] * 2, []
+        there = [r for r in (rank - 1, rank + 1) if 0 <= r < n]
+        blocks = {r: x.new_empty(sizes[r], *x.shape[1:]) for r in there}
+        for r in there:
+            works += [dist.isend(x, r), dist.irecv(blocks[r], r)]
+        for work in works:
+            work.wait()
+        if rank - 1 in blocks:
+            halos[0] = blocks[rank - 1][-width:]
+        if rank + 1 in blocks:
+            halos[1] = blocks[rank + 1][:width]
+        return torch.cat([halos[0], x, halos[1]])
+
+    return function_of(forward, lambda g, x, width, sizes: halos_added(g, width, sizes))(
+        x, width, sizes
+    )
+
+
+def halo_exchange__in_place(x, width, sizes):
+    checked(sizes, width)
+
+    def backward(g, x, width, sizes):
+        before, after = edges(g[:width], g[len(g) - width :])
+        gradient = g[width : len(g) - width]
+        gradient[:width] += before
+        gradient[len(gradient) - width :] += after
+        return gradient
+
+    return function_of(halos_around, backward)(x, width, sizes)
