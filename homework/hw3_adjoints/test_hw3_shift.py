@@ -113,8 +113,8 @@ EXERCISES = [
             Misconception(
                 "shifted the same way in backward",
                 (
-                    "The gradients move in the direction of the data: rank r's gradient has "
-                    "entries of other elements than its x."
+                    "The gradients move in the same direction as the data did, so a rank gets "
+                    "gradients of elements that it does not hold."
                 ),
                 gives("same way"),
             ),
