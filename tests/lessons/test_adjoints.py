@@ -13,11 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel101 as p101
-from tests.lessons.lesson import definitions, read
+from tests.lessons.lesson import answer, definitions
 
 LESSON = definitions("03_adjoints")
-COLLECTIVES = definitions("01_collectives")
-(ANSWERS,) = (cell.source for cell in read("03_adjoints").cells if cell.id == "exercises")
 random = LESSON["random"]
 
 
@@ -104,9 +102,30 @@ def test_the_batch_norm_equals_that_of_one_process():
 
 def test_the_four_cases_are_right_and_cost_what_the_plan_says():
     A, B = random(8, 12), random(12, 8, seed=1)
-    for case, text in definitions("03_adjoints", "CASES")["CASES"].items():
-        ran = p101.sharding.run(text, A, B, mesh={"X": 4}, program=LESSON[f"case_{case}"])
+    for text in definitions("03_adjoints", "CASES")["CASES"].values():
+        ran = p101.sharding.run(text, A, B, mesh={"X": 4})
         assert not ran.wrong and ran.run.trace.bytes_sent == ran.plan.bytes_sent, text
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_the_answer_to_the_backward_to_write_is_right_and_self_adjoint(n):
+    backward = answer("03_adjoints", "centre-answer", LESSON)
+    for other in (backward, LESSON["centre"]):
+        left, right = adjoint_test(LESSON["centre"], other, n)
+        assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
+    left, right = adjoint_test(LESSON["centre"], LESSON["centre_backward"], n)
+    assert abs(left - right) > 1e-3  # its beginning
+
+
+def test_which_collectives_are_self_adjoint():
+    """The text says: the all-reduce, and one more of the eight."""
+    same_shape = (p101.broadcast, p101.all_reduce, p101.all_to_all)
+    found = []
+    for collective in same_shape:
+        left, right = adjoint_test(collective, collective)
+        if math.isclose(left, right, rel_tol=1e-12):
+            found.append(collective.__name__)
+    assert found == ["all_reduce", "all_to_all"]
 
 
 def test_exercise_1_the_sum_of_the_columns():
@@ -118,12 +137,14 @@ def test_exercise_1_the_sum_of_the_columns():
     assert on_sim(gather, n=3).results == [3, 3, 3]
 
 
-def test_exercise_2_the_tree_backwards():
-    def backward(g):
-        total = COLLECTIVES["tree_reduce"](g)
-        return torch.zeros_like(g) if total is None else total
+def test_exercise_2_the_two_halves_of_an_all_reduce_backwards():
+    def halves(x):
+        return LESSON["ring_all_gather"](p101.reduce_scatter(x))
 
-    left, right = adjoint_test(lambda x: COLLECTIVES["tree_broadcast"](x.clone()), backward, 5)
+    def backward(g):  # of the all-gather first, then of the reduce-scatter
+        return LESSON["ring_all_gather"](LESSON["ring_all_gather_backward"](g))
+
+    left, right = adjoint_test(halves, backward, 3, shape=(6, 2))
     assert left == pytest.approx(right, rel=1e-12)
 
 
@@ -148,26 +169,3 @@ def test_exercise_4_mean_and_max():
         assert left == pytest.approx(right, rel=1e-12)
     with pytest.raises(p101.RankFailed, match="op='max' has no backward"):
         adjoint_test(partial(p101.all_reduce, op="max"))
-
-
-def test_exercises_5_and_6_what_the_plans_send():
-    def sent(text, **mesh):
-        return p101.sharding.plan(
-            text, mesh, **{dim: n for dim, n in {"I": 8, "J": 12, "K": 16}.items() if dim in text}
-        ).bytes_sent[0]
-
-    whole, cut, gathered = (
-        "A[I, J_X] · B[J_X, K] → C[I, K]",
-        "A[I, J_X] · B[J_X, K] → C[I_X, K]",
-        "C[I_X, K] → C[I, K]",
-    )
-    assert sent(cut, X=4) + sent(gathered, X=4) == sent(whole, X=4)
-    assert sent("A[I_X, J_Y] · B[J_Y, K] → C[I_X, K]", X=4, Y=2) * 4 == sent(
-        "A[I, J_Y] · B[J_Y, K] → C[I, K]", X=1, Y=2
-    )
-    assert "four times fewer bytes" in ANSWERS and "tree_reduce" in ANSWERS
-
-
-def test_a_layer_gathers_along_one_axis_of_the_mesh():
-    run = on_sim(lambda: LESSON["gather_along"](1)(torch.full((3, 4), float(dist.get_rank()))), n=6)
-    assert [result[0, ::4].tolist() for result in run.results] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
