@@ -20,7 +20,6 @@ from parallel101.grade.learner import check_file
 from parallel101.grade.release import release
 from parallel101.grade.submissions import (
     class_table,
-    earned,
     grade_class,
     grade_submission,
     submissions_in,
@@ -108,7 +107,7 @@ def handed_in(
         )
         results = [grade_submission(one, homework, seed, write)]
         for entry in results[0]["exercises"]:
-            points = f"{earned(entry)} of {entry['out_of']:g} points"
+            points = f"{entry['points']:g} of {entry['out_of']:g} points"
             print(
                 f"{entry['number']} {entry['title']}: "
                 f"{points if entry['out_of'] else 'optional practice'}"

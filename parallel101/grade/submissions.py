@@ -392,10 +392,10 @@ def write_json(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
-def earned(entry: dict[str, Any]) -> str:
-    """What an exercise of a result has earned: "7.5"; in optional practice "done" or "–"."""
+def earned(entry: dict[str, Any]) -> float | str:
+    """The points of one exercise in a result; of optional practice, "done" or "–"."""
     if entry["out_of"]:
-        return f"{entry['points']:g}"
+        return entry["points"]
     done = entry["graded"] and all(finding["passed"] for finding in entry["findings"])
     return "done" if done else "–"
 
@@ -433,7 +433,10 @@ def class_table(results: Sequence[Result]) -> str:
     width = max(len(result["student"]) for result in results)
     lines = [" ".join([f"{'':<{width}}", *(f"{n:>6}" for n in numbers), "  total"])]
     for result in sorted(results, key=lambda result: (-result["points"], result["student"])):
-        points = " ".join(f"{earned(entry):>6}" for entry in result["exercises"])
+        points = " ".join(
+            f"{value:>6}" if isinstance(value := earned(entry), str) else f"{value:>6g}"
+            for entry in result["exercises"]
+        )
         lines.append(f"{result['student']:<{width}} {points} {result['points']:>7g}")
     mean = sum(result["points"] for result in results) / len(results)
     lines.append(

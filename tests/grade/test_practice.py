@@ -56,7 +56,7 @@ def test_it_is_checked_and_counts_nowhere(homework, tmp_path, name):
     assert practice["name"].endswith("(practice)") and " of 0" not in practice["output"]
     write_csv(tmp_path / "class.csv", [result])
     (line,) = csv.DictReader((tmp_path / "class.csv").read_text("utf-8").splitlines())
-    assert line["1a points"] == "4" and line["points"] == "4.0"
+    assert line["1a points"] == "4.0" and line["points"] == "4.0"
     assert line["1j practice"] == ("done" if holds else "–") and "1j points" not in line
     assert f"4   {'done' if holds else '   –'}" in class_table([result])
     assert "4.0 of 4 points on average" in class_table([result])
