@@ -157,8 +157,8 @@ def halo_exchange(x: torch.Tensor, width: int, sizes: list[int]) -> torch.Tensor
         ValueError: on every rank and before any message, if a block has fewer rows than width. So a
             halo never comes from further away than the direct neighbour.
 
-    In backward, a row may have a gradient on several ranks. H is the number of bytes of one halo.
-    The ranks send at most 2·(n − 1)·H bytes in total in forward, and as many in backward.
+    H is the number of bytes of one halo. The ranks send at most 2·(n − 1)·H bytes in total in
+    forward, and as many in backward.
     """
     raise NotImplementedError("halo_exchange is not written yet")
 
