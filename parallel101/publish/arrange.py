@@ -28,6 +28,9 @@ def arrange(body: BeautifulSoup) -> None:
         if source := cell.find("div", class_="input"):
             _wrap([source], _details(body, "code", "Code", open_=True))
     fold_answers(body, cells)
+    for strong in body.select("blockquote > p > strong"):
+        if is_takeaway(strong) and (box := strong.find_parent("blockquote")):
+            box["class"] = "takeaway"
     make_sections(body)
 
 
@@ -98,7 +101,12 @@ def begins_anew(cell: Tag) -> bool:
     This cell begins a section, asks something, sets homework, or sums up in a table.
     """
     marks = "h1, h2, h3, h4, blockquote > p > strong, .text_cell_render > table:first-child"
-    return is_text(cell) and cell.select_one(marks) is not None
+    found = cell.select(marks) if is_text(cell) else []
+    return not all(map(is_takeaway, found))  # a takeaway belongs to the answer
+
+
+def is_takeaway(mark: Tag) -> bool:
+    return mark.get_text().startswith("Takeaway")
 
 
 def begins_section(cell: Tag) -> bool:
