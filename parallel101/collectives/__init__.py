@@ -28,7 +28,7 @@ from parallel101.collectives.all_reduce import all_reduce
 from parallel101.collectives.all_to_all import ALGORITHMS as _ALL_TO_ALL
 from parallel101.collectives.all_to_all import ON_A_MESH as _ALL_TO_ALL_ON_A_MESH
 from parallel101.collectives.all_to_all import all_to_all
-from parallel101.collectives.auto import AUTO, OLD_NAMES
+from parallel101.collectives.auto import AUTO, present_name
 from parallel101.collectives.barrier import ALGORITHMS as _BARRIER
 from parallel101.collectives.barrier import barrier
 from parallel101.collectives.broadcast import ALGORITHMS as _BROADCAST
@@ -98,9 +98,9 @@ class _ByName(dict[str, Callable[..., Any]]):
     """Algorithms by name. An old name still finds its algorithm, but isn't listed."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
-        if OLD_NAMES.get(name) not in self:
+        if present_name(name, self) == name:
             raise KeyError(name)
-        return self[OLD_NAMES[name]]
+        return self[present_name(name, self)]
 
 
 def _with_algorithm(

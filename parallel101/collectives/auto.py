@@ -18,10 +18,6 @@ from parallel101.mesh import Group
 KiB, MiB = 1024, 1024**2
 
 
-# Names that algorithms once had. They still work and are listed nowhere.
-OLD_NAMES = {"chain": "pipelined_chain"}
-
-
 class Rule(NamedTuple):
     """Take `algorithm` on up to `max_ranks` ranks, for up to `max_bytes` of the whole array."""
 
@@ -60,6 +56,12 @@ AUTO: dict[str, list[Rule]] = {
     "all_to_all": [Rule("direct", max_ranks=8), Rule("bruck", max_bytes=4 * KiB), Rule("pairwise")],
     "barrier": [Rule("dissemination")],
 }
+
+
+def present_name(algorithm: str, algorithms: Mapping[str, Any]) -> str:
+    """Return the algorithm's name, or its present one if it had another: "chain" still works."""
+    renamed = algorithm == "chain" and "pipelined_chain" in algorithms
+    return "pipelined_chain" if renamed else algorithm
 
 
 def check_algorithm(

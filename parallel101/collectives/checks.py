@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel101.collectives.auto import OLD_NAMES, check_algorithm, choose
+from parallel101.collectives.auto import check_algorithm, choose, present_name
 from parallel101.collectives.blocks import row_of
 from parallel101.collectives.comm import Comm, comm_of
 from parallel101.collectives.reductions import reduction_of
@@ -69,7 +69,7 @@ def prepare(
     """
     x = tensor_of(x)
     reduction = reduction_of(arguments["op"], x) if "op" in arguments else None
-    members, algorithm = group_of(group), OLD_NAMES.get(algorithm, algorithm)
+    members, algorithm = group_of(group), present_name(algorithm, algorithms)
     check_algorithm(operation, algorithm, members, algorithms, on_a_mesh)
     for root in arguments.keys() & {"src", "dst"}:
         root_of(members, arguments[root], root)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from parallel101.collectives.auto import OLD_NAMES
+from parallel101.collectives.auto import present_name
 from parallel101.collectives.segments import check_segment_bytes, segment_size
 
 
@@ -207,7 +207,7 @@ def closed_form(
     Raises ValueError for an unknown operation, algorithm or kind of links, for p < 1, if p does not
     divide `nbytes`, for segments where there are none, and where these links have no simple form.
     """
-    algorithm = OLD_NAMES.get(algorithm, algorithm)
+    algorithm = present_name(algorithm, FORMS.get(operation, {}))
     if algorithm not in FORMS.get(operation, {}):
         raise ValueError(
             f"no closed form for {operation!r} by {algorithm!r}: expected one of "

@@ -79,6 +79,7 @@ WRONG = [  # call, error, what its message must contain
     (lambda c, g: c.all_gather(X, dim=True, group=g), TypeError, "dim=True"),
     (lambda c, g: c.all_to_all(X, 0, -3, group=g), ValueError, "concat_dim=-3"),
     (lambda c, g: c.broadcast(X, 3, group=g), ValueError, "src=3.*0 to 2"),
+    (lambda c, g: c.all_reduce(X, algorithm="chain", group=g), ValueError, "'chain' is unknown"),
     (
         lambda c, g: c.broadcast(X, group=g, algorithm="binomial", segment_bytes=4),
         ValueError,
