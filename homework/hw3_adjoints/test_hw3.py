@@ -400,7 +400,7 @@ def exercise(
         hints=hints,
         questions=(
             Question(
-                "bytes",
+                "total",
                 (
                     f"4 ranks run the backward of {name}. The largest tensor has S = 256 bytes. "
                     "How many bytes do the ranks send in total?"

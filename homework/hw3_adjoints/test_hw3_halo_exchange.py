@@ -253,7 +253,7 @@ EXERCISES = [
         ),
         questions=(
             Question(
-                "bytes",
+                "total",
                 (
                     "4 ranks have 4, 3, 5 and 4 rows of 5 float64 numbers. The halos are 2 rows "
                     "wide. How many bytes do the ranks send in total, forward and backward?"

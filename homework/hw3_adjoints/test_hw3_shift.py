@@ -165,7 +165,7 @@ EXERCISES = [
         ),
         questions=(
             Question(
-                "bytes",
+                "total",
                 (
                     "4 ranks hold 6 × 4 float64 numbers each. They shift by 2 along dim 0, "
                     "forward and backward. How many bytes do the ranks send in total?"

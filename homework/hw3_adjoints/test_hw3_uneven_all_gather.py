@@ -217,7 +217,7 @@ EXERCISES = [
         ),
         questions=(
             Question(
-                "bytes",
+                "total",
                 (
                     "4 ranks have 3, 0, 2 and 1 rows of 4 float64 numbers. How many bytes do the "
                     "ranks send in total, forward and backward?"

@@ -83,6 +83,8 @@ def test_a_notebook_is_committed_with_ids_short_cells_questions_and_hints(path):
         name = f"{path.stem}.{exercise.function}"
         assert f"# hint({name})" in source
         for question in exercise.questions:
+            # sent, received or total: of bytes it must be clear whose they are
+            assert question.name != "bytes", name
             assert re.search(rf'predict\({re.escape(name)}, .*\b{question.name}="\?"', source), (
                 name,
                 question.name,
