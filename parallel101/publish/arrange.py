@@ -5,6 +5,7 @@
     code                   …so does the code
     output, text, …        <details> Show what happened, folded until the reader opens it;
                            always open on paper
+    > Takeaway. …          a box; part of the answer that it follows
     80,000 lines           20 lines, <details> the rest, 20 lines
 
 This file moves elements of the page. How they look is in page.css, and the presenter's view is in
@@ -23,14 +24,14 @@ def arrange(body: BeautifulSoup) -> None:
     """Arrange the cells in `body`, in place."""
     for text in body.select(".output_text pre"):
         shorten(body, text)
+    for quote in body.find_all("blockquote"):
+        if quote.get_text().strip().startswith("Takeaway"):
+            quote["class"] = "takeaway"
     cells = body.find_all("div", class_="cell", recursive=False)
     for cell in cells:
         if source := cell.find("div", class_="input"):
             _wrap([source], _details(body, "code", "Code", open_=True))
     fold_answers(body, cells)
-    for strong in body.select("blockquote > p > strong"):
-        if is_takeaway(strong) and (box := strong.find_parent("blockquote")):
-            box["class"] = "takeaway"
     make_sections(body)
 
 
@@ -98,15 +99,12 @@ def is_prediction(cell: Tag) -> bool:
 def begins_anew(cell: Tag) -> bool:
     """Whether an answer before this cell ends.
 
-    This cell begins a section, asks something, sets homework, or sums up in a table.
+    This cell begins a section, asks something, sets homework, or sums up in a table. A takeaway
+    belongs to the answer, because it tells what happened.
     """
-    marks = "h1, h2, h3, h4, blockquote > p > strong, .text_cell_render > table:first-child"
-    found = cell.select(marks) if is_text(cell) else []
-    return not all(map(is_takeaway, found))  # a takeaway belongs to the answer
-
-
-def is_takeaway(mark: Tag) -> bool:
-    return mark.get_text().startswith("Takeaway")
+    marks = "h1, h2, h3, h4, blockquote:not(.takeaway) > p > strong"
+    table = ".text_cell_render > table:first-child"
+    return is_text(cell) and cell.select_one(f"{marks}, {table}") is not None
 
 
 def begins_section(cell: Tag) -> bool:

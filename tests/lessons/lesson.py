@@ -27,7 +27,7 @@ def definitions(name: str, *values: str) -> dict[str, Any]:
     """
     names: dict[str, Any] = {"__name__": name}
     for cell in read(name).cells:
-        if cell.cell_type == "code" and cell.id != "install":  # its %pip is not Python
+        if cell.cell_type == "code":
             body = [node for node in ast.parse(cell.source).body if _wanted(node, values)]
             exec(compile(ast.Module(body, []), cell.id, "exec"), names)
     return names

@@ -1,13 +1,12 @@
-"""Lesson 00: its install cell in a hosted notebook, its cells that show errors, and the answers
-to its exercises.
+"""Lesson 00: its line for hosted notebooks, its cells that show errors, what the reader writes, and
+the answers to its exercises.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import re
 import types
-from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from IPython.core.inputtransformer2 import TransformerManager
 
 import parallel101 as p101
-from tests.lessons.lesson import definitions, read
+from tests.lessons.lesson import answer, definitions, read
 
 STEPS = p101.Network(latency=1.0, bandwidth=math.inf)
 
@@ -24,53 +23,14 @@ def steps(program, world_size):
     return p101.launch(program, world_size=world_size, backend="sim", network=STEPS).trace.makespan
 
 
-INSTALLED_FROM = {  # what the cell installs from, by the files beside the notebook
-    "parallel101-main.zip": "parallel101-main.zip",
-    "parallel101/pyproject.toml parallel101/parallel101/": "parallel101",  # a clone
-    "../pyproject.toml ../parallel101/": "..",  # in a clone
-    # a folder with that name and no package
-    "parallel101/ parallel101-main.zip": "parallel101-main.zip",
-    "../parallel101/ ../../pyproject.toml": None,
-    "pyproject.toml": None,  # of another project
-    "": None,
-}
-
-
-@pytest.mark.parametrize("namesake", [True, False])
-@pytest.mark.parametrize("beside", INSTALLED_FROM)
-def test_a_hosted_notebook_installs_from_the_files_beside_it(
-    beside, namesake, tmp_path, monkeypatch
-):
-    here = tmp_path / "project" / "lessons"
-    here.mkdir(parents=True)
-    monkeypatch.chdir(here)
-    for name in beside.split():
-        target = here / name
-        target.parent.mkdir(exist_ok=True)
-        target.mkdir(exist_ok=True) if name.endswith("/") else target.touch()
-    (cell,) = [c for c in read("00_ranks").cells if c.id == "install"]
-    asked = []
-    shell = types.SimpleNamespace(run_line_magic=lambda *words: asked.append(words))
-    names = {"get_ipython": lambda: shell}
-    # A folder with only that name is a namespace package, which has no origin.
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if namesake else None
-    )
-    exec(TransformerManager().transform_cell(cell.source), names)
-    assert asked == [("pip", 'install --quiet "{source}"')]
-    source, expected = names["source"], INSTALLED_FROM[beside]
-    if expected is None:
-        assert source == "no parallel101 .zip found: upload it next to this notebook"
-    else:
-        assert (here / source).resolve() == (here / expected).resolve()
-
-
-def test_a_clone_installs_nothing():
-    (cell,) = [c for c in read("00_ranks").cells if c.id == "install"]
-    exec(
-        TransformerManager().transform_cell(cell.source),
-        {"get_ipython": lambda: pytest.fail("it would install")},
-    )
+def test_the_line_for_hosted_notebooks_installs_the_zip_that_github_makes(tmp_path):
+    (note,) = (cell.source for cell in read("00_ranks").cells if cell.id == "install-note")
+    (line,) = re.findall(r"`(%pip [^`]+)`", note)
+    assert 'run_line_magic("pip", ' in TransformerManager().transform_cell(line).replace("'", '"')
+    for name in ("parallel101-main.zip", "parallel101.zip"):
+        (tmp_path / name).touch()
+        assert list(tmp_path.glob(line.split()[-1])) == [tmp_path / name]
+        (tmp_path / name).unlink()
 
 
 ATTEMPTS = (
@@ -105,13 +65,20 @@ def test_a_cell_without_its_error_prints_one_line_and_the_next_cells_run(cell_id
 
 
 def test_exercise_1_taking_turns_takes_two_steps():
-    def in_turn():
-        rank, other = dist.get_rank(), 1 - dist.get_rank()
-        first, second = (dist.send, dist.recv) if rank % 2 == 0 else (dist.recv, dist.send)
-        first(torch.ones(1), other)
-        second(torch.ones(1), other)
+    lesson = definitions("00_ranks")
+    in_turn = answer("00_ranks", "turns-answer", lesson)
+    assert (steps(in_turn, 2), steps(lesson["swap"], 2)) == (2.0, 1.0)
 
-    assert (steps(in_turn, 2), steps(definitions("00_ranks")["swap"], 2)) == (2.0, 1.0)
+
+def test_the_check_of_the_swap_knows_a_right_answer(capsys):
+    (check,) = (cell.source for cell in read("00_ranks").cells if cell.id == "turns-check")
+    lesson = definitions("00_ranks")
+    for written, says in (
+        (lesson["swap_in_turn"], "not swapped yet: [-1.0, -1.0]"),
+        (answer("00_ranks", "turns-answer", lesson), "swapped: [1.0, 0.0]"),
+    ):
+        exec(check, lesson | {"swap_in_turn": written})
+        assert capsys.readouterr().out.strip() == says
 
 
 def test_exercise_2_one_rank_that_receives_first_prevents_the_deadlock():
@@ -166,7 +133,7 @@ def test_exercise_5_a_ring_without_batches_under_nccls_rules():
         dist.irecv(torch.ones(1), (rank - 1) % n).wait()
         sent.wait()
 
-    p101.launch(ring, world_size=3, backend="sim", rules="nccl")
+    p101.launch(ring, world_size=3, backend="sim", rules="nccl")  # as without device_id
     with pytest.raises(p101.DeadlockError):
         p101.launch(ring, world_size=2, backend="sim", rules="nccl")
 

@@ -77,7 +77,8 @@ PRINTED = {
         ],
         "nccl-batch": [r"^\[1\.0, 0\.0\]$"],
         "script-torchrun": [r"results: \[2, 1\]\nresults: \[2, 1\]"],
-        "exercise-1": ["not swapped yet in 0"],
+        "turns-check": [r"not swapped yet: \[-1\.0, -1\.0\]"],
+        "exercise-1": [r"swap_in_turn: 0 steps\nswap: 1 steps"],
     },
     "01_collectives": {
         "flat-count": [*counted(7, "28,672", "28,672"), "the same messages as the package's"],

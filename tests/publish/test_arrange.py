@@ -35,7 +35,7 @@ def test_what_follows_a_prediction_is_folded_up_to_the_next_heading_or_question(
         "> **Predict.** What is it?",
         code("my_guess = '?'"),
         code("the_run()", "the answer\n"),
-        "So it is the answer.\n\n> **Takeaway.** Remember it.",
+        "So it is the answer.\n\n> **Takeaway.** What to keep.",
         code("more()", "a second look\n"),
         "> **Predict.** And now?",
         code("again()", "another answer\n"),
@@ -51,9 +51,10 @@ def test_what_follows_a_prediction_is_folded_up_to_the_next_heading_or_question(
     for folded in (first, second, third):
         assert not folded.has_attr("open") and folded.summary.get_text() == "Show what happened"
     assert all(
-        text in first.get_text() for text in ("the answer", "So it is", "more()", "a second look")
+        text in first.get_text()
+        for text in ("the answer", "So it is", "What to keep", "more()", "a second look")
     )
-    assert "Remember it." in first.select_one("blockquote.takeaway").get_text()
+    assert first.select_one("blockquote.takeaway").get_text().strip() == "Takeaway. What to keep."
     assert "its answer" in third.get_text() and "What you see" not in third.get_text()
     assert "another answer" in second.get_text() and "Write it" not in second.get_text()
     for folded in body.select("details.answer"):
