@@ -1,7 +1,8 @@
 """Runs the lessons and writes them as web pages that work offline.
 
     lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
-                    ── page.py ──▶ site/*.html, site/index.html
+                    ── page.py ──▶ site/*.html
+    routes.json     ── index.py ─▶ site/index.html
 
 `parallel101 lessons` and `make lessons` call `publish`.
 """
@@ -19,14 +20,15 @@ from typing import NamedTuple
 
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.glossary import read_terms
+from parallel101.publish.index import Opening, index_page, read_opening
 from parallel101.publish.page import (
     Lesson,
     cover_of,
     glossary_page,
     homework_page,
-    index_page,
     lesson_body,
     lesson_page,
+    moving_picture_of,
 )
 
 __all__ = [
@@ -149,7 +151,7 @@ def publish(
     folder = notebooks[0].parent
     course = list(notebooks) if only else select_lessons(folder)
     homework = _write_homework(folder, out)
-    terms = read_terms(folder)
+    terms, opening = read_terms(folder), read_opening(folder)
     if terms:
         _write(out / "glossary.html", glossary_page(terms))
     ran: dict[Path, tuple[str, float]] = {}
@@ -170,10 +172,10 @@ def publish(
                 (out / f"{path.stem}.html").unlink(missing_ok=True)
                 report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
             else:
-                _write_pages(course, out, {path: ran[path]}, homework, bool(terms))
+                _write_pages(course, out, {path: ran[path]}, homework, bool(terms), opening)
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
-        written = _write_pages(course, out, ran, homework, bool(terms))
+        written = _write_pages(course, out, ran, homework, bool(terms), opening)
     return Published(written, failed)
 
 
@@ -183,6 +185,7 @@ def _write_pages(
     ran: Mapping[Path, tuple[str, float]],
     homework: Mapping[int, Lesson],
     glossary: bool,
+    opening: Opening,
 ) -> list[Path]:
     """Write the pages of the lessons that ran, and the index; return the paths.
 
@@ -200,11 +203,11 @@ def _write_pages(
     }
     for page, html in pages.items():
         _write(page, html)
-    covers = {
-        path.stem: cover_of((out / f"{path.stem}.html").read_text(encoding="utf-8"))
-        for path in lessons
-    }
-    _write(out / "index.html", index_page([*lessons.values()], covers, homework, glossary))
+    shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
+    covers = {name: cover_of(page) for name, page in shown.items()}
+    moving = moving_picture_of(shown.get(opening.picture, ""))
+    index = index_page([*lessons.values()], covers, homework, glossary, opening, moving)
+    _write(out / "index.html", index)
     return [*pages, out / "index.html"]
 
 

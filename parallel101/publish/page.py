@@ -37,6 +37,7 @@ from parallel101.publish.arrange import arrange
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HOMEWORK = re.compile(r"Homework (\d+), exercises?")
 MINUTES = re.compile(r"takes about (\d+) minutes")
+SHORT = re.compile(r"short way takes (\d+) minutes")
 NEEDS_KERNEL = (
     "This explorer runs again after each change, so it needs a kernel. Open the lesson with "
     "<code>make lab</code>."
@@ -61,6 +62,7 @@ class Lesson(NamedTuple):
     summary: str  # its first paragraph, as plain text
     homework: tuple[int, ...] = ()  # the numbers of the homeworks that it names
     minutes: str = ""  # how long it takes, if it says so
+    short: str = ""  # the minutes of its short way, if it has one
 
     @property
     def sentence(self) -> str:
@@ -71,18 +73,19 @@ class Lesson(NamedTuple):
     def of(cls, name: str, notebook: NotebookNode) -> Lesson:
         """Take the first heading as the title and the first paragraph as the summary."""
         prose = BeautifulSoup(
-            "\n".join(_markdown(c.source) for c in notebook.cells if c.cell_type == "markdown"),
+            "\n".join(to_html(c.source) for c in notebook.cells if c.cell_type == "markdown"),
             "html.parser",
         )
         heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
         numbers = sorted({int(number) for number in HOMEWORK.findall(prose.get_text())})
-        minutes = MINUTES.search(prose.get_text())
+        minutes, short = (said.search(prose.get_text()) for said in (MINUTES, SHORT))
         return cls(
             name,
             heading.get_text() if heading else name,
             paragraph.get_text() if paragraph else "",
             tuple(numbers),
             minutes[1] if minutes else "",
+            short[1] if short else "",
         )
 
 
@@ -112,10 +115,11 @@ class _OfflineExporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context, source):
         path = context["resources"]["metadata"].get("path", "")
-        return _markdown(source, context.get("cell", {}).get("attachments"), path)
+        return to_html(source, context.get("cell", {}).get("attachments"), path)
 
 
-def _markdown(source: str, attachments: dict | None = None, path: str = "") -> str:
+def to_html(source: str, attachments: dict | None = None, path: str = "") -> str:
+    """Return Markdown as HTML that loads nothing."""
     renderer = _OfflineRenderer(
         escape=False,
         embed_images=True,
@@ -165,7 +169,7 @@ def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Les
     arrange(soup)
     for text in list(soup.find_all("strong", string=HOMEWORK)):
         if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
-            text.wrap(soup.new_tag("a", href=_page(task)))
+            text.wrap(soup.new_tag("a", href=page_name(task)))
     glossary.link_first_uses(soup, glossary.read_terms(folder))
     return str(soup)
 
@@ -189,15 +193,26 @@ def cover_of(page: str) -> str:
     return f'<img src="{found[1]}" alt="" loading="lazy">' if found else ""
 
 
+def moving_picture_of(page: str) -> str:
+    """The same picture as a <picture> that moves, or stands still if the reader prefers that."""
+    found = re.search(
+        r'<figure [^>]*class="p101 cover"[^>]*>\s*(<picture>.*?</picture>)', page, re.DOTALL
+    )
+    return found[1] if found else ""
+
+
 def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Lesson]) -> str:
     """Return the whole page of a lesson.
 
     It has the lesson's body, how long it ran, and links to the lessons before and after it.
     """
     at = lessons.index(lesson)
-    before = [f'<a rel="prev" href="{_page(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]]
+    before = [
+        f'<a rel="prev" href="{page_name(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]
+    ]
     after = [
-        f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]
+        f'<a rel="next" href="{page_name(e)}">{escape(e.title)} →</a>'
+        for e in lessons[at + 1 : at + 2]
     ]
     present = (
         '<button class="present" title="One section at a time, in large type (p)" '
@@ -234,7 +249,7 @@ def homework_page(homework: Lesson, body: str) -> str:
 def glossary_page(terms: Sequence[glossary.Term]) -> str:
     """Return the page of the glossary."""
     rows = "".join(
-        f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{_markdown(term.definition)}</dd>'
+        f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{to_html(term.definition)}</dd>'
         for term in terms
     )
     return offline_html(
@@ -244,44 +259,6 @@ def glossary_page(terms: Sequence[glossary.Term]) -> str:
             f'class="glossary">{rows}</dl></main>'
         ),
     )
-
-
-def index_page(
-    lessons: Sequence[Lesson],
-    covers: Mapping[str, str] = NONE,
-    homework: Mapping[int, Lesson] = NONE,
-    glossary: bool = False,
-) -> str:
-    """Return the page that lists the lessons in order.
-
-    Args:
-        covers: by the lesson's name, its picture as an <img>.
-        homework: by number, the homeworks that have a page.
-        glossary: whether the glossary has a page.
-    """
-    rows = []
-    for lesson in lessons:
-        tasks = [homework[number] for number in lesson.homework if number in homework]
-        facts = [f"{lesson.minutes} minutes"] if lesson.minutes else []
-        facts += [f'<a href="{_page(task)}">{escape(task.title)}</a>' for task in tasks]
-        picture = (
-            f'<span class="cover">{covers[lesson.name]}</span>' if covers.get(lesson.name) else ""
-        )
-        number = re.match(r"\d+(?=_)", lesson.name)
-        title = f"{number[0]} {lesson.title}" if number else lesson.title
-        rows.append(
-            f'<li><a href="{_page(lesson)}">{picture}<h2>{escape(title)}</h2></a>'
-            f"<p>{escape(lesson.sentence)}</p><small>{' · '.join(facts)}</small></li>"
-        )
-    intro = (
-        "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn from "
-        "programs that ran in the lessons.</p>"
-    )
-    listing = (
-        f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
-    )
-    terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
-    return offline_html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}{terms}</main>")
 
 
 def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:
@@ -353,7 +330,8 @@ def offline_html(title: str, body: str) -> str:
 """
 
 
-def _page(lesson: Lesson) -> str:
+def page_name(lesson: Lesson) -> str:
+    """Return the address of a lesson's page, from another page."""
     return quote(f"{lesson.name}.html")  # a teacher's file may be called "exercise #2"
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from nbformat import v4
 
-from parallel101.publish.page import Lesson, lesson_body, lesson_page
+from parallel101.publish.execute import read_notebook
+from parallel101.publish.index import index_page, read_opening
+from parallel101.publish.page import Lesson, cover_of, lesson_body, lesson_page, moving_picture_of
 from parallel101.viz.chromium import Browser
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.explore import explore_memory, explore_schedule
@@ -25,6 +27,7 @@ from tests.browser.seen import (
     too_small,
     without_a_name,
 )
+from tests.lessons.lesson import LESSONS, read
 from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser
@@ -99,6 +102,34 @@ def lesson(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
+def index(tmp_path_factory) -> str:
+    """The address of the course's index, with the same picture for each lesson."""
+    trace, results = recorded(ring_all_reduce, 4, 8)
+    body = lesson_body(
+        v4.new_notebook(
+            cells=[v4.new_code_cell("x", outputs=[shown(collective_scene(trace, results))])]
+        ),
+        Path(),
+    )
+    lessons = [Lesson.of(path.stem, read(path.stem)) for path in sorted(LESSONS.glob("*.ipynb"))]
+    homework = {
+        int(path.stem[2:]): Lesson.of(path.parent.name, read_notebook(path))
+        for path in (LESSONS.parent / "homework").glob("hw*_*/hw*.ipynb")
+    }
+    page = tmp_path_factory.mktemp("index") / "index.html"
+    html = index_page(
+        lessons,
+        {lesson.name: cover_of(body) for lesson in lessons},
+        homework,
+        glossary=True,
+        opening=read_opening(LESSONS),
+        moving=moving_picture_of(body),
+    )
+    page.write_text(html, encoding="utf-8")
+    return page.as_uri()
+
+
+@pytest.fixture(scope="module")
 def browser(chromium):
     with Browser(chromium, 1280, 720) as browser:
         yield browser
@@ -145,6 +176,35 @@ def page(request) -> str:
 
 def name_of(page: str) -> str:
     return f"page-{Path(page).stem if SITE else 'lesson'}"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_index_is_readable_on_a_screen_a_phone_and_paper(browser, index, scheme, keep):
+    for width in (1280, 375):
+        view(browser, index, width, scheme=scheme)
+        keep(browser, f"page-index-{scheme}-{width}", whole=True)
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert cut_off(browser) == []
+        assert too_pale(browser) == []
+        assert without_a_name(browser) == []
+        assert out_of_reach(browser) == []
+    view(browser, index, 717, scheme=scheme)  # A4 without Chromium's margins
+    browser.emulate("print", prefers_color_scheme=scheme)
+    keep(browser, f"page-index-{scheme}-print", whole=True)
+    assert cut_off(browser, scrolls=False) == []
+
+
+def test_the_index_keeps_the_dates_of_a_term(browser, index):
+    first = "document.querySelector('input.date')"
+    view(browser, index, 1280)
+    browser.js(f"{first}.focus()")
+    browser.call("Input.insertText", text="Mon 12 October")
+    browser.open("about:blank")
+    browser.open(index)
+    assert browser.js(f"{first}.value") == "Mon 12 October"
+    assert (
+        browser.js("[...document.querySelectorAll('input.date')].filter(f => f.value).length") == 1
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

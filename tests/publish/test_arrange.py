@@ -182,7 +182,8 @@ def test_a_course_of_ones_own_has_only_its_lessons_and_their_homework(course):
 
 
 def test_the_index_shows_a_picture_of_each_lesson():
-    from parallel101.publish.page import cover_of, index_page
+    from parallel101.publish.index import index_page
+    from parallel101.publish.page import cover_of
 
     figures = [
         (

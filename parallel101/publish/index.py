@@ -1,0 +1,218 @@
+"""The index of the lessons' pages: an opening, the routes through the course, and all lessons.
+
+lessons/routes.json holds what the lessons themselves don't say:
+
+    {"opening": "why to start, as Markdown",
+     "picture": "01_collectives",                     the lesson whose picture moves at the top
+     "routes": [{"title": "A week", "text": "for whom it is",
+                 "parts": [{"when": "Day 1", "lessons": ["00_ranks"], "homework": [1]}, …]}]}
+
+A part with `"short": true` takes the short way through its lessons. A route with `"dates": true`
+becomes a table with fields for dates, which the browser keeps (dates.js). Titles and minutes come
+from the lessons. A route appears if all its lessons have a page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from parallel101.publish.page import NONE, Lesson, offline_html, page_name, to_html
+
+FILE = "routes.json"
+DATES = files("parallel101.publish").joinpath("dates.js").read_text(encoding="utf-8")
+
+
+class Part(NamedTuple):
+    """One sitting of a route, such as a day or the lecture of a week."""
+
+    lessons: tuple[str, ...]
+    homework: tuple[int, ...] = ()
+    when: str = ""
+    short: bool = False  # the short way through these lessons
+
+
+class Route(NamedTuple):
+    """A way through the course."""
+
+    title: str
+    text: str  # for whom it is, in a sentence
+    parts: tuple[Part, ...]
+    dates: bool = False  # a table with fields for dates
+
+
+class Opening(NamedTuple):
+    """What the index shows above the lessons."""
+
+    text: str = ""  # Markdown
+    picture: str = ""  # the lesson whose picture moves there
+    routes: tuple[Route, ...] = ()
+
+
+NO_OPENING = Opening()
+
+
+def read_opening(folder: Path) -> Opening:
+    """Return what the folder's routes.json says; an empty opening if there is no such file.
+
+    Raises:
+        ValueError: the file isn't JSON, or has an entry that routes don't have.
+    """
+    if not (folder / FILE).exists():
+        return NO_OPENING
+    try:
+        said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        routes = [
+            Route(**{**route, "parts": tuple(_part(**part) for part in route["parts"])})
+            for route in said["routes"]
+        ]
+        return Opening(said["opening"], said["picture"], tuple(routes))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / FILE} is not a list of routes ({error}); "
+            "parallel101/publish/index.py shows what it looks like"
+        ) from error
+
+
+def _part(lessons: Sequence[str], homework: Sequence[int] = (), **others) -> Part:
+    return Part(tuple(lessons), tuple(homework), **others)
+
+
+def minutes(part: Part, lessons: Mapping[str, Lesson]) -> int:
+    """Return how long the part's lessons take, as they say themselves."""
+    taken = [lessons[name] for name in part.lessons]
+    return sum(int((lesson.short if part.short else lesson.minutes) or "0") for lesson in taken)
+
+
+def index_page(
+    lessons: Sequence[Lesson],
+    covers: Mapping[str, str] = NONE,
+    homework: Mapping[int, Lesson] = NONE,
+    glossary: bool = False,
+    opening: Opening = NO_OPENING,
+    moving: str = "",
+) -> str:
+    """Return the page that opens the course and lists the lessons in order.
+
+    Args:
+        covers: by the lesson's name, its picture as an <img>.
+        homework: by number, the homeworks that have a page.
+        glossary: whether the glossary has a page.
+        moving: the picture that moves at the top, as a <picture>.
+    """
+    rows = []
+    for lesson in lessons:
+        tasks = [homework[number] for number in lesson.homework if number in homework]
+        facts = [f"{lesson.minutes} minutes"] if lesson.minutes else []
+        facts += [_link(task, task.title) for task in tasks]
+        picture = (
+            f'<span class="cover">{covers[lesson.name]}</span>' if covers.get(lesson.name) else ""
+        )
+        rows.append(
+            f'<li><a href="{page_name(lesson)}">{picture}<h2>{escape(_numbered(lesson))}</h2></a>'
+            f"<p>{escape(lesson.sentence)}</p><small>{' · '.join(facts)}</small></li>"
+        )
+    if opening.text:
+        intro = f'<div class="opening">{to_html(opening.text)}</div>'
+    else:
+        intro = "<p>How neural networks are trained on many GPUs and machines.</p>"
+    by_name = {lesson.name: lesson for lesson in lessons}
+    if moving:
+        shown = by_name[opening.picture]
+        intro += (
+            f'<figure class="moving" aria-label="{escape(shown.title)}">{moving}<figcaption>'
+            f"One run of lesson {_link(shown, _short_title(shown))}, drawn from its messages. So "
+            "are all pictures in these lessons.</figcaption></figure>"
+        )
+    possible = [
+        route
+        for route in opening.routes
+        if all(name in by_name for part in route.parts for name in part.lessons)
+    ]
+    routes = "".join(_route(route, by_name, homework) for route in possible)
+    if routes:
+        routes = f'<h2>Where to start</h2><div class="routes">{routes}</div><h2>All lessons</h2>'
+    listing = (
+        f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
+    )
+    terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
+    script = f"<script>{DATES}</script>" if any(route.dates for route in possible) else ""
+    return offline_html(
+        "parallel101",
+        f"<main><h1>parallel101</h1>{intro}{routes}{listing}{terms}</main>{script}",
+    )
+
+
+def _route(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]) -> str:
+    total = sum(minutes(part, lessons) for part in route.parts)
+    kind = "route dated" if route.dates else "route"
+    body = _table(route, lessons, homework) if route.dates else _list(route, lessons, homework)
+    return (
+        f'<section class="{kind}"><h3>{escape(route.title)} <small>{_time(total)}</small></h3>'
+        f"<p>{escape(route.text)}</p>{body}</section>"
+    )
+
+
+def _list(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]) -> str:
+    rows = []
+    for part in route.parts:
+        when = f"<b>{escape(part.when)}</b> " if part.when else ""
+        if part.short:  # each lesson has a way of its own
+            rows += [
+                f"<li>{_link(lessons[name], _short_title(lessons[name]))}, the short way: "
+                f"{_time(int(lessons[name].short or 0))}</li>"
+                for name in part.lessons
+            ]
+        else:
+            named = [_link(lessons[name], _short_title(lessons[name])) for name in part.lessons]
+            facts = [_time(minutes(part, lessons)), *_tasks(part, homework)]
+            rows.append(f"<li>{when}{', '.join(named)}: {' · '.join(facts)}</li>")
+    return f"<ul>{''.join(rows)}</ul>"
+
+
+def _table(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]) -> str:
+    rows = []
+    for part in route.parts:
+        named = [_link(lessons[name], _short_title(lessons[name])) for name in part.lessons]
+        due = _date(f"Week {part.when}, homework due")
+        tasks = [f'<div class="due">{task} {due}</div>' for task in _tasks(part, homework)]
+        rows.append(
+            f"<tr><td>{escape(part.when)}</td>"
+            f"<td>{'<br>'.join(named)}<br><small>{_time(minutes(part, lessons))}</small></td>"
+            f"<td>{_date(f'Week {part.when}, lecture')}</td><td>{''.join(tasks)}</td></tr>"
+        )
+    heads = "".join(f"<th>{head}</th>" for head in ("Week", "Lecture", "Date", "Homework, due"))
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _date(label: str) -> str:
+    return f'<input class="date" type="text" maxlength="24" aria-label="{escape(label)}">'
+
+
+def _tasks(part: Part, homework: Mapping[int, Lesson]) -> Iterator[str]:
+    for number in part.homework:
+        if number in homework:
+            yield _link(homework[number], f"Homework {number}")
+
+
+def _time(total: int) -> str:
+    return f"{total}\u00a0minutes" if total <= 180 else f"{total / 60:.0f}\u00a0hours"
+
+
+def _numbered(lesson: Lesson) -> str:
+    number = re.match(r"\d+(?=_)", lesson.name)
+    return f"{number[0]} {lesson.title}" if number else lesson.title
+
+
+def _short_title(lesson: Lesson) -> str:
+    """The number and the title up to its colon, such as "00 Ranks"."""
+    return _numbered(lesson).partition(":")[0]
+
+
+def _link(lesson: Lesson, text: str) -> str:
+    return f'<a href="{page_name(lesson)}">{escape(text)}</a>'

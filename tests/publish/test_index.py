@@ -1,0 +1,129 @@
+"""The index: its routes name lessons and homework that exist, with the minutes of the lessons."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from bs4 import BeautifulSoup
+
+from parallel101.publish.execute import read_notebook
+from parallel101.publish.index import Opening, Part, Route, index_page, minutes, read_opening
+from parallel101.publish.page import Lesson
+from tests.lessons.lesson import LESSONS, read
+
+COURSE = {
+    path.stem: Lesson.of(path.stem, read(path.stem)) for path in sorted(LESSONS.glob("*.ipynb"))
+}
+HOMEWORK = {
+    int(path.stem[2:]): Lesson.of(path.parent.name, read_notebook(path))
+    for path in sorted((LESSONS.parent / "homework").glob("hw*_*/hw*.ipynb"))
+}
+OPENING = read_opening(LESSONS)
+TITLES = [route.title for route in OPENING.routes]
+
+
+@pytest.mark.parametrize("route", OPENING.routes, ids=TITLES)
+def test_the_lessons_and_homework_of_a_route_exist_and_come_in_order(route):
+    named = [name for part in route.parts for name in part.lessons]
+    assert named == sorted(set(named)) and set(named) <= set(COURSE)
+    assert all(minutes(part, COURSE) > 0 for part in route.parts)
+    taken: list[str] = []
+    for part in route.parts:
+        taken += part.lessons
+        for number in part.homework:
+            asking = [name for name, lesson in COURSE.items() if number in lesson.homework]
+            assert number in HOMEWORK and set(asking) <= set(taken), (
+                f"homework {number} comes before {sorted(set(asking) - set(taken))}"
+            )
+
+
+def test_a_lecture_takes_75_minutes_and_a_term_has_everything():
+    lecture, _, term = OPENING.routes
+    assert sum(minutes(part, COURSE) for part in lecture.parts) == 75
+    assert all(minutes(part, COURSE) <= 75 for part in term.parts)
+    assert [name for part in term.parts for name in part.lessons] == list(COURSE)
+    assert [number for part in term.parts for number in part.homework] == list(HOMEWORK)
+    assert OPENING.picture in COURSE
+
+
+@pytest.mark.parametrize("name", [name for name, lesson in COURSE.items() if lesson.short])
+def test_the_short_way_of_a_lesson_names_its_sections(name):
+    prose = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
+    (short,) = re.findall(r"short way takes \d+ minutes: (.*?[.])\s", "\n".join(prose), re.DOTALL)
+    sections = re.findall(r"\*([^*]+)\*", short)
+    headings = "\n".join(prose)
+    assert sections and all(f"\n## {section}" in f"\n{headings}" for section in sections)
+
+
+def shown(lessons, opening=OPENING, **options) -> BeautifulSoup:
+    return BeautifulSoup(
+        index_page(lessons, homework=HOMEWORK, opening=opening, **options), "html.parser"
+    )
+
+
+def test_the_index_opens_with_a_moving_picture_and_three_routes():
+    page = shown([*COURSE.values()], moving="<picture><img alt='a ring'></picture>")
+    assert page.find("h1").find_next("a")["href"].startswith("https://arxiv.org")
+    assert page.select_one("figure.moving img")["alt"] == "a ring"
+    assert page.select_one("figcaption a").get_text() == "01 Collectives"
+    assert [h.get_text() for h in page.select(".route h3")] == [
+        "One lecture 75\u00a0minutes",
+        "A week 9\u00a0hours",
+        "A term 10\u00a0hours",
+    ]
+    lecture, week, term = page.select(".route")
+    assert "00 Ranks, the short way: 30\u00a0minutes" in lecture.get_text()
+    assert "Day 1 00 Ranks, 01 Collectives: 130\u00a0minutes · Homework 1" in week.get_text()
+    rows = term.select("tbody tr")
+    assert len(rows) == len(COURSE)
+    assert [i["aria-label"] for i in rows[1].select("input")] == [
+        "Week 2, lecture",
+        "Week 2, homework due",
+    ]
+    assert len(rows[0].select("input")) == 1, "no homework in week 1"
+    assert [a["href"] for a in rows[1].select("a")] == ["01_collectives.html", "hw1_moving.html"]
+
+
+def test_a_route_appears_only_if_all_its_lessons_have_a_page():
+    first, second, *_ = COURSE.values()
+    page = shown([first, second])
+    assert [h.contents[0].strip() for h in page.select(".route h3")] == ["One lecture"]
+    assert not page.select("script")
+    assert not shown([first]).select(".routes")
+
+
+def test_a_folder_without_routes_has_a_plain_index(tmp_path):
+    assert read_opening(tmp_path) == Opening()
+    assert not shown([*COURSE.values()], Opening()).select(".routes, .moving, .opening")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "{",
+        '{"routes": []}',
+        json.dumps({"opening": "", "picture": "", "routes": [{"title": "A day"}]}),
+        json.dumps(
+            {
+                "opening": "",
+                "picture": "",
+                "routes": [{"title": "", "text": "", "parts": [{"lessons": [], "hour": 1}]}],
+            }
+        ),
+    ],
+    ids=["no JSON", "no opening", "no parts", "an unknown entry"],
+)
+def test_a_file_that_is_no_list_of_routes_is_refused(wrong, tmp_path):
+    (tmp_path / "routes.json").write_text(wrong)
+    with pytest.raises(ValueError, match=r"routes\.json is not a list of routes .*index\.py"):
+        read_opening(tmp_path)
+
+
+def test_titles_are_escaped():
+    lesson = Lesson("00_a", "A & <b>: c", "", minutes="5")
+    route = Route("R & D", "x < y", (Part(("00_a",), when="Day <1>"),))
+    page = shown([lesson], Opening("text", "", (route,)))
+    assert page.select_one(".route h3").get_text().startswith("R & D")
+    assert "Day <1> 00 A & <b>: 5\u00a0minutes" in page.select_one(".route li").get_text()
