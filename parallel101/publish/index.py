@@ -28,7 +28,7 @@ FILE = "routes.json"
 DATES = files("parallel101.publish").joinpath("dates.js").read_text(encoding="utf-8")
 
 
-class Part(NamedTuple):
+class CoursePart(NamedTuple):
     """One sitting of a route, such as a day or the lecture of a week."""
 
     lessons: tuple[str, ...]
@@ -37,12 +37,12 @@ class Part(NamedTuple):
     short: bool = False  # the short way through these lessons
 
 
-class Route(NamedTuple):
+class CourseRoute(NamedTuple):
     """A way through the course."""
 
     title: str
     text: str  # for whom it is, in a sentence
-    parts: tuple[Part, ...]
+    parts: tuple[CoursePart, ...]
     dates: bool = False  # a table with fields for dates
 
 
@@ -51,7 +51,7 @@ class Opening(NamedTuple):
 
     text: str = ""  # Markdown
     picture: str = ""  # the lesson whose picture moves there
-    routes: tuple[Route, ...] = ()
+    routes: tuple[CourseRoute, ...] = ()
 
 
 NO_OPENING = Opening()
@@ -68,7 +68,7 @@ def read_opening(folder: Path) -> Opening:
     try:
         said = json.loads((folder / FILE).read_text(encoding="utf-8"))
         routes = [
-            Route(**{**route, "parts": tuple(_part(**part) for part in route["parts"])})
+            CourseRoute(**{**route, "parts": tuple(_part(**part) for part in route["parts"])})
             for route in said["routes"]
         ]
         return Opening(said["opening"], said["picture"], tuple(routes))
@@ -79,11 +79,11 @@ def read_opening(folder: Path) -> Opening:
         ) from error
 
 
-def _part(lessons: Sequence[str], homework: Sequence[int] = (), **others) -> Part:
-    return Part(tuple(lessons), tuple(homework), **others)
+def _part(lessons: Sequence[str], homework: Sequence[int] = (), **others) -> CoursePart:
+    return CoursePart(tuple(lessons), tuple(homework), **others)
 
 
-def minutes(part: Part, lessons: Mapping[str, Lesson]) -> int:
+def minutes(part: CoursePart, lessons: Mapping[str, Lesson]) -> int:
     """Return how long the part's lessons take, as they say themselves."""
     taken = [lessons[name] for name in part.lessons]
     return sum(int((lesson.short if part.short else lesson.minutes) or "0") for lesson in taken)
@@ -148,7 +148,9 @@ def index_page(
     )
 
 
-def _route(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]) -> str:
+def _route(
+    route: CourseRoute, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]
+) -> str:
     total = sum(minutes(part, lessons) for part in route.parts)
     kind = "route dated" if route.dates else "route"
     body = _table(route, lessons, homework) if route.dates else _list(route, lessons, homework)
@@ -158,7 +160,7 @@ def _route(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, L
     )
 
 
-def _list(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]) -> str:
+def _list(route: CourseRoute, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]) -> str:
     rows = []
     for part in route.parts:
         when = f"<b>{escape(part.when)}</b> " if part.when else ""
@@ -175,7 +177,9 @@ def _list(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, Le
     return f"<ul>{''.join(rows)}</ul>"
 
 
-def _table(route: Route, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]) -> str:
+def _table(
+    route: CourseRoute, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]
+) -> str:
     rows = []
     for part in route.parts:
         named = [_link(lessons[name], _short_title(lessons[name])) for name in part.lessons]
@@ -194,7 +198,7 @@ def _date(label: str) -> str:
     return f'<input class="date" type="text" maxlength="24" aria-label="{escape(label)}">'
 
 
-def _tasks(part: Part, homework: Mapping[int, Lesson]) -> Iterator[str]:
+def _tasks(part: CoursePart, homework: Mapping[int, Lesson]) -> Iterator[str]:
     for number in part.homework:
         if number in homework:
             yield _link(homework[number], f"Homework {number}")

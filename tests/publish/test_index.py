@@ -9,7 +9,14 @@ import pytest
 from bs4 import BeautifulSoup
 
 from parallel101.publish.execute import read_notebook
-from parallel101.publish.index import Opening, Part, Route, index_page, minutes, read_opening
+from parallel101.publish.index import (
+    CoursePart,
+    CourseRoute,
+    Opening,
+    index_page,
+    minutes,
+    read_opening,
+)
 from parallel101.publish.page import Lesson
 from tests.lessons.lesson import LESSONS, read
 
@@ -123,7 +130,7 @@ def test_a_file_that_is_no_list_of_routes_is_refused(wrong, tmp_path):
 
 def test_titles_are_escaped():
     lesson = Lesson("00_a", "A & <b>: c", "", minutes="5")
-    route = Route("R & D", "x < y", (Part(("00_a",), when="Day <1>"),))
+    route = CourseRoute("R & D", "x < y", (CoursePart(("00_a",), when="Day <1>"),))
     page = shown([lesson], Opening("text", "", (route,)))
     assert page.select_one(".route h3").get_text().startswith("R & D")
     assert "Day <1> 00 A & <b>: 5\u00a0minutes" in page.select_one(".route li").get_text()
