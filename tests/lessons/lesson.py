@@ -12,12 +12,29 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
+from parallel101.publish.glossary import read_terms
+
 LESSONS = Path(__file__).parents[2] / "lessons"
 
 
 def read(name: str) -> NotebookNode:
     """The notebook as it is committed."""
     return nbformat.read(LESSONS / f"{name}.ipynb", as_version=4)
+
+
+def prose(name: str) -> str:
+    """The text of a lesson: all its Markdown cells."""
+    return "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
+
+
+def glossary_terms(text: str) -> set[str]:
+    """The glossary's terms that occur in a text, in one of their forms."""
+
+    def occurs(form: str) -> bool:
+        ignore_case = re.IGNORECASE if form == form.lower() else 0
+        return bool(re.search(rf"(?<![\w-]){re.escape(form)}(s|es)?(?![\w-])", text, ignore_case))
+
+    return {term.name for term in read_terms(LESSONS) if any(map(occurs, term.forms))}
 
 
 def definitions(name: str, *values: str) -> dict[str, Any]:

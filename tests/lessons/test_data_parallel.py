@@ -4,6 +4,8 @@ answers to its exercises are right.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +13,9 @@ import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.lessons.lesson import answer, definitions
+from tests.lessons.lesson import answer, definitions, glossary_terms, prose
 
-LESSON = definitions("04_data_parallel", "LAYER", "VARIANTS", "PIECES")
+LESSON = definitions("04_data_parallel", "LAYER", "VARIANTS", "PIECES", "near")
 # "weighted" is what the reader changes
 COMBINE = {**LESSON, "answer": answer("04_data_parallel", "break-uneven-answer", LESSON)}
 LINKS = p101.Network(latency=0.1, bandwidth=LESSON["LAYER"])
@@ -111,3 +113,40 @@ def test_exercise_4_the_lecture_program_takes_the_mean_of_means():
             LESSON["by_hand"], batch(samples), average, world_size=4, backend="sim"
         ).results[0]
         assert torch.allclose(theirs, by_one(samples), rtol=1e-6) == (samples == 12)
+
+
+def test_the_lesson_needs_lesson_01_only():
+    """Every term of the glossary that it uses is explained in it, in bold, or in 00 or 01."""
+    text = prose("04_data_parallel")
+    assert "You need lesson 01 (" in text
+    known = prose("00_ranks") + prose("01_collectives") + " ".join(re.findall(r"\*\*.*?\*\*", text))
+    assert glossary_terms(text) <= glossary_terms(known)
+
+
+def test_strong_scaling_flattens_and_weak_scaling_stays_near_the_line():
+    rate = LESSON["rate"]
+    one, sixteen, thirty_two = (rate(n, 32) for n in (1, 16, 32))
+    assert thirty_two < 1.2 * sixteen and 9 * one < thirty_two < 11 * one
+    assert 0.75 * 32 < rate(32, 4 * 32) / rate(1, 4) < 0.85 * 32
+    # messages of nearly 8 s, and computation that can't hide them
+    assert 60 * 32 / thirty_two > 2 * 31 / 32 * 4
+
+
+def test_adamw_hides_a_constant_factor_and_not_one_that_changes():
+    lesson = definitions("04_data_parallel")
+    lesson["batch"], with_adamw = batch(12), lesson["with_adamw"]
+    right = with_adamw(lambda i: 1)
+    assert (with_adamw(lambda i: 4) - right).abs().max() < 1e-5
+    assert (with_adamw(lambda i: 1 if i < 25 else 4) - right).abs().max() > 1e-3
+
+
+def test_weight_decay_shrinks_differences_as_slowly_as_the_text_says():
+    """Two ranks with equal gradients: only AdamW's decay changes the distance of their weights."""
+    here, there = (torch.nn.Parameter(torch.tensor([w], dtype=torch.float64)) for w in (0.0, 1.0))
+    optimizer, steps = LESSON["adamw"]([here, there]), 100
+    for _ in range(steps):
+        for weight in (here, there):
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    factor = (there - here).item() ** (1 / steps)
+    assert factor == pytest.approx(1 - 2e-5, abs=1e-9) and 1 / 3 < factor**50_000 < 0.4

@@ -225,8 +225,16 @@ PRINTED = {
         "real-check": [r"(rank \d: the first bucket was sent [1-9]\d* ms before .*\n?){2}"],
         "real-spread": [r"(\w+ +median +\d+ ms, from \d+ to \d+ ms\n?){3}"],
         "train-check": [EQUAL, r"(a step on \d ranks? +median +\d+ ms, from \d+ to \d+ ms\n?){2}"],
+        "scaling-run": [
+            r"strong: you said \?, measured (9\.[5-9]|10\.[0-4]) times as many\n"
+            r"weak: you said \?, measured 2[56]\.\d times as many"
+        ],
+        "scaling-cores": [r"\d+ cores\n(ranks: \d +\d+\.\d times as fast +\d+ to \d+ ms\n?){3}"],
         "accumulate-run": [r"'accumulate=1': (\d+), 'accumulate=4': \1\}"],
         "break-sum-run": [r"\[('[1-9]\.\de\+0\d'(, )?){4}\]"],
+        "break-adamw-run": [
+            r"always four times too long: \de-(0[6-9]|1\d) .*\nfrom step 25 on: +\de-0[12]"
+        ],
         "break-start-run": [r"ranks: ([1-9]|0\.[1-9])"],
         "break-start-error": ["layers.0.weight", "rank 1", "sync=True"],
         "break-uneven-run": [r"\[('\d\.\de-0[1-3]'(, )?){4}\]"],
@@ -501,6 +509,7 @@ IN_PICTURES = {  # text in a picture
         "lanes-sim": ["naive: 17.8 s", "bucketed: 17.0 s", "overlapped: "],
         "real-lanes": ["naive: ", "bucketed: ", "overlapped: "],
         "train-run": ["1 rank: 5.", "2 ranks: 5."],
+        "scaling-run": ["Samples per minute", "strong", "weak", "linear"],
         "accumulate-run": ["accumulate=1: ", "accumulate=4: "],
     },
     "05_sharding": {
