@@ -509,7 +509,7 @@ IN_PICTURES = {  # text in a picture
         "lanes-sim": ["naive: 17.8 s", "bucketed: 17.0 s", "overlapped: "],
         "real-lanes": ["naive: ", "bucketed: ", "overlapped: "],
         "train-run": ["1 rank: 5.", "2 ranks: 5."],
-        "scaling-run": ["Samples per minute", "strong", "weak", "linear"],
+        "scaling-run": ["Samples per minute"],
         "accumulate-run": ["accumulate=1: ", "accumulate=4: "],
     },
     "05_sharding": {
