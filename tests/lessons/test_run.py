@@ -265,9 +265,14 @@ PRINTED = {
             r"gathered at once, at most: 2\.0 layers",
         ],
         "price-check": [r"data parallel .*the run: 2\.00\n1 .*2\.00\n2 .*2\.00\n3 .*3\.00"],
-        "real-check": [r"(rank \d: [3-6] of 6 layers compute while .*\n?){2}"],
         "save-run": ["resumed at step 15"],
         "save-check": [r"30 steps; .*: True\n.*: (\de-0[4-9]|0e\+00) of the loss"],
+        "design-run": [
+            rf"nothing +{TINY} from .*\nwrong: C +\de-02 .*\nwrong: D +\de-02 .*\nwrong: E +\de-01 "
+        ],
+        "design-same": [
+            rf"nothing +{TINY} from .*\nwrong: C +{TINY} .*\nwrong: D +{TINY} .*\nwrong: E +\de-01 "
+        ],
         "break-clip-run": [r"by_local_norm: \d\.\de-0[12]"],
         "break-clip-check": [r"not right yet: \d\.\de-0[12]"],
         "break-leak-run": [r"gathered at once, at most: 34 layers"],
@@ -515,7 +520,6 @@ IN_PICTURES = {  # text in a picture
     "05_sharding": {
         "stages-run": ["Memory per rank"],
         "lanes-sim": ["on demand: 32.4 s", "prefetched: 20.4 s"],
-        "real-lanes": ["ZeRO-3: "],
         "explorer-run": ["Model states per rank", "<td>41.2 GB</td><td>120 GB</td>"],
         "save-run": ["never stopped: 4.", "2 ranks, then 1: 4."],
     },

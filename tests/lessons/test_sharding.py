@@ -62,6 +62,30 @@ def test_clipping_needs_the_norm_of_all_blocks(clip, right):
         assert torch.allclose(weights, by_one("sgd", clip_norm=1.0), rtol=1e-4, atol=1e-6) == right
 
 
+def reversed_inputs(same):
+    """Inputs and the same in reverse; with `same`, four ranks get the same three samples."""
+    x, _ = batch()
+    x = x[:3].repeat(4, 1) if same else x
+    return x, x.flip(1)
+
+
+@pytest.mark.parametrize(
+    ("same", "mistakes"), [(False, "CDE"), (True, "E")], ids=["own samples", "the same samples"]
+)
+def test_the_mistakes_of_the_design_and_which_of_them_equal_samples_hide(same, mistakes):
+    x, y = reversed_inputs(same)
+    weight = torch.nn.Parameter(torch.eye(8, dtype=torch.float64))
+    update = OPTIMIZERS["adamw"]([weight])
+    for _ in range(5):
+        update.zero_grad()
+        F.mse_loss(x @ weight.T, y).backward()
+        update.step()
+    for wrong in ("", "C", "D", "E"):
+        run = p101.launch(LESSON["one_layer"], (x, y), wrong, world_size=4, backend="sim")
+        near = all(torch.allclose(found, weight, atol=1e-12) for found in run.results)
+        assert near == (wrong not in mistakes or not wrong), wrong
+
+
 def test_exercise_1_the_table_of_the_paper():
     stages = {0: 16, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
     (answers,) = (cell.source for cell in read("05_sharding").cells if cell.id == "exercises")
