@@ -37,8 +37,9 @@ def train_naive(
         Nothing. Afterwards the model has the same weights on all ranks.
 
     At each optimizer.step(), p.grad holds the gradient of the mean loss over all samples of all
-    ranks. With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes per step, and
-    once the weights. A few bytes more, such as the number of samples, don't count.
+    ranks. With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes per step. The
+    first weights are a broadcast: every rank but rank 0 receives them once, and no rank sends them
+    more than once. A few bytes more, such as the number of samples, don't count.
     """
     raise NotImplementedError("train_naive is not written yet")
 

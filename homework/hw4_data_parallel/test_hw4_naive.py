@@ -80,6 +80,7 @@ def naive_cases(draw: Draw) -> list[Case]:
 
 
 def naive_bytes(case: Case) -> list[int]:
+    """The most, by rank. A broadcast along a chain sends the weights once; torch's counts (n−1)/n."""
     n, facts = case.world_size, case.facts
     return [
         facts["steps"] * all_reduce_bytes(facts["bytes"], n) + (facts["bytes"] if n > 1 else 0)
@@ -101,7 +102,9 @@ def naive_least(case: Case) -> list[int]:
 
 
 bytes_check = bytes_sent(
-    naive_bytes, "2(n−1)/n of the gradients' bytes per step, and the weights once", ring_slack
+    naive_bytes,
+    "2(n−1)/n of the gradients' bytes per step, and the first weights at most once",
+    ring_slack,
 )
 
 
@@ -175,12 +178,10 @@ EXERCISES = [
         questions=(
             Question(
                 "sent",
-                (
-                    "Four ranks train a model of 116 numbers of float64 for three steps. How many "
-                    "bytes does each rank send, weights included?"
-                ),
+                "Four ranks train a model of 116 numbers of float64 for three steps. How many "
+                "bytes do all ranks together send, the broadcast of the first weights included?",
                 bytes_question,
-                lambda trial: max(communicated(trial)),
+                lambda trial: sum(communicated(trial)),
                 "bytes",
             ),
         ),

@@ -106,8 +106,9 @@ def train_zero3(
         This rank's pieces after training, like `shards`: those of one process with the whole batch.
         Padding stays zero.
 
-    Whole weights of at most two layers are in memory at once: autograd must not keep them from
-    forward to backward, either (torch.utils.checkpoint computes a forward again when backward needs
-    it). With S bytes of weights and n ranks, each rank sends 3(n−1)/n · S bytes per step.
+    Whole weights of at most two layers are in memory at once. Autograd must not keep them from
+    forward to backward, either: torch.utils.checkpoint runs a forward again when backward needs it
+    (see the warm-up in the notebook). With S bytes of weights and n ranks, each rank sends
+    3(n−1)/n · S bytes per step: the weights twice and the gradients once.
     """
     raise NotImplementedError("train_zero3 is not written yet")

@@ -229,7 +229,9 @@ PRINTED = {
             r"strong: you said \?, measured (9\.[5-9]|10\.[0-4]) times as many\n"
             r"weak: you said \?, measured 2[56]\.\d times as many"
         ],
-        "scaling-cores": [r"\d+ cores\n(ranks: \d +\d+\.\d times as fast +\d+ to \d+ ms\n?){3}"],
+        "scaling-cores": [
+            r"\d+ cores\n(ranks: \d +\d+\.\d times as fast +\d+ to \d+ ms a step\n?){3}"
+        ],
         "accumulate-run": [r"'accumulate=1': (\d+), 'accumulate=4': \1\}"],
         "break-sum-run": [r"\[('[1-9]\.\de\+0\d'(, )?){4}\]"],
         "break-adamw-run": [
