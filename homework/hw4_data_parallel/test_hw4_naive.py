@@ -80,7 +80,7 @@ def naive_cases(draw: Draw) -> list[Case]:
 
 
 def naive_bytes(case: Case) -> list[int]:
-    """The most, by rank. A broadcast along a chain sends the weights once; torch's counts (n−1)/n."""
+    """The most, by rank. In a broadcast along a chain, a rank sends the weights once."""
     n, facts = case.world_size, case.facts
     return [
         facts["steps"] * all_reduce_bytes(facts["bytes"], n) + (facts["bytes"] if n > 1 else 0)
