@@ -90,7 +90,7 @@ def steps_of(options):
     return {name: trace.spans(name)[0].end - trace.spans(name)[0].start for name in names}
 
 
-def test_exercise_3_other_buckets():
+def test_exercise_2_other_buckets():
     layer = LESSON["LAYER"]
     one, quarter, nothing = (
         steps_of({"bucket_bytes": size}) for size in (4 * layer, layer // 4, 0)
@@ -102,7 +102,7 @@ def test_exercise_3_other_buckets():
     )
 
 
-def test_exercise_4_the_lecture_program_takes_the_mean_of_means():
+def test_exercise_3_the_lecture_program_takes_the_mean_of_means():
     def average(gradient, part):
         gradient = gradient.clone()
         dist.all_reduce(gradient, op=dist.ReduceOp.SUM)

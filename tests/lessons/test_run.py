@@ -517,7 +517,7 @@ IN_PICTURES = {  # text in a picture
         "real-lanes": ["naive: ", "bucketed: ", "overlapped: "],
         "train-run": ["1 rank: 5.", "2 ranks: 5."],
         "scaling-run": ["Samples per minute"],
-        "accumulate-run": ["accumulate=1: ", "accumulate=4: "],
+        "accumulate-run": ["accumulate=1: 14.0 s", "accumulate=4: 15.5 s"],
     },
     "05_sharding": {
         "stages-run": ["Memory per rank"],
