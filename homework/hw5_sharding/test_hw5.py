@@ -514,8 +514,8 @@ EXERCISES = [
         least_received=least,
         misconceptions=(*MESSAGES, SUM_FOR_MEAN, DISGUISED, NEVER_FREED, ALL_REDUCED_3),
         hints=(
-            "What is the backward of an all-gather? Lesson 03 shows it. And what does autograd keep of "
-            "y = x Wᵀ + b? The warm-up in the notebook counts it.",
+            "What is the backward of an all-gather? Lesson 03 shows it. And what does autograd "
+            "keep of y = x Wᵀ + b? The warm-up in the notebook counts it.",
             "An autograd.Function that all-gathers a piece forward, and reduce-scatters the "
             "gradient backward. Run each layer under torch.utils.checkpoint, with the gathers "
             "inside: then only x is kept, and backward gathers again.",
