@@ -31,8 +31,11 @@ class GradientSync:
     Attributes:
         owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
         placements: name → Pieces, how the data axis cuts them. Empty: every rank has all.
+        zero_stage: how much of the rest it cuts: 1 is the optimizer state, 2 the gradients too, 3
+            the weights too.
     """
 
+    zero_stage = 0
     how = "of the whole batch on each rank that has them"
 
     def __init__(self, parameters: Parameters):

@@ -36,7 +36,7 @@ LEFT, RIGHT, TOP = 92.0, 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
 TALL, ROW, HEAD, BETWEEN = 11.0, 13.0, 22.0, 10.0
 MOST_RANKS = 16
-AXIS_CLASSES = {"dp": "dp", "pp": "f4", "tp": "f3"}  # not the colours of compute
+AXIS_CLASSES = {"dp": "dp", "pp": "pp", "tp": "f3"}  # not the colours of compute
 OTHER_CLASSES = ("f6", "f5")
 
 
@@ -77,6 +77,7 @@ def axes_scene(
         " ".join(axis_text(of, n) for of in traffic),
     )
     scene.style += STYLE + ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
+    scene.style += ".pp{fill:var(--p1)}.pp.received{fill-opacity:.7}"
     scene.definitions.append(HATCHING)
     span = window.end - window.begin
     colours = span_colours(e for e in spans if not e.waiting)

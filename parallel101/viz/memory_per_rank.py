@@ -5,6 +5,11 @@ The total is at the right.
 rank 0  ▇▇▇▇ ▇▇//  ▇▇▇▇//////////   18.9 MB        one panel for each trainer
 rank 1  ▇▇▇▇ //▇▇  //////▇▇▇▇////   18.9 MB
 
+The same place in the bars of two ranks is the same part of the model: dp 2 × tp 2 looks like this.
+
+rank 0  ▇▇▇▇//////  rank 2  ▇▇▇▇//////
+rank 1  ////▇▇▇▇▇▇  rank 3  ////▇▇▇▇▇▇
+
 The bytes were counted by a trainer's `describe()` in its tensors. What memory should cost is in
 `parallel101.cost`.
 """
@@ -32,7 +37,8 @@ OVERLAP = 1.05
 class HeldBytes(Protocol):
     """What a trainer's `describe()` returns: kind → bytes by position in the group.
 
-    It also has the rank at each position.
+    It also has the rank at each position. If it has `parts`, they say which parts of the whole
+    model these bytes belong to: kind → by position, (from, to) as fractions.
     """
 
     @property
@@ -54,7 +60,9 @@ def memory_scene(
     Returns:
         A still Scene. A kind's bar is as long as the most that any rank in the picture holds of it.
         If a rank holds less, the rest of its bar is hatched. So draw a trainer that holds
-        everything next to those that shard it.
+        everything next to those that shard it: then each rank's bytes are where its `parts` are,
+        and at one place of two bars is the same part of the model. Without parts, shards are drawn
+        side by side.
 
     Raises:
         ValueError: nothing to draw, or more than 48 rows.
@@ -79,6 +87,13 @@ def memory_scene(
     lefts, x = {}, LEFT
     for kind, count in most.items():
         lefts[kind], x = x, x + count * scale + 4
+    # only next to a rank that holds all of a kind is it known how long the whole model is
+    placed = {
+        kind
+        for of in panels.values()
+        for kind, by_position in getattr(of, "parts", {}).items()
+        if any(share_of(parts) > 0.999 for parts in by_position)
+    }
     colours = colours_of(most)
     scene = Scene(
         960,
@@ -106,19 +121,14 @@ def memory_scene(
             names.add("text", f"rank {rank}", x=LEFT - 10, y=y + 15, font_size=12.5, class_="m e")
             for kind, whole in most.items():
                 by_position = of.bytes.get(kind, [0] * len(of.ranks))
-                place = position / len(of.ranks) if sum(by_position) <= OVERLAP * whole else 0.0
-                _bar(
-                    bars,
-                    inside,
-                    kind,
-                    by_position[position],
-                    whole,
-                    place,
-                    lefts[kind],
-                    y,
-                    scale,
-                    colours[kind],
-                )
+                mine = by_position[position]
+                if kind in placed and kind in getattr(of, "parts", {}):
+                    parts = of.parts[kind][position]  # type: ignore[attr-defined]
+                else:
+                    apart = sum(by_position) <= OVERLAP * whole
+                    place = position / len(of.ranks) if apart else 0.0
+                    parts = [(place, place + mine / whole)]
+                _bar(bars, inside, kind, mine, whole, parts, lefts[kind], y, scale, colours[kind])
             total = sum(by_position[position] for by_position in of.bytes.values())
             totals.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
             y += ROW
@@ -132,7 +142,7 @@ def _bar(
     kind: str,
     mine: int,
     whole: int,
-    place: float,
+    parts: Sequence[tuple[float, float]],
     left: float,
     y: float,
     scale: float,
@@ -142,18 +152,28 @@ def _bar(
     temporary = kind.endswith(PEAK)
     if not temporary:
         bars.add("rect", x=left, y=y, width=width, height=TALL, rx=2, class_="others")
-    if not mine:
+    if not mine or not parts:
         return
-    at = left + (0.0 if temporary or mine == whole else min(place * width, width - mine * scale))
-    rect = bars.add(
-        "rect", x=at, y=y, width=max(mine * scale, 1.0), height=TALL, rx=2, class_=f"own f{colour}"
-    )
-    rect.add("title", f"{kind}: {decimal_bytes(mine)}")
-    text = decimal_bytes(mine)
-    if 7 * len(text) + 6 < mine * scale:
-        inside.add(
-            "text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}"
+    # what was counted may differ a little from the model's share: padding, counts of steps
+    exact = mine / whole / share_of(parts)
+    drawn = []
+    for low, high in parts:
+        wide = (high - low) * exact * width
+        at = left + (0.0 if temporary else min(low * width, max(width - wide, 0.0)))
+        rect = bars.add(
+            "rect", x=at, y=y, width=max(wide, 1.0), height=TALL, rx=2, class_=f"own f{colour}"
         )
+        rect.add("title", f"{kind}: {decimal_bytes(mine)}")
+        drawn.append((wide, at))
+    wide, at = max(drawn)
+    text = decimal_bytes(mine)
+    if 7 * len(text) + 6 < wide:
+        inside.add("text", text, x=at + wide / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
+
+
+def share_of(parts: Sequence[tuple[float, float]]) -> float:
+    """How much of the whole model these parts are."""
+    return sum(high - low for low, high in parts)
 
 
 def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
@@ -15,6 +16,7 @@ from parallel101.models.mlp import MLP
 WIDTH, DEPTH = 24, 6
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
 ALL = DEPTH * LAYER
+ALL_WEIGHTS = DEPTH * 4 * WIDTH * WIDTH  # without biases
 
 
 def trainer(zero_stage, **options):
@@ -108,3 +110,77 @@ def gpt_weights():
 def test_tied_weights_are_whole_beside_two_layers():
     for most, expected in p101.launch(gpt_weights, world_size=2).results:
         assert most == expected
+
+
+def numbered(names, zero_stage, model):
+    """Each rank's parts, and the numbers of the elements that it holds: no two are equal."""
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    trainer = p101.HybridTrainer(
+        model(),
+        p101.vocabulary_cross_entropy,
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        mesh=mesh,
+        zero_stage=zero_stage,
+        verify=False,
+    )
+    whole, first = {}, 0
+    for name in trainer.trained:
+        shape = trainer.layout.entries[name].shape
+        whole[name] = torch.arange(first, first + shape.numel()).view(shape)
+        first += shape.numel()
+    mine = [trainer.layout.cut(name, whole[name]).reshape(-1).tolist() for name in trainer.trained]
+    assert [len(of) for of in mine if of] == [
+        trainer.owned[name].numel() for name in trainer.trained if name in trainer.owned
+    ]
+    return trainer.describe().parts["optimizer state"], set().union(*mine), first
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("names", [("dp", "pp", "tp"), ("tp", "dp"), ("pp", "dp")], ids="-".join)
+def test_two_ranks_have_as_many_elements_in_common_as_their_parts(names, zero_stage):
+    """A tied GPT: what is replicated along tp, and on two stages, is at one place for all."""
+
+    def model():
+        return GPT(GPTConfig(vocabulary=11, context=4, layers=2, heads=2, width=8))
+
+    run = p101.launch(numbered, names, zero_stage, model, world_size=2 ** len(names), backend="sim")
+    parts, _, total = run.results[0]
+    held = [elements for _, elements, _ in run.results]
+    for a in range(len(held)):
+        for b in range(len(held)):
+            both = sum(
+                max(min(high, to) - max(low, start), 0.0)
+                for low, high in parts[a]
+                for start, to in parts[b]
+            )
+            assert both * total == pytest.approx(len(held[a] & held[b]), abs=1e-6)
+    assert len(set().union(*held)) == total
+
+
+def hybrid(zero_stage):
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    return p101.HybridTrainer(
+        MLP([WIDTH] * (DEPTH + 1), bias=False),
+        F.mse_loss,
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        mesh=mesh,
+        zero_stage=zero_stage,
+    )
+
+
+def test_parts_on_a_mesh_follow_the_order_of_the_cuts():
+    """Stages, then shards, then pieces. dp cuts only what the ZeRO stage says."""
+    quarters = [[(i / 4, i / 4 + 1 / 4)] for i in (0, 1, 2, 3)] * 2
+    eighths = [[(i / 8, i / 8 + 1 / 8)] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
+
+    def described():
+        return [step(hybrid(zero_stage)) for zero_stage in (0, 1, 2, 3)]
+
+    for zero_stage, found in enumerate(
+        p101.launch(described, world_size=8, backend="sim").results[0]
+    ):
+        for kind, first in (("weights", 3), ("gradients", 2), ("optimizer state", 1)):
+            assert found.parts[kind] == (eighths if zero_stage >= first else quarters), kind
+            whole = ALL_WEIGHTS * (2 if kind == "optimizer state" else 1)
+            for (low, high), count in zip((of[0] for of in found.parts[kind]), found.bytes[kind]):
+                assert count == pytest.approx((high - low) * whole, rel=0.02)

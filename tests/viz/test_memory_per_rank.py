@@ -59,6 +59,28 @@ def test_parts_that_several_ranks_hold_are_not_drawn_side_by_side():
     assert {(at, width) for at, width in bars(scene, "weights")[4:]} == {(left, whole / 2)}
 
 
+def test_bars_are_where_the_rank_s_part_of_the_model_is():
+    parts = {"weights": [[(0.0, 0.25)], [(0.25, 0.5)], [(0.5, 0.75)], [(0.75, 0.8), (0.9, 1.0)]]}
+    cut = counted(weights=[200, 200, 200, 120])
+    cut.parts = parts
+    whole = counted(weights=[800] * 4)
+    whole.parts = {"weights": [[(0.0, 1.0)]] * 4}
+    scene = memory_scene({"all": whole, "pp 2 × tp 2": cut})
+    (left, width), *_ = bars(scene, "weights")
+    expected = [part for of in parts["weights"] for part in of]
+    for (at, wide), (low, high) in zip(bars(scene, "weights")[4:], expected, strict=True):
+        assert at == pytest.approx(left + low * width, abs=0.1)
+        assert wide == pytest.approx((high - low) * width, abs=0.1)
+
+
+def test_without_a_rank_that_holds_everything_shards_are_side_by_side():
+    """Then nothing in the picture says how long the whole model is."""
+    cut = counted(weights=[300, 300])
+    cut.parts = {"weights": [[(0.0, 0.5)], [(0.5, 1.0)]]}
+    (one, width), (other, _) = bars(memory_scene(cut), "weights")
+    assert one == other == LEFT and width > 600
+
+
 def test_temporary_memory_is_not_drawn_as_a_shard():
     passing = SimpleNamespace(
         ranks=[0, 1], bytes={"gathered (peak)": [100, 50], "weights": [200, 200]}

@@ -28,6 +28,7 @@ class StageSyncs(GradientSync):
         self.syncs = [sync for _, sync in syncs]
         super().__init__({name: p for sync in self.syncs for name, p in sync.owned.items()})
         self.placements = {name: at for sync in self.syncs for name, at in sync.placements.items()}
+        self.zero_stage = max((sync.zero_stage for sync in self.syncs), default=0)
         self.on_stage = [(stages, sync, last_backward(stages, actions)) for stages, sync in syncs]
 
     @contextmanager

@@ -10,11 +10,22 @@ import json
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import Tensor, UntypedStorage
 
+from parallel101.trainers.layout import (
+    ORDER,
+    Coordinates,
+    Layout,
+    Pieces,
+    Shard,
+    Stages,
+)
 from parallel101.trainers.trainer import Trainer
+
+Part = tuple[float, float]  # from, to: fractions of the whole model
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -72,12 +83,15 @@ class Holdings:
     Attributes: title: which trainer, on how many ranks. ranks: their ranks in the world. bytes:
         kind → bytes by position, such as {"weights": [4096, 4096], …}. notes: what else is worth
         telling, a line each: how modules are cut, parameters placed and gradients synchronised.
+        parts: kind → by position, which parts of the whole model these bytes belong to; see
+        `parts_held`.
     """
 
     title: str
     ranks: Sequence[int]
     bytes: Mapping[str, Sequence[int]]
     notes: Sequence[str] = ()
+    parts: Mapping[str, Sequence[Sequence[Part]]] = field(default_factory=dict)
 
     def total(self, position: int) -> int:
         return sum(by_position[position] for by_position in self.bytes.values())
@@ -124,7 +138,66 @@ def describe(trainer: Trainer, title: str) -> Holdings:
     }
     ranks = trainer.agree.ranks
     notes = [*trainer.notes, *trainer.layout.describe(), trainer.sync.describe()]
-    return Holdings(title, ranks, counts, notes)
+    # dp cuts what its ZeRO stage says, and everything else is the same along it
+    parts = {
+        kind: parts_held(trainer.layout, trainer.trained, dp=trainer.sync.zero_stage >= stage)
+        for kind, stage in (("weights", 3), ("gradients", 2), ("optimizer state", 1))
+    }
+    return Holdings(title, ranks, counts, notes, parts)
+
+
+def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[Part]]:
+    """Which parts of the model each rank holds, by position in the group.
+
+        rank 0  ▇▇▇             [(0.0, 0.3)]
+        rank 1    ▇▇▇           [(0.2, 0.5)]    both have what is not cut along tp
+        rank 2       ▇▇▇▇▇      [(0.5, 1.0)]    another stage
+
+    Elements that the same ranks hold are put side by side, in the order of the cuts: stages, in
+    each stage the shards along tp, in each shard the pieces along dp. So a part that several ranks
+    hold is at the same place for all of them, and together they cover everything.
+
+    Args:
+        layout: of the model.
+        names: of the tensors that count.
+        dp: whether they are cut along dp too. If not, its ranks hold the same.
+    """
+    places = [layout.axes.coordinates(i) for i in range(len(layout.axes.members.ranks))]
+    sizes: dict[tuple[int, ...], int] = defaultdict(int)  # the ranks that hold some bytes → bytes
+    for name in names:
+        entry = layout.entries[name]
+        stages, shard, pieces = (entry.placements.get(axis) for axis in ORDER)
+        alike: dict[int, list[int]] = defaultdict(list)  # ranks with the same shard along tp
+        for position, at in enumerate(places):
+            if not isinstance(stages, Stages) or at["pp"] in stages.positions:
+                alike[at["tp"] if isinstance(shard, Shard) else 0].append(position)
+        for i, positions in alike.items():
+            count = entry.shape.numel()
+            if isinstance(shard, Shard):
+                count = count * shard.sizes[i] // entry.shape[shard.dim]
+            spans = [(0, count)] * len(positions)
+            if dp and isinstance(pieces, Pieces):
+                spans = [pieces.at(places[k])[places[k]["dp"]] for k in positions]
+            for low, high in pairwise(sorted({edge for span in spans for edge in span})):
+                holders = tuple(
+                    k for k, (start, end) in zip(positions, spans) if start <= low and high <= end
+                )
+                sizes[holders] += (high - low) * entry.dtype.itemsize
+    held: list[list[tuple[int, int]]] = [[] for _ in places]
+    low = 0
+    for holders in sorted(sizes, key=lambda ranks: _middle([places[i] for i in ranks])):
+        high = low + sizes[holders]
+        for position in holders:
+            before = held[position]
+            start = before.pop()[0] if before and before[-1][1] == low else low
+            before.append((start, high))
+        low = high
+    return [[(start / low, end / low) for start, end in of_rank] for of_rank in held]
+
+
+def _middle(places: Sequence[Coordinates]) -> list[float]:
+    """The mean coordinates of some ranks, on the axis that cuts first, then on the others."""
+    return [sum(at.get(axis, 0) for at in places) / len(places) for axis in ORDER]
 
 
 def readable(count: float) -> str:

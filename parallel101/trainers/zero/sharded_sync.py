@@ -20,7 +20,6 @@ class ShardedSync(GradientSync):
     Args: flats: all arrays, in the same order on every rank.
     """
 
-    zero_stage: int
     arrays: str  # what the report calls the flat arrays
 
     def __init__(self, flats: Sequence[Flat], sharing: Sharing):
