@@ -122,9 +122,9 @@ def memory_scene(
             for kind, whole in most.items():
                 by_position = of.bytes.get(kind, [0] * len(of.ranks))
                 mine = by_position[position]
-                if kind in placed and kind in getattr(of, "parts", {}):
-                    parts = of.parts[kind][position]  # type: ignore[attr-defined]
-                else:
+                known = getattr(of, "parts", {}).get(kind) if kind in placed else None
+                parts = known[position] if known else ()
+                if not parts:
                     apart = sum(by_position) <= OVERLAP * whole
                     place = position / len(of.ranks) if apart else 0.0
                     parts = [(place, place + mine / whole)]

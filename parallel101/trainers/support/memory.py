@@ -139,9 +139,14 @@ def describe(trainer: Trainer, title: str) -> Holdings:
     ranks = trainer.agree.ranks
     notes = [*trainer.notes, *trainer.layout.describe(), trainer.sync.describe()]
     # dp cuts what its ZeRO stage says, and everything else is the same along it
+    layout, trained = trainer.layout, trainer.trained
     parts = {
-        kind: parts_held(trainer.layout, trainer.trained, dp=trainer.sync.zero_stage >= stage)
-        for kind, stage in (("weights", 3), ("gradients", 2), ("optimizer state", 1))
+        kind: parts_held(layout, names, dp=trainer.sync.zero_stage >= stage)
+        for kind, names, stage in (
+            ("weights", layout.entries, 3),
+            ("gradients", trained, 2),
+            ("optimizer state", trained, 1),
+        )
     }
     return Holdings(title, ranks, counts, notes, parts)
 
