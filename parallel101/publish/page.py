@@ -35,6 +35,7 @@ from parallel101.publish import glossary
 from parallel101.publish.arrange import arrange
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+NOTEBOOK = re.compile(r"^(\w+)\.ipynb(#.*)?$")  # a link to another lesson
 HOMEWORK = re.compile(r"Homework (\d+), exercises?")
 MINUTES = re.compile(r"takes about (\d+) minutes")
 SHORT = re.compile(r"short way takes (\d+) minutes")
@@ -170,6 +171,8 @@ def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Les
     for text in list(soup.find_all("strong", string=HOMEWORK)):
         if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
             text.wrap(soup.new_tag("a", href=page_name(task)))
+    for link in soup.find_all("a", href=NOTEBOOK):  # beside the page is the other lesson's page
+        link["href"] = NOTEBOOK.sub(r"\1.html\2", link["href"])
     glossary.link_first_uses(soup, glossary.read_terms(folder))
     return str(soup)
 

@@ -77,7 +77,7 @@ def axes_scene(
         " ".join(axis_text(of, n) for of in traffic),
     )
     scene.style += STYLE + ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
-    scene.style += ".pp{fill:var(--p1)}.pp.received{fill-opacity:.7}"
+    scene.style += ".pp{fill:var(--p3)}.pp.received{fill-opacity:.7}"
     scene.definitions.append(HATCHING)
     span = window.end - window.begin
     colours = span_colours(e for e in spans if not e.waiting)

@@ -1,5 +1,5 @@
-"""Lesson 08: a step by hand on three axes equals one process, its mistakes do not, and the
-answers to its exercises are right.
+"""Lesson 08: a step by hand on three axes equals one process, its mistake does not, the formulas
+for published runs are those of a run, and the answers to its exercises are right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 from parallel101.analysis.axis_traffic import axis_traffic
-from parallel101.models.gpt import GPT
+from parallel101.models.gpt import GPT, GPTConfig
 from parallel101.models.text import TextBatches
 from tests.lessons.lesson import answer, definitions, read
 
@@ -30,38 +30,61 @@ def by_hand(**options):
     return p101.launch(LESSON["by_hand"], batch(), world_size=8, backend="sim", **options)
 
 
-def far(run, norm=None):
-    return max(LESSON["distance"](run, LESSON["one_process"](batch(), norm)))
+def far(run):
+    return max(LESSON["distance"](run, LESSON["one_process"](batch())))
 
 
 def test_by_hand_equals_one_process():
     assert far(by_hand()) < 1e-12
 
 
-def over_dp_pp(weights, mesh):
-    return float(p101.all_reduce(LESSON["squares"](weights), group=mesh["dp", "pp"]).sqrt())
-
-
-NORMS = {
-    "the answer": (answer("08_three_axes", "clip-answer", LESSON), True),
-    "as it is given": (LESSON["whole_norm"], False),
-    "of all ranks": (LESSON["over_all"], False),
-    "of other groups": (over_dp_pp, False),
-}
-
-
-@pytest.mark.parametrize(("norm", "right"), NORMS.values(), ids=list(NORMS))
-def test_clipping_by_the_norm_that_the_reader_writes(norm, right):
-    apart = far(by_hand(norm=norm), LESSON["own"])
-    assert apart < 1e-12 if right else apart > 1e-3
-
-
-def test_a_share_for_every_rank_differs_and_one_seed_makes_equal_halves():
+def test_a_share_for_every_rank_differs():
     assert far(by_hand(share=LESSON["along_all"])) > 1e-3
-    results = by_hand(blocks=LESSON["same_seed"], steps=5).results
-    assert all(
-        torch.equal(a, b) for rank in (0, 2, 4, 6) for a, b in zip(results[rank], results[rank + 1])
-    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_bytes_on_tp_that_the_reader_writes(tp):
+    counted = LESSON["blocks_on_tp"](tp)
+    A = 16 // (4 // tp) * LESSON["small"].context * LESSON["small"].width * 4
+    assert answer("08_three_axes", "tp-answer", LESSON)(A, 1, tp) == counted
+    assert (LESSON["tp_bytes"](A, 1, tp) == counted) is (tp == 2)
+
+
+def middle_stage(config, **options):
+    """How many weights this rank has, after two recorded steps with four stages."""
+    trainer = LESSON["hybrid"](GPT(config), shape=(2, 4, 2), **options)
+    for i in range(2):
+        with p101.span("step"):
+            trainer.step(*trainer.share(LESSON["batches"](i)))
+    return sum(p.numel() for p in trainer.owned.values())
+
+
+# ZeRO-2 sums the gradients of each of the four microbatches, and gathers the weights once
+@pytest.mark.parametrize(("zero_stage", "dp_bytes"), [(0, 2 + 2), (1, 2 + 2), (2, 4 * 2 + 2)])
+def test_the_bytes_of_published_runs_are_those_of_a_run(zero_stage, dp_bytes):
+    """A middle stage of two blocks; the run sends 4 bytes where the lesson counts 2."""
+    small = LESSON["small"]
+    config = GPTConfig(**vars(small) | {"layers": 8})
+    stages = {"layers_per_stage": (2, 2, 2, 5), "zero_stage": zero_stage}
+    run = p101.launch(middle_stage, config, **stages, world_size=16, backend="sim")
+    rank = 2  # on stage 1
+    counted = {of.axis: of.sent(rank) for of in axis_traffic(run.trace, "step")[1]}
+    weights, tokens = run.results[rank] * 8 * (1 + (zero_stage > 0)), 8 * small.context
+    written = LESSON["Run"](2, 4, 2, weights, 8, small.width, tokens, 4, dp_bytes=dp_bytes)
+    expected = LESSON["sent"](written)
+    assert counted["tp"] == 2 * expected["tp"]
+    assert counted["pp"] == 2 * 2 * expected["pp"], "and our tp ranks send all of it, not halves"
+    assert counted["dp"] == pytest.approx(2 * expected["dp"], rel=0.02)
+
+
+def test_the_bubbles_of_published_runs_are_those_of_their_schedules():
+    run = LESSON["Run"](128, 16, 8, 1, 126, 16384, 1, 16)
+    plain = p101.schedule("1f1b", stages=16, microbatches=16).time()
+    assert LESSON["bubble"](run) == pytest.approx(plain.bubble_rate)
+    for chunks, microbatches in ((8, 16), (8, 32)):
+        options = {"chunks": chunks, "microbatches": microbatches}
+        times = p101.schedule("interleaved", stages=16, **options).time()
+        assert LESSON["bubble"](run._replace(**options)) == pytest.approx(times.bubble_rate)
 
 
 @functools.cache

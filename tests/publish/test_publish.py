@@ -107,6 +107,18 @@ def test_formulas_images_and_links_are_in_the_page(site):
     )
 
 
+def test_a_link_to_another_lesson_leads_to_its_page(tmp_path):
+    text = "[one](05_sharding.ipynb), [two](07_pipeline.ipynb#Tied), [code](../step.py)"
+    cell = v4.new_markdown_cell(f"{text}, [web](https://example.org/x.ipynb)")
+    body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[cell]), tmp_path), "html.parser")
+    assert [link["href"] for link in body.find_all("a")] == [
+        "05_sharding.html",
+        "07_pipeline.html#Tied",
+        "../step.py",
+        "https://example.org/x.ipynb",
+    ]
+
+
 def test_an_explorer_becomes_its_last_picture_and_a_note_that_it_needs_a_kernel(tmp_path):
     shown = {
         "application/vnd.jupyter.widget-view+json": {"model_id": "1"},
