@@ -172,7 +172,7 @@ def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Les
         if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
             text.wrap(soup.new_tag("a", href=page_name(task)))
     for link in soup.find_all("a", href=NOTEBOOK):  # beside the page is the other lesson's page
-        link["href"] = NOTEBOOK.sub(r"\1.html\2", link["href"])
+        link["href"] = NOTEBOOK.sub(r"\1.html\2", str(link["href"]))
     glossary.link_first_uses(soup, glossary.read_terms(folder))
     return str(soup)
 
