@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     )
     from parallel101.trainers.schedules.actions import ScheduleError
     from parallel101.trainers.schedules.schedule import Schedule, schedule
+    from parallel101.trainers.support.count_activations import count_activations
     from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
     from parallel101.trainers.tensor.styles import column
     from parallel101.trainers.verify.report import NotEqualError
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.viz.lanes import lanes_scene
     from parallel101.viz.loss_curves import LiveLoss, loss_scene
     from parallel101.viz.matrices import matrices_scene
+    from parallel101.viz.memory_over_step import activations_scene
     from parallel101.viz.memory_per_rank import memory_scene
     from parallel101.viz.pipeline_timeline import pipeline_scene
     from parallel101.viz.plots import bandwidth, sweep

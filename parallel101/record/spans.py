@@ -7,7 +7,8 @@
 
 Outside a recorded run all of these do nothing, so library code can keep them. This file imports
 nothing of parallel101: copy it along with the collectives. It records nothing itself: the code that
-records a run sets a `Recorder`.
+records a run sets a `Recorder`. Code that needs to know in which span it is called, such as the
+count of activations, sets a listener.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 # of the messages of our collectives, so that they never match a message that the program sends
@@ -78,6 +79,20 @@ def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> N
         _process[0] = target
 
 
+# what it returns goes around the span; the name is None for what `unrecorded` leaves out
+Listener = Callable[[str | None, Mapping[str, Any]], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside, the listener is called with the name and the labels of each span of this thread."""
+    before, _thread.listener = getattr(_thread, "listener", None), listener
+    try:
+        yield
+    finally:
+        _thread.listener = before
+
+
 def current_collective() -> Collective | None:
     """The collective of parallel101 whose message this thread is posting.
 
@@ -124,16 +139,18 @@ def wait_span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def _span(name: str, labels: dict[str, Any], waiting: bool) -> Iterator[None]:
-    target = recorder()
-    if target is None:
+    target, listener = recorder(), getattr(_thread, "listener", None)
+    if target is None and listener is None:
         yield
         return
     labels = {key: plain(value) for key, value in labels.items()}
-    start = target.now()
+    start = target.now() if target else None
     try:
-        yield
+        with listener(str(name), labels) if listener else contextlib.nullcontext():
+            yield
     finally:
-        target.add_span(str(name), start, target.now(), labels, waiting)
+        if target:
+            target.add_span(str(name), start, target.now(), labels, waiting)
 
 
 def plain(value: Any) -> Any:
@@ -192,5 +209,14 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     one exception). On real ranks the time that passes inside is real: it is between the events
     before and after the block, and counts as computing.
     """
-    target = recorder()
-    return contextlib.nullcontext() if target is None else target.unrecorded()
+    target, listener = recorder(), getattr(_thread, "listener", None)
+    inside = contextlib.nullcontext() if target is None else target.unrecorded()
+    return inside if listener is None else _both(listener(None, {}), inside)
+
+
+@contextlib.contextmanager
+def _both(
+    outer: contextlib.AbstractContextManager[None], inner: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield

@@ -31,6 +31,7 @@ class Trainer(Step):
     one_process: Any  # a OneProcess, on the first rank
     why_no_copy: str  # if it has none
     in_time: bool  # sequence parallel
+    activations: Any = None  # an Activations, the last that were counted
 
     @property
     def parts(self) -> dict[str, Tensor]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 import json
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
 import parallel101 as p101
+from parallel101.record.spans import listening, unrecorded
 
 COLOUR = enum.IntEnum("COLOUR", "RED")
 LABELS = {  # what is given: what the record has
@@ -82,3 +85,21 @@ def test_compute_refuses_what_is_no_time(seconds):
         ValueError, match=r"compute\(\) takes the seconds to pass .* zero or more; got"
     ):
         p101.compute(seconds)
+
+
+def test_a_listener_is_told_of_the_spans_of_its_thread_and_of_what_is_not_recorded():
+    heard = []
+
+    @contextmanager
+    def listener(name, labels):
+        heard.append((name, dict(labels)))
+        yield
+        heard.append(name)
+
+    with p101.span("before"), listening(listener):
+        with p101.span("forward", microbatch=torch.tensor(3)), unrecorded():
+            pass
+        threading.Thread(target=lambda: p101.span("elsewhere").__enter__()).start()
+    with p101.span("after"):
+        pass
+    assert heard == [("forward", {"microbatch": 3}), (None, {}), None, "forward"]

@@ -130,6 +130,8 @@ def describe(trainer: Trainer, title: str) -> Holdings:
     mine = {
         kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()
     } | dict(trainer.sync.peaks())
+    if trainer.activations is not None:
+        mine["activations (peak)"] = trainer.activations.peak
     # a stage without trained weights has fewer kinds
     of_ranks = [json.loads(text) for text in trainer.agree.texts(json.dumps(mine))]
     counts = {

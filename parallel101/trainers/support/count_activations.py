@@ -1,0 +1,187 @@
+"""Counts what autograd keeps for the backward pass, exactly, while a step runs.
+
+    forward    y = gelu(x) saves x           a storage is noted: its bytes are held
+    backward   ∂x needs x, then lets it go   its memory is freed: they are not
+
+It keeps nothing alive: it has weak references to storages. A storage counts once, from the first
+time that a tensor in it is saved until its memory is freed. What was in memory before the count
+began (parameters, buffers, the batch) is not counted, and neither are weights that ZeRO-3 gathers.
+Recomputed activations count while they are there.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from parallel101.record.spans import listening
+from parallel101.trainers.support.activations import OUTSIDE, Activations, Change, Kept, Phase
+from parallel101.trainers.trainer import Trainer
+
+PHASES = ("forward", "backward", "input gradient", "weight gradient")
+
+
+@contextmanager
+def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
+    """Count what autograd keeps for the backward pass inside of the block.
+
+    with p101.count_activations(trainer) as activations:
+        trainer.step(inputs, targets)
+    print(activations)
+
+    Make the batch before the block, so that it isn't counted. Spans named "forward" and "backward"
+    tell the microbatches apart; the trainers have them. What `verify` computes isn't counted.
+    Afterwards `trainer.describe()` shows the peak, too.
+
+    Args:
+        of: a trainer, or any model in a loop of your own.
+
+    Yields an Activations, which is filled while the block runs. A step that is counted takes
+    longer; one that isn't costs nothing. Gradients that a zero-bubble schedule keeps for its weight
+    gradients are not activations, and are not counted.
+    """
+    model = of if isinstance(of, nn.Module) else of.model
+    parts = {} if isinstance(of, nn.Module) else getattr(of.runner, "parts", {})
+    count = Count(model)
+    names = dict.fromkeys(parts.values(), "") | {m: name for name, m in model.named_modules()}
+    saving = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+    with listening(count.span), count.naming(names), count.following_hooks(), saving:
+        yield count.found
+    count.alive.clear()
+    if not isinstance(of, nn.Module):
+        of.activations = count.found
+
+
+class Count:
+    """A count that is running, on one rank."""
+
+    def __init__(self, model: nn.Module):
+        self.found = Activations()
+        self.modules, self.phase, self.paused = [OUTSIDE], 0, False
+        self.alive: dict[int, weakref.ref[UntypedStorage]] = {}  # id → a storage that is held
+        self.held = 0
+        # a weak set: another storage may get the id of one that was freed
+        self.before: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+        there = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+        for t in (*model.parameters(), *model.buffers(), *there):
+            with suppress(NotImplementedError, RuntimeError):  # some kinds have no storage
+                self.before.add(t.untyped_storage())
+
+    def note(self, t: Tensor) -> None:
+        """Autograd saves this tensor."""
+        storage = t.untyped_storage()
+        if self.paused or id(storage) in self.alive or storage in self.before:
+            return
+        if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
+            self.before.add(storage)  # gathered during the step
+            return
+        number, nbytes = len(self.found.kept), storage.nbytes()
+        phase, dtype = self.found.phases[self.phase], str(t.dtype).removeprefix("torch.")
+        self.found.kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
+        self.alive[id(storage)] = weakref.ref(
+            storage, partial(self.freed, id(storage), number, nbytes)
+        )
+        self.change(number, True, nbytes)
+
+    def freed(self, key: int, number: int, nbytes: int, _: object) -> None:
+        """Nothing holds this storage any more."""
+        if self.alive.pop(key, None) is not None:
+            self.change(number, False, -nbytes)
+
+    def change(self, number: int, saved: bool, nbytes: int) -> None:
+        self.held += nbytes
+        self.found.changes.append(Change(number, saved, self.phase, self.held))
+
+    # ── where it is saved ──
+
+    @contextmanager
+    def span(self, name: str | None, labels: Mapping[str, Any]) -> Iterator[None]:
+        """Goes around a span; name None: around what is not recorded."""
+        before = self.phase, self.paused
+        self.paused = self.paused or name is None
+        inner = self.phase and "microbatch" not in labels  # such as a column layer's ∂W
+        if name in PHASES and not inner and not self.paused:
+            self.phase = len(self.found.phases)
+            self.found.phases.append(Phase(name, labels.get("microbatch"), labels.get("stage")))
+        try:
+            yield
+        finally:
+            self.phase, self.paused = before
+
+    @contextmanager
+    def naming(self, names: Mapping[nn.Module, str]) -> Iterator[None]:
+        """Inside, `modules` has the names of the modules that compute, the innermost last."""
+        handles = []
+        for module, name in names.items():
+            enter, leave = partial(self.enter, name), self.leave
+            handles += [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def enter(self, name: str, *_: Any) -> None:
+        self.modules.append(name)
+
+    def leave(self, *_: Any) -> None:
+        self.modules.pop()
+
+    # ── what is saved ──
+
+    @contextmanager
+    def following_hooks(self) -> Iterator[None]:
+        """Inside, every pair of saved_tensors_hooks of this thread tells this count what it saves.
+
+        torch calls the innermost pair only, such as that of a recomputation, and has no public name
+        for the others.
+        """
+        with _lock:
+            _running[threading.get_ident()] = self
+            saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            with _lock:
+                del _running[threading.get_ident()]
+                if not _running:
+                    saved_tensors_hooks.__enter__ = _torchs  # type: ignore[method-assign]
+
+
+_lock, _torchs = threading.Lock(), saved_tensors_hooks.__enter__
+_running: dict[int, Count] = {}  # by thread; the ranks of the sim are threads of one process
+
+
+def _enter(hooks: saved_tensors_hooks) -> None:
+    """As torch's, with a pack hook that also notes what is saved as a tensor."""
+    # on a GPU, backward and so recomputation run in threads of torch's
+    count = _running.get(threading.get_ident()) or (
+        next(iter(_running.values())) if len(_running) == 1 else None
+    )
+    inner = hooks.pack_hook
+
+    def pack(t: Tensor) -> Any:
+        packed: Any = t  # and if a recomputation ends with this tensor, by an exception
+        try:
+            packed = inner(t)
+            return packed
+        finally:
+            if isinstance(packed, Tensor) and count is not None:
+                count.note(t)
+
+    hooks.pack_hook = pack
+    try:
+        _torchs(hooks)
+    finally:
+        hooks.pack_hook = inner

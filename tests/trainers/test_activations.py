@@ -1,0 +1,228 @@
+"""What autograd keeps for the backward pass is counted exactly, by module, by microbatch and over
+time, on every trainer; and counting changes nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import parallel101 as p101
+from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
+from parallel101.models.mlp import MLP
+from tests.trainers.cases import mesh_of
+
+B, H = 6, 8  # samples, features
+ROW = 4 * B * H  # bytes of an activation
+
+
+def step(model, x):
+    model(x).square().mean().backward()
+
+
+def counted(model, x, run=step):
+    with p101.count_activations(model) as activations:
+        run(model, x)
+    return activations
+
+
+def held(activations):
+    return [change.held for change in activations.changes]
+
+
+def test_an_mlp_keeps_each_gelus_input_and_output_until_its_backward():
+    found = counted(MLP([H] * 4), torch.ones(B, H))  # the batch itself isn't counted
+    assert [kept.nbytes for kept in found.kept] == [ROW] * 5  # two GELUs, and the square
+    assert held(found) == [*range(ROW, 6 * ROW, ROW), *reversed(range(0, 5 * ROW, ROW))]
+    assert found.peak == 5 * ROW == sum(found.by_module().values())
+    assert {kept.dtype: kept.shape for kept in found.kept} == {"float32": (B, H)}
+    assert list(found.by_module()) == ["", "layers.1", "layers.2", "(outside of the model)"]
+
+
+def test_a_module_has_what_its_own_code_saves_and_a_shared_storage_counts_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
+
+        def forward(self, x):
+            y = x.sin()  # saves x, which is the batch
+            # one storage for the layers and their views
+            return (self.a(y) + self.b(y[:3]).sum(0)).tanh()
+
+    found = counted(Twice(), torch.ones(B, H, requires_grad=True))
+    assert found.by_module() == {"a": ROW, "": ROW}  # tanh's result, which the square saves, too
+    assert "(the model)" in str(found)
+
+
+def test_what_is_in_memory_anyway_is_not_counted():
+    norm = nn.BatchNorm1d(H, affine=False)
+    x = torch.ones(B, H)
+    found = counted(nn.Sequential(nn.Linear(H, H), norm), x)
+    # the norm's input, mean and rstd, and the square's; not its buffers
+    assert sorted(kept.nbytes for kept in found.kept) == [4 * H, 4 * H, ROW, ROW]
+    with torch.no_grad():
+        assert counted(norm, x, lambda model, x: model(x)).peak == 0
+    assert str(p101.count_activations(norm).__enter__()).startswith("no activations")
+
+
+def test_nothing_is_kept_alive_and_torch_is_as_it_was():
+    before = saved_tensors_hooks.__enter__
+    model, x = MLP([H] * 4), torch.ones(B, H)
+
+    def without_backward(model, x):
+        y = model(x)  # saved, and freed with its graph
+        assert saved_tensors_hooks.__enter__ is not before
+        del y
+
+    gc.disable()  # no cycle holds the graph
+    try:
+        assert held(counted(model, x, without_backward))[-1] == 0
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="its own"):
+        counted(model, x, lambda model, x: (_ for _ in ()).throw(ValueError("its own")))
+    assert saved_tensors_hooks.__enter__ is before
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_a_checkpoint_recomputes_counts_while_it_is_there():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Tanh()) for _ in range(3)))
+
+    def recomputing(model, x):
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.square().mean().backward()
+
+    plain, found = counted(layers, torch.ones(B, H)), counted(layers, torch.ones(B, H), recomputing)
+    assert plain.peak == 3 * ROW
+    # forward keeps two inputs, and what is squared; backward adds one result of tanh at a time
+    assert [n // ROW for n in held(found)] == [1, 2, 3, 4, 3, 2, 3, 2, 1, 2, 1, 0]
+
+
+def test_spans_tell_microbatches_and_phases_apart():
+    model = MLP([H] * 3)
+
+    def two(model, x):
+        losses = []
+        for i in range(2):
+            with p101.span("forward", microbatch=i):
+                losses.append(model(x).square().mean())
+        for i in range(2):
+            with p101.span("backward", microbatch=i):
+                losses[i].backward()
+
+    found = counted(model, torch.ones(B, H), two)
+    assert found.by_microbatch() == {0: 3 * ROW, 1: 3 * ROW}
+    assert [str(phase) for phase in found.phases[1:]] == [
+        f"{name} of microbatch {i}" for name in ("forward", "backward") for i in (0, 1)
+    ]
+    assert "in forward of microbatch 1" in str(found)
+
+
+# ── trainers ──
+
+
+def gpt_step(build, **options):
+    model = GPT(GPTConfig(13, context=8, layers=4, heads=2, width=16))
+    trainer = build(model, next_token_loss, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    tokens = torch.randint(13, (8, 9), generator=torch.Generator().manual_seed(0))
+    x, y = trainer.share((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+    with p101.count_activations(trainer) as activations:
+        trainer.step(x, y)
+    return activations, trainer.describe()
+
+
+def on_mesh(shape):
+    return lambda *args, **options: p101.HybridTrainer(*args, mesh=mesh_of(shape), **options)
+
+
+def alone():
+    return gpt_step(p101.DataParallelTrainer)[0]
+
+
+@pytest.mark.parametrize("backend", ["sim", "gloo"])
+def test_data_parallel_holds_its_share_and_the_table_says_so(backend):
+    whole = alone().peak
+    # verify=True: what is compared before the first step isn't counted
+    for activations, held_by_rank in p101.launch(
+        gpt_step, p101.DataParallelTrainer, accumulate=2, world_size=2, backend=backend
+    ).results:
+        # an int64 target a token more in all microbatches, and the scalars of the loss
+        assert activations.peak == pytest.approx(whole / 4, rel=1e-3)
+        assert activations.by_microbatch() == {0: activations.peak}
+        assert held(activations)[-1] == 0
+        assert held_by_rank.bytes["activations (peak)"] == [activations.peak] * 2
+        assert [phase.name for phase in activations.phases[1:]] == ["forward", "backward"] * 2
+
+
+def every_trainer():
+    sharded = [partial(p101.ShardedTrainer, zero_stage=stage) for stage in (1, 2, 3)]
+    return [gpt_step(build)[0].peak for build in (p101.DataParallelTrainer, *sharded)] + [
+        gpt_step(p101.TensorParallelTrainer, sequence_parallel=cut)[0].peak for cut in (False, True)
+    ]
+
+
+def test_zero_keeps_the_same_activations_and_tensor_parallel_fewer():
+    for peaks in p101.launch(every_trainer, world_size=2, backend="sim").results:
+        data, zero_1, zero_2, zero_3, tensor, sequence = peaks
+        assert data == zero_1 == zero_2 == zero_3
+        assert data < sequence < tensor < 2 * data  # tensor parallel has the whole batch
+
+
+def pipelines():
+    schedules = ("gpipe", "1f1b", "zb-h1")
+    return [gpt_step(p101.PipelineTrainer, schedule=name, microbatches=4)[0] for name in schedules]
+
+
+def test_a_pipelines_first_stage_holds_as_many_microbatches_as_its_schedule_says():
+    (gpipe, one_f_one_b, zero_bubble), last = p101.launch(
+        pipelines, world_size=2, backend="sim"
+    ).results
+    assert list(gpipe.by_microbatch()) == [0, 1, 2, 3]
+    assert list(one_f_one_b.by_microbatch()) == [0, 1] == list(zero_bubble.by_microbatch())
+    assert gpipe.peak == 2 * one_f_one_b.peak == 2 * zero_bubble.peak
+    assert {kept.phase.stage for kept in gpipe.kept} == {0}
+    assert list(last[1].by_microbatch()) == [0]
+    # what a linear layer needs for its weight gradient stays until W
+    kinds = [zero_bubble.phases[change.phase].name for change in zero_bubble.changes]
+    freed = {kind for kind, change in zip(kinds, zero_bubble.changes) if not change.saved}
+    assert freed == {"input gradient", "weight gradient"}
+
+
+@pytest.mark.parametrize("shape", ["dp 2, tp 2", "tp 2, pp 2", "dp 2, pp 2"])
+def test_on_a_mesh_all_is_freed_at_the_end_of_the_step(shape):
+    options = {"zero_stage": 3 if "dp" in shape else 0}
+    options |= {"sequence_parallel": True} if "tp" in shape else {}
+    for activations, _ in p101.launch(
+        gpt_step, on_mesh(shape), world_size=4, backend="sim", **options
+    ).results:
+        assert activations.peak > 0 and held(activations)[-1] == 0
+
+
+def same_step(count):
+    model = MLP([H] * 4)
+    trainer = p101.ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+    x = torch.linspace(-1, 1, B * H).view(B, H)
+    batch = trainer.share((x, x.sin()))
+    if count:
+        with p101.count_activations(trainer):
+            trainer.step(*batch)
+    else:
+        trainer.step(*batch)
+    return trainer.state_dict()
+
+
+def test_counting_changes_no_number():
+    plain, with_count = (
+        p101.launch(same_step, count, world_size=2).results[0] for count in (False, True)
+    )
+    for name, weight in plain.items():
+        assert torch.equal(weight, with_count[name]), name
