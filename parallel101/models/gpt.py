@@ -1,7 +1,7 @@
 """A small GPT: embeddings, blocks of attention and MLP with their norms, and an output layer.
 
     tokens ─▶ embedding + position
-           ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers
+           ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers      + dropout, if any
            ─▶ norm ─▶ head ─▶ logits of the next token
 
 The output layer is called the head, which is unrelated to attention heads.
@@ -22,7 +22,15 @@ from parallel101.models.seeding import seed_weights
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT. `tied`: the head and the embedding share one matrix."""
+    """The sizes of a GPT, and how it computes.
+
+    Attributes:
+        tied: the head and the embedding share one matrix.
+        dropout: the part of the activations that is dropped in training: of the embedding, of what
+            attention and MLP add to x, and of the attention weights.
+        attention: "fused": one operation of torch's, which keeps no (time, time) matrix. "unfused":
+            one operation after the other, as in a textbook, which keeps several.
+    """
 
     vocabulary: int
     context: int = 64
@@ -30,6 +38,8 @@ class GPTConfig:
     heads: int = 4
     width: int = 128
     tied: bool = True
+    dropout: float = 0.0
+    attention: str = "fused"
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "context", "layers", "heads", "width"):
@@ -40,6 +50,36 @@ class GPTConfig:
                 f"width={self.width} isn't a multiple of heads={self.heads}: expected as many "
                 "features for every head"
             )
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"GPTConfig(dropout={self.dropout!r}): expected the part that is dropped, 0 or "
+                "more and below 1"
+            )
+        if self.attention not in ("fused", "unfused"):
+            raise ValueError(
+                f'GPTConfig(attention={self.attention!r}): expected "fused" or "unfused"'
+            )
+
+
+class AttentionCore(nn.Module):
+    """softmax(Q Kᵀ / √d) V, in which each position attends to itself and those before it.
+
+    Queries, keys and values (batch, heads, time, d) → the same shape. It has no parameters.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.fused, self.dropout = config.attention == "fused", nn.Dropout(config.dropout)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.fused:
+            dropped = self.dropout.p if self.training else 0.0
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=True)
+        time, d = q.shape[-2:]
+        scores = (q * d**-0.5) @ k.transpose(-2, -1)
+        later = torch.ones(time, time, dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return self.dropout(weights) @ v
 
 
 class Attention(nn.Module):
@@ -55,6 +95,7 @@ class Attention(nn.Module):
         # a key's bias would add the same number to all scores of a query, which softmax ignores
         self.key = nn.Linear(config.width, config.width, bias=False)
         self.value = nn.Linear(config.width, config.width)
+        self.core = AttentionCore(config)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,8 +103,7 @@ class Attention(nn.Module):
             linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
-        # (batch, heads, time, head_width)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.core(q, k, v)  # (batch, heads, time, head_width)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -91,10 +131,11 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Embedding(nn.Module):
@@ -107,11 +148,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.token(tokens) + self.position(
-            torch.arange(tokens.shape[1], device=tokens.device)
-        )
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(positions))
 
 
 class GPT(nn.Module):

@@ -123,3 +123,53 @@ def test_bfloat16_autocast_computes_in_bfloat16_and_keeps_the_weights():
     exact = gpt(tokens)
     # of all values: one alone differs more, by another kernel for each processor
     assert 0 < (logits - exact).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_unfused_attention_computes_the_same_as_the_fused_one(dropout):
+    fused, unfused = (
+        GPT(GPTConfig(17, 8, 2, 2, 12, attention=kind, dropout=dropout), dtype=torch.float64)
+        for kind in ("fused", "unfused")
+    )
+    assert list(fused.state_dict()) == list(GPT(SMALL).state_dict()), "no new names"
+    tokens = torch.arange(16).view(2, 8) % 17
+    for model in (fused, unfused):
+        model.train(not dropout)
+        model(tokens).square().mean().backward()
+    torch.testing.assert_close(fused(tokens), unfused(tokens))
+    for p, q in zip(fused.parameters(), unfused.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("kind", ["fused", "unfused"])
+def test_dropout_is_for_training_and_drops_what_gpt_2_drops(kind):
+    gpt = GPT(GPTConfig(17, 8, 2, 2, 12, attention=kind, dropout=0.4), dtype=torch.float64)
+    tokens = torch.arange(16).view(2, 8) % 17
+    assert not torch.equal(gpt(tokens), gpt(tokens))
+    gpt.eval()
+    assert torch.equal(gpt(tokens), gpt(tokens))
+    zeros = []
+    gpt.train()
+    for place in (gpt.embedding.dropout, gpt.blocks[1].dropout):
+        place.register_forward_hook(lambda _, args, y: zeros.append((y == 0).double().mean()))
+    for _ in range(20):
+        gpt(tokens)
+    assert torch.stack(zeros).mean() == pytest.approx(0.4, abs=0.05)
+    x = torch.ones(64, 2, 4, 4, dtype=torch.float64)
+    core = gpt.blocks[0].attention.core
+    first = core(x, x, x)[..., 0, 0]  # of one weight only, which is dropped or scaled up
+    assert sorted(set(first.flatten().tolist())) == pytest.approx([0.0, 1 / 0.6])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dropout": 1.0}, r"dropout=1\.0.: expected the part that is dropped, 0 or more"),
+        ({"dropout": "much"}, "dropout='much'"),
+        ({"attention": "flash"}, 'attention=\'flash\'.: expected "fused" or "unfused"'),
+    ],
+    ids=["all", "a word", "another attention"],
+)
+def test_what_dropout_and_attention_can_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(17, **wrong)
