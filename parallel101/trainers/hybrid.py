@@ -25,6 +25,7 @@ from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
 from parallel101.trainers.prepare import prepare
 from parallel101.trainers.random_numbers import RandomNumbers
+from parallel101.trainers.recompute import Recompute, modules_to_recompute, recompute_in_backward
 from parallel101.trainers.replicas import compare_replicas
 from parallel101.trainers.shares import Shares, check_frozen
 from parallel101.trainers.step import Accumulation
@@ -84,6 +85,9 @@ class HybridTrainer(Trainer):
         clip_norm: scale the gradients so that the norm of all of them together is at most this.
         autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it;
             weights and gradients keep their own.
+        recompute: which modules keep their inputs only and are computed again in backward: "none",
+            "selective" (the cores of attentions), "full" (all blocks), or a function of a module's
+            name. Gradients and random numbers are the same. See recompute.py.
         sync: copy the first rank's weights at the start. Without it, models that differ are an
             error that names the parameter.
         sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along dp
@@ -129,6 +133,7 @@ class HybridTrainer(Trainer):
         accumulate: int = 1,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
+        recompute: Recompute = "none",
         sync: bool = False,
         sync_batch_norm: bool = False,
         verify: bool = True,
@@ -141,6 +146,7 @@ class HybridTrainer(Trainer):
         algorithms = choose_algorithms(algorithm, operations, overlap)
         make_sync = how_to_sync(zero_stage, overlap, bucket_bytes, layers, autocast, algorithms)
         self.device = check_model(model)
+        recomputed = modules_to_recompute(recompute, model)
         pipeline = None
         if "pp" in axes.sizes:
             from parallel101.trainers.pipeline.build import PipelinePlan
@@ -188,6 +194,8 @@ class HybridTrainer(Trainer):
         local = prepare(
             model, axes, self.agree, make_sync, pipeline.cut if pipeline else None, resolved
         )
+        for name in recomputed:
+            recompute_in_backward(model.get_submodule(name), name)
         if pipeline or resolved or zero_stage == 3:
             mark_as_cut(model)
         placed = {

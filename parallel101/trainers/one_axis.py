@@ -15,6 +15,7 @@ from torch import nn
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.recompute import Recompute
 from parallel101.trainers.support.arguments import LossFn, OptimizerFn
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ class DataParallelTrainer(HybridTrainer):
     process with the whole batch.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, sync, sync_batch_norm, verify: see
-            `HybridTrainer`.
+        model, loss_fn, optimizer, clip_norm, autocast, recompute, sync, sync_batch_norm, verify:
+            see `HybridTrainer`.
         group: the ranks that train together; see `group_of`. None: all, or this one alone if there
             is no process group.
         overlap: send gradients while backward still computes others.
@@ -63,6 +64,7 @@ class DataParallelTrainer(HybridTrainer):
         clip_norm: float | None = None,
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
+        recompute: Recompute = "none",
         sync: bool = False,
         sync_batch_norm: bool = False,
         verify: bool = True,
@@ -78,6 +80,7 @@ class DataParallelTrainer(HybridTrainer):
             accumulate=accumulate,
             clip_norm=clip_norm,
             autocast=autocast,
+            recompute=recompute,
             sync=sync,
             sync_batch_norm=sync_batch_norm,
             verify=verify,
@@ -96,7 +99,7 @@ class ShardedTrainer(HybridTrainer):
     Args:
         model: on stage 3 its parameters are empty outside of their layer's forward and backward;
             `state_dict` gathers them.
-        loss_fn, clip_norm, autocast, sync, sync_batch_norm, verify: see `HybridTrainer`.
+        loss_fn, clip_norm, autocast, recompute, sync, sync_batch_norm, verify: see `HybridTrainer`.
         optimizer: a function of the whole parameters, so that it may make groups by name or shape.
             It is then handed this rank's pieces, which are 1-D. So it must be elementwise, as SGD,
             Adam, AdamW, Adagrad and most are. An optimizer that looks at whole matrices or their
@@ -139,6 +142,7 @@ class ShardedTrainer(HybridTrainer):
         clip_norm: float | None = None,
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
+        recompute: Recompute = "none",
         sync: bool = False,
         sync_batch_norm: bool = False,
         verify: bool = True,
@@ -161,6 +165,7 @@ class ShardedTrainer(HybridTrainer):
             accumulate=accumulate,
             clip_norm=clip_norm,
             autocast=autocast,
+            recompute=recompute,
             sync=sync,
             sync_batch_norm=sync_batch_norm,
             verify=verify,
@@ -172,8 +177,9 @@ class TensorParallelTrainer(HybridTrainer):
     one process.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, sync, verify: see `HybridTrainer`. A model
-            whose head is cut ("vocabulary") needs loss_fn=vocabulary_cross_entropy.
+        model, loss_fn, optimizer, clip_norm, autocast, recompute, sync, verify: see
+            `HybridTrainer`. A model whose head is cut ("vocabulary") needs
+            loss_fn=vocabulary_cross_entropy.
         group: the ranks that train together; see `group_of`. All are given the same samples.
         plan: name of a module → style, `*` for any part of a name; what no name matches is
             replicated. "auto": from the model's structure.
@@ -211,6 +217,7 @@ class TensorParallelTrainer(HybridTrainer):
         accumulate: int = 1,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
+        recompute: Recompute = "none",
         sync: bool = False,
         verify: bool = True,
     ):
@@ -226,6 +233,7 @@ class TensorParallelTrainer(HybridTrainer):
             accumulate=accumulate,
             clip_norm=clip_norm,
             autocast=autocast,
+            recompute=recompute,
             sync=sync,
             verify=verify,
         )
@@ -238,7 +246,7 @@ class PipelineTrainer(HybridTrainer):
     Args:
         model: an nn.Sequential, or one with a method `.sequence()`: modules in order, whose
             composition is its forward.
-        loss_fn, optimizer, clip_norm, autocast, sync, verify: see `HybridTrainer`.
+        loss_fn, optimizer, clip_norm, autocast, recompute, sync, verify: see `HybridTrainer`.
         group: the ranks that train together; see `group_of`. All are given the same samples: the
             first stage reads the inputs, the last one the targets.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or a Schedule.
@@ -268,6 +276,7 @@ class PipelineTrainer(HybridTrainer):
         layers_per_stage: Sequence[int] | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
+        recompute: Recompute = "none",
         sync: bool = False,
         verify: bool = True,
     ):
@@ -282,6 +291,7 @@ class PipelineTrainer(HybridTrainer):
             layers_per_stage=layers_per_stage,
             clip_norm=clip_norm,
             autocast=autocast,
+            recompute=recompute,
             sync=sync,
             verify=verify,
         )

@@ -67,6 +67,7 @@ class Schedule:
         input_grad: Cost = 1.0,
         weight_grad: Cost = 1.0,
         communication: float = 0.0,
+        recompute: Cost | str = 0.0,
     ) -> ScheduleTime:
         """How long a step would take; nothing is computed.
 
@@ -77,9 +78,13 @@ class Schedule:
                 its gradient leaves at its end.
             communication: seconds until a result arrives at another rank, one number. It occupies
                 neither rank.
+            recompute: seconds of what B, or I, computes again first: a number, or one for each
+                global stage; "full": as long as the forward. "none": 0.
         """
         self.check()
-        return simulate(self.ranks, self.placement, forward, input_grad, weight_grad, communication)
+        return simulate(
+            self.ranks, self.placement, forward, input_grad, weight_grad, communication, recompute
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and self.actions == other.actions

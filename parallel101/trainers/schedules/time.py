@@ -60,6 +60,7 @@ def simulate(
     input_grad: Cost,
     weight_grad: Cost,
     communication: float,
+    recompute: Cost | str = 0.0,
 ) -> ScheduleTime:
     """Run each rank's list in order, each action as soon as what it needs has arrived.
 
@@ -71,6 +72,8 @@ def simulate(
         "I": per_stage("input_grad", input_grad, stages),
         "W": per_stage("weight_grad", weight_grad, stages),
     }
+    again = repeated(recompute, costs["F"], stages)
+    costs["I"] = [i + f for i, f in zip(costs["I"], again)]
     costs["B"] = [i + w for i, w in zip(costs["I"], costs["W"])]
     if not isinstance(communication, (int, float)) or not 0 <= communication < math.inf:
         raise ScheduleError(
@@ -129,6 +132,18 @@ def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
         peaks.append(peak)
     makespan = max(slot.end for slot in slots) - min(slot.start for slot in slots)
     return ScheduleTime(makespan, 1 - work / cost if cost else 0.0, peaks, slots)
+
+
+def repeated(recompute: Cost | str, forward: list[float], stages: int) -> list[float]:
+    """Seconds that each global stage computes again before a backward."""
+    if recompute in ("none", "full"):
+        return forward if recompute == "full" else [0.0] * stages
+    if isinstance(recompute, str):
+        raise ScheduleError(
+            f'recompute={recompute!r}: expected "none", "full" (as long as the forward), or the '
+            "seconds that are computed again, as measured"
+        )
+    return per_stage("recompute", recompute, stages)
 
 
 def per_stage(name: str, cost: Cost, stages: int) -> list[float]:

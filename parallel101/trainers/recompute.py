@@ -1,0 +1,138 @@
+"""Recomputation: a module keeps its inputs only. Backward computes again what it needs inside.
+
+    forward    x ─▶ norm ─▶ attention ─▶ MLP ─▶ y       kept: x
+    backward   x ─▶ norm ─▶ attention ─▶ MLP            again, with the same random numbers
+               ∂x ◀── MLP ◀── attention ◀── ∂y
+
+    "full"        each block: least memory, and one forward more
+    "selective"   the core of each attention: it keeps the most for the least computing
+
+torch's checkpoint does it, in its form without reentrant autograd. A recomputation stops when the
+last tensor that backward needs is there. So the sum over tensor-parallel ranks at the end of a
+block is sent again only if something after it is kept, such as a dropout mask; the sums before it
+are always sent again, and so are gathers. A core has no messages. In a trace, a span "recompute"
+goes around each. Source: Chen et al. (arXiv 1604.06174); Korthikanti et al. (arXiv 2205.05198),
+section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel101.record.spans import span
+from parallel101.trainers.weight_gradients import WeightGradients, split_backward
+
+Recompute = str | Callable[[str], bool]
+
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# what the module between query, key and value and the output layer is called
+CORES = ("core", "core_attention", "attention_core", "inner_attention")
+
+
+def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
+    """The names of the modules that are computed again in backward; none is inside another.
+
+    Args:
+        recompute: "none", "selective", "full" or a function of a module's name.
+
+    Raises ValueError if it matches no module, or one whose forward changes its buffers.
+    """
+    named = {name: module for name, module in model.named_modules() if name}
+    if recompute == "none":
+        return []
+    if recompute == "full":
+        found = list(blocks_of(model))
+        expected = "blocks (modules with modules inside) in an nn.ModuleList or nn.Sequential"
+    elif recompute == "selective":
+        last = {name: name.rpartition(".")[2] for name in named}
+        found = [
+            name
+            for name, module in named.items()
+            if last[name] in CORES and next(module.parameters(), None) is None
+        ]
+        expected = f"modules without parameters that are called {' or '.join(CORES)}"
+    elif callable(recompute):
+        found = [name for name in named if recompute(name)]
+        expected = f"a function that is true for some of {', '.join(list(named)[:8])}, …"
+    else:
+        raise ValueError(
+            f'recompute={recompute!r}: expected "none", "selective", "full", or a function of a '
+            'module\'s name, such as lambda name: name.endswith("mlp")'
+        )
+    if not found:
+        raise ValueError(
+            f"recompute={recompute!r} matches no module of {type(model).__name__}: expected "
+            f"{expected}; or pass a function of a module's name"
+        )
+    outermost = [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
+    for name in outermost:
+        check_norms_inside(name, named[name])
+    return outermost
+
+
+def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The names of the modules that are in lists and have modules inside."""
+    for name, child in module.named_children():
+        if not isinstance(module, LISTS) or isinstance(child, LISTS):
+            yield from blocks_of(child, f"{prefix}{name}.")
+        elif next(child.children(), None) is not None:
+            yield prefix + name
+
+
+def recompute_in_backward(module: nn.Module, name: str) -> None:
+    """From now on the module's forward keeps its inputs only."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        before, contexts = buffers_now(module), partial(around, name)
+        y = checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if buffers_now(module) != before:
+            raise RuntimeError(f"the forward of {name!r} changes its buffers, {TWICE}")
+        return y
+
+    module.forward = forward
+
+
+def around(name: str) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """What goes around a forward, and around its repetition."""
+    return nullcontext(), again(name, split_backward())
+
+
+@contextmanager
+def again(name: str, later: WeightGradients | None) -> Iterator[None]:
+    """If the forward left its weight gradients for later, its linear layers kept other tensors:
+    the repetition must keep the same.
+    """
+    with span("recompute", module=name), later.forward() if later else nullcontext():
+        yield
+
+
+# ── what can't be computed twice ──
+
+TWICE = (
+    "and recomputation would run it twice: expected a module without such side effects. Pass "
+    "recompute=lambda name: …, true for modules without it"
+)
+
+
+def buffers_now(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(buffer), buffer._version) for buffer in module.buffers()]
+
+
+def check_norms_inside(name: str, module: nn.Module) -> None:
+    """Raises ValueError for running statistics, which a forward updates."""
+    for below, norm in module.named_modules(prefix=name):
+        if norm.training and getattr(norm, "running_mean", None) is not None:
+            raise ValueError(
+                f"{below!r} is a {type(norm).__name__}: its forward updates running statistics, "
+                f"{TWICE}, freeze the norm (.eval()), or use LayerNorm or GroupNorm"
+            )
