@@ -6,6 +6,7 @@ closed_forms.py    steps and bytes of each algorithm on a switch and on rings: e
                    run on the simulator
 mesh_forms.py      of the algorithms for a torus and for nodes
 times.py           seconds of all-gather, reduce-scatter, all-reduce and all-to-all on TPUs and GPUs
+layer_activations.py   bytes of a transformer layer's activations, with tp and recomputation
 model_states.py    bytes of weights, gradients and optimizer state on each rank, with ZeRO
 products.py        seconds of a local matrix product, and when communication takes longer
 hardware.py        the public figures with which these compute
@@ -14,6 +15,12 @@ hardware.py        the public figures with which these compute
 from parallel101.collectives.segments import best_segments
 from parallel101.cost.closed_forms import Cost, closed_form
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
+from parallel101.cost.layer_activations import (
+    LayerShape,
+    first_stage_activations,
+    kept_by_our_gpt,
+    layer_activations,
+)
 from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
@@ -32,6 +39,7 @@ __all__ = [
     "PRECISIONS",
     "Chip",
     "Cost",
+    "LayerShape",
     "Level",
     "Memory",
     "ModelStates",
@@ -46,7 +54,10 @@ __all__ += [
     "all_to_all",
     "best_segments",
     "closed_form",
+    "first_stage_activations",
     "flops_per_byte",
+    "kept_by_our_gpt",
+    "layer_activations",
     "matmul",
     "memory",
     "model_states",

@@ -17,7 +17,8 @@ Behind them:
     tensor/                 which layers a plan cuts; sequence parallel
     pipeline/               stages, and the messages between them
     weight_gradients.py     ∂W, computed later than ∂x
+    recompute.py            activations that backward computes again
     agreement.py, shares.py, replicas.py     what the ranks agree on, errors included
     verify/                 before the first step: equal to one process?
-    support/                arguments, batches, losses, optimizers, fit, checkpoints, memory
+    support/                arguments, batches, losses, optimizers, fit, checkpoints, memory, activations
 """

@@ -78,7 +78,8 @@ class HybridTrainer(Trainer):
             `DataParallelTrainer` and `ShardedTrainer`.
         algorithm: of the collectives, by operation, such as {"all_reduce": "ring"}, or one name for
             all of them; see `p101.algorithms`. Other than None, it needs overlap=False.
-        plan, sequence_parallel: how modules are cut along tp; see `TensorParallelTrainer`.
+        plan, sequence_parallel, regather: how modules are cut along tp; see
+            `TensorParallelTrainer`.
         schedule, microbatches, chunks, layers_per_stage: how the model is cut along pp, and what
             runs when; see `PipelineTrainer`.
         accumulate: microbatches in a step, without pp. With pp, use `microbatches`.
@@ -126,6 +127,7 @@ class HybridTrainer(Trainer):
         algorithm: str | Mapping[str, str] | None = None,
         plan: TensorPlan | None = "auto",
         sequence_parallel: bool = False,
+        regather: bool = False,
         schedule: str | Schedule = "1f1b",
         microbatches: int | None = None,
         chunks: int = 1,
@@ -140,7 +142,7 @@ class HybridTrainer(Trainer):
     ):
         # arguments
         axes = mesh if isinstance(mesh, Axes) else Axes(mesh, axis_sizes(mesh))
-        check_axes_of_options(axes, plan, sequence_parallel, layers_per_stage)
+        check_axes_of_options(axes, plan, sequence_parallel, regather, layers_per_stage)
         check_options(loss_fn, clip_norm, autocast)
         operations = operations_of(axes, zero_stage, sequence_parallel)
         algorithms = choose_algorithms(algorithm, operations, overlap)
@@ -184,7 +186,8 @@ class HybridTrainer(Trainer):
             from parallel101.trainers.tensor.plan import resolve
 
             tp = axes.sizes["tp"]
-            resolved = resolve(plan, model, loss_fn, tp, sequence_parallel, algorithms, overlap)
+            in_time = sequence_parallel, algorithms, overlap, regather
+            resolved = resolve(plan, model, loss_fn, tp, *in_time)
         if is_vocabulary_loss(loss_fn):
             cut_logits = resolved is not None and resolved.vocabulary
             loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))
@@ -380,9 +383,13 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def check_axes_of_options(
-    axes: Axes, plan: object, sequence_parallel: bool, layers_per_stage: object
+    axes: Axes, plan: object, sequence_parallel: bool, regather: bool, layers_per_stage: object
 ) -> None:
     """Raises ValueError for an option of an axis that the mesh doesn't have."""
+    if regather and not sequence_parallel:
+        raise ValueError(
+            "regather=True is for inputs that were gathered: expected sequence_parallel=True, too"
+        )
     for axis, what, given in (
         ("tp", "plan", plan if plan != "auto" else None),
         ("tp", "sequence_parallel", sequence_parallel or None),

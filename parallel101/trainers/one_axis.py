@@ -184,14 +184,15 @@ class TensorParallelTrainer(HybridTrainer):
         plan: name of a module → style, `*` for any part of a name; what no name matches is
             replicated. "auto": from the model's structure.
             "column": the outputs are cut, and backward sums the inputs' gradients. "row": the
-            inputs are cut, and forward sums the outputs.
-            "column_gather": the outputs are cut and then gathered. "vocabulary": an embedding's
-            rows, or the head's columns.
+            inputs are cut, and forward sums the outputs. "column_gather": the outputs are cut and
+            then gathered. "vocabulary": an embedding's rows, or the head's columns.
             `column(parts=3, heads=h)`: a fused query, key and value, cut by heads.
             `column(heads="num_heads")`: as many heads as that attribute of the module around says,
             if its code counts them.
         sequence_parallel: between a row layer and the next column layer, cut activations (batch,
             time, features) along time. All modules there must act on each position alone.
+        regather: with sequence_parallel, column layers (but no tied head) keep their inputs cut,
+            and backward gathers them again: less memory, more bytes.
         overlap: compute weight gradients while the sum of the inputs' gradients is in flight.
         algorithm: of the layers' collectives (all_reduce; with sequence_parallel all_gather and
             reduce_scatter): one name, such as "ring", or a dict; see `p101.algorithms`. Other than
@@ -199,8 +200,8 @@ class TensorParallelTrainer(HybridTrainer):
         accumulate: microbatches in a step.
 
     An MLP pair sends one all-reduce of the activations forward and one backward. Sources: Shoeybi
-    et al., "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
-    section 4.2.2. Raises ValueError, on every rank, for a plan that does not fit the model.
+    et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
+    Raises ValueError, on every rank, for a plan that does not fit the model.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class TensorParallelTrainer(HybridTrainer):
         group: GroupLike = None,
         plan: TensorPlan = "auto",
         sequence_parallel: bool = False,
+        regather: bool = False,
         overlap: bool = True,
         algorithm: str | Mapping[str, str] | None = None,
         accumulate: int = 1,
@@ -228,6 +230,7 @@ class TensorParallelTrainer(HybridTrainer):
             mesh=one_axis("tp", group),
             plan=plan,
             sequence_parallel=sequence_parallel,
+            regather=regather,
             overlap=overlap,
             algorithm=algorithm,
             accumulate=accumulate,

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.tensor_group import TensorGroup
+from parallel101.trainers.tensor.tensor_group import Entered, TensorGroup
 from parallel101.trainers.weight_gradients import WeightGradients, positions, split_backward
 
 
@@ -69,22 +69,22 @@ class SumForward(Function):
 
 
 class Column(Function):
-    """y = x Wᵀ + b, with this rank's rows of W and b."""
+    """y = x Wᵀ + b, with this rank's rows of W and b. `kept`: x, or what x is gathered from."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, later: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x, layer.weight)
-        ctx.layer, ctx.later = layer, later
+    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, kept: Tensor, inputs: Entered) -> Tensor:
+        ctx.save_for_backward(kept, layer.weight)
+        ctx.layer, ctx.inputs = layer, inputs
         return F.linear(x, layer.weight, layer.bias).data  # not a view: y may be changed in place
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        (x, W), layer = ctx.saved_tensors, ctx.layer
-        rows, inputs = positions(g), positions(x)  # (batch · time, features)
-        ctx.later.add(layer.weight, lambda: rows.t() @ inputs.to(g.dtype))  # ∂W = gᵀ x
-        ctx.later.add(layer.bias, lambda: rows.sum(0))  # ∂b
-        return g @ W.to(g.dtype), None, None  # a part of ∂x: SumBackward adds up the ranks'
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        (kept, W), layer, later = ctx.saved_tensors, ctx.layer, ctx.inputs.later
+        rows, x = positions(g), ctx.inputs.whole(kept)  # (batch · time, features)
+        later.add(layer.weight, lambda: rows.t() @ positions(x).to(g.dtype))  # ∂W = gᵀ x
+        later.add(layer.bias, lambda: rows.sum(0))  # ∂b
+        return g @ W.to(g.dtype), None, None, None  # a part of ∂x: SumBackward adds up the ranks'
 
 
 class ColumnLinear(nn.Module):
@@ -96,19 +96,19 @@ class ColumnLinear(nn.Module):
         self.deferred = True  # False for a weight that is tied: autograd adds up its gradients
 
     def forward(self, x: Tensor) -> Tensor:
-        x, later = self.tp.once(x, self.enter)
-        if later is None or not self.deferred:
-            return F.linear(x, self.weight, self.bias)
-        return Column.apply(x, self, later)
+        whole, inputs = self.tp.once(x, self.enter)
+        if inputs is None or not self.deferred:
+            return F.linear(whole, self.weight, self.bias)
+        return Column.apply(whole, self, x.detach() if inputs.regather else whole, inputs)
 
-    def enter(self, x: Tensor) -> tuple[Tensor, WeightGradients | None]:
-        """x, as all column layers take it that have this input, and where their ∂W may wait."""
+    def enter(self, x: Tensor) -> tuple[Tensor, Entered | None]:
+        """x, as all column layers take it that have this input, and what they share in backward."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return self.tp.gather(x, self.tp.times), None
-        if (split := split_backward()) is not None:  # the schedule says when ∂W is computed
-            return SumBackward.apply(x, self.tp, None), split
-        later = WeightGradients()
-        return SumBackward.apply(x, self.tp, later), later
+        split = split_backward()  # if there is one, the schedule says when ∂W is computed
+        later = WeightGradients() if split is None else split
+        whole = SumBackward.apply(x, self.tp, later if split is None else None)
+        return whole, Entered(self.tp, later)
 
 
 class RowLinear(nn.Module):

@@ -48,7 +48,7 @@ class ResolvedPlan:
             tensor axis after backward.
         vocabulary: whether the logits stay cut, so that the loss must be called with group=.
         time_cuts: where sequence parallel cuts activations.
-        algorithm, overlap: see `TensorGroup`.
+        algorithm, overlap, regather: see `SequenceGroup`.
     """
 
     styles: Mapping[str, Style]
@@ -58,6 +58,7 @@ class ResolvedPlan:
     time_cuts: TimeCuts
     algorithm: Mapping[str, str]
     overlap: bool
+    regather: bool
 
     def describe(self) -> Iterator[str]:
         """A line for each way in which modules are cut: "blocks.*.mlp.up (4 modules): column"."""
@@ -84,7 +85,7 @@ class ResolvedPlan:
         position = group_of(group).position
         assert position is not None
         tp = TensorGroup(group, self.algorithm, self.overlap)
-        tp_in_time = SequenceGroup(group, self.algorithm, self.overlap)
+        tp_in_time = SequenceGroup(group, self.algorithm, self.overlap, self.regather)
         named = list(model.named_modules(remove_duplicate=False))
         here = {name for name, _ in named if local is None or is_below(name, local)}
         uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
@@ -138,6 +139,7 @@ def resolve(
     sequence_parallel: bool = False,
     algorithm: Mapping[str, str] = {},
     overlap: bool = True,
+    regather: bool = False,
 ) -> ResolvedPlan:
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
@@ -174,7 +176,9 @@ def resolve(
     vocabulary = check_loss(model, chain, styles, cut_head)
     placements = placements_of(model, styles, shards)
     cuts = time_cuts(model, chain, styles) if sequence_parallel else TimeCuts()
-    return ResolvedPlan(styles, placements, cuts.partial, vocabulary, cuts, algorithm, overlap)
+    return ResolvedPlan(
+        styles, placements, cuts.partial, vocabulary, cuts, algorithm, overlap, regather
+    )
 
 
 # ── how they are cut ──

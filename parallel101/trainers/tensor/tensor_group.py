@@ -23,8 +23,34 @@ from parallel101 import collectives
 from parallel101.autograd import gather_from_group, scatter_to_group
 from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatter_async
 from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.record.spans import wait_span
+from parallel101.trainers.weight_gradients import WeightGradients
 
 TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, features)
+
+
+class Entered:
+    """What column layers with the same input share in backward.
+
+    Attributes:
+        later: where their weight gradients wait.
+        regather: whether they keep the input as it is cut along time.
+    """
+
+    def __init__(self, tp: TensorGroup, later: WeightGradients):
+        self.tp, self.times, self.later, self.regather = tp, tp.times, later, tp.regather
+        self.gathered: Callable[[], Tensor | None] = lambda: None
+
+    def whole(self, kept: Tensor) -> Tensor:
+        """The input, from what was kept: gathered once, and held by those that use it."""
+        if not self.regather:
+            return kept
+        x = self.gathered()
+        if x is None:
+            with wait_span("gather again"):
+                x = self.tp.gather(kept, self.times)
+            self.gathered = weakref.ref(x)
+        return x
 
 
 class TensorGroup:
@@ -38,6 +64,7 @@ class TensorGroup:
     """
 
     times: Sequence[int] = ()  # of the ranks, where time is cut
+    regather = False  # see SequenceGroup
 
     def __init__(self, group: GroupLike, algorithm: Mapping[str, str] = {}, overlap: bool = True):
         self.group, self.overlap = group, overlap
@@ -89,7 +116,21 @@ class TensorGroup:
 
 
 class SequenceGroup(TensorGroup):
-    """The same with sequence parallel: outside of column … row, each rank has some of the times."""
+    """The same with sequence parallel: outside of column … row, each rank has some of the times.
+
+    Args:
+        regather: column layers keep their input as it is cut, and backward gathers it again.
+    """
+
+    def __init__(
+        self,
+        group: GroupLike,
+        algorithm: Mapping[str, str] = {},
+        overlap: bool = True,
+        regather: bool = False,
+    ):
+        super().__init__(group, algorithm, overlap)
+        self.regather = regather
 
     def gather(self, x: Tensor, times: Sequence[int]) -> Tensor:
         return collectives.all_gather(x, TIME, sizes=list(times), **self.options["all_gather"])
