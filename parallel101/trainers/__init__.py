@@ -20,5 +20,5 @@ Behind them:
     recompute.py            activations that backward computes again
     agreement.py, shares.py, replicas.py     what the ranks agree on, errors included
     verify/                 before the first step: equal to one process?
-    support/                arguments, batches, losses, optimizers, fit, checkpoints, memory, activations
+    support/                arguments, batches, losses, optimizers, fit, checkpoints, memory use
 """
