@@ -206,9 +206,12 @@ class HybridTrainer(Trainer):
         }
         self.layout = Layout(axes, placed, self.device)
         self.local, self.sums, self.notes = local.local, local.sums, local.notes
-        casting = partial(
+        casting: Callable[[], Any] = partial(
             torch.autocast, self.device.type, dtype=autocast, enabled=autocast is not None
         )
+        self.random_numbers = RandomNumbers(axes, self.agree, self.device)
+        if sequence_parallel:
+            casting: Callable[[], Any] = partial(self.random_numbers.of_forward, casting)
         if pipeline:
             self.runner = pipeline.runner(local, axes, casting, self.device)
             self.sync = self.runner.sync
@@ -218,7 +221,6 @@ class HybridTrainer(Trainer):
         self.owned = self.sync.owned
         self.optimizer = built
         self.sharded_optimizer = ShardedOptimizer(built, whole, self.owned, self.layout)
-        self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         synchronised = sync_batch_norm and axes.sizes["dp"] > 1 and any(norms_of(model))
         if synchronised:
             synchronise_norms(model, axes.along(["dp"]))

@@ -14,8 +14,8 @@ of Python, of NumPy and of a torch.Generator of the program's own are left alone
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -37,6 +37,9 @@ class RandomNumbers:
             high, low = agree.numbers(*divmod(torch.initial_seed(), 2**32))
             self.first = int(high[0]), int(low[0])
 
+        self.step: int | None = None  # that is running
+        self.forwards = 0  # that it has begun
+
     @contextmanager
     def of_step(self, step: int) -> Iterator[None]:
         """Inside, the random numbers are those of this step; afterwards they go on where they
@@ -45,12 +48,28 @@ class RandomNumbers:
         if self.alone:
             yield
             return
-        digest = hashlib.blake2b(
-            f"{self.first} {self.place} {step}".encode(), digest_size=8
-        ).digest()
-        seed = int.from_bytes(digest, "big")
         with torch.random.fork_rng(self.gpus):
-            torch.default_generator.manual_seed(seed)
-            for gpu in self.gpus:
-                torch.cuda.set_rng_state(torch.Generator(gpu).manual_seed(seed).get_state(), gpu)
+            self.seed(f"{step}")
+            self.step, self.forwards = step, 0
+            try:
+                yield
+            finally:
+                self.step = None
+
+    @contextmanager
+    def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
+        """Goes around a forward with sequence parallel. Ranks along tp that have unequal parts of
+        the time draw unequally many numbers. In the next forward they draw the same again.
+        """
+        if self.step is not None:
+            self.seed(f"{self.step} {self.forwards}")
+            self.forwards += 1
+        with inner():
             yield
+
+    def seed(self, what: str) -> None:
+        text = f"{self.first} {self.place} {what}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        torch.default_generator.manual_seed(seed)
+        for gpu in self.gpus:
+            torch.cuda.set_rng_state(torch.Generator(gpu).manual_seed(seed).get_state(), gpu)

@@ -11,7 +11,8 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.mesh import group_of
-from tests.trainers.cases import OPTIMIZERS, TRAINERS, mesh_of, on_mesh, randn
+from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
+from tests.trainers.cases import OPTIMIZERS, TRAINERS, WITHOUT_HEAD, mesh_of, on_mesh, randn
 from tests.trainers.cases import world_size as ranks_of
 
 
@@ -144,3 +145,29 @@ def test_a_run_that_is_resumed_draws_what_it_would_have_drawn(tmp_path):
         resumed, tmp_path / "run.pt", world_size=2, backend="sim"
     ).results:
         assert again == through[-len(again) :]
+
+
+def of_the_embedding(recompute):
+    config = GPTConfig(13, context=7, layers=2, heads=2, width=16, dropout=0.1)
+    trainer = p101.TensorParallelTrainer(
+        GPT(config, dtype=torch.float64),
+        next_token_loss,
+        OPTIMIZERS["sgd"],
+        plan=WITHOUT_HEAD,
+        sequence_parallel=True,
+        accumulate=2,
+        recompute=recompute,
+    )
+    trainer.step(*trainer.share((torch.arange(56).view(8, 7) % 13, torch.ones(8, 7).long())))
+    gradients = [p.grad for name, p in trainer.model.named_parameters() if "embedding" in name]
+    state = torch.get_rng_state()
+    trainer.evaluate([(torch.zeros(2, 7).long(), torch.zeros(2, 7).long())])
+    assert torch.equal(torch.get_rng_state(), state), "an evaluation uses none up"
+    return gradients
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_unequal_parts_of_the_time_draw_the_same_masks_where_activations_are_whole(recompute):
+    """The embedding is computed whole on each rank, and what follows on 4 and on 3 times."""
+    first, second = p101.launch(of_the_embedding, recompute, world_size=2, backend="sim").results
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
