@@ -211,7 +211,7 @@ class HybridTrainer(Trainer):
         )
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         if sequence_parallel:
-            casting: Callable[[], Any] = partial(self.random_numbers.of_forward, casting)
+            casting = partial(self.random_numbers.of_forward, casting)
         if pipeline:
             self.runner = pipeline.runner(local, axes, casting, self.device)
             self.sync = self.runner.sync

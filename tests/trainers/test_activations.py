@@ -5,6 +5,7 @@ time, on every trainer; and counting changes nothing.
 from __future__ import annotations
 
 import gc
+import threading
 from functools import partial
 
 import pytest
@@ -105,6 +106,25 @@ def test_what_a_checkpoint_recomputes_counts_while_it_is_there():
     assert plain.peak == 3 * ROW
     # forward keeps two inputs, and what is squared; backward adds one result of tanh at a time
     assert [n // ROW for n in held(found)] == [1, 2, 3, 4, 3, 2, 3, 2, 1, 2, 1, 0]
+
+
+def test_what_another_thread_recomputes_counts_as_on_a_gpu():
+    layer, x = nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Tanh()), torch.ones(B, H)
+
+    def elsewhere(model, x):
+        y = checkpoint(model, x, use_reentrant=False).square().mean()
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+
+    found = counted(layer, x, elsewhere)
+    # what is squared, and then two results of tanh
+    assert [n // ROW for n in held(found)] == [1, 0, 1, 2, 1, 0]
+
+
+def test_a_model_on_the_meta_device_keeps_the_same_bytes():
+    on = [counted(MLP([H] * 4, device=d), torch.ones(B, H, device=d)) for d in ("cpu", "meta")]
+    assert held(on[0]) == held(on[1])
 
 
 def test_spans_tell_microbatches_and_phases_apart():
