@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Precision(NamedTuple):
-    """Bytes of one parameter.
+class BytesPerWeight(NamedTuple):
+    """Bytes of one weight.
 
     The optimizer is Adam, whose state has two numbers for each parameter.
     """
@@ -29,7 +29,7 @@ class Precision(NamedTuple):
 
 
 PRECISIONS = {
-    "mixed": Precision(
+    "mixed": BytesPerWeight(
         2,
         2,
         12,
@@ -38,9 +38,11 @@ PRECISIONS = {
             "fp32 averages."
         ),
     ),
-    "mixed, fp32 gradients": Precision(2, 4, 12, "As mixed, but gradients are added up in fp32."),
-    "fp32": Precision(4, 4, 8, "Everything in fp32. Adam keeps two averages."),
-    "bf16": Precision(
+    "mixed, fp32 gradients": BytesPerWeight(
+        2, 4, 12, "As mixed, but gradients are added up in fp32."
+    ),
+    "fp32": BytesPerWeight(4, 4, 8, "Everything in fp32. Adam keeps two averages."),
+    "bf16": BytesPerWeight(
         2,
         2,
         4,

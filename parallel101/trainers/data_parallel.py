@@ -72,7 +72,7 @@ class Bucket:
     def __init__(self, parameters: Parameters):
         self.parameters = parameters
         first, sizes = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(sum(sizes), dtype=first.grad_dtype, device=first.device)
         self.places = dict(zip(parameters, self.flat.split(sizes)))
         self.filled: set[str] = set()
 

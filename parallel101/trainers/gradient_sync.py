@@ -30,6 +30,7 @@ class GradientSync:
 
     Attributes:
         owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
+        scale: by which the loss is multiplied before backward; `finish` divides by it.
         placements: name → Pieces, how the data axis cuts them. Empty: every rank has all.
         zero_stage: how much of the rest it cuts: 1 is the optimizer state, 2 the gradients too, 3
             the weights too.
@@ -37,6 +38,7 @@ class GradientSync:
 
     zero_stage = 0
     how = "of the whole batch on each rank that has them"
+    scale = 1.0
 
     def __init__(self, parameters: Parameters):
         self.owned: Parameters = parameters
@@ -121,7 +123,7 @@ def default_bucket_bytes(parameters: Parameters, buckets: int) -> int:
 def dense_gradient(name: str, p: nn.Parameter) -> Tensor:
     """The gradient of p, or zeros if it has none. Raises TypeError for a sparse one."""
     if p.grad is None:
-        return torch.zeros_like(p)
+        return torch.zeros_like(p, dtype=p.grad_dtype)
     if p.grad.is_sparse:
         raise TypeError(
             f"the gradient of {name!r} is sparse: expected dense (Embedding(…, sparse=False))"

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
+from parallel101.trainers.precision import MasterWeights, choose_precision
 from parallel101.trainers.prepare import prepare
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import Recompute, modules_to_recompute, recompute_in_backward
@@ -89,6 +90,14 @@ class HybridTrainer(Trainer):
         recompute: which modules keep their inputs only and are computed again in backward: "none",
             "selective" (the cores of attentions), "full" (all blocks), or a function of a module's
             name. Gradients and random numbers are the same. See recompute.py.
+        precision: "fp32", "bf16", "bf16-mixed" or "fp16-mixed": the dtype of weights, buffers and
+            activations. Floating-point inputs are cast to it, and loss_fn is given 32-bit outputs.
+            Mixed: the optimizer updates a master copy of the weights in 32 bit, which ZeRO shards
+            (Lightning's "bf16-mixed" is our autocast instead; its "bf16-true" is our "bf16"). fp16
+            also scales the loss, and takes no step if a gradient overflows. None: the model's own
+            dtypes. With master weights, `state_dict` and checkpoints have those.
+        gradient_dtype: with a mixed precision, torch.float32 to add up, send and keep gradients in
+            32 bit. None: in the weights' dtype.
         sync: copy the first rank's weights at the start. Without it, models that differ are an
             error that names the parameter.
         sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along dp
@@ -136,6 +145,8 @@ class HybridTrainer(Trainer):
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         recompute: Recompute = "none",
+        precision: str | None = None,
+        gradient_dtype: torch.dtype | None = None,
         sync: bool = False,
         sync_batch_norm: bool = False,
         verify: bool = True,
@@ -146,9 +157,12 @@ class HybridTrainer(Trainer):
         check_options(loss_fn, clip_norm, autocast)
         operations = operations_of(axes, zero_stage, sequence_parallel)
         algorithms = choose_algorithms(algorithm, operations, overlap)
-        make_sync = how_to_sync(zero_stage, overlap, bucket_bytes, layers, autocast, algorithms)
         self.device = check_model(model)
         recomputed = modules_to_recompute(recompute, model)
+        self.precision = choose_precision(precision, gradient_dtype, autocast, self.device)
+        make_sync = how_to_sync(
+            zero_stage, overlap, bucket_bytes, layers, self.precision, algorithms
+        )
         pipeline = None
         if "pp" in axes.sizes:
             from parallel101.trainers.pipeline.build import PipelinePlan
@@ -169,18 +183,26 @@ class HybridTrainer(Trainer):
 
         # what is known of the whole model, before it is cut
         self.model, self.axes, self.clip_norm = model, axes, clip_norm
-        self.autocast, self.position = autocast, axes.position
+        self.position = axes.position
         self.agree = Agreement(axes.group, self.device)
         self.agree.check_or_copy(model, sync)
+        entries = {
+            name: Entry(t.shape, self.precision.kept(t.dtype))
+            for name, t in tensors_of_state(model).items()
+        }
+        values = self.precision.cast_model(model)
         whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.trained, self.state = list(whole), StateNames(model)
+        if self.precision.master:
+            whole = {name: nn.Parameter(values[name]) for name in whole}
         built = build_optimizer(optimizer, whole)
         self.verifies, self.in_time = verify, sequence_parallel
         self.one_process, self.why_no_copy = None, ""
         if verify and self.position == 0:
-            self.one_process, self.why_no_copy = whole_model(model, built, loss_fn, autocast, axes)
-        entries = {name: Entry(t.shape, t.dtype) for name, t in tensors_of_state(model).items()}
+            self.one_process, self.why_no_copy = whole_model(
+                model, built, loss_fn, self.precision, axes
+            )
         resolved = None
         if "tp" in axes.sizes and plan is not None:
             from parallel101.trainers.tensor.plan import resolve
@@ -191,7 +213,7 @@ class HybridTrainer(Trainer):
         if is_vocabulary_loss(loss_fn):
             cut_logits = resolved is not None and resolved.vocabulary
             loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))
-        self.loss_fn = loss_fn
+        self.loss_fn = self.precision.of_loss(loss_fn)
 
         # cut
         local = prepare(
@@ -206,9 +228,7 @@ class HybridTrainer(Trainer):
         }
         self.layout = Layout(axes, placed, self.device)
         self.local, self.sums, self.notes = local.local, local.sums, local.notes
-        casting: Callable[[], Any] = partial(
-            torch.autocast, self.device.type, dtype=autocast, enabled=autocast is not None
-        )
+        casting: Callable[[], Any] = partial(self.precision.forward, self.device)
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         if sequence_parallel:
             casting = partial(self.random_numbers.of_forward, casting)
@@ -218,6 +238,10 @@ class HybridTrainer(Trainer):
         else:
             self.sync = local.syncs[0][1]
             self.runner = Accumulation(model, self.sync, many, casting)
+        if self.precision.master:
+            mine = {name: self.layout.cut(name, values[name]) for name in self.sync.owned}
+            here = [name for name in self.trained if name in self.local]
+            self.sync = MasterWeights(self.sync, mine, here, self.precision.scaled, self.agree)
         self.owned = self.sync.owned
         self.optimizer = built
         self.sharded_optimizer = ShardedOptimizer(built, whole, self.owned, self.layout)

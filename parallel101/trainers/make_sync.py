@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from parallel101.autograd import algorithms
@@ -17,6 +16,7 @@ from parallel101.mesh import Group
 from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.precision import Precision
 from parallel101.trainers.prepare import MakeSync
 
 Algorithms = Mapping[str, str]  # operation → algorithm
@@ -63,7 +63,7 @@ def how_to_sync(
     overlap: bool,
     bucket_bytes: int | None,
     layers: Sequence[type[nn.Module]] | None,
-    autocast: torch.dtype | None,
+    precision: Precision,
     chosen: Algorithms,
 ) -> MakeSync:
     """What builds the synchronisation of a stage's parameters. Raises ValueError for other values.
@@ -84,6 +84,7 @@ def how_to_sync(
     def make_sync(
         part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]
     ) -> GradientSync:
+        precision.gradients_of(list(parameters.values()))
         several = 4 if zero_stage else 2
         size = default_bucket_bytes(parameters, several) if bucket_bytes is None else bucket_bytes
         if zero_stage:
@@ -94,7 +95,7 @@ def how_to_sync(
             if zero_stage < 3:
                 return ZeRO12(parameters, sharing, zero_stage=zero_stage, bucket_bytes=size)
             assert part is not None, "weights tied between two stages on a rank are refused before"
-            return ZeRO3(part, parameters, sharing, layers, autocast)
+            return ZeRO3(part, parameters, sharing, layers, precision.autocast)
         all_reduce = chosen.get("all_reduce", "direct")
         if group.size == 1:
             return GradientSync(parameters)

@@ -33,8 +33,8 @@ class DataParallelTrainer(HybridTrainer):
     process with the whole batch.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, recompute, sync, sync_batch_norm, verify:
-            see `HybridTrainer`.
+        model, loss_fn, optimizer, clip_norm, autocast, recompute, precision, gradient_dtype, sync,
+            sync_batch_norm, verify: see `HybridTrainer`.
         group: the ranks that train together; see `group_of`. None: all, or this one alone if there
             is no process group.
         overlap: send gradients while backward still computes others.
@@ -65,6 +65,8 @@ class DataParallelTrainer(HybridTrainer):
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
         recompute: Recompute = "none",
+        precision: str | None = None,
+        gradient_dtype: torch.dtype | None = None,
         sync: bool = False,
         sync_batch_norm: bool = False,
         verify: bool = True,
@@ -81,6 +83,8 @@ class DataParallelTrainer(HybridTrainer):
             clip_norm=clip_norm,
             autocast=autocast,
             recompute=recompute,
+            precision=precision,
+            gradient_dtype=gradient_dtype,
             sync=sync,
             sync_batch_norm=sync_batch_norm,
             verify=verify,
@@ -99,7 +103,8 @@ class ShardedTrainer(HybridTrainer):
     Args:
         model: on stage 3 its parameters are empty outside of their layer's forward and backward;
             `state_dict` gathers them.
-        loss_fn, clip_norm, autocast, recompute, sync, sync_batch_norm, verify: see `HybridTrainer`.
+        loss_fn, clip_norm, autocast, recompute, precision, gradient_dtype, sync, sync_batch_norm,
+            verify: see `HybridTrainer`.
         optimizer: a function of the whole parameters, so that it may make groups by name or shape.
             It is then handed this rank's pieces, which are 1-D. So it must be elementwise, as SGD,
             Adam, AdamW, Adagrad and most are. An optimizer that looks at whole matrices or their
@@ -143,6 +148,8 @@ class ShardedTrainer(HybridTrainer):
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
         recompute: Recompute = "none",
+        precision: str | None = None,
+        gradient_dtype: torch.dtype | None = None,
         sync: bool = False,
         sync_batch_norm: bool = False,
         verify: bool = True,
@@ -166,6 +173,8 @@ class ShardedTrainer(HybridTrainer):
             clip_norm=clip_norm,
             autocast=autocast,
             recompute=recompute,
+            precision=precision,
+            gradient_dtype=gradient_dtype,
             sync=sync,
             sync_batch_norm=sync_batch_norm,
             verify=verify,
@@ -178,6 +187,7 @@ class TensorParallelTrainer(HybridTrainer):
 
     Args:
         model, loss_fn, optimizer, clip_norm, autocast, recompute, sync, verify: see
+        model, loss_fn, optimizer, clip_norm, autocast, precision, gradient_dtype, sync, verify: see
             `HybridTrainer`. A model whose head is cut ("vocabulary") needs
             loss_fn=vocabulary_cross_entropy.
         group: the ranks that train together; see `group_of`. All are given the same samples.
@@ -220,6 +230,8 @@ class TensorParallelTrainer(HybridTrainer):
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         recompute: Recompute = "none",
+        precision: str | None = None,
+        gradient_dtype: torch.dtype | None = None,
         sync: bool = False,
         verify: bool = True,
     ):
@@ -237,6 +249,8 @@ class TensorParallelTrainer(HybridTrainer):
             clip_norm=clip_norm,
             autocast=autocast,
             recompute=recompute,
+            precision=precision,
+            gradient_dtype=gradient_dtype,
             sync=sync,
             verify=verify,
         )
@@ -249,7 +263,8 @@ class PipelineTrainer(HybridTrainer):
     Args:
         model: an nn.Sequential, or one with a method `.sequence()`: modules in order, whose
             composition is its forward.
-        loss_fn, optimizer, clip_norm, autocast, recompute, sync, verify: see `HybridTrainer`.
+        loss_fn, optimizer, clip_norm, autocast, recompute, precision, gradient_dtype, sync, verify:
+            see `HybridTrainer`.
         group: the ranks that train together; see `group_of`. All are given the same samples: the
             first stage reads the inputs, the last one the targets.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or a Schedule.
@@ -280,6 +295,8 @@ class PipelineTrainer(HybridTrainer):
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         recompute: Recompute = "none",
+        precision: str | None = None,
+        gradient_dtype: torch.dtype | None = None,
         sync: bool = False,
         verify: bool = True,
     ):
@@ -295,6 +312,8 @@ class PipelineTrainer(HybridTrainer):
             clip_norm=clip_norm,
             autocast=autocast,
             recompute=recompute,
+            precision=precision,
+            gradient_dtype=gradient_dtype,
             sync=sync,
             verify=verify,
         )

@@ -23,6 +23,7 @@ from parallel101.record.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, sum_gradients
 from parallel101.trainers.layout import Axes, Layout
+from parallel101.trainers.precision import Precision
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.shares import Shares
 from parallel101.trainers.support.batches import Batch, call, count_samples, split
@@ -75,6 +76,7 @@ class Step:
     trained: Sequence[str]  # names of all trained parameters of the model
     local: Mapping[str, Tensor]  # parameters and buffers that are on this rank
     reached: list[str]  # those that some rank's samples reached in the last step
+    precision: Precision  # the dtypes of weights, gradients and some operations
     random_numbers: RandomNumbers  # dropout's, alike on ranks with the same samples
     clip_norm: float | None
     device: torch.device
@@ -110,14 +112,12 @@ class Step:
         return loss
 
     def compute_gradients(self, inputs: Batch, targets: Batch, total: int) -> float:
-        """Afterwards every owned .grad is the gradient of the mean loss of all `total` samples.
-        Returns that loss.
-        """
+        """Set the owned .grad to the gradients of the mean loss of `total` samples; return it."""
         self.optimizer.zero_grad()
         self.sync.begin()
-        losses = Losses(self.loss_fn, total)
+        losses = Losses(self.loss_fn, total, self.sync.scale)
         with self.random_numbers.of_step(self.steps):
-            self.runner.run(inputs, targets, losses)
+            self.runner.run(self.precision.cast(inputs), targets, losses)
         with wait_span("synchronise"):
             unused = self.sync.finish()
             for names, group in self.sums:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parallel101.trainers.step import Step
@@ -22,7 +21,6 @@ class Trainer(Step):
     position: int  # of this rank, in the group
     history: History  # of `fit`
     notes: Sequence[str]  # for `describe`
-    autocast: torch.dtype | None
     state: StateNames  # what the whole model's state_dict has
     sharded_optimizer: ShardedOptimizer  # its state, whole and by name
     reads_parts: bool  # whether the model's own state_dict may be read now

@@ -52,6 +52,7 @@ def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
         "optimizer": trainer.sharded_optimizer.state(),
         "steps": trainer.steps,
         "history": trainer.history.as_dict(),
+        "loss_scale": trainer.sync.scale,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     trainer.agree.all_or_none(
@@ -88,6 +89,8 @@ def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
     trainer.optimizer.load_state_dict(optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(content["scheduler"])
+    if trainer.precision.scaled and content.get("loss_scale", 1.0) != 1.0:
+        trainer.sync.scale = content["loss_scale"]
     trainer.steps, trainer.history = content["steps"], history
     return trainer.steps
 

@@ -170,7 +170,7 @@ def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[flo
     """
     samples = count_samples(inputs)
     losses = Losses(trainer.loss_fn, samples, training=False)
-    trainer.runner.evaluate(inputs, targets, losses)
+    trainer.runner.evaluate(trainer.precision.cast(inputs), targets, losses)
     if not losses.parts or trainer.axes.here.get("tp", 0) > 0:
         return 0.0, 0.0
     weight = losses.weight()

@@ -22,11 +22,14 @@ class Losses:
     Args:
         loss_fn: (outputs, targets) → mean loss, or (sum, weight). None: outputs have the loss.
         samples: of the whole batch.
+        scale: a factor of what backward starts from, and not of the loss that is reported.
         training: whether backward follows, so that the loss must depend on a weight.
     """
 
-    def __init__(self, loss_fn: LossFn | None, samples: int, training: bool = True):
-        self.loss_fn, self.samples, self.training = loss_fn, samples, training
+    def __init__(
+        self, loss_fn: LossFn | None, samples: int, scale: float = 1.0, training: bool = True
+    ):
+        self.loss_fn, self.samples, self.scale, self.training = loss_fn, samples, scale, training
         self.parts: list[Tensor] = []
         self.weights: list[float] = []
 
@@ -40,7 +43,7 @@ class Losses:
         else:
             self.weights.append(weight)
         self.parts.append(loss.detach())
-        return loss
+        return loss if self.scale == 1 else loss * self.scale
 
     def sum(self) -> float:
         return sum(part.item() for part in self.parts)

@@ -128,7 +128,7 @@ def describe(trainer: Trainer, title: str) -> Holdings:
     }
     more = trainer.sync.held()
     mine = {
-        kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()
+        kind: storage_bytes([*held.get(kind, []), *more.get(kind, [])]) for kind in {**held, **more}
     } | dict(trainer.sync.peaks())
     if trainer.activations is not None:
         mine["activations (peak)"] = trainer.activations.peak

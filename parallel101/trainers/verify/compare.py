@@ -101,12 +101,11 @@ class Comparison:
         self.batch = map_tensors(lambda t: t[:wanted], (inputs, targets))
         self.needs_two = False
         self.rows: dict[tuple[str, str, str], tuple[float, float]] = {}
-        entries, autocast = (
-            [trainer.layout.entries[name] for name in trainer.trained],
-            trainer.autocast,
-        )
+        entries = [trainer.layout.entries[name] for name in trainer.trained]
+        precision = trainer.precision
         self.shapes = [entry.shape for entry in entries]
-        self.dtypes = {entry.dtype for entry in entries} | ({autocast} if autocast else set())
+        self.dtypes = {entry.dtype for entry in entries}
+        self.dtypes |= {d for d in (precision.weights, precision.autocast) if d is not None}
 
     def run(self) -> Report:
         trainer = self.trainer
@@ -309,6 +308,7 @@ class Comparison:
     def of_layout(self, total: int, drops: bool) -> tuple[float, float]:
         """Loss and norm, as the trainer computes them."""
         trainer = self.trainer
+        trainer.sync.scale = 1.0  # as in one process; a gradient that overflows would hide the rest
         inputs, targets = self.batch
         with without_dropout(trainer.model, functions=drops):
             loss = trainer.compute_gradients(inputs, targets, total)

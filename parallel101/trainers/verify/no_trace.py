@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel101.trainers.gradient_sync import GradientSync
+from parallel101.trainers.precision import MasterWeights
 from parallel101.trainers.trainer import Trainer
 
 
@@ -26,7 +28,8 @@ def untouched(trainer: Trainer) -> Iterator[None]:
     """Afterwards weights, gradients, buffers, random numbers and everything that the trainer
     has learnt of the model are as before.
     """
-    parameters = [*trainer.model.parameters(), *trainer.owned.values()]
+    pieces = [p for sync in (trainer.sync, computing_sync(trainer)) for p in sync.owned.values()]
+    parameters = [*trainer.model.parameters(), *pieces]
     # ZeRO-3's are empty, and its owned pieces are not
     weights = [(p, p.detach().clone()) for p in parameters if p.numel()]
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
@@ -71,9 +74,16 @@ def with_buffers_restored(model: nn.Module) -> Iterator[None]:
 def parts_of(trainer: Trainer) -> Iterator[Any]:
     """Those that learn something of the model, in attributes that they name in LEARNT."""
     yield getattr(trainer.runner, "messages", None)
-    for sync in getattr(trainer.sync, "syncs", [trainer.sync]):
+    yield trainer.sync
+    inner = computing_sync(trainer)
+    for sync in getattr(inner, "syncs", [inner]):
         yield sync
         yield getattr(sync, "live", None)
+
+
+def computing_sync(trainer: Trainer) -> GradientSync:
+    """What synchronises the gradients of the weights that the model computes with."""
+    return trainer.sync.sync if isinstance(trainer.sync, MasterWeights) else trainer.sync
 
 
 def seed_all(seed: int) -> None:

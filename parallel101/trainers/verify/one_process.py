@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.precision import Precision
 from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss, loss_and_weight
 from parallel101.trainers.support.batches import Batch, call
 from parallel101.trainers.support.fit import evaluating
@@ -84,7 +85,7 @@ class OneProcess:
     Args:
         model, optimizer: before they are cut.
         loss_fn: as the user gave it; of logits that are not cut.
-        autocast: see `Trainer`.
+        precision: of the layout.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class OneProcess:
         model: nn.Module,
         optimizer: Optimizer,
         loss_fn: LossFn | None,
-        autocast: torch.dtype | None,
+        precision: Precision,
     ):
         parameters = {id(p): p for p in model.parameters()}  # not copied
-        self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
+        self.model, self.precision = model, precision
+        self.loss_fn = precision.of_loss(loss_fn)
         self.whole: nn.Module = copy.deepcopy(model, dict(parameters))
         if any(
             p is not q for p, q in zip(model.parameters(), self.whole.parameters(), strict=True)
@@ -130,8 +132,9 @@ class OneProcess:
                 module.training = modules[name].training
         self.model.__dict__, self.whole.__dict__ = self.whole.__dict__, self.model.__dict__
         try:
+            self.values = values
             for name, t in found:
-                t.data = values[name].clone() if name in values else t.data.clone()
+                t.data = values.get(name, t.data).to(t.dtype, copy=True)
                 t.grad = None
             with without_dropout(self.model, functions=not is_compiled(self.model)) as self.dropout:
                 yield
@@ -146,18 +149,21 @@ class OneProcess:
 
     def outputs(self, inputs: Batch) -> Any:
         with self.casting():
-            return call(self.model, inputs)
+            return call(self.model, self.precision.cast(inputs))
 
     def loss(self, inputs: Batch, targets: Batch) -> Tensor:
         """The mean loss."""
         with self.casting():
-            return mean_loss(self.loss_fn, call(self.model, inputs), targets)
+            return mean_loss(self.loss_fn, self.outputs(inputs), targets)
+
+    def master(self, name: str, p: nn.Parameter) -> nn.Parameter:
+        """The master weight of p, with its gradient."""
+        found = nn.Parameter(self.values[name].detach().clone())
+        found.grad = None if p.grad is None else p.grad.to(found.dtype)
+        return found
 
     def casting(self) -> Any:
-        device = next(self.model.parameters()).device.type
-        return (
-            nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
-        )
+        return self.precision.forward(next(self.model.parameters()).device)
 
     def step(
         self,
@@ -174,6 +180,7 @@ class OneProcess:
             train with a learning rate above zero even if the optimizer's is zero now.
         """
         parameters = dict(self.model.named_parameters())
+        self.precision.gradients_of(list(parameters.values()))
         loss = self.loss(inputs, targets)
         loss.backward()
         evaluated = loss.item()
@@ -182,6 +189,9 @@ class OneProcess:
             with torch.no_grad(), evaluating(self.model):
                 evaluated = self.loss(inputs, targets).item()
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        if self.precision.master:
+            trained = {name: self.master(name, p) for name, p in trained.items()}
+            parameters = {**parameters, **trained}
         gradients = {
             name: None if p.grad is None else p.grad.detach().clone() for name, p in trained.items()
         }
@@ -231,7 +241,7 @@ def whole_model(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: LossFn | None,
-    autocast: torch.dtype | None,
+    precision: Precision,
     axes: Axes,
 ) -> tuple[OneProcess | None, str]:
     """What a layout is compared with, before the model is cut.
@@ -243,7 +253,7 @@ def whole_model(
         loss_fn = partial(loss_fn, group=axes.along([]))
     state = random_state()
     try:
-        return OneProcess(model, optimizer, loss_fn, autocast), ""
+        return OneProcess(model, optimizer, loss_fn, precision), ""
     except Exception as error:  # whatever a user's module raises
         return None, f"the model or the optimizer can't be copied ({type(error).__name__}: {error})"
     finally:

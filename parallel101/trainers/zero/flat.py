@@ -81,8 +81,9 @@ class Flat:
         self.whole: Tensor | None = whole
         self.arriving: AsyncCollective | None = None
         self.shard = mine if weights else mine.clone()
-        self.whole_grad = torch.zeros_like(whole) if gradients else None
-        self.grad = torch.zeros_like(mine)
+        of_gradients = next(iter(parameters.values())).grad_dtype
+        self.whole_grad = torch.zeros_like(whole, dtype=of_gradients) if gradients else None
+        self.grad = torch.zeros_like(mine, dtype=of_gradients)
         if self.whole_grad is not None:
             self.grad = self.whole_grad.view(n, block)[position]
 
@@ -96,7 +97,8 @@ class Flat:
             if low < high:
                 first = start + low - block * position
                 place = slice(first, first + high - low)  # in this rank's block
-                self.owned[name] = nn.Parameter(self.shard[place])
+                self.owned[name] = piece = nn.Parameter(self.shard[place])
+                piece.grad_dtype = of_gradients
                 self.piece_grads[name] = self.grad[place]
         self.begin()
         if weights:
