@@ -76,6 +76,40 @@ def train_zero2(
     raise NotImplementedError("train_zero2 is not written yet")
 
 
+def train_mixed(
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    batches: list[list[tuple[Tensor, Tensor]]],
+) -> None:
+    """Train the model in bfloat16, with ZeRO-1 and master weights: each rank's optimizer updates
+    1/n of a float32 copy of the weights.
+
+        microbatches' bf16 gradients, added up in float32
+                  ── reduce-scatter, float32 ──▶ a piece ──▶ optimizer.step() on the master weights
+                  ── all-gather, bf16 ──▶ weights
+
+    Args:
+        model: this rank's replica, in float32. The ranks have the same weights already. Turn it
+            into bfloat16 (model.bfloat16()); it must still be in bfloat16 at the end.
+        loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a float32
+            scalar.
+        make_optimizer: makes an optimizer for the parameters that you give it: pieces of the
+            master weights. Use no other optimizer.
+        batches: for each step, this rank's microbatches (inputs, targets), the inputs in bfloat16.
+            All of all ranks have the same number of samples.
+
+    Returns:
+        Nothing. Afterwards the model has the same weights on all ranks: those of one process that
+        trains with all microbatches, and whose master weights are never rounded.
+
+    With N weights and n ranks, each rank sends (n−1)/n · (4 + 2) N bytes per step, and its
+    optimizer has 1/n of the master weights, and at most one parameter more. Which rank has which
+    piece is up to you. Padding doesn't count.
+    """
+    raise NotImplementedError("train_mixed is not written yet")
+
+
 def train_zero3(
     layers: list[nn.Module],
     shards: list[dict[str, Tensor]],

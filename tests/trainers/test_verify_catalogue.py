@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
 import parallel101 as p101
+from parallel101.trainers import precision
 from parallel101.trainers.verify.one_process import OneProcess
 from tests.trainers.cases import adamw_by_shape, mesh_of, randn, seeded
 
@@ -886,7 +887,7 @@ def test_a_norm_that_asks_other_ranks_is_one_of_the_whole_batch_in_one_process()
             }
         ],
     }
-    whole = OneProcess(model, optimizer, F.mse_loss, None)
+    whole = OneProcess(model, optimizer, F.mse_loss, precision.Precision())
     with whole.holding(dict(model.state_dict())):
         found = whole.step(*ROWS, optimizer, state, perturbed=False)
     F.mse_loss(again(ROWS[0]), ROWS[1]).backward()

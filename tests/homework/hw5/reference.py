@@ -73,6 +73,24 @@ def train_zero2(model, loss_fn, make_optimizer, batches, max_norm):
             p.data.copy_(gather(piece.detach(), p.shape))
 
 
+def train_mixed(model, loss_fn, make_optimizer, batches):
+    masters = [nn.Parameter(own_piece(p.detach())) for p in model.parameters()]
+    model.bfloat16()
+    optimizer = make_optimizer(masters)
+    for microbatches in batches:
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+        for inputs, targets in microbatches:
+            (loss_fn(model(inputs), targets) / len(microbatches)).backward()
+            for total, p in zip(sums, model.parameters()):
+                total += p.grad
+                p.grad = None
+        for master, total in zip(masters, sums):
+            master.grad = mean_piece(total)
+        optimizer.step()
+        for master, p in zip(masters, model.parameters()):
+            p.data.copy_(gather(master.detach().bfloat16(), p.shape))
+
+
 class Gather(torch.autograd.Function):
     """An all-gather forward; backward, the reduce-scatter of the gradient."""
 

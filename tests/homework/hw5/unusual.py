@@ -107,6 +107,64 @@ def train_zero2__async(model, loss_fn, make_optimizer, batches, max_norm):
             p.data.copy_(whole[: p.numel()].view_as(p))
 
 
+def train_mixed__torch_adds_in_float32(model, loss_fn, make_optimizer, batches):
+    """One flat vector; .grad has float32 (grad_dtype), and the mean is taken before the sum."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    parameters = list(model.parameters())
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    size = -(-len(flat) // n)
+    flat = torch.cat([flat, flat.new_zeros(size * n - len(flat))])
+    mine = nn.Parameter(flat[rank * size :][:size].clone())
+    optimizer = make_optimizer([mine])
+    model.to(torch.bfloat16)
+    for p in parameters:
+        p.grad_dtype = torch.float32
+    for microbatches in batches:
+        model.zero_grad()
+        for inputs, targets in microbatches:
+            loss_fn(model(inputs), targets).backward()
+        total = torch.cat([p.grad.reshape(-1) for p in parameters])
+        total = torch.cat([total, total.new_zeros(size * n - len(total))])
+        mine.grad = torch.empty_like(mine)
+        dist.reduce_scatter_single(mine.grad, total / (n * len(microbatches)))
+        optimizer.step()
+        whole = torch.empty(size * n, dtype=torch.bfloat16)
+        dist.all_gather_single(whole, mine.detach().to(torch.bfloat16))
+        start = 0
+        for p in parameters:
+            p.data.copy_(whole[start : start + p.numel()].view_as(p))
+            start += p.numel()
+
+
+def train_mixed__whole_parameters(model, loss_fn, make_optimizer, batches):
+    """Each parameter's master weights belong to one rank."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    order = sorted(enumerate(model.parameters()), key=lambda pair: -pair[1].numel())
+    held, owner = [0] * n, {}
+    for number, p in order:
+        owner[number] = held.index(min(held))
+        held[owner[number]] += p.numel()
+    masters = {i: nn.Parameter(p.detach().clone()) for i, p in order if owner[i] == rank}
+    model.bfloat16()
+    optimizers = [make_optimizer([master]) for master in masters.values()]
+    for microbatches in batches:
+        sums = [torch.zeros(p.shape) for p in model.parameters()]
+        for inputs, targets in microbatches:
+            loss = loss_fn(model(inputs), targets)
+            for total, g in zip(sums, torch.autograd.grad(loss, list(model.parameters()))):
+                total += g.float() / len(microbatches)
+        for i, total in enumerate(sums):
+            dist.reduce(total, dst=owner[i])
+            if i in masters:
+                masters[i].grad = total / n
+        for optimizer in optimizers:
+            optimizer.step()
+        for i, p in enumerate(model.parameters()):
+            if i in masters:
+                p.data.copy_(masters[i].detach())
+            dist.broadcast(p.data, src=owner[i])
+
+
 def whole(piece, shape):
     parts = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, piece.detach())

@@ -16,6 +16,14 @@ EXPECTED = {
     "train_zero2__all_reduced": "gradients all-reduced",
     "train_zero2__local_norm": "clip by the local norm",
     "train_zero2__summed": "sum for mean",
+    "train_mixed__from_the_model": "master weights updated from rounded ones",
+    "train_mixed__from_the_gathered": "master weights updated from rounded ones",
+    "train_mixed__copied_after_rounding": "master weights begin rounded",
+    "train_mixed__added_up_by_autograd": "gradients cast before the sum",
+    "train_mixed__sent_rounded": "gradients cast before the sum",
+    "train_mixed__gathers_masters": "master weights gathered",
+    "train_mixed__whole_masters": "whole master weights on each rank",
+    "train_mixed__summed": "sum for mean",
     "train_zero3__disguised": "disguised data parallel",
     "train_zero3__never_freed": "gathered weights never freed",
     "train_zero3__all_reduced": "gradients all-reduced",
@@ -160,6 +168,106 @@ def train_zero2__local_norm(model, loss_fn, make_optimizer, batches, max_norm):
 
 def train_zero2__summed(model, loss_fn, make_optimizer, batches, max_norm):
     zero2(model, loss_fn, make_optimizer, batches, max_norm, reduced=summed_piece)
+
+
+# ---- ZeRO-1 with master weights ----
+
+
+def add_up(model, loss_fn, microbatches):
+    """The mean of the microbatches' gradients, in float32."""
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    for inputs, targets in microbatches:
+        (loss_fn(model(inputs), targets) / len(microbatches)).backward()
+        for total, p in zip(sums, model.parameters()):
+            total += p.grad
+            p.grad = None
+    return sums
+
+
+def mixed(
+    model,
+    loss_fn,
+    make_optimizer,
+    batches,
+    add_up=add_up,
+    reduced=mean_piece,
+    before=None,
+    sent=None,
+):
+    """The right loop, with one part of it exchanged."""
+    masters = [nn.Parameter(own_piece(p.detach())) for p in model.parameters()]
+    model.bfloat16()
+    optimizer = make_optimizer(masters)
+    for microbatches in batches:
+        for master, total in zip(masters, add_up(model, loss_fn, microbatches)):
+            master.grad = reduced(total).float()
+        if before is not None:
+            before(model, masters)
+        optimizer.step()
+        for master, p in zip(masters, model.parameters()):
+            piece = master.detach() if sent is None else sent(master)
+            p.data.copy_(gather(piece if sent else piece.bfloat16(), p.shape))
+
+
+def train_mixed__from_the_model(model, loss_fn, make_optimizer, batches):
+    def from_the_model(model, masters):
+        for master, p in zip(masters, model.parameters()):
+            master.data.copy_(own_piece(p.detach().float()))
+
+    mixed(model, loss_fn, make_optimizer, batches, before=from_the_model)
+
+
+def train_mixed__from_the_gathered(model, loss_fn, make_optimizer, batches):
+    """After the step, the master piece is what was sent of it."""
+
+    def rounded(master):
+        master.data = master.data.bfloat16().float()
+        return master.data.bfloat16()
+
+    mixed(model, loss_fn, make_optimizer, batches, sent=rounded)
+
+
+def train_mixed__copied_after_rounding(model, loss_fn, make_optimizer, batches):
+    mixed(model.bfloat16().float(), loss_fn, make_optimizer, batches)
+
+
+def train_mixed__added_up_by_autograd(model, loss_fn, make_optimizer, batches):
+    """p.grad has the dtype of p."""
+
+    def by_autograd(model, loss_fn, microbatches):
+        model.zero_grad()
+        for inputs, targets in microbatches:
+            (loss_fn(model(inputs), targets) / len(microbatches)).backward()
+        return [p.grad.float() for p in model.parameters()]
+
+    mixed(model, loss_fn, make_optimizer, batches, add_up=by_autograd)
+
+
+def train_mixed__sent_rounded(model, loss_fn, make_optimizer, batches):
+    mixed(
+        model, loss_fn, make_optimizer, batches, reduced=lambda total: mean_piece(total.bfloat16())
+    )
+
+
+def train_mixed__gathers_masters(model, loss_fn, make_optimizer, batches):
+    mixed(model, loss_fn, make_optimizer, batches, sent=lambda master: master.detach())
+
+
+def train_mixed__summed(model, loss_fn, make_optimizer, batches):
+    mixed(model, loss_fn, make_optimizer, batches, reduced=summed_piece)
+
+
+def train_mixed__whole_masters(model, loss_fn, make_optimizer, batches):
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    model.to(torch.bfloat16)
+    optimizer = make_optimizer(masters)
+    for microbatches in batches:
+        for master, total in zip(masters, add_up(model, loss_fn, microbatches)):
+            dist.all_reduce(total)
+            master.grad = total / dist.get_world_size()
+        optimizer.step()
+        for master, p in zip(masters, model.parameters()):
+            p.data.copy_(master.detach())
 
 
 # ---- ZeRO-3 ----

@@ -1,0 +1,379 @@
+"""Grades exercise 13c of homework 5: ZeRO-1 with master weights."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel101.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    OPTIM,
+    P2P,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated, failed, right
+from parallel101.grade.harness import LEARNING_RATE, MOMENTUM
+
+WIDTH, STEPS, MICROBATCHES = 6, 4, 16
+SIZES = (WIDTH, 8, WIDTH)
+COUNT = sum(a * b + b for a, b in zip(SIZES, SIZES[1:]))
+PARAMETER = max(a * b for a, b in zip(SIZES, SIZES[1:]))
+# A rounded master weight is wrong by up to 2⁻⁹ of itself; a bf16 weight that is rounded the other
+# way, since a sum was taken in another order, changes a master weight by far less.
+TOLERANCE = 4e-4
+
+
+def make_model(weights: Tensor) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(SIZES[0], SIZES[1]), nn.Tanh(), nn.Linear(SIZES[1], SIZES[2]))
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(weights.clone(), model.parameters())
+    return model
+
+
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    """In float32, whatever the outputs are."""
+    return F.mse_loss(outputs.float(), targets)
+
+
+def is_rounded(t: Tensor) -> bool:
+    """Whether bfloat16 can hold all of its numbers."""
+    return bool(torch.equal(t, t.bfloat16().to(t.dtype)))
+
+
+def train_one_process(
+    weights: Tensor, inputs: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, float]:
+    """Master weights and rounded weights after training, flat; the norm of the first gradient.
+
+    inputs: (steps, microbatches of all ranks, samples, features).
+    """
+    master, model = weights.clone(), make_model(weights).bfloat16()
+    parameters, momentum = list(model.parameters()), torch.zeros_like(weights)
+    norms: list[float] = []
+    for x, y in zip(inputs, targets):
+        total = torch.zeros_like(weights)
+        for of_microbatch in zip(x, y):
+            loss = loss_fn(model(of_microbatch[0].bfloat16()), of_microbatch[1])
+            gradients = torch.autograd.grad(loss, parameters)
+            total += torch.cat([g.flatten() for g in gradients]).float() / len(x)
+        norms.append(float(total.norm()))
+        momentum = MOMENTUM * momentum + total
+        master -= LEARNING_RATE * momentum
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(master.bfloat16(), parameters)
+    return master, master.bfloat16().float(), norms[0]
+
+
+# ---- what each rank runs ----
+
+
+def train(function, weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """inputs: (steps, microbatches of this rank, samples, features)."""
+    model = make_model(weights)
+    parameters: list[nn.Parameter] = []
+    rounded: list[bool] = []
+    gradients: list[bool] = []
+    squares: list[float] = []  # of the first step
+
+    def make_optimizer(given):
+        optimizer = torch.optim.SGD(given, lr=LEARNING_RATE, momentum=MOMENTUM)
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters.extend(mine)
+
+        def before(*_: Any) -> None:
+            if not optimizer.state:
+                squares.extend(float(p.grad.square().sum()) for p in mine if p.grad is not None)
+            rounded.append(all(is_rounded(p.detach()) for p in mine))
+            gradients.append(all(is_rounded(p.grad) for p in mine if p.grad is not None))
+
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    batches = [list(zip(x.bfloat16(), y)) for x, y in zip(inputs, targets)]
+    function(model, loss_fn, make_optimizer, batches)
+    return {
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "masters": torch.cat([p.detach().flatten() for p in parameters] or [torch.zeros(0)]),
+        "rounded": rounded,
+        "gradients": gradients,
+        "norm": math.sqrt(sum(squares)),
+    }
+
+
+# ---- cases ----
+
+
+def mixed_case(draw: Draw, n: int) -> Case:
+    weights = 0.7 * draw.tensor(COUNT)
+    inputs, targets = (draw.tensors(n, STEPS, MICROBATCHES, 2, WIDTH) for _ in range(2))
+    masters, rounded, norm = train_one_process(weights, torch.cat(inputs, 1), torch.cat(targets, 1))
+    others = dict.fromkeys(("masters", "rounded", "gradients", "norm"), ANYTHING)
+    return Case(
+        [(weights, inputs[rank], targets[rank]) for rank in range(n)],
+        [{**others, "weights": rounded.bfloat16()}] * n,
+        facts={"masters": masters, "weights": rounded, "norm": norm},
+        seconds=20.0,
+    )
+
+
+# ---- checks ----
+
+
+def measured(trial: Trial, name: str) -> list[Any]:
+    """What the program measured on each rank."""
+    return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
+
+
+def masters_of(trial: Trial) -> Tensor | None:
+    """The master weights of all ranks together, sorted; None if they are not the whole model's."""
+    held = [m for m in measured(trial, "masters") if isinstance(m, Tensor)]
+    found = torch.cat([torch.zeros(0), *(m.double() for m in held)])
+    found = found[found != 0]
+    return found.sort().values if len(found) == COUNT else None
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return float((found.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+def weights_equal() -> Check:
+    def wrong(trial: Trial) -> str | None:
+        for rank, found in enumerate(measured(trial, "weights")):
+            if not isinstance(found, Tensor) or found.dtype != torch.bfloat16:
+                return (
+                    f"rank {rank}'s model has weights of "
+                    f"{getattr(found, 'dtype', 'no dtype')}; expected torch.bfloat16"
+                )
+            # one bf16 number further: 2⁻⁸ of a number just above a power of two
+            if not far(found, trial.case.facts["weights"]) <= 2**-8 + TOLERANCE:
+                return (
+                    f"rank {rank}'s weights after {STEPS} steps are up to "
+                    f"{far(found, trial.case.facts['weights']):.1%} off"
+                )
+        return None
+
+    return Check("value", "the bfloat16 weights are those of one process", wrong)
+
+
+def masters_equal() -> Check:
+    def wrong(trial: Trial) -> str | None:
+        found = masters_of(trial)
+        if found is None:
+            return (
+                "the ranks' optimizers together don't hold the weights of the whole model, each "
+                "number once"
+            )
+        expected = trial.case.facts["masters"].sort().values
+        if not far(found, expected) <= TOLERANCE:
+            return (
+                f"the master weights after {STEPS} steps are up to {far(found, expected):.1e} of "
+                f"the largest one off; expected at most {TOLERANCE:.0e}"
+            )
+        return None
+
+    return Check("value", "the master weights are those of one process", wrong)
+
+
+def shared_bytes(case: Case) -> list[int]:
+    """A reduce-scatter of float32 gradients and an all-gather of bfloat16 weights."""
+    n = case.world_size
+    return [STEPS * round((n - 1) / n * COUNT * (4 + 2))] * n
+
+
+def slack(case: Case) -> int:
+    return STEPS * 4 * 4 * (4 + 2) * (case.world_size - 1)  # padding of four parameters
+
+
+def optimizer_is_sharded() -> Check:
+    def wrong(trial: Trial) -> str | None:
+        n = trial.world_size
+        most = COUNT / n + (PARAMETER if n > 1 else 0)
+        for rank, held in enumerate(measured(trial, "masters")):
+            if not isinstance(held, Tensor) or held.dtype != torch.float32 or len(held) > most:
+                what = f"{len(held)} of {held.dtype}" if isinstance(held, Tensor) else "none"
+                return (
+                    f"rank {rank}'s optimizer has the master weights: {what}; expected 1/{n} of "
+                    f"{COUNT}, in torch.float32"
+                )
+        return None
+
+    return Check("memory", "each rank's optimizer has 1/n of the master weights, in 32 bit", wrong)
+
+
+def least(case: Case) -> list[int]:
+    """The others' part of the gradients of its pieces, and the others' pieces; 2 bytes each."""
+    n = case.world_size
+    return [STEPS * (n - 1) * COUNT * 4 // n - 64 if n > 1 else 0] * n
+
+
+# ---- misconceptions ----
+
+
+def bytes_a_weight(trial: Trial) -> float:
+    """How many bytes of each of the others' weights a rank sent in a step."""
+    n = trial.world_size
+    return min(communicated(trial)) / (STEPS * (n - 1) / n * COUNT)
+
+
+def several(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.world_size > 1 and trial.error is None]
+
+
+def ended(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.error is None]
+
+
+def begins_rounded(trials: Sequence[Trial]) -> bool:
+    """Before the first step all are, and afterwards they are not."""
+    found = [steps for trial in ended(trials) for steps in measured(trial, "rounded") if steps]
+    return bool(found) and all(steps[0] and not any(steps[1:]) for steps in found)
+
+
+def always_rounded(trials: Sequence[Trial]) -> bool:
+    found = [steps for trial in ended(trials) for steps in measured(trial, "rounded") if steps]
+    return bool(found) and all(len(steps) == STEPS and all(steps[1:]) for steps in found)
+
+
+def rounded_gradients(trials: Sequence[Trial]) -> bool:
+    """On one rank, where nothing is sent, the optimizer sees them; on several, half of their bytes
+    are missing.
+    """
+    alone = [trial for trial in ended(trials) if trial.world_size == 1]
+    seen = [steps for trial in alone for steps in measured(trial, "gradients") if steps]
+    if seen:
+        return all(map(all, seen)) and not always_rounded(trials)
+    return bool(several(trials)) and all(
+        3.6 < bytes_a_weight(trial) < 4.6 for trial in several(trials)
+    )
+
+
+def gathers_masters(trials: Sequence[Trial]) -> bool:
+    found = several(trials)
+    return bool(found) and all(right(trial) and 7.6 < bytes_a_weight(trial) < 9 for trial in found)
+
+
+def whole_masters(trials: Sequence[Trial]) -> bool:
+    found = several(trials)
+    return bool(found) and all(
+        isinstance(held, Tensor) and len(held) >= COUNT
+        for trial in found
+        for held in measured(trial, "masters")
+    )
+
+
+def is_sum(trials: Sequence[Trial]) -> bool:
+    """In the first step, n times the right gradient."""
+
+    def shows(trial: Trial) -> bool:
+        norm = math.hypot(*(n for n in measured(trial, "norm") if isinstance(n, float)))
+        return math.isclose(norm, trial.world_size * trial.case.facts["norm"], rel_tol=1e-2)
+
+    wrong = failed(trials)
+    return bool(wrong) and all(
+        trial.error is None and trial.world_size > 1 and shows(trial) for trial in wrong
+    )
+
+
+EXERCISES = [
+    Exercise(
+        number="13c",
+        function="train_mixed",
+        title="ZeRO-1 with master weights",
+        points=5,
+        cases=lambda draw: [mixed_case(draw, n) for n in (1, 2, 3, 4)],
+        program=train,
+        allowed=P2P | COLLECTIVES,
+        imports=OPTIM,
+        checks=(
+            weights_equal(),
+            masters_equal(),
+            bytes_sent(shared_bytes, "(n−1)/n of 4 + 2 bytes for each weight, per step", slack),
+            optimizer_is_sharded(),
+        ),
+        least_received=least,
+        misconceptions=(
+            *MESSAGES,
+            Misconception(
+                "whole master weights on each rank",
+                (
+                    "Every rank's optimizer has the master weights of the whole model: 4n bytes "
+                    "for each weight instead of 4, and as much momentum."
+                ),
+                whole_masters,
+            ),
+            Misconception(
+                "master weights updated from rounded ones",
+                (
+                    "Before each step, the optimizer's weights are the model's rounded weights, in "
+                    "a larger dtype. What rounding took away is lost, and small updates with it."
+                ),
+                always_rounded,
+            ),
+            Misconception(
+                "master weights begin rounded",
+                (
+                    "The first master weights are the model's weights after they were rounded. "
+                    "From then on they are right, but they began up to 0.2 % off."
+                ),
+                begins_rounded,
+            ),
+            Misconception(
+                "sum for mean",
+                (
+                    "A reduce-scatter adds the ranks' gradients. Each belongs to a mean over one "
+                    "share, so the sum is n times the gradient of the mean loss."
+                ),
+                is_sum,
+            ),
+            Misconception(
+                "gradients cast before the sum",
+                (
+                    "The gradients are added up in bfloat16, or rounded to it before they are "
+                    "sent. Its numbers have 8 bits, and a sum of many loses what is smaller."
+                ),
+                rounded_gradients,
+            ),
+            Misconception(
+                "master weights gathered",
+                (
+                    "The all-gather sends the master weights in 32 bit, and every rank rounds them "
+                    "afterwards. The model needs 16 bits of each."
+                ),
+                gathers_masters,
+            ),
+        ),
+        hints=(
+            "Which of the tensors must be float32: weights, gradients, sums of gradients, the "
+            "optimizer's parameters? When is the last moment at which you can copy the weights "
+            "before they are rounded?",
+            "Cut the float32 weights into pieces first, then call model.bfloat16(). In a step, add "
+            "each microbatch's p.grad to a float32 tensor, and set p.grad to None. The rest is "
+            "train_zero1, until the optimizer has made its step.",
+            "After the step, round the piece (piece.detach().bfloat16()) before you all-gather it. "
+            "The sums need float32 until they are in piece.grad.",
+        ),
+        questions=(
+            Question(
+                "sent",
+                f"The model has {COUNT} weights. Gradients are reduce-scattered in float32, and "
+                f"weights all-gathered in bfloat16. How many bytes does each of two ranks send in "
+                f"{STEPS} steps?",
+                lambda: mixed_case(Draw("question"), 2),
+                lambda trial: max(communicated(trial)),
+                "bytes",
+            ),
+        ),
+        picture="lanes",
+    ),
+]
