@@ -146,3 +146,26 @@ def train_zero3(
     3(n−1)/n · S bytes per step: the weights twice and the gradients once.
     """
     raise NotImplementedError("train_zero3 is not written yet")
+
+
+def recompute(block: nn.Module, x: Tensor) -> Tensor:
+    """Return block(x), and keep only x for backward: what is inside of the block is computed again.
+
+        forward      x ─▶ block ─▶ y                        keeps x
+        backward     x ─▶ block, once more ─▶ y ◀─ ∂y       ─▶ ∂x and the weights' gradients
+
+    Args:
+        block: a module, called with one tensor. It may drop numbers (torch's dropout), and its
+            forward and backward may send messages.
+        x: the block's input; it requires a gradient.
+
+    Returns:
+        block(x). Losses and gradients are those of training with block(x), also if several calls
+        go forward before one goes backward, and in later steps, when the weights have changed. The
+        second forward drops the same numbers as the first, and afterwards torch draws the random
+        numbers that it would have drawn without a second forward.
+
+    At most one block's inner activations are in memory at once. The messages of the forward are
+    sent twice. torch.utils.checkpoint is what you are about to write, so don't use it.
+    """
+    raise NotImplementedError("recompute is not written yet")

@@ -122,3 +122,31 @@ def train_zero3(layers, shards, loss_fn, make_optimizer, batches):
         loss_fn(x, targets).backward()
         optimizer.step()
     return [{name: piece.detach() for name, piece in own.items()} for own in pieces]
+
+
+class Recomputed(torch.autograd.Function):
+    """block(x), of which only x is kept. The weights are arguments so that autograd asks for the
+    backward; it adds their gradients itself.
+    """
+
+    @staticmethod
+    def forward(ctx, block, x, *weights):
+        ctx.block, ctx.state = block, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.set_rng_state(now)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad, *(None for _ in ctx.block.parameters())
+
+
+def recompute(block, x):
+    return Recomputed.apply(block, x, *block.parameters())

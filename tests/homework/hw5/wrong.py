@@ -1,5 +1,7 @@
 """Wrong solutions of homework 5. EXPECTED: the misconception that the grader must name for each."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,6 +30,14 @@ EXPECTED = {
     "train_zero3__never_freed": "gathered weights never freed",
     "train_zero3__all_reduced": "gradients all-reduced",
     "train_zero3__summed": "sum for mean",
+    "recompute__plain": "nothing is recomputed",
+    "recompute__keeps_the_graph": "nothing is recomputed",
+    "recompute__other_numbers": "random state not restored",
+    "recompute__seeded": "random state not restored",
+    "recompute__not_put_back": "random state not put back",
+    "recompute__old_copy": "recomputed with other weights",
+    "recompute__only_x": "gradient of the weights lost",
+    "recompute__detached": "gradient stops at x",
 }
 
 
@@ -362,3 +372,109 @@ def train_zero3__summed(layers, shards, loss_fn, make_optimizer, batches):
     return zero3(
         layers, shards, loss_fn, make_optimizer, batches, checkpointed, reduced=summed_piece
     )
+
+
+# ---- recomputation ----
+
+
+class Again(torch.autograd.Function):
+    """The right one, with one part of it exchanged."""
+
+    @staticmethod
+    def forward(ctx, x, block, restores, puts_back, again, *weights):
+        ctx.parts = restores, puts_back, again
+        ctx.state = torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        restores, puts_back, again = ctx.parts
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        now = torch.get_rng_state()
+        if restores is not None:
+            restores(ctx.state)
+        with torch.enable_grad():
+            y = again(x)
+        if puts_back:
+            torch.set_rng_state(now)
+        weights = list(again.parameters())
+        found = torch.autograd.grad(y, [x, *weights], gradient)
+        return found[0], None, None, None, None, *found[1:]
+
+
+def again(block, x, restores=torch.set_rng_state, puts_back=True, computes=None):
+    return Again.apply(x, block, restores, puts_back, computes or block, *block.parameters())
+
+
+def recompute__plain(block, x):
+    return block(x)
+
+
+class KeepsTheGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block, *weights):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y, ctx.weights = block(ctx.x), weights
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        found = torch.autograd.grad(ctx.y, [ctx.x, *ctx.weights], gradient)
+        return found[0], None, *found[1:]
+
+
+def recompute__keeps_the_graph(block, x):
+    return KeepsTheGraph.apply(x, block, *block.parameters())
+
+
+def recompute__other_numbers(block, x):
+    return again(block, x, restores=None)
+
+
+def recompute__seeded(block, x):
+    """A seed of its own for each second forward, which is not the first one's."""
+    return again(block, x, restores=lambda state: torch.manual_seed(0))
+
+
+def recompute__not_put_back(block, x):
+    return again(block, x, puts_back=False)
+
+
+COPIES = {}
+
+
+def recompute__old_copy(block, x):
+    if block not in COPIES:
+        COPIES[block] = copy.copy(block)
+        COPIES[block]._parameters = {
+            name: nn.Parameter(p.detach().clone()) for name, p in block.named_parameters()
+        }
+    return again(block, x, computes=COPIES[block])
+
+
+class OnlyX(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block, ctx.state = block, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            (found,) = torch.autograd.grad(ctx.block(x), x, gradient)
+        torch.set_rng_state(now)
+        return found, None
+
+
+def recompute__only_x(block, x):
+    return OnlyX.apply(x, block)
+
+
+def recompute__detached(block, x):
+    return again(block, x.detach())

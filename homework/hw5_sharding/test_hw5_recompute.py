@@ -1,0 +1,464 @@
+"""Grades exercise 14b of homework 5: a block whose activations are computed again in backward."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from parallel101.grade.exercise import (
+    ANYTHING,
+    AUTOGRAD,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, close, communicated
+from parallel101.grade.harness import LEARNING_RATE, PeakBytes
+from parallel101.record.spans import compute, span
+
+BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2
+ITEM = 8  # bytes of a float64
+X = SAMPLES * WIDTH * ITEM
+INSIDE = 2 * SAMPLES * HIDDEN * ITEM  # what backward needs from inside of a block, on each rank
+COUNT = 2 * WIDTH * HIDDEN
+
+
+class Sum(torch.autograd.Function):
+    """All-reduce forward or backward: a tensor-parallel layer needs both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: bool) -> Tensor:
+        ctx.reduces = not forward
+        return all_reduced(x) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduced(gradients[0]) if ctx.reduces else gradients[0], None
+
+
+def all_reduced(x: Tensor) -> Tensor:
+    total = x.clone()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+class Block(nn.Module):
+    """Half of a transformer's block, tensor parallel: x + W₂ dropout(tanh(W₁ x)).
+
+    `watch` is told of the activations inside.
+    """
+
+    def __init__(self, first: Tensor, second: Tensor, p: float, watch: Callable[..., None]):
+        super().__init__()
+        self.first, self.second = nn.Parameter(first.clone()), nn.Parameter(second.clone())
+        self.p, self.watch = p, watch
+
+    def forward(self, x: Tensor) -> Tensor:
+        with span("forward"):
+            compute(1.0)
+            hidden = torch.tanh(Sum.apply(x, False) @ self.first)
+            dropped = F.dropout(hidden, self.p)
+            self.watch(hidden, dropped)
+            return x + Sum.apply(dropped @ self.second, True)
+
+
+class Whole(nn.Module):
+    """The same with the blocks of all ranks, each with the same dropped columns."""
+
+    def __init__(self, weights: Sequence[tuple[Tensor, Tensor]], p: float):
+        super().__init__()
+        self.first = nn.ParameterList(first.clone() for first, _ in weights)
+        self.second = nn.ParameterList(second.clone() for _, second in weights)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = F.dropout(torch.ones(*x.shape[:-1], HIDDEN, dtype=x.dtype), self.p)
+        parts = [
+            (torch.tanh(x @ first) * kept) @ second
+            for first, second in zip(self.first, self.second)
+        ]
+        return x + sum(parts[1:], parts[0])
+
+
+def train(
+    recompute: Callable[[nn.Module, Tensor], Tensor],
+    blocks: Sequence[nn.Module],
+    inputs: Tensor,
+    targets: Tensor,
+) -> dict[str, Any]:
+    """Both microbatches go forward before one goes backward, as in a pipeline.
+
+    inputs: (steps, microbatches, samples, features).
+    """
+    parameters = [p for block in blocks for p in block.parameters()]
+    found: list[dict[str, Any]] = []
+    for xs, ys in zip(inputs, targets):
+        losses = []
+        for x, y in zip(xs, ys):
+            out = x.clone().requires_grad_()
+            for block in blocks:
+                out = recompute(block, out)
+            losses.append(F.mse_loss(out, y))
+        for loss in reversed(losses):
+            loss.backward()
+        found.append(
+            {
+                "losses": [float(loss.detach()) for loss in losses],
+                "gradients": [
+                    torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters
+                ],
+            }
+        )
+        with torch.no_grad():
+            for p in parameters:
+                p -= LEARNING_RATE * (torch.zeros_like(p) if p.grad is None else p.grad)
+                p.grad = None
+    return {"steps": found, "random": torch.rand(4)}
+
+
+def train_blocks(
+    function, weights: Sequence[tuple[Tensor, Tensor]], p: float, inputs: Tensor, targets: Tensor
+) -> dict[str, Any]:
+    """What each rank runs."""
+    inside = PeakBytes()
+    blocks = [Block(first, second, p, inside.watch) for first, second in weights]
+    refuse_checkpoint()
+    return {**train(function, blocks, inputs, targets), "peak": inside.peak}
+
+
+def refuse_checkpoint() -> None:
+    """It is what the exercise asks for."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("torch.utils.checkpoint is what you are about to write: don't use it")
+
+    for name in ("checkpoint", "checkpoint_sequential", "CheckpointFunction"):
+        setattr(torch.utils.checkpoint, name, refuse)
+
+
+# ---- cases ----
+
+
+def recompute_case(draw: Draw, n: int, p: float, seed: int = 1) -> Case:
+    scale = 1 / math.sqrt(WIDTH * n)
+    weights = [
+        [
+            (
+                scale * draw.tensor(WIDTH, HIDDEN, dtype=torch.float64),
+                scale * draw.tensor(HIDDEN, WIDTH, dtype=torch.float64),
+            )
+            for _ in range(n)
+        ]
+        for _ in range(BLOCKS)
+    ]
+    shape = STEPS, MICROBATCHES, SAMPLES, WIDTH
+    inputs, targets = (
+        draw.tensor(*shape, dtype=torch.float64),
+        draw.tensor(*shape, dtype=torch.float64),
+    )
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    whole = train(lambda block, x: block(x), [Whole(of, p) for of in weights], inputs, targets)
+    torch.set_rng_state(state)
+
+    def of_rank(rank: int, step: dict[str, Any]) -> dict[str, Any]:
+        # a block's parameters: the first of all ranks, and then the second of all ranks
+        mine = [
+            step["gradients"][2 * n * block + half * n + rank]
+            for block in range(BLOCKS)
+            for half in range(2)
+        ]
+        return {**step, "gradients": mine}
+
+    return Case(
+        [([of[rank] for of in weights], p, inputs, targets) for rank in range(n)],
+        [
+            {
+                "steps": [of_rank(rank, step) for step in whole["steps"]],
+                "random": whole["random"],
+                "peak": ANYTHING,
+            }
+            for rank in range(n)
+        ],
+        note=f"dropout {p:g}" if p else "no dropout",
+        facts={"p": p},
+        seconds=20.0,
+        seed=seed,
+    )
+
+
+def cases(draw: Draw) -> list[Case]:
+    return [
+        recompute_case(draw, n, p, seed=draw.integer(1, 10**6))
+        for n, p in ((1, 0.0), (1, 0.4), (2, 0.0), (2, 0.4), (3, 0.3))
+    ]
+
+
+# ---- checks ----
+
+
+def measured(trial: Trial, name: str) -> list[Any]:
+    return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
+
+
+def equal_gradients(trial: Trial, rank: int, step: int) -> bool:
+    steps, expected = measured(trial, "steps")[rank], trial.case.expected[rank]["steps"]
+    return (
+        isinstance(steps, list)
+        and len(steps) == STEPS
+        and all(map(close, steps[step]["gradients"], expected[step]["gradients"]))
+    )
+
+
+def equal_losses(trial: Trial, rank: int, step: int) -> bool:
+    steps, expected = measured(trial, "steps")[rank], trial.case.expected[rank]["steps"]
+    return (
+        isinstance(steps, list)
+        and len(steps) == STEPS
+        and all(map(math.isclose, steps[step]["losses"], expected[step]["losses"]))
+    )
+
+
+def values_equal() -> Check:
+    def wrong(trial: Trial) -> str | None:
+        for step in range(STEPS):
+            for rank in range(trial.world_size):
+                if not equal_losses(trial, rank, step):
+                    return f"rank {rank}'s losses in step {step} are others than block(x) gives"
+                if not equal_gradients(trial, rank, step):
+                    return f"rank {rank}'s gradients in step {step} are others than block(x) gives"
+        for rank, drawn in enumerate(measured(trial, "random")):
+            if not torch.equal(drawn, trial.case.expected[rank]["random"]):
+                return f"after training, torch's next random numbers on rank {rank} are others"
+        return None
+
+    return Check("value", "losses, gradients and random numbers are those of block(x)", wrong)
+
+
+def one_block() -> Check:
+    def wrong(trial: Trial) -> str | None:
+        for rank, peak in enumerate(measured(trial, "peak")):
+            if not isinstance(peak, int) or peak > INSIDE:
+                return (
+                    f"rank {rank} held {peak} bytes from inside of the blocks at once; one block "
+                    f"has {INSIDE}"
+                )
+        return None
+
+    return Check("memory", "activations from inside of one block at a time", wrong)
+
+
+def twice_forward(case: Case) -> list[int]:
+    """An all-reduce of x forward, the same again in backward, and one of its gradient."""
+    n = case.world_size
+    return [STEPS * MICROBATCHES * BLOCKS * 3 * round(2 * (n - 1) / n * X)] * n
+
+
+def slack(case: Case) -> int:
+    """The last forward's sum isn't needed again."""
+    return STEPS * MICROBATCHES * BLOCKS * 4 * ITEM
+
+
+def least(case: Case) -> list[int]:
+    n = case.world_size
+    return [STEPS * MICROBATCHES * BLOCKS * 2 * round(2 * (n - 1) / n * X) - 64 if n > 1 else 0] * n
+
+
+# ---- misconceptions ----
+
+
+def ended(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.error is None]
+
+
+def all_of(equal: Callable[[Trial, int, int], bool], trial: Trial, step: int) -> bool:
+    return all(equal(trial, rank, step) for rank in range(trial.world_size))
+
+
+def computes_once(trials: Sequence[Trial]) -> bool:
+    found = ended(trials)
+    return bool(found) and all(
+        isinstance(peak, int) and peak >= BLOCKS * INSIDE
+        for trial in found
+        for peak in measured(trial, "peak")
+    )
+
+
+def other_numbers_dropped(trials: Sequence[Trial]) -> bool:
+    """Without dropout all is right; with it, the first losses are, and their gradients are not."""
+    found = ended(trials)
+    drops = [trial for trial in found if trial.case.facts["p"]]
+    others = [trial for trial in found if not trial.case.facts["p"]]
+    return (
+        bool(drops)
+        and bool(others)
+        and all(all_of(equal_gradients, t, step) for t in others for step in range(STEPS))
+        and all(all_of(equal_losses, t, 0) for t in drops)
+        and not any(all_of(equal_gradients, t, 0) for t in drops)
+    )
+
+
+def state_not_put_back(trials: Sequence[Trial]) -> bool:
+    """With dropout, the first step is right, and what is drawn afterwards is not."""
+    found = ended(trials)
+    drops = [trial for trial in found if trial.case.facts["p"]]
+    return (
+        bool(drops)
+        and all(all_of(equal_gradients, t, 0) for t in drops)
+        and not any(all_of(equal_losses, t, 1) for t in drops)
+        and all(
+            all_of(equal_gradients, t, step)
+            for t in found
+            if not t.case.facts["p"]
+            for step in range(STEPS)
+        )
+    )
+
+
+def other_weights(trials: Sequence[Trial]) -> bool:
+    """Without dropout: the first step is right, so is the second's loss, and its gradients not."""
+    plain = [trial for trial in ended(trials) if not trial.case.facts["p"]]
+    return bool(plain) and all(
+        all_of(equal_gradients, t, 0)
+        and all_of(equal_losses, t, 1)
+        and not all_of(equal_gradients, t, 1)
+        for t in plain
+    )
+
+
+def zero(trial: Trial, rank: int, blocks: Sequence[int]) -> bool:
+    steps = measured(trial, "steps")[rank]
+    return isinstance(steps, list) and all(
+        not steps[0]["gradients"][2 * block + half].any() for block in blocks for half in range(2)
+    )
+
+
+def weights_without_gradient(trials: Sequence[Trial]) -> bool:
+    found = ended(trials)
+    return bool(found) and all(
+        zero(t, rank, range(BLOCKS)) for t in found for rank in range(t.world_size)
+    )
+
+
+def stops_at_x(trials: Sequence[Trial]) -> bool:
+    found = ended(trials)
+    return bool(found) and all(
+        zero(t, rank, range(BLOCKS - 1)) and not zero(t, rank, [BLOCKS - 1])
+        for t in found
+        for rank in range(t.world_size)
+    )
+
+
+EXERCISES = [
+    Exercise(
+        number="14b",
+        function="recompute",
+        title="Recompute a block in backward",
+        points=5,
+        cases=cases,
+        program=train_blocks,
+        allowed=P2P | COLLECTIVES,
+        imports=AUTOGRAD,
+        checks=(
+            values_equal(),
+            one_block(),
+            bytes_sent(twice_forward, "the messages of a forward twice, of a backward once", slack),
+        ),
+        least_received=least,
+        misconceptions=(
+            *MESSAGES,
+            Misconception(
+                "nothing is recomputed",
+                (
+                    "Until backward, the activations from inside of all blocks are in memory: "
+                    "autograd keeps what a forward leaves in its graph."
+                ),
+                computes_once,
+            ),
+            Misconception(
+                "gradient of the weights lost",
+                (
+                    "No weight of any block gets a gradient. The second forward has a graph of its "
+                    "own, and nobody asked it for them; or it has none."
+                ),
+                weights_without_gradient,
+            ),
+            Misconception(
+                "gradient stops at x",
+                (
+                    "Only the last block's weights get gradients. The gradient of x must go on to "
+                    "the block before."
+                ),
+                stops_at_x,
+            ),
+            Misconception(
+                "random state not restored",
+                (
+                    "The second forward drops other numbers than the first one. Then its "
+                    "activations, and the gradients, belong to another output."
+                ),
+                other_numbers_dropped,
+            ),
+            Misconception(
+                "random state not put back",
+                (
+                    "After backward, torch draws numbers that it has drawn before: the second "
+                    "forward's random state stays. The next step's dropout is then another one."
+                ),
+                state_not_put_back,
+            ),
+            Misconception(
+                "recomputed with other weights",
+                (
+                    "In the second step, the second forward computes with the first step's weights, "
+                    "in a copy of the block that was made too early."
+                ),
+                other_weights,
+            ),
+        ),
+        hints=(
+            "What does backward need of this block, and what can be computed from x? What else did "
+            "the forward depend on, besides x and the weights?",
+            "An autograd.Function whose forward computes block(x) without a graph, and keeps x and "
+            "torch.get_rng_state(). Its backward computes block(x) again, with a graph, from a "
+            "detached x that requires a gradient. Give the Function the weights as arguments, too: "
+            "else autograd doesn't know that the result depends on them.",
+            "In backward: with torch.enable_grad(), y = block(x), and torch.autograd.backward(y, "
+            "gradient) adds to the weights' .grad itself. Around it, set the state that you kept, "
+            "and afterwards the one that you found.",
+        ),
+        questions=(
+            Question(
+                "peak",
+                f"Each of the {BLOCKS} blocks makes {INSIDE} bytes inside that backward needs, and "
+                f"two microbatches go forward before one goes backward. How many of these bytes "
+                "does a rank hold at most if every block is recomputed?",
+                lambda: recompute_case(Draw("question"), 2, 0.4),
+                lambda trial: max(measured(trial, "peak")),
+                "bytes",
+            ),
+            Question(
+                "sent",
+                f"x has {X} bytes. A block all-reduces once forward and once backward. There are "
+                f"{STEPS} steps of {MICROBATCHES} microbatches. How many bytes does each of two "
+                "ranks send?",
+                lambda: recompute_case(Draw("question"), 2, 0.4),
+                lambda trial: max(communicated(trial)),
+                "bytes",
+            ),
+        ),
+        picture="lanes",
+    ),
+]
