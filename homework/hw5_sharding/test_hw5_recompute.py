@@ -422,8 +422,8 @@ EXERCISES = [
             Misconception(
                 "recomputed with other weights",
                 (
-                    "In the second step, the second forward computes with the first step's weights, "
-                    "in a copy of the block that was made too early."
+                    "In step 1, the second forward computes with the weights of step 0: "
+                    "it has a copy of the block that was made too early."
                 ),
                 other_weights,
             ),
