@@ -34,8 +34,8 @@ def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
         group: see `group_of`; None is all ranks. An idle rank sends nothing.
 
     Returns a zero-volume tensor that belongs to the graph: call `backward()` on it or its sum. On
-    gloo it returns when x was received. Raises ValueError or TypeError if `dst` isn't another
-    position of the group.
+    gloo it returns after the receive was posted. Raises ValueError or TypeError if `dst` isn't
+    another position of the group.
     """
 
     def forward(x: Tensor) -> Tensor:

@@ -6,9 +6,9 @@
 
 gloo and sim start each message at once. NCCL wants the messages that belong together in one batch:
 there they start at the first wait, or at `comm.flush()`. Post the receive before you wait for a
-send: gloo's send is complete only when it was received. An empty tensor needs no message. Messages
-between two ranks are matched in the order in which they were posted. Their tag only keeps them
-apart from the program's own messages, and NCCL ignores even that.
+send: gloo's send is complete only after its receive was posted. An empty tensor needs no message.
+Messages between two ranks are matched in the order in which they were posted. Their tag only keeps
+them apart from the program's own messages, and NCCL ignores even that.
 """
 
 from __future__ import annotations
