@@ -28,7 +28,7 @@ WIDTH, STEPS, MICROBATCHES = 6, 4, 16
 SIZES = (WIDTH, 8, WIDTH)
 COUNT = sum(a * b + b for a, b in zip(SIZES, SIZES[1:]))
 PARAMETER = max(a * b for a, b in zip(SIZES, SIZES[1:]))
-# A rounded master weight is wrong by up to 2⁻⁹ of itself; a bf16 weight that is rounded the other
+# A rounded master weight is wrong by up to 2⁻⁸ of itself; a bf16 weight that is rounded the other
 # way, since a sum was taken in another order, changes a master weight by far less.
 TOLERANCE = 4e-4
 
@@ -324,7 +324,7 @@ EXERCISES = [
                 "master weights begin rounded",
                 (
                     "The first master weights are the model's weights after they were rounded. "
-                    "From then on they are right, but they began up to 0.2 % off."
+                    "From then on they are right, but they began up to 0.4 % off."
                 ),
                 begins_rounded,
             ),

@@ -18,6 +18,7 @@ Behind them:
     pipeline/               stages, and the messages between them
     weight_gradients.py     ∂W, computed later than ∂x
     recompute.py            activations that backward computes again
+    precision.py            16 bit, and master weights
     agreement.py, shares.py, replicas.py     what the ranks agree on, errors included
     verify/                 before the first step: equal to one process?
     support/                arguments, batches, losses, optimizers, fit, checkpoints, memory use

@@ -186,9 +186,8 @@ class TensorParallelTrainer(HybridTrainer):
     one process.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, recompute, sync, verify: see
-        model, loss_fn, optimizer, clip_norm, autocast, precision, gradient_dtype, sync, verify: see
-            `HybridTrainer`. A model whose head is cut ("vocabulary") needs
+        model, loss_fn, optimizer, clip_norm, autocast, recompute, precision, gradient_dtype, sync,
+            verify: see `HybridTrainer`. A model whose head is cut ("vocabulary") needs
             loss_fn=vocabulary_cross_entropy.
         group: the ranks that train together; see `group_of`. All are given the same samples.
         plan: name of a module → style, `*` for any part of a name; what no name matches is

@@ -24,6 +24,8 @@ from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
 TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
+ONLY_OTHERS = "Solid: this rank holds it. Hatched: only other ranks do."
+LARGEST = "Solid: what it holds. Hatched: how much less than the largest."  # one rank each
 PEAK = " (peak)"  # the end of the name of a kind that is held only for a moment
 KIND_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
 OTHER_COLOURS = (4, 6, 2, 7, 5)
@@ -105,7 +107,8 @@ def memory_scene(
         ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
     )
     scene.definitions.append(HATCHING)
-    low = _head(scene, note, colours)
+    several = any(len(of.ranks) > 1 for of in panels.values())
+    low = _head(scene, note, colours, ONLY_OTHERS if several else LARGEST)
     scene.narrow = (480, scene.height + low)
     names = scene.panel(narrow=f"translate(0,{low})")
     bars = scene.panel(
@@ -176,7 +179,7 @@ def share_of(parts: Sequence[tuple[float, float]]) -> float:
     return sum(high - low for low, high in parts)
 
 
-def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> int:
+def _head(scene: Scene, note: str, colours: Mapping[str, int], says: str) -> int:
     """Add the title and the legend.
 
     Returns by how much the legend is higher on phones, where it takes several lines.
@@ -187,7 +190,7 @@ def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> int:
     scene.panel(narrow="none").add("text", note, x=932, y=40, font_size=13, class_="m e")
     head.add(
         "text",
-        "Solid: this rank holds it. Hatched: only other ranks do.",
+        says,
         x=28,
         y=64,
         font_size=14,

@@ -23,6 +23,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from parallel101.record.units import decimal_bytes, human_bytes, human_seconds
 from parallel101.viz.palette import FONT, LIGHT, PLOTTED, with_colours
@@ -47,6 +48,7 @@ UNITS = {
     "bytes": human_bytes,
     "seconds": human_seconds,
     "bytes/s": lambda value: f"{decimal_bytes(value)}/s",
+    "relative": lambda value: f"{value:.2g}",
     "": lambda value: f"{value:,.0f}",
 }
 STYLE: dict[Any, Any] = {
@@ -129,7 +131,7 @@ def sweep(
         spread: {label: {x: (lowest, highest)}}, drawn as error bars at the points of `measured`.
             Points of one x are then side by side.
         title, subtitle: above the plot.
-        x, y: the units: "bytes", "seconds", "bytes/s", or "" for plain numbers.
+        x, y: the units: "bytes", "seconds", "bytes/s", "relative", or "" for whole numbers.
         x_label: the name of the x axis, if the ticks do not say it.
 
     Returns:
@@ -286,6 +288,8 @@ def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str, most: int) -> None:
     if base == 10 and len(ticks) < 2:  # less than two decades: 1, 2 and 5 times a power
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
         ticks = [k * 10.0**d for d in decades for k in (1, 2, 5) if low <= k * 10.0**d <= high]
+    if len(ticks) < 2:  # all values are close to each other
+        ticks = [v for v in MaxNLocator(4).tick_values(low, high) if low <= v <= high]
     axes.set_yticks(ticks)
     axes.set_yticklabels([UNITS[y](v) for v in axes.get_yticks()])
     axes.minorticks_off()
