@@ -40,10 +40,9 @@ def test_the_lessons_and_homework_of_a_route_exist_and_come_in_order(route):
     for part in route.parts:
         taken += part.lessons
         for number in part.homework:
-            asking = [name for name, lesson in COURSE.items() if number in lesson.homework]
-            assert number in HOMEWORK and set(asking) <= set(taken), (
-                f"homework {number} comes before {sorted(set(asking) - set(taken))}"
-            )
+            # a later lesson may ask for one more exercise of it
+            first, *_ = (name for name, lesson in COURSE.items() if number in lesson.homework)
+            assert number in HOMEWORK and first in taken, f"homework {number} comes before {first}"
 
 
 def test_a_lecture_takes_75_minutes_and_a_term_has_everything():
@@ -78,7 +77,7 @@ def test_the_index_opens_with_a_moving_picture_and_three_routes():
     assert [h.get_text() for h in page.select(".route h3")] == [
         "One lecture 75\u00a0minutes",
         "A week 9\u00a0hours",
-        "A term 10\u00a0hours",
+        "A term 11\u00a0hours",
     ]
     lecture, week, term = page.select(".route")
     assert "00 Ranks, the short way: 30\u00a0minutes" in lecture.get_text()
