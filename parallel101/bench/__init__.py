@@ -10,6 +10,7 @@ training      time and memory of a training step      DDP and FSDP2
 tensor        the same with tensor parallelism        DTensor
 pipeline      the same in a pipeline                  torch.distributed.pipelining
 verify        the comparison before the first step    a step of one process
+recompute     time and activations of a step          keeping all activations
 sim           messages per second, ranks, memory      nothing
 pictures      pictures, pages and a first notebook    matplotlib, a page without scripts, spawn
 """
@@ -25,6 +26,7 @@ from parallel101.bench import (
     collective_speed,
     launch_time,
     pictures,
+    recompute_cost,
     recording_cost,
     simulator_speed,
     training_speed,
@@ -40,6 +42,7 @@ SECTIONS = {
     "tensor": training_speed.measure_tensor,
     "pipeline": training_speed.measure_pipeline,
     "verify": verify_cost.measure,
+    "recompute": recompute_cost.measure,
     "sim": simulator_speed.measure,
     "pictures": pictures.measure,
 }
