@@ -153,7 +153,7 @@ COLUMN_LAYER = Exercise(
         "GELU acts on each number alone, so each rank may apply it before the all-gather. Autograd "
         "can do all of it but the all-gather.",
         "Write a torch.autograd.Function: forward gathers all ranks' columns. Its backward is the "
-        "adjoint of an all-gather; see homework 3.",
+        "adjoint of an all-gather; see lesson 03.",
         "backward(ctx, g): cut g into n blocks of columns, make them contiguous, and "
         "reduce-scatter them. Rank r returns the sum of block r.",
     ),

@@ -203,6 +203,17 @@ PRINTED = {
             r"+ReduceScatter W +AllGather W\n"
             r"outputs cut +nothing +nothing +AllReduce X\ninputs cut +AllReduce Y +nothing +nothing"
         ],
+        "mesh-run": [r"\(0,\) .* \(6, 4\)\n.*\(1,\) .* \(3, 12\)\n.*\(0, 1\) .* \(6, 12\)"],
+        "cube-run": [
+            r"(All(Gather|SumReduce) .* equal\n?){16}",
+            r"AllSumReduce \(\) .* of  1 ",
+            r"AllSumReduce \(1, 2\) .* of  6 ",
+        ],
+        "uneven-run": [
+            r"rank 0: gradient \(2, 2\) of \[4\.0\]",
+            r"rank 3: gradient \(2, 1\) of \[4\.0\]",
+            r"(rank [45]: gradient \(0,\) .*, 0 bytes sent\n){2}adjoint test: .* equal",
+        ],
         "break-place-run": [
             r"clone +\[1\.0, 2\.0, 3\.0, 4\.0\]\nexp +\[4\.0, 8\.0, 12\.0, 16\.0\]"
         ],
@@ -556,6 +567,7 @@ IN_PICTURES = {  # text in a picture
             "AllGather_X, B[J, K]: rank 0 abcd",
             "multiply, C[I_X, K]: rank 0 a, rank 1 b",
         ],
+        "mesh-watch": ["Forward: messages on a grid of 6 ranks", "Backward, step 2 of 2"],
     },
     "04_data_parallel": {
         "lanes-sim": ["naive: 17.8 s", "bucketed: 17.0 s", "overlapped: "],
