@@ -126,8 +126,8 @@ def index_page(
         shown = by_name[opening.picture]
         intro += (
             f'<figure class="moving" aria-label="{escape(shown.title)}">{moving}<figcaption>'
-            f"One run of lesson {_link(shown, _short_title(shown))}, drawn from its messages. So "
-            "are all pictures in these lessons.</figcaption></figure>"
+            f"One run of lesson {_link(shown, _short_title(shown))}, drawn from its messages."
+            "</figcaption></figure>"
         )
     possible = [
         route
