@@ -489,7 +489,7 @@ EXERCISES = [
                 "peak",
                 f"The gradients have {WHOLE} bytes, in {LAYERS} layers of a weight ({PARAMETER} "
                 f"bytes) and a bias ({LAYER - PARAMETER}). If each is freed at once, what is the "
-                "largest number of bytes of whole gradients at any time?",
+                "largest number of bytes in all p.grad at any time?",
                 lambda: sharded_case(Draw("question"), 4, True),
                 lambda trial: max(measured(trial, "peak")),
                 "bytes",

@@ -100,6 +100,8 @@ def test_exercise_2_other_buckets():
         quarter["mine"] == pytest.approx(nothing["mine"])
         and quarter["mine"] > quarter["overlapped"]
     )
+    assert [round(found["mine"], 1) for found in (one, quarter, nothing)] == [16.4, 14.5, 14.5]
+    assert round(one["overlapped"], 1) == 14.0
 
 
 def test_exercise_3_the_lecture_program_takes_the_mean_of_means():
