@@ -460,9 +460,8 @@ EXERCISES = [
             Question(
                 "state",
                 f"The weights have {WHOLE} bytes, and SGD with momentum keeps one number for each "
-                "weight. How many bytes of state does each of four ranks hold? (Padding makes it "
-                "a few more.)",
-                lambda: sharded_case(Draw("question"), 4, True),
+                "weight. How many bytes of state does each of three ranks hold?",
+                lambda: sharded_case(Draw("question"), 3, True),  # three divides all sizes
                 lambda trial: max(state_bytes(trial)),
                 "bytes",
             ),

@@ -1,0 +1,29 @@
+"""A learner who predicts by the formula of the lesson sees the same number in the run."""
+
+import time
+
+import pytest
+
+from parallel101.grade.exercise_report import Prediction
+from parallel101.grade.grading import run_cases
+from parallel101.grade.remote import SubmissionRanks
+from tests.homework.test_solutions import EXERCISES, submission
+
+ANSWERS = [
+    ("train_naive", "total", 3 * 4 * 2 * 3 / 4 * 928 + 3 * 928),  # the gradients, then a broadcast
+    ("average_in_buckets", "calls", 4),  # three gradients of 48 bytes fit into 150
+    ("train_overlapped", "seconds", 4 * (1 + 2) + 1),
+    ("train_zero1", "state", 1680 / 3),
+    ("train_zero2", "peak", 288),
+    ("train_zero3", "sent", 2 * 3 * 1 / 2 * 1680),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "said"), ANSWERS, ids=[row[0] for row in ANSWERS])
+def test_a_right_prediction_agrees_with_the_run(function, name, said):
+    exercise = EXERCISES[function]
+    (question,) = exercise.questions
+    with SubmissionRanks(exercise, submission(function, "reference.py")) as ranks:
+        (trial,) = run_cases(ranks, [question.case()], time.monotonic() + 30)
+    found = Prediction(name, question.ask, question.unit, said, question.measured(trial))
+    assert question.name == name and found.agrees, found
