@@ -127,7 +127,7 @@ PRINTED = {
         ],
         "fit-run": [
             r"fit: α = \d+ µs, [\d.]+ GB/s",
-            r"4,194,304 bytes: +\d+ µs \(\d+ to \d+\), \d+\.\d\d of the line",
+            r"4,194,304 bytes: +\d+ µs \(\d+ to \d+\), \d+\.\d\d × the line",
         ],
         "work": [
             r"tree +4 +4\.00 +6 +6\.00",
