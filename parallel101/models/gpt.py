@@ -28,8 +28,9 @@ class GPTConfig:
         tied: the head and the embedding share one matrix.
         dropout: the part of the activations that is dropped in training: of the embedding, of what
             attention and MLP add to x, and of the attention weights.
-        attention: "fused": one operation of torch's, which keeps no (time, time) matrix. "unfused":
-            one operation after the other, as in a textbook, which keeps several.
+        attention: "fused": one operation of torch's, which keeps no (time, time) matrix (with
+            dropout on a CPU, torch's keeps them, too). "unfused": one operation after the other, as
+            in a textbook, which keeps several.
     """
 
     vocabulary: int
