@@ -97,11 +97,11 @@ def train_mixed(
         make_optimizer: makes an optimizer for the parameters that you give it: pieces of the
             master weights. Use no other optimizer.
         batches: for each step, this rank's microbatches (inputs, targets), the inputs in bfloat16.
-            All of all ranks have the same number of samples.
+            All microbatches have the same number of samples, and all ranks have as many of them.
 
     Returns:
         Nothing. Afterwards the model has the same weights on all ranks: those of one process that
-        trains with all microbatches, and whose master weights are never rounded.
+        trains with the mean loss of all ranks' microbatches, and never rounds its master weights.
 
     With N weights and n ranks, each rank sends (n−1)/n · (4 + 2) N bytes per step, and its
     optimizer has 1/n of the master weights, and at most one parameter more. Which rank has which

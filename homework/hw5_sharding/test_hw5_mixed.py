@@ -273,16 +273,22 @@ def whole_masters(trials: Sequence[Trial]) -> bool:
 
 
 def is_sum(trials: Sequence[Trial]) -> bool:
-    """In the first step, n times the right gradient."""
+    """In the first step, the right gradient times the ranks, the microbatches or both."""
+
+    def times(trial: Trial) -> float:
+        norm = math.hypot(*(n for n in measured(trial, "norm") if isinstance(n, float)))
+        return norm / trial.case.facts["norm"]
 
     def shows(trial: Trial) -> bool:
-        norm = math.hypot(*(n for n in measured(trial, "norm") if isinstance(n, float)))
-        return math.isclose(norm, trial.world_size * trial.case.facts["norm"], rel_tol=1e-2)
+        n = trial.world_size
+        return any(
+            math.isclose(times(trial), of, rel_tol=1e-2)
+            for of in (n, MICROBATCHES, n * MICROBATCHES)
+            if of > 1
+        )
 
     wrong = failed(trials)
-    return bool(wrong) and all(
-        trial.error is None and trial.world_size > 1 and shows(trial) for trial in wrong
-    )
+    return bool(wrong) and all(trial.error is None and shows(trial) for trial in wrong)
 
 
 EXERCISES = [
@@ -331,8 +337,9 @@ EXERCISES = [
             Misconception(
                 "sum for mean",
                 (
-                    "A reduce-scatter adds the ranks' gradients. Each belongs to a mean over one "
-                    "share, so the sum is n times the gradient of the mean loss."
+                    "A reduce-scatter adds the gradients of ranks, and a rank those of "
+                    "microbatches. Each belongs to a mean over one share. The gradient of the mean "
+                    "loss is their sum, divided by their number."
                 ),
                 is_sum,
             ),

@@ -26,6 +26,7 @@ EXPECTED = {
     "train_mixed__gathers_masters": "master weights gathered",
     "train_mixed__whole_masters": "whole master weights on each rank",
     "train_mixed__summed": "sum for mean",
+    "train_mixed__microbatches_summed": "sum for mean",
     "train_zero3__disguised": "disguised data parallel",
     "train_zero3__never_freed": "gathered weights never freed",
     "train_zero3__all_reduced": "gradients all-reduced",
@@ -265,6 +266,13 @@ def train_mixed__gathers_masters(model, loss_fn, make_optimizer, batches):
 
 def train_mixed__summed(model, loss_fn, make_optimizer, batches):
     mixed(model, loss_fn, make_optimizer, batches, reduced=summed_piece)
+
+
+def train_mixed__microbatches_summed(model, loss_fn, make_optimizer, batches):
+    def summed(model, loss_fn, microbatches):
+        return [total * len(microbatches) for total in add_up(model, loss_fn, microbatches)]
+
+    mixed(model, loss_fn, make_optimizer, batches, add_up=summed)
 
 
 def train_mixed__whole_masters(model, loss_fn, make_optimizer, batches):
