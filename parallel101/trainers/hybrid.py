@@ -190,12 +190,12 @@ class HybridTrainer(Trainer):
             name: Entry(t.shape, self.precision.kept(t.dtype))
             for name, t in tensors_of_state(model).items()
         }
-        values = self.precision.cast_model(model)
+        masters = self.precision.cast_model(model)
         whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.trained, self.state = list(whole), StateNames(model)
         if self.precision.master:
-            whole = {name: nn.Parameter(values[name]) for name in whole}
+            whole = {name: nn.Parameter(masters[name]) for name in whole}
         built = build_optimizer(optimizer, whole)
         self.verifies, self.in_time = verify, sequence_parallel
         self.one_process, self.why_no_copy = None, ""
@@ -239,7 +239,7 @@ class HybridTrainer(Trainer):
             self.sync = local.syncs[0][1]
             self.runner = Accumulation(model, self.sync, many, casting)
         if self.precision.master:
-            mine = {name: self.layout.cut(name, values[name]) for name in self.sync.owned}
+            mine = {name: self.layout.cut(name, masters[name]) for name in self.sync.owned}
             here = [name for name in self.trained if name in self.local]
             self.sync = MasterWeights(self.sync, mine, here, self.precision.scaled, self.agree)
         self.owned = self.sync.owned

@@ -72,15 +72,16 @@ class Precision(NamedTuple):
         return torch.autocast(device.type, dtype=self.autocast, enabled=on)
 
     def cast_model(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Round the model's weights and buffers, in place. Returns the weights as they were, by
-        name, in at least 32 bit.
+        """Round the model's weights and buffers, in place. Returns the master weights, if there
+        are some: the weights as they were, by name, in at least 32 bit.
         """
-        before = {name: _in_32_bit(p.detach()) for name, p in model.named_parameters()}
+        named = model.named_parameters() if self.master else ()
+        masters = {name: _in_32_bit(p.detach()) for name, p in named}
         if self.weights is not None:
             for t in (*model.parameters(), *model.buffers()):
                 if t.is_floating_point():
                     t.data = t.data.to(self.weights)
-        return before
+        return masters
 
     def gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
         """Choose the dtype of these parameters' .grad; backward then adds up in it."""
