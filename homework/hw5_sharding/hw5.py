@@ -82,30 +82,32 @@ def train_mixed(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     batches: list[list[tuple[Tensor, Tensor]]],
 ) -> None:
-    """Train the model in bfloat16, with ZeRO-1 and master weights: each rank's optimizer updates
-    1/n of a float32 copy of the weights.
+    """Train the model in bfloat16, with ZeRO-1 and master weights.
+
+    Each rank's optimizer updates 1/n of the master weights, a float32 copy of the weights.
 
         microbatches' bf16 gradients, added up in float32
                   ── reduce-scatter, float32 ──▶ a piece ──▶ optimizer.step() on the master weights
                   ── all-gather, bf16 ──▶ weights
 
     Args:
-        model: this rank's replica, in float32. The ranks have the same weights already. Turn it
-            into bfloat16 (model.bfloat16()); it must still be in bfloat16 at the end.
+        model: this rank's replica, in float32. The ranks have the same weights already. Convert it
+            with model.bfloat16(), and leave it in bfloat16 at the end.
         loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a float32
             scalar.
         make_optimizer: makes an optimizer for the parameters that you give it: pieces of the
             master weights. Use no other optimizer.
         batches: for each step, this rank's microbatches (inputs, targets), the inputs in bfloat16.
-            All microbatches have the same number of samples, and all ranks have as many of them.
+            All microbatches have the same number of samples, and all ranks have the same number of
+            microbatches.
 
     Returns:
         Nothing. Afterwards the model has the same weights on all ranks: those of one process that
-        trains with the mean loss of all ranks' microbatches, and never rounds its master weights.
+        trains with the mean loss of all ranks' microbatches and never rounds its master weights.
 
-    With N weights and n ranks, each rank sends (n−1)/n · (4 + 2) N bytes per step, and its
-    optimizer has 1/n of the master weights, and at most one parameter more. Which rank has which
-    piece is up to you. Padding doesn't count.
+    With N weights and n ranks, each rank sends (n−1)/n · (4 + 2) N bytes per step. Its optimizer
+    holds 1/n of the master weights, and at most one parameter more. Which rank has which piece is
+    up to you. Padding doesn't count.
     """
     raise NotImplementedError("train_mixed is not written yet")
 
@@ -149,23 +151,23 @@ def train_zero3(
 
 
 def recompute(block: nn.Module, x: Tensor) -> Tensor:
-    """Return block(x), and keep only x for backward: what is inside of the block is computed again.
+    """Return block(x), but keep only x: backward runs the block again.
 
         forward      x ─▶ block ─▶ y                        keeps x
         backward     x ─▶ block, once more ─▶ y ◀─ ∂y       ─▶ ∂x and the weights' gradients
 
     Args:
-        block: a module, called with one tensor. It may drop numbers (torch's dropout), and its
-            forward and backward may send messages.
+        block: a module that takes one tensor. It may use torch's dropout, and its forward and
+            backward may send messages.
         x: the block's input; it requires a gradient.
 
     Returns:
-        block(x). Losses and gradients are those of training with block(x), also if several calls
+        block(x). Losses and gradients are the same as without recomputation, even if several calls
         go forward before one goes backward, and in later steps, when the weights have changed. The
-        second forward drops the same numbers as the first, and afterwards torch draws the random
-        numbers that it would have drawn without a second forward.
+        second forward drops the same numbers as the first. Afterwards torch draws the same random
+        numbers as if there had been no second forward.
 
-    At most one block's inner activations are in memory at once. The messages of the forward are
-    sent twice. torch.utils.checkpoint is what you are about to write, so don't use it.
+    Activations from inside at most one block are in memory at once. The forward's messages are sent
+    twice. torch.utils.checkpoint is what you are about to write, so don't use it.
     """
     raise NotImplementedError("recompute is not written yet")

@@ -208,7 +208,7 @@ def optimizer_is_sharded() -> Check:
                 )
         return None
 
-    return Check("memory", "each rank's optimizer has 1/n of the master weights, in 32 bit", wrong)
+    return Check("memory", "each rank's optimizer has 1/n of the master weights, in 32 bits", wrong)
 
 
 def least(case: Case) -> list[int]:
@@ -313,33 +313,33 @@ EXERCISES = [
             Misconception(
                 "whole master weights on each rank",
                 (
-                    "Every rank's optimizer has the master weights of the whole model: 4n bytes "
-                    "for each weight instead of 4, and as much momentum."
+                    "Every rank's optimizer has the master weights of the whole model. Together, "
+                    "the ranks hold 4n bytes for each weight instead of 4, and as much momentum."
                 ),
                 whole_masters,
             ),
             Misconception(
                 "master weights updated from rounded ones",
                 (
-                    "Before each step, the optimizer's weights are the model's rounded weights, in "
-                    "a larger dtype. What rounding took away is lost, and small updates with it."
+                    "Before each step, the optimizer's weights are the model's rounded weights, "
+                    "only in a larger dtype. Small updates were lost in the rounding."
                 ),
                 always_rounded,
             ),
             Misconception(
                 "master weights begin rounded",
                 (
-                    "The first master weights are the model's weights after they were rounded. "
-                    "From then on they are right, but they began up to 0.4 % off."
+                    "The master weights were copied from the model after it was rounded. Their "
+                    "updates are right, but they started up to 0.4 % off."
                 ),
                 begins_rounded,
             ),
             Misconception(
                 "sum for mean",
                 (
-                    "A reduce-scatter adds the gradients of ranks, and a rank those of "
-                    "microbatches. Each belongs to a mean over one share. The gradient of the mean "
-                    "loss is their sum, divided by their number."
+                    "The gradients of ranks, of microbatches or of both are added up, but not "
+                    "averaged. Each belongs to the mean loss of one share. The gradient of the "
+                    "whole mean loss is their sum, divided by their number."
                 ),
                 is_sum,
             ),
@@ -347,28 +347,27 @@ EXERCISES = [
                 "gradients cast before the sum",
                 (
                     "The gradients are added up in bfloat16, or rounded to it before they are "
-                    "sent. Its numbers have 8 bits, and a sum of many loses what is smaller."
+                    "sent. With only 8 significant bits, a sum of many gradients loses small ones."
                 ),
                 rounded_gradients,
             ),
             Misconception(
                 "master weights gathered",
                 (
-                    "The all-gather sends the master weights in 32 bit, and every rank rounds them "
-                    "afterwards. The model needs 16 bits of each."
+                    "The all-gather sends the master weights in 32 bits, and every rank rounds "
+                    "them afterwards. Round them first: the model only needs 16 bits of each."
                 ),
                 gathers_masters,
             ),
         ),
         hints=(
-            "Which of the tensors must be float32: weights, gradients, sums of gradients, the "
-            "optimizer's parameters? When is the last moment at which you can copy the weights "
-            "before they are rounded?",
-            "Cut the float32 weights into pieces first, then call model.bfloat16(). In a step, add "
-            "each microbatch's p.grad to a float32 tensor, and set p.grad to None. The rest is "
-            "train_zero1, until the optimizer has made its step.",
-            "After the step, round the piece (piece.detach().bfloat16()) before you all-gather it. "
-            "The sums need float32 until they are in piece.grad.",
+            "Which tensors must be float32: weights, gradients, sums of gradients, the optimizer's "
+            "parameters? And when is your last chance to copy the weights before they are rounded?",
+            "Cut the float32 weights into pieces first, then call model.bfloat16(). In each step, "
+            "add every microbatch's p.grad to a float32 tensor, and set p.grad to None. From there "
+            "to optimizer.step(), do the same as in train_zero1.",
+            "After optimizer.step(), round the piece (piece.detach().bfloat16()), then all-gather "
+            "it. Keep the sums in float32 all the way to piece.grad.",
         ),
         questions=(
             Question(

@@ -236,12 +236,12 @@ def values_equal() -> Check:
         for step in range(STEPS):
             for rank in range(trial.world_size):
                 if not equal_losses(trial, rank, step):
-                    return f"rank {rank}'s losses in step {step} are others than block(x) gives"
+                    return f"rank {rank}'s losses in step {step} differ from those of block(x)"
                 if not equal_gradients(trial, rank, step):
-                    return f"rank {rank}'s gradients in step {step} are others than block(x) gives"
+                    return f"rank {rank}'s gradients in step {step} differ from those of block(x)"
         for rank, drawn in enumerate(measured(trial, "random")):
             if not torch.equal(drawn, trial.case.expected[rank]["random"]):
-                return f"after training, torch's next random numbers on rank {rank} are others"
+                return f"after training, rank {rank} draws other random numbers than with block(x)"
         return None
 
     return Check("value", "losses, gradients and random numbers are those of block(x)", wrong)
@@ -252,12 +252,12 @@ def one_block() -> Check:
         for rank, peak in enumerate(measured(trial, "peak")):
             if not isinstance(peak, int) or peak > INSIDE:
                 return (
-                    f"rank {rank} held {peak} bytes from inside of the blocks at once; one block "
+                    f"rank {rank} held {peak} bytes from inside the blocks at once; one block "
                     f"has {INSIDE}"
                 )
         return None
 
-    return Check("memory", "activations from inside of one block at a time", wrong)
+    return Check("memory", "activations from inside one block at a time", wrong)
 
 
 def twice_forward(case: Case) -> list[int]:
@@ -382,78 +382,80 @@ EXERCISES = [
             Misconception(
                 "nothing is recomputed",
                 (
-                    "Until backward, the activations from inside of all blocks are in memory: "
-                    "autograd keeps what a forward leaves in its graph."
+                    "The activations from inside all blocks stay in memory until backward, because "
+                    "autograd keeps the graph of the first forward."
                 ),
                 computes_once,
             ),
             Misconception(
                 "gradient of the weights lost",
                 (
-                    "No weight of any block gets a gradient. The second forward has a graph of its "
-                    "own, and nobody asked it for them; or it has none."
+                    "No weight of any block gets a gradient. Either the second forward built no "
+                    "graph, or you only asked that graph for the gradient of x."
                 ),
                 weights_without_gradient,
             ),
             Misconception(
                 "gradient stops at x",
                 (
-                    "Only the last block's weights get gradients. The gradient of x must go on to "
-                    "the block before."
+                    "Only the last block's weights get gradients. The gradient of x must also "
+                    "reach the block before."
                 ),
                 stops_at_x,
             ),
             Misconception(
                 "random state not restored",
                 (
-                    "The second forward drops other numbers than the first one. Then its "
-                    "activations, and the gradients, belong to another output."
+                    "The second forward drops different numbers from the first. So its activations "
+                    "and the gradients belong to a different output."
                 ),
                 other_numbers_dropped,
             ),
             Misconception(
                 "random state not put back",
                 (
-                    "After backward, torch draws numbers that it has drawn before: the second "
-                    "forward's random state stays. The next step's dropout is then another one."
+                    "After backward, torch draws numbers that it has drawn before, because the "
+                    "second forward's random state is still set. So the next step drops the wrong "
+                    "numbers."
                 ),
                 state_not_put_back,
             ),
             Misconception(
                 "recomputed with other weights",
                 (
-                    "In step 1, the second forward computes with the weights of step 0: "
-                    "it has a copy of the block that was made too early."
+                    "In step 1, the second forward still computes with the weights of step 0, "
+                    "because it uses a copy of the block that was made too early."
                 ),
                 other_weights,
             ),
         ),
         hints=(
-            "What does backward need of this block, and what can be computed from x? What else did "
-            "the forward depend on, besides x and the weights?",
-            "An autograd.Function whose forward computes block(x) without a graph, and keeps x and "
-            "torch.get_rng_state(). Its backward computes block(x) again, with a graph, from a "
-            "detached x that requires a gradient. Give the Function the weights as arguments, too: "
-            "else autograd doesn't know that the result depends on them.",
-            "In backward: with torch.enable_grad(), y = block(x), and torch.autograd.backward(y, "
-            "gradient) adds to the weights' .grad itself. Around it, set the state that you kept, "
-            "and afterwards the one that you found.",
+            "What does backward need from this block, and what can be computed from x? What did "
+            "the first forward depend on, besides x and the weights?",
+            "Write an autograd.Function whose forward computes block(x) without a graph, and keeps "
+            "x and torch.get_rng_state(). Its backward computes block(x) again, with a graph, from "
+            "a detached x that requires a gradient. Pass the weights to the Function, too. "
+            "Otherwise autograd doesn't know that the result depends on them.",
+            "In backward, compute y = block(x) under torch.enable_grad(). "
+            "torch.autograd.backward(y, gradient) then adds to the weights' .grad by itself. "
+            "Before the second forward, set the random state that you kept. Afterwards, restore "
+            "the one that you found.",
         ),
         questions=(
             Question(
                 "peak",
-                f"Each of the {BLOCKS} blocks makes {INSIDE} bytes inside that backward needs, and "
-                f"two microbatches go forward before one goes backward. How many of these bytes "
-                "does a rank hold at most if every block is recomputed?",
+                f"Backward needs {INSIDE} bytes from inside each of the {BLOCKS} blocks, and two "
+                "microbatches go forward before one goes backward. If every block is recomputed, "
+                "how many of these bytes does a rank hold at most?",
                 lambda: recompute_case(Draw("question"), 2, 0.4),
                 lambda trial: max(measured(trial, "peak")),
                 "bytes",
             ),
             Question(
                 "sent",
-                f"x has {X} bytes. A block all-reduces once forward and once backward. There are "
-                f"{STEPS} steps of {MICROBATCHES} microbatches. How many bytes does each of two "
-                "ranks send?",
+                f"x has {X} bytes, and a block all-reduces that much once forward and once "
+                f"backward. In {STEPS} steps of {MICROBATCHES} microbatches, how many bytes does "
+                "each of two ranks send?",
                 lambda: recompute_case(Draw("question"), 2, 0.4),
                 lambda trial: max(communicated(trial)),
                 "bytes",

@@ -1,4 +1,4 @@
-"""In which dtypes a trainer computes, and the master weights of mixed precision.
+"""The dtypes in which a trainer computes, and the master weights of mixed precision.
 
     bytes a weight      weight   gradient   master weight   Adam's moments   together
     "fp32"                 4        4             –               8             16
@@ -6,11 +6,11 @@
       32-bit gradients     2        4             4               8             18
     "bf16"                 2        2             –               4              8
 
-An update is often smaller than half of the distance between two numbers in 16 bit, and would be
-rounded away. So the optimizer updates **master weights** in 32 bit, and the model computes with
-their rounded copy:
+An update is often smaller than half the distance between two neighbouring 16-bit numbers, and would
+be rounded away. So the optimizer updates **master weights** in 32 bits, and the model computes with
+a rounded copy of them:
 
-    forward, backward in 16 bit ─▶ gradients, summed ─▶ in 32 bit ─▶ optimizer ─▶ rounded to 16 bit
+    16-bit forward, backward ─▶ gradients, summed ─▶ to 32 bits ─▶ optimizer ─▶ rounded to 16 bits
 
 Source: Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3; Rajbhandari
 et al., "ZeRO" (arXiv 1910.02054), section 3.1, counts these bytes.
@@ -32,14 +32,15 @@ FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler's
 
 
 class Precision(NamedTuple):
-    """In which dtypes a trainer computes.
+    """The dtypes in which a trainer computes.
 
     Attributes:
-        weights: of weights, buffers and activations. None: as the model comes.
-        gradients: of gradients, and of the messages that sum them. None: as the weights.
+        weights: the dtype of weights, buffers and activations. None: the model's own.
+        gradients: the dtype of gradients, and of the messages that sum them. None: the weights'.
         master: whether the optimizer updates master weights.
         scaled: whether the loss is scaled up, so that small gradients are not rounded to zero.
-        autocast: of those operations of the forward that allow it. The weights keep their dtype.
+        autocast: the dtype of those operations of the forward that autocast converts. The weights
+            keep theirs.
     """
 
     weights: torch.dtype | None = None
@@ -49,31 +50,31 @@ class Precision(NamedTuple):
     autocast: torch.dtype | None = None
 
     def cast(self, inputs: Batch) -> Batch:
-        """Floating-point inputs in the weights' dtype."""
+        """Convert floating-point inputs to the weights' dtype."""
         if self.weights is None:
             return inputs
         return map_tensors(lambda t: t.to(self.weights) if t.is_floating_point() else t, inputs)
 
     def of_loss(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """The same loss of outputs in at least 32 bit: a sum over a batch needs them."""
+        """Let the loss compute in at least 32 bits, which a sum over a batch needs."""
         if loss_fn is None or self.weights in (None, torch.float32):
             return loss_fn
         return lambda outputs, targets: loss_fn(map_tensors(_in_32_bit, outputs), targets)
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a checkpoint has a tensor of this dtype."""
+        """The dtype in which a checkpoint stores a tensor of this dtype."""
         if self.weights is None or not dtype.is_floating_point:
             return dtype
         return torch.promote_types(dtype, torch.float32) if self.master else self.weights
 
     def forward(self, device: torch.device) -> Any:
-        """Goes around a forward."""
+        """The context manager in which a forward runs: autocast, if it was chosen."""
         on = self.autocast is not None
         return torch.autocast(device.type, dtype=self.autocast, enabled=on)
 
     def cast_model(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Round the model's weights and buffers, in place. Returns the master weights, if there
-        are some: the weights as they were, by name, in at least 32 bit.
+        are some: the weights as they were, by name, in at least 32 bits.
         """
         named = model.named_parameters() if self.master else ()
         masters = {name: _in_32_bit(p.detach()) for name, p in named}
@@ -84,7 +85,7 @@ class Precision(NamedTuple):
         return masters
 
     def gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Choose the dtype of these parameters' .grad; backward then adds up in it."""
+        """Set the dtype of these parameters' .grad, in which backward then adds up."""
         for p in parameters:
             p.grad_dtype = self.gradients or p.dtype
 
@@ -103,7 +104,9 @@ def choose_precision(
     autocast: torch.dtype | None,
     device: torch.device,
 ) -> Precision:
-    """Raises ValueError for what doesn't go together, or what the device can't compute."""
+    """The Precision for these options. Raises ValueError if they don't go together, or if the
+    device can't compute in this dtype.
+    """
     if precision is None and gradient_dtype is None:
         return Precision(autocast=autocast)
     if precision not in PRECISIONS:
@@ -136,17 +139,18 @@ def choose_precision(
 
 
 class MasterWeights(GradientSync):
-    """A GradientSync whose `owned` are master weights, of what `sync` owns.
+    """A GradientSync whose `owned` parameters are the master weights of those that `sync` owns.
 
-    After the step, .grad of a master weight is the rounded gradient again: its 32 bits are needed
-    for the optimizer's step only.
+    After the step, a master weight's .grad is the rounded gradient again: only the optimizer's step
+    needs it in 32 bits.
 
     Args:
         sync: synchronises the gradients of the rounded weights.
-        values: name → the master weight at first.
+        values: name → the initial master weight.
         local: names of all trained parameters on this rank, owned or not.
         scaled: scale the loss by `scale`. If a gradient overflows on any rank, no rank changes a
-            weight in this step, and the scale is halved; after 2,000 steps without, it doubles.
+            weight in this step, and the scale is halved. After 2,000 steps without overflow, it
+            doubles.
     """
 
     LEARNT = ("scale", "steps_at_scale")
@@ -162,7 +166,7 @@ class MasterWeights(GradientSync):
         masters = {name: nn.Parameter(values[name].clone()) for name in sync.owned}
         super().__init__(masters)
         for master in masters.values():
-            master.grad_dtype = None  # in 32 bit, and rounded
+            master.grad_dtype = None  # it may be in 32 bits or rounded
         self.sync, self.local, self.scaled, self.agree = sync, local, scaled, agree
         self.placements = sync.placements
         self.scale, self.steps_at_scale = (FIRST_SCALE if scaled else 1.0), 0
@@ -182,8 +186,8 @@ class MasterWeights(GradientSync):
         return list(self.local) if self.scaled and self.overflow() else unused
 
     def overflow(self) -> bool:
-        """Whether a gradient isn't finite on some rank. Then no master weight has a gradient, and
-        the optimizer does nothing. Collective.
+        """Whether a gradient isn't finite on some rank. If so, the master weights' gradients are
+        removed, and the optimizer does nothing. Collective.
         """
         gradients = [p.grad for p in self.owned.values() if p.grad is not None]
         mine = not all(bool(g.isfinite().all()) for g in gradients)
@@ -225,7 +229,7 @@ class MasterWeights(GradientSync):
 
 
 def _in_32_bit(value: Tensor) -> Tensor:
-    """At least; whole numbers stay as they are."""
+    """Convert a floating-point tensor to at least 32 bits. Integers stay as they are."""
     if not value.is_floating_point():
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))

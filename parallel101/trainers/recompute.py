@@ -1,18 +1,18 @@
-"""Recomputation: a module keeps its inputs only. Backward computes again what it needs inside.
+"""Recomputation: a module keeps only its inputs, and backward runs its forward again.
 
     forward    x ─▶ norm ─▶ attention ─▶ MLP ─▶ y       kept: x
     backward   x ─▶ norm ─▶ attention ─▶ MLP            again, with the same random numbers
                ∂x ◀── MLP ◀── attention ◀── ∂y
 
-    "full"        each block: least memory, and one forward more
-    "selective"   the core of each attention: it keeps the most for the least computing
+    "full"        each block: the least memory, for one more forward
+    "selective"   the core of each attention: the most bytes saved for the least computing
 
-torch's checkpoint does it, in its form without reentrant autograd. A recomputation stops when the
-last tensor that backward needs is there. So the sum over tensor-parallel ranks at the end of a
-block is sent again only if something after it is kept, such as a dropout mask; the sums before it
-are always sent again, and so are gathers. A core has no messages. In a trace, a span "recompute"
-goes around each. Source: Chen et al. (arXiv 1604.06174); Korthikanti et al. (arXiv 2205.05198),
-section 5.
+This uses torch's checkpoint with use_reentrant=False. A recomputation stops once it has made the
+last tensor that backward needs. So the sum over tensor-parallel ranks at the end of a block is sent
+again only if something after it is kept, such as a dropout mask. The sums before it are always sent
+again, and so are gathers. The core of attention sends no messages. In a trace, each recomputation
+is inside a span "recompute". Source: Chen et al. (arXiv 1604.06174); Korthikanti et al. (arXiv
+2205.05198), section 5.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from parallel101.trainers.weight_gradients import WeightGradients, split_backwar
 Recompute = str | Callable[[str], bool]
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# what the module between query, key and value and the output layer is called
+# usual names of the module between query, key and value and the output layer
 CORES = ("core", "core_attention", "attention_core", "inner_attention")
 
 
 def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
-    """The names of the modules that are computed again in backward; none is inside another.
+    """The names of the modules to recompute in backward. None of them is inside another.
 
     Args:
         recompute: "none", "selective", "full" or a function of a module's name.
@@ -78,7 +78,7 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
 
 
 def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The names of the modules that are in lists and have modules inside."""
+    """The names of the modules that are in a list and have modules inside."""
     for name, child in module.named_children():
         if not isinstance(module, LISTS) or isinstance(child, LISTS):
             yield from blocks_of(child, f"{prefix}{name}.")
@@ -87,7 +87,7 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def recompute_in_backward(module: nn.Module, name: str) -> None:
-    """From now on the module's forward keeps its inputs only."""
+    """Replace the module's forward with one that keeps only its inputs."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -103,14 +103,14 @@ def recompute_in_backward(module: nn.Module, name: str) -> None:
 
 
 def around(name: str) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """What goes around a forward, and around its repetition."""
+    """The context managers for a forward and for its repetition."""
     return nullcontext(), again(name, split_backward())
 
 
 @contextmanager
 def again(name: str, later: WeightGradients | None) -> Iterator[None]:
-    """If the forward left its weight gradients for later, its linear layers kept other tensors:
-    the repetition must keep the same.
+    """The context manager for a repetition. If the forward left its weight gradients for later, its
+    linear layers kept other tensors, and the repetition must keep the same ones.
     """
     with span("recompute", module=name), later.forward() if later else nullcontext():
         yield
@@ -129,7 +129,7 @@ def buffers_now(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def check_norms_inside(name: str, module: nn.Module) -> None:
-    """Raises ValueError for running statistics, which a forward updates."""
+    """Raises ValueError for a norm with running statistics, which each forward updates."""
     for below, norm in module.named_modules(prefix=name):
         if norm.training and getattr(norm, "running_mean", None) is not None:
             raise ValueError(
