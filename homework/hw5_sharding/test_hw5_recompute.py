@@ -30,7 +30,7 @@ from parallel101.record.spans import compute, span
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2
 ITEM = 8  # bytes of a float64
 X = SAMPLES * WIDTH * ITEM
-INSIDE = 2 * SAMPLES * HIDDEN * ITEM  # what backward needs from inside of a block, on each rank
+INSIDE = 2 * SAMPLES * HIDDEN * ITEM  # what backward needs from inside a block, on each rank
 COUNT = 2 * WIDTH * HIDDEN
 
 
