@@ -92,12 +92,12 @@ class HybridTrainer(Trainer):
             name. Gradients and random numbers are the same. See recompute.py.
         precision: "fp32", "bf16", "bf16-mixed" or "fp16-mixed": the dtype of weights, buffers and
             activations. Floating-point inputs are cast to it, and loss_fn is given 32-bit outputs.
-            Mixed: the optimizer updates a master copy of the weights in 32 bit, which ZeRO shards
+            Mixed: the optimizer updates a master copy of the weights in 32 bits, which ZeRO shards
             (Lightning's "bf16-mixed" is our autocast instead; its "bf16-true" is our "bf16"). fp16
             also scales the loss, and takes no step if a gradient overflows. None: the model's own
             dtypes. With master weights, `state_dict` and checkpoints have those.
         gradient_dtype: with a mixed precision, torch.float32 to add up, send and keep gradients in
-            32 bit. None: in the weights' dtype.
+            32 bits. None: in the weights' dtype.
         sync: copy the first rank's weights at the start. Without it, models that differ are an
             error that names the parameter.
         sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along dp
