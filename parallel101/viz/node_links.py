@@ -113,7 +113,7 @@ def _links(panel: Node, gpus: int, widths: list[float]) -> None:
     middles = [LEFT + COLUMN * i for i in range(gpus)]
     for title, top, bottom in (("node 0", 84.0, 324.0), ("node 1", 408.0, 472.0)):
         panel.add("rect", x=28, y=top, width=RIGHT - 28, height=bottom - top, rx=8, class_="node")
-        panel.add("text", title, x=38, y=top + 18, font_size=13, class_="m")
+        panel.add("text", title, x=38, y=top + 18, font_size=14, class_="m")
     panel.add("path", d=f"M78 {PCIE}H{middles[-1]}", class_="link pcie", stroke_width=pcie)
     for x in middles:
         for kind, width, top, bottom in (
@@ -136,7 +136,7 @@ def _links(panel: Node, gpus: int, widths: list[float]) -> None:
 def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: str) -> None:
     panel.add("rect", x=x, y=row[0], width=width, height=row[1] - row[0], rx=5, class_="part")
     middle = sum(row) / 2 + 4.5
-    panel.add("text", name, x=x + width / 2, y=middle, font_size=13, class_="c")
+    panel.add("text", name, x=x + width / 2, y=middle, font_size=14, class_="c")
 
 
 def _legend(panel: Node, widths: list[float], rows: list[tuple[str, str, str]], nodes: int) -> None:
@@ -148,8 +148,8 @@ def _legend(panel: Node, widths: list[float], rows: list[tuple[str, str, str]], 
         panel.add("text", rate, x=932, y=y, font_size=15, class_="b e")
         for line in textwrap.wrap(text, 36):
             y += 20
-            panel.add("text", line, x=LEGEND + 42, y=y, font_size=13, class_="m")
+            panel.add("text", line, x=LEGEND + 42, y=y, font_size=14, class_="m")
         y += 44
     for line in textwrap.wrap(f"Rail i connects card i of {nodes} nodes. Two are drawn.", 36):
-        panel.add("text", line, x=LEGEND + 42, y=y, font_size=13)
+        panel.add("text", line, x=LEGEND + 42, y=y, font_size=14)
         y += 20

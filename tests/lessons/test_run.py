@@ -619,7 +619,7 @@ IN_PICTURES = {  # text in a picture
     },
     "09_memory": {
         "states-run": ["Memory per rank"],
-        "step-run": ["One step of a GPT with four blocks"],
+        "step-run": ["One step of a GPT, two microbatches"],
         "surprise-picture": ["Activations of one block"],
         "price-run": ["One step: time against memory"],
         "pipeline-run": ["1F1B on four ranks, eight microbatches"],
