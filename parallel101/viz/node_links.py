@@ -83,8 +83,8 @@ def node_scene(chip: str | Chip = "H100") -> Scene:
             (
                 "NVLink",
                 per_second(node.bandwidth),
-                f"From each GPU into the NVSwitches of its node. Advertised as "
-                f"{per_second(2 * node.bandwidth)}, which counts both directions.",
+                "From each GPU into its node's NVSwitches. Both directions, as advertised: "
+                f"{per_second(2 * node.bandwidth)}.",
             ),
             (
                 "PCIe",
@@ -146,10 +146,10 @@ def _legend(panel: Node, widths: list[float], rows: list[tuple[str, str, str]], 
         panel.add("path", d=f"M{LEGEND} {y - 5}h30", class_=f"link {kind}", stroke_width=width)
         panel.add("text", name, x=LEGEND + 42, y=y, font_size=15, class_="b")
         panel.add("text", rate, x=932, y=y, font_size=15, class_="b e")
-        for line in textwrap.wrap(text, 36):
+        for line in textwrap.wrap(text, 34):
             y += 20
             panel.add("text", line, x=LEGEND + 42, y=y, font_size=14, class_="m")
         y += 44
-    for line in textwrap.wrap(f"Rail i connects card i of {nodes} nodes. Two are drawn.", 36):
+    for line in textwrap.wrap(f"Rail i connects card i of {nodes} nodes. Two are drawn.", 34):
         panel.add("text", line, x=LEGEND + 42, y=y, font_size=14)
         y += 20
