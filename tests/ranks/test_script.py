@@ -50,6 +50,7 @@ SCRIPT = """
         if case == "killed":  # rank 0 is blocked when rank 1 dies
             dist.all_reduce(torch.ones(1000))
             if rank == 1:
+                time.sleep(0.5)
                 os._exit(7)
             dist.recv(torch.ones(1), 1)
         log = open(f"log{rank}", "w")
