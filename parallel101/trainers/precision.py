@@ -168,7 +168,7 @@ class MasterWeights(GradientSync):
         for master in masters.values():
             master.grad_dtype = None  # it may be in 32 bits or rounded
         self.sync, self.local, self.scaled, self.agree = sync, local, scaled, agree
-        self.placements = sync.placements
+        self.placements, self.zero_stage = sync.placements, sync.zero_stage
         self.scale, self.steps_at_scale = (FIRST_SCALE if scaled else 1.0), 0
 
     def begin(self) -> None:

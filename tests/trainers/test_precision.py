@@ -183,6 +183,27 @@ def test_bytes_a_weight() -> None:
     assert counted == [16, 16, 8, 16, 18, 16]
 
 
+def placed(stage: int) -> Any:
+    trainer = p101.HybridTrainer(
+        mlp(), mse, adam, mesh=mesh_of("dp 2"), precision="bf16-mixed", zero_stage=stage
+    )
+    trainer.step(*trainer.share(rows(0)))
+    one_process = trainer.one_process
+    return trainer.describe().parts, {} if one_process is None else one_process.values
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_the_report_says_which_parts_are_sharded_and_verify_keeps_no_whole_model(
+    stage: int,
+) -> None:
+    for parts, values in p101.launch(placed, stage, world_size=2, backend="sim").results:
+        assert values == {}
+        first_sharded = {"weights": 3, "gradients": 2, "optimizer state": 1, "master weights": 1}
+        assert parts.keys() == first_sharded.keys()
+        for kind, (first, second) in parts.items():
+            assert (first == second == [(0.0, 1.0)]) == (stage < first_sharded[kind]), kind
+
+
 def all_reduced(dtype: torch.dtype | None) -> None:
     trainer = p101.DataParallelTrainer(
         mlp(), mse, adam, precision="bf16-mixed", gradient_dtype=dtype, verify=False

@@ -148,7 +148,9 @@ def describe(trainer: Trainer, title: str) -> Holdings:
             ("weights", layout.entries, 3),
             ("gradients", trained, 2),
             ("optimizer state", trained, 1),
+            ("master weights", trained, 1),
         )
+        if kind in counts
     }
     return Holdings(title, ranks, counts, notes, parts)
 

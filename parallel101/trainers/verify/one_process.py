@@ -144,6 +144,7 @@ class OneProcess:
                 module._buffers.update(own)
             for t, data, gradient in before:
                 t.data, t.grad = data, gradient
+            self.values = {}  # a whole model's, which the first rank need not keep
 
     # ── inside of `holding` ──
 
