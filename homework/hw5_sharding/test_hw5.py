@@ -41,6 +41,7 @@ from parallel101.grade.harness import (
     gradients_of,
     make_model,
 )
+from parallel101.grade.training_exercises import ended, measured
 
 LAYERS, WIDTH, STEPS = 5, 6, 2
 SIZES = [WIDTH] * (LAYERS + 1)
@@ -187,11 +188,6 @@ def least(case: Case) -> list[int]:
     return [STEPS * (n - 1) * WHOLE // n - 64 if n > 1 else 0] * n
 
 
-def measured(trial: Trial, name: str) -> list[Any]:
-    """What the program measured on each rank."""
-    return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
-
-
 def weights_equal() -> Check:
     def wrong(trial: Trial) -> str | None:
         for rank, expected in enumerate(trial.case.expected):
@@ -274,10 +270,6 @@ def two_layers() -> Check:
 # ---- misconceptions ----
 
 
-def several(trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.world_size > 1 and trial.error is None]
-
-
 def first_norms(trial: Trial) -> list[float] | None:
     """The norm of the gradients that each rank's optimizers saw in their first step."""
     squares = measured(trial, "squares")
@@ -311,7 +303,7 @@ def local_norm(trials: Sequence[Trial]) -> bool:
 
 def summed(trials: Sequence[Trial]) -> bool:
     """In the first step, n times the right gradients where nothing is clipped."""
-    free = [trial for trial in several(trials) if math.isinf(trial.case.facts["max_norm"])]
+    free = [trial for trial in ended(trials, 2) if math.isinf(trial.case.facts["max_norm"])]
     norms = [first_norms(trial) for trial in free]
     pairs = list(zip(free, norms))
     return bool(pairs) and all(
@@ -325,7 +317,7 @@ def summed(trials: Sequence[Trial]) -> bool:
 
 
 def whole_optimizer(trials: Sequence[Trial]) -> bool:
-    found = several(trials)
+    found = ended(trials, 2)
     return bool(found) and all(min(state_bytes(trial)) >= WHOLE for trial in found)
 
 
@@ -339,7 +331,7 @@ def all_reduced(times: int):
     """One time more than needed, on every rank."""
 
     def seen(trials: Sequence[Trial]) -> bool:
-        found = several(trials)
+        found = ended(trials, 2)
         return bool(found) and all(
             right(trial) and times + 0.9 < times_sent(trial) < times + 1.4 for trial in found
         )
@@ -348,7 +340,7 @@ def all_reduced(times: int):
 
 
 def peak_of(trials: Sequence[Trial], part: float) -> bool:
-    found = several(trials)
+    found = ended(trials, 2)
     peaks = [peak for trial in found for peak in measured(trial, "peak")]
     return (
         bool(peaks)

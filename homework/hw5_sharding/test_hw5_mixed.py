@@ -23,6 +23,7 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated, failed, right
 from parallel101.grade.harness import LEARNING_RATE, MOMENTUM
+from parallel101.grade.training_exercises import ended, measured
 
 WIDTH, STEPS, MICROBATCHES = 6, 4, 16
 SIZES = (WIDTH, 8, WIDTH)
@@ -129,11 +130,6 @@ def mixed_case(draw: Draw, n: int) -> Case:
 # ---- checks ----
 
 
-def measured(trial: Trial, name: str) -> list[Any]:
-    """What the program measured on each rank."""
-    return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
-
-
 def masters_of(trial: Trial) -> Tensor | None:
     """The master weights of all ranks together, sorted; None if they are not the whole model's."""
     held = [m for m in measured(trial, "masters") if isinstance(m, Tensor)]
@@ -226,14 +222,6 @@ def bytes_a_weight(trial: Trial) -> float:
     return min(communicated(trial)) / (STEPS * (n - 1) / n * COUNT)
 
 
-def several(trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.world_size > 1 and trial.error is None]
-
-
-def ended(trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.error is None]
-
-
 def begins_rounded(trials: Sequence[Trial]) -> bool:
     """Before the first step all are, and afterwards they are not."""
     found = [steps for trial in ended(trials) for steps in measured(trial, "rounded") if steps]
@@ -253,18 +241,18 @@ def rounded_gradients(trials: Sequence[Trial]) -> bool:
     seen = [steps for trial in alone for steps in measured(trial, "gradients") if steps]
     if seen:
         return all(map(all, seen)) and not always_rounded(trials)
-    return bool(several(trials)) and all(
-        3.6 < bytes_a_weight(trial) < 4.6 for trial in several(trials)
+    return bool(ended(trials, 2)) and all(
+        3.6 < bytes_a_weight(trial) < 4.6 for trial in ended(trials, 2)
     )
 
 
 def gathers_masters(trials: Sequence[Trial]) -> bool:
-    found = several(trials)
+    found = ended(trials, 2)
     return bool(found) and all(right(trial) and 7.6 < bytes_a_weight(trial) < 9 for trial in found)
 
 
 def whole_masters(trials: Sequence[Trial]) -> bool:
-    found = several(trials)
+    found = ended(trials, 2)
     return bool(found) and all(
         isinstance(held, Tensor) and len(held) >= COUNT
         for trial in found

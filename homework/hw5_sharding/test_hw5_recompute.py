@@ -25,6 +25,7 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, close, communicated
 from parallel101.grade.harness import LEARNING_RATE, PeakBytes
+from parallel101.grade.training_exercises import ended, measured
 from parallel101.record.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2
@@ -209,10 +210,6 @@ def cases(draw: Draw) -> list[Case]:
 # ---- checks ----
 
 
-def measured(trial: Trial, name: str) -> list[Any]:
-    return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
-
-
 def equal_gradients(trial: Trial, rank: int, step: int) -> bool:
     steps, expected = measured(trial, "steps")[rank], trial.case.expected[rank]["steps"]
     return (
@@ -277,10 +274,6 @@ def least(case: Case) -> list[int]:
 
 
 # ---- misconceptions ----
-
-
-def ended(trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.error is None]
 
 
 def all_of(equal: Callable[[Trial, int, int], bool], trial: Trial, step: int) -> bool:

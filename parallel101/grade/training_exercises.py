@@ -25,6 +25,19 @@ Named = dict[str, Tensor]
 ITEM = 8  # bytes of a float64
 
 
+# ---- what a trial found ----
+
+
+def measured(trial: Trial, name: str) -> list[Any]:
+    """What the program returned under this name, by rank."""
+    return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
+
+
+def ended(trials: Sequence[Trial], least: int = 1) -> list[Trial]:
+    """The trials on at least so many ranks that ended without an error."""
+    return [trial for trial in trials if trial.world_size >= least and trial.error is None]
+
+
 # ---- what the ranks run, and what one process runs ----
 
 
