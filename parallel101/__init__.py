@@ -53,6 +53,9 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.record.spans import compute, span
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
+    from parallel101.trainers.context.time_layout import context_positions
+    from parallel101.trainers.context.ulysses import ulysses_attention
+    from parallel101.trainers.context_parallel import ring_attention
     from parallel101.trainers.hybrid import HybridTrainer
     from parallel101.trainers.one_axis import (
         DataParallelTrainer,

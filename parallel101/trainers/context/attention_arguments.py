@@ -1,0 +1,130 @@
+"""The checks of a call of ring_attention or ulysses_attention, before its first message.
+
+rank 0   time here 5     ┐ 8 bytes a rank: all know that the whole time is 9
+rank 1   time here 4     ┘
+rank 1   a wrong shape   → sends −1 instead: rank 1 raises its error, the others one that names it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel101.collectives import all_gather
+from parallel101.collectives.checks import sizes_of, tensor_of
+from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.record.spans import wait_span
+from parallel101.trainers.context.attention_call import AttentionCall
+from parallel101.trainers.context.time_layout import check_layout, time_sizes
+
+
+def checked(
+    operation: str,
+    tensors: Sequence[Tensor],
+    group: GroupLike,
+    causal: bool,
+    layout: str,
+    sizes: Sequence[int] | None,
+    scale: float | None,
+    seconds_per_pair: float,
+) -> tuple[Sequence[Tensor], AttentionCall]:
+    """Return q, k and v in one dtype, and the rest of the call.
+
+    Without `sizes` the ranks tell each other their time, and an error on one rank is an error on
+    all. Raises TypeError or ValueError.
+    """
+    members, error, time = group_of(group), None, -1
+    try:
+        tensors = in_one_dtype(tensors)
+        check_tensors(*tensors)
+        check_others(causal, scale, seconds_per_pair)
+        time = tensors[0].shape[2]
+    except (TypeError, ValueError) as found:
+        error = found
+    told = None
+    if sizes is None and members.position is not None:
+        sizes = told = tell_times(members, time, tensors[0])
+    if error is not None:
+        raise error
+    if told and min(told) < 0:
+        raise ValueError(
+            f"{operation}: an argument is wrong on position {told.index(-1)} of the group: the "
+            "error there says how"
+        )
+    q, sizes = tensors[0], [] if members.position is None else sizes_of(sizes or (), members)
+    if members.position is not None:
+        check_sizes(sizes, layout, q, members.position)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return tensors, AttentionCall(members, sizes, causal, layout, scale, seconds_per_pair)
+
+
+def tell_times(members: Group, time: int, q: Any) -> list[int]:
+    """Return every rank's time, by position. −1 says that a rank's arguments are wrong."""
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    with wait_span("lengths"):
+        return all_gather(torch.tensor([time], device=device), group=members).tolist()
+
+
+def in_one_dtype(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return q, k and v, under autocast in its dtype, as scaled_dot_product_attention has them."""
+    for name, x in zip("qkv", tensors):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
+        tensor_of(x)
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    return tensors
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError or ValueError unless q, k and v fit each other."""
+    given = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip("qkv", (q, k, v)))
+    shapes = (
+        f"{given}: expected q (batch, heads, time, d), and k and v (batch, kv heads, time, d), of "
+        "this rank's part of the time in all three"
+    )
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    if not alike or not q.is_floating_point():
+        raise TypeError(
+            f"{given}: expected one floating-point dtype, and one device, for all three"
+        )
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(shapes)
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or k.shape != v.shape:
+        raise ValueError(shapes)
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{given}: {q.shape[1]} heads of q aren't a multiple of the {k.shape[1]} heads of k: "
+            "expected as many heads of q for each head of k and v"
+        )
+
+
+def check_others(causal: bool, scale: float | None, seconds_per_pair: float) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r}: expected True or False. Other masks aren't supported")
+    if scale is not None and not isinstance(scale, int | float):
+        raise TypeError(f"scale={scale!r}: expected a number, or None for 1/√d")
+    if not isinstance(seconds_per_pair, int | float) or seconds_per_pair < 0:
+        raise ValueError(f"seconds_per_pair={seconds_per_pair!r}: expected a number, 0 or more")
+
+
+def check_sizes(sizes: list[int], layout: str, q: Tensor, position: int) -> None:
+    """Raise ValueError unless each rank has its part of the time."""
+    check_layout(layout, sum(sizes), len(sizes))
+    if sizes[position] != q.shape[2]:
+        raise ValueError(
+            f"sizes={sizes} gives position {position} a time of {sizes[position]}, but its q has "
+            f"shape {tuple(q.shape)}"
+        )
+    expected = time_sizes(sum(sizes), len(sizes), layout)
+    if sizes != expected:
+        raise ValueError(
+            f"the ranks have {sizes} of {sum(sizes)} positions: expected {expected} in the "
+            f'"{layout}" layout. p101.context_positions({sum(sizes)}, layout="{layout}") gives the '
+            "positions of each rank"
+        )

@@ -1,0 +1,89 @@
+"""What a call of context-parallel attention says on all ranks, and how the record sees it.
+
+span "attention"            one block: pairs= its unmasked (query, key) pairs, of all heads and
+span "attention backward"   the batch, keys= the position whose keys and values these are
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel101.collectives.checks import begin
+from parallel101.collectives.comm import Comm
+from parallel101.mesh import Group
+from parallel101.record.spans import compute, span
+from parallel101.trainers.context.time_layout import Seen, visible
+
+BACKWARD = 2.5  # times the forward's seconds: five matrix products a block, and two in the forward
+
+
+class AttentionCall(NamedTuple):
+    """What a call says besides q, k and v."""
+
+    group: Group
+    sizes: list[int]  # the time that each position has
+    causal: bool
+    layout: str
+    scale: float
+    seconds_per_pair: float  # on a virtual rank's clock
+
+    @property
+    def takes_part(self) -> bool:
+        return self.group.position is not None
+
+    def visible(self, source: int) -> Seen | None:
+        """Return what this rank's queries see of the keys of position `source`."""
+        assert self.group.position is not None
+        return visible(self.group.position, source, self.sizes, self.layout, self.causal)
+
+
+def begin_ring(x: Tensor, k: Tensor, call: AttentionCall, forward: bool, **alike: Any) -> Comm:
+    """Return the Comm for a forward or backward. A checked run compares the ranks' calls."""
+    return begin(
+        "ring_attention",
+        call.group,
+        x,
+        uneven=2,
+        sizes=call.sizes,
+        kv_heads=k.shape[1],
+        causal=call.causal,
+        layout=call.layout,
+        scale=call.scale,
+        direction="forward" if forward else "backward",
+        **alike,
+    )
+
+
+@contextlib.contextmanager
+def computing(
+    pairs: int, q: Tensor, call: AttentionCall, *, backward: bool = False, **labels: Any
+) -> Iterator[None]:
+    """Record what is inside as attention, and let it take its time on a virtual rank's clock.
+
+    Args:
+        pairs: unmasked pairs of a query and a key, of one head.
+        q: gives the batch and the heads.
+        labels: of the span.
+    """
+    pairs *= q.shape[0] * q.shape[1]
+    with span("attention backward" if backward else "attention", pairs=pairs, **labels):
+        compute(call.seconds_per_pair * pairs * (BACKWARD if backward else 1))
+        yield
+
+
+def without_autocast(method: Callable[..., Any]) -> Any:
+    """Let a Function's forward or backward compute in the dtypes that it chooses itself."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        device = next(x.device.type for x in args if isinstance(x, Tensor))
+        with torch.autocast(device, enabled=False):
+            return method(*args)
+
+    return run

@@ -1,0 +1,129 @@
+"""Which positions of a sequence each rank of a context-parallel group has.
+
+    9 positions, 2 ranks   contiguous          zigzag: four chunks, the first and the last …
+    rank 0                 0 1 2 3 4           0 1 2 | 7 8
+    rank 1                 5 6 7 8             3 4 | 5 6
+
+Under a causal mask, position t attends to t + 1 positions, so the last rank of a contiguous layout
+has the most to compute. In zigzag every rank has a cheap chunk and an expensive one. Source: Llama
+Team, "The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.3.2, cuts the time in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel101.mesh import GroupLike, group_of, split_ranges
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def pieces(time: int, n: int, position: int, layout: str) -> list[range]:
+    """Return the ranges of positions that `position` of n ranks has, in order.
+
+    Raises ValueError for an unknown layout, and if a rank would have no position.
+    """
+    check_layout(layout, time, n)
+    if layout == "contiguous":
+        return [split_ranges(time, n)[position]]
+    chunks = split_ranges(time, 2 * n)
+    return [chunks[position], chunks[2 * n - 1 - position]]
+
+
+def time_sizes(time: int, n: int, layout: str) -> list[int]:
+    """Return how many of `time` positions each of n ranks has.
+
+    Raises ValueError as `pieces`.
+    """
+    return [sum(map(len, pieces(time, n, position, layout))) for position in range(n)]
+
+
+def local_positions(
+    time: int, n: int, position: int, layout: str, device: torch.device | str | None = None
+) -> Tensor:
+    """Return the positions that `position` of n ranks has, as an int64 tensor, in order.
+
+    Raises ValueError as `pieces`.
+    """
+    mine = [t for piece in pieces(time, n, position, layout) for t in piece]
+    return torch.tensor(mine, dtype=torch.int64, device=device)
+
+
+def context_positions(
+    time: int,
+    *,
+    group: GroupLike = None,
+    layout: str = "contiguous",
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return this rank's positions of a sequence, in the order in which ring attention has them.
+
+        mine = p101.context_positions(time, layout="zigzag")
+        tokens = tokens[:, mine]                # (batch, time) → (batch, time here)
+        x = embedding(tokens) + position(mine)  # positions stay those of the whole sequence
+
+    Args:
+        time: of the whole sequence, at least the number of ranks.
+        group: see `group_of`; None is all ranks. An idle rank has no positions.
+        layout: "contiguous" or "zigzag".
+        device: of the result.
+
+    Returns an int64 tensor. Sends nothing. Raises ValueError as `pieces`.
+    """
+    members = group_of(group)
+    if members.position is None:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return local_positions(time, members.size, members.position, layout, device)
+
+
+def check_layout(layout: str, time: int, n: int) -> None:
+    """Raise ValueError unless `layout` exists and gives each of n ranks a position of `time`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f'layout={layout!r}: expected "contiguous" or "zigzag"')
+    if type(time) is not int or time < n:
+        raise ValueError(
+            f"a sequence of time={time!r} over {n} ranks: expected at least one position for each "
+            "rank. Use fewer ranks, or longer sequences"
+        )
+
+
+class Seen(NamedTuple):
+    """What a rank's queries see of one rank's keys. Slices are of what these ranks hold."""
+
+    rows: slice  # the queries that see any of them
+    columns: slice  # the keys that any query sees
+    diagonal: bool  # whether each query sees the keys up to its own position only, else all
+    pairs: int  # of a query and a key that it sees
+
+
+def visible(me: int, source: int, sizes: list[int], layout: str, causal: bool) -> Seen | None:
+    """Return what the queries of position `me` see of the keys of position `source`.
+
+        zigzag, 2 ranks     keys 0 | 3   1 | 2
+        queries    0             ◣   .   .   .       each row and column is a chunk
+                   3             ■   ◣   ■   ■       of rank 0: chunks 0 and 3, of rank 1: 1 and 2
+                   1             ■   .   ◣   .
+                   2             ■   .   ■   ◣
+
+    Returns None if they see nothing.
+    """
+    rows, columns = range(sizes[me]), range(sizes[source])
+    if causal and source == me:
+        return Seen(slice(None), slice(None), True, len(rows) * (len(rows) + 1) // 2)
+    if causal and layout == "contiguous" and source > me:
+        return None
+    if causal and layout == "zigzag":
+        time, n = sum(sizes), len(sizes)
+        if source < me:  # its late chunk is later than both of mine
+            columns = columns[: len(pieces(time, n, source, layout)[0])]
+        else:  # my early chunk is earlier than both of its
+            rows = rows[len(pieces(time, n, me, layout)[0]) :]
+    return Seen(
+        slice(rows.start, rows.stop),
+        slice(columns.start, columns.stop),
+        False,
+        len(rows) * len(columns),
+    )

@@ -1,0 +1,104 @@
+"""Ulysses: attention over the whole time, for a part of the heads. Two changes of who has what.
+
+    (batch, heads, time here, d)  ──all_to_all──▶  (batch, heads here, time, d)
+                                                      │ attention of one process, torch's own
+    (batch, heads, time here, d)  ◀──all_to_all──  (batch, heads here, time, d)
+
+Each all-to-all is the other's adjoint, so backward needs nothing of its own. Every rank computes
+the same number of pairs, also with a causal mask. The number of ranks divides the heads of k and v.
+cost/attention_forms.py says when ring attention sends less. Source: Jacobs et al., "DeepSpeed
+Ulysses" (arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from parallel101.autograd import all_to_all
+from parallel101.mesh import GroupLike
+from parallel101.trainers.context.attention_arguments import checked
+from parallel101.trainers.context.attention_call import AttentionCall, computing
+from parallel101.trainers.context.time_layout import local_positions
+
+HEADS, TIME = 1, 2
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike = None,
+    causal: bool = True,
+    layout: str = "contiguous",
+    sizes: Sequence[int] | None = None,
+    scale: float | None = None,
+    seconds_per_pair: float = 0.0,
+) -> Tensor:
+    """Return this rank's part of softmax(scale · Q Kᵀ) V over the whole time.
+
+    The arguments, result and errors are those of `ring_attention`. Besides, it raises ValueError on
+    all ranks if their number doesn't divide the heads of q, or those of k and v. Every rank calls
+    it, and its backward. It sends q, k, v and the result, in an all-to-all each, and in backward
+    their gradients.
+    """
+    (q, k, v), call = checked(
+        "ulysses_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair
+    )
+    if not call.takes_part:
+        return q.new_empty(0)
+    check_heads(q, k, call)
+    q, k, v = (
+        in_order(all_to_all(x, HEADS, TIME, group=call.group, concat_sizes=call.sizes), call)
+        for x in (q, k, v)
+    )
+    y = whole_attention(q, k, v, call)
+    return all_to_all(by_rank(y, call), TIME, HEADS, group=call.group, split_sizes=call.sizes)
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """torch's attention over the whole time, recorded as that of one block."""
+    time, grouped = q.shape[TIME], q.shape[HEADS] != k.shape[HEADS]
+    pairs = time * (time + 1) // 2 if call.causal else time * time
+    with computing(pairs, q, call):
+        y = scaled_dot_product_attention(
+            q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
+        )
+    if y.requires_grad:
+        y.register_hook(lambda _: pass_time(pairs, q, call))  # called before torch's backward
+    return y
+
+
+def pass_time(pairs: int, q: Tensor, call: AttentionCall) -> None:
+    with computing(pairs, q, call, backward=True):
+        pass
+
+
+def in_order(x: Tensor, call: AttentionCall) -> Tensor:
+    """Sort along time: zigzag's chunks arrive rank by rank."""
+    return x if call.layout == "contiguous" else x[:, :, order(call, x).argsort()]
+
+
+def by_rank(x: Tensor, call: AttentionCall) -> Tensor:
+    """The other way round."""
+    return x if call.layout == "contiguous" else x[:, :, order(call, x)]
+
+
+def order(call: AttentionCall, x: Tensor) -> Tensor:
+    """The positions of rank 0, then those of rank 1, and so on."""
+    time, n = sum(call.sizes), call.group.size
+    return torch.cat([local_positions(time, n, rank, call.layout, x.device) for rank in range(n)])
+
+
+def check_heads(q: Tensor, k: Tensor, call: AttentionCall) -> None:
+    n = call.group.size
+    if q.shape[HEADS] % n or k.shape[HEADS] % n:
+        raise ValueError(
+            f"ulysses_attention: {q.shape[HEADS]} heads of q and {k.shape[HEADS]} of k and v over "
+            f"{n} ranks: expected a number of ranks that divides both. Use fewer ranks, or "
+            "ring_attention"
+        )

@@ -1,0 +1,136 @@
+"""Ring attention: each rank has a part of the time. Queries stay, keys and values go round.
+
+          ┌─────────────────────────────────────────────────────┐
+          ▼         K₀ V₀             K₁ V₁             K₂ V₂   │ K₃ V₃
+        Q₀ O₀ ──────────────▶ Q₁ O₁ ──────────▶ Q₂ O₂ ───────▶ Q₃ O₃
+
+What a rank computes, step after step, and with whose keys. A causal mask leaves a triangle (◣) of a
+rank's own block, and in the contiguous layout nothing (.) of those of later ranks. In zigzag each
+rank has an early and a late chunk of the time, and half (½) is left of all other blocks.
+
+    contiguous   rank 0   ◣0  .   .   .          zigzag   rank 0   ◣0  ½3  ½2  ½1
+                 rank 1   ◣1  ■0  .   .                   rank 1   ◣1  ½0  ½3  ½2
+                 rank 2   ◣2  ■1  ■0  .                   rank 2   ◣2  ½1  ½0  ½3
+                 rank 3   ◣3  ■2  ■1  ■0                  rank 3   ◣3  ½2  ½1  ½0
+
+Sources: Liu et al., "Ring Attention" (arXiv 2310.01889). Brandon et al., "Striped Attention"
+(2311.09431), balance it by dealing out single positions. Zigzag's chunks are those of Llama 3
+(2407.21783, section 3.3.2), which gathers all keys and values instead of passing them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from parallel101.collectives.comm import Comm
+from parallel101.mesh import GroupLike
+from parallel101.trainers.context.attention_arguments import checked
+from parallel101.trainers.context.attention_blocks import attend, attend_backward, by_kv_head
+from parallel101.trainers.context.attention_call import AttentionCall, begin_ring, computing
+from parallel101.trainers.context.attention_call import without_autocast as exact
+from parallel101.trainers.context.passing import Passing, pass_on
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike = None,
+    causal: bool = True,
+    layout: str = "contiguous",
+    sizes: Sequence[int] | None = None,
+    scale: float | None = None,
+    seconds_per_pair: float = 0.0,
+) -> Tensor:
+    """Return softmax(scale · Q Kᵀ) V over the whole time, for this rank's queries.
+
+    Every rank calls it, and its backward: n − 1 blocks go on to the next rank, and 2n − 1 then.
+
+    Args:
+        q: (batch, heads, this rank's part of the time, d).
+        k, v: (batch, kv heads, the same time, d). Each serves as many heads of q.
+        group: see `group_of`; None is all ranks. An idle rank gets a zero-volume tensor.
+        causal: whether each position sees only itself and those before it, else all.
+        layout: "contiguous" or "zigzag": which positions are here. See `p101.context_positions`.
+        sizes: the time of each rank. None: the ranks tell each other, 8 bytes each.
+        scale: of the scores, by default 1/√d.
+        seconds_per_pair: what a query and a key take on a virtual rank's clock, for each head.
+
+    Returns a tensor like q. Raises TypeError or ValueError before any block is sent.
+    """
+    (q, k, v), call = checked(
+        "ring_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair
+    )
+    return RingAttention.apply(q, k, v, call) if call.takes_part else q.new_empty(0)
+
+
+class RingAttention(Function):
+    @staticmethod
+    @exact
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        comm = begin_ring(q, k, call, forward=True, requires_grad=any(ctx.needs_input_grad))
+        wide = torch.promote_types(q.dtype, torch.float32)  # in which sums are kept
+        y = torch.zeros_like(q, dtype=wide)
+        queries, out = by_kv_head(q.to(wide), k.shape[1]), by_kv_head(y, k.shape[1])
+        lse = out.new_full(out.shape[:-1], -torch.inf)  # log Σ exp(scores), of no keys yet
+        for source, kv in go_round(torch.stack((k, v)), call, comm):
+            if seen := call.visible(source):
+                with computing(seen.pairs, q, call, keys=source):
+                    rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(wide)
+                    block = attend(queries[..., rows, :], keys, values, call.scale, seen.diagonal)
+                    merge(out[..., rows, :], lse[..., rows], *block)
+        ctx.call, y = call, y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    @exact
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, y, lse), call = ctx.saved_tensors, ctx.call
+        comm = begin_ring(dy, k, call, forward=False)
+        queries, do, out = (by_kv_head(x.to(lse.dtype), k.shape[1]) for x in (q, dy, y))
+        dq, delta, lse = torch.zeros_like(queries), (do * out).sum(-1, True), lse[..., None]
+        returning: Passing | None = None
+        for source, kv in go_round(torch.stack((k, v)), call, comm):
+            dkv = torch.zeros_like(kv, dtype=lse.dtype)  # what this rank's queries add to it
+            if seen := call.visible(source):
+                with computing(seen.pairs, q, call, keys=source, backward=True):
+                    rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(lse.dtype)
+                    query, g, D, L = (x[..., rows, :] for x in (queries, do, delta, lse))
+                    block = attend_backward(query, keys, values, g, D, L, call.scale, seen.diagonal)
+                    dq[..., rows, :] += block[0]
+                    dkv[..., seen.columns, :] = torch.stack(block[1:])
+            if returning:  # what the ranks before have found for the same keys
+                dkv += returning.wait("wait for gradients")
+            returning = pass_on(dkv, source, call.sizes, comm)
+        assert returning is not None
+        dk, dv = returning.wait("wait for gradients").to(q.dtype)  # n steps: home
+        return dq.flatten(1, 2).to(q.dtype), dk, dv, None
+
+
+def go_round(kv: Tensor, call: AttentionCall, comm: Comm) -> Iterator[tuple[int, Tensor]]:
+    """Yield every rank's keys and values, and whose they are, this rank's own first."""
+    for step in range(comm.size):
+        source, last = (comm.rank - step) % comm.size, step == comm.size - 1
+        if not last:
+            arriving = pass_on(kv, source, call.sizes, comm)  # the next ones are in flight …
+        yield source, kv  # … while the caller computes with these
+        if not last:
+            kv = arriving.wait("wait for keys and values")
+
+
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Add a block to what is in `out` and `lse` of other keys, each weighed by its sum of exp."""
+    total = torch.logaddexp(lse, block_lse)
+    finite = total.clamp(min=torch.finfo(total.dtype).min)  # if no keys yet: −∞ + ∞ is NaN
+    old, new = ((x - finite).exp()[..., None] for x in (lse, block_lse))
+    out.mul_(old).add_(new * block_out)
+    lse.copy_(total)
