@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.trainers.context.time_layout import context_positions
     from parallel101.trainers.context.ulysses import ulysses_attention
     from parallel101.trainers.context_parallel import ring_attention
+    from parallel101.trainers.expert_parallel import experts_over_ranks
     from parallel101.trainers.hybrid import HybridTrainer
     from parallel101.trainers.one_axis import (
         DataParallelTrainer,

@@ -6,6 +6,10 @@
 
 The output layer is called the head, which is unrelated to attention heads.
 
+With experts, each MLP is a mixture of experts, see experts.py. Its balancing loss travels with the
+activations, as one more feature of every position: so each module takes one tensor and returns one,
+and a pipeline can send it on.
+
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.3.
 """
 
@@ -17,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel101.models.experts import MixtureOfExperts, check_routing
 from parallel101.models.seeding import seed_weights
 
 
@@ -31,6 +36,9 @@ class GPTConfig:
         attention: "fused": one operation of torch's, which keeps no (time, time) matrix (with
             dropout on a CPU, torch's keeps them, too). "unfused": one operation after the other, as
             in a textbook, which keeps several.
+        experts: of each block's mixture of experts; 0: an MLP instead. Then the model returns two
+            tensors, see GPT.
+        top_k, capacity: which of the experts a token uses; see MixtureOfExperts.
     """
 
     vocabulary: int
@@ -41,6 +49,9 @@ class GPTConfig:
     tied: bool = True
     dropout: float = 0.0
     attention: str = "fused"
+    experts: int = 0
+    top_k: int = 2
+    capacity: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "context", "layers", "heads", "width"):
@@ -60,6 +71,12 @@ class GPTConfig:
             raise ValueError(
                 f'GPTConfig(attention={self.attention!r}): expected "fused" or "unfused"'
             )
+        if not isinstance(self.experts, int) or self.experts < 0:
+            raise ValueError(
+                f"GPTConfig(experts={self.experts!r}): expected a whole number, 0 for none"
+            )
+        if self.experts:
+            check_routing(self.experts, self.top_k, self.capacity)
 
 
 class AttentionCore(nn.Module):
@@ -139,10 +156,47 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+class BlockOfExperts(Block):
+    """The same with a mixture of experts: (batch, time, width + 1) → the same shape.
+
+    The last feature is the sum of the balancing losses of this layer and those before it.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        self.mlp = MixtureOfExperts(  # type: ignore[assignment]  # in the place of the MLP
+            config.width, 4 * config.width, config.experts, config.top_k, config.capacity
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, balance = x[..., :-1], x[..., -1:]
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        y, more = self.mlp(self.mlp_norm(x))
+        return torch.cat([x + self.dropout(y), balance + more], -1)
+
+
+class NormBesideBalance(nn.LayerNorm):
+    """A LayerNorm of all features but the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x[..., :-1]), x[..., -1:]], -1)
+
+
+class HeadBesideBalance(nn.Linear):
+    """A linear layer of all features but the last, and beside it the last: (batch, time)."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x[..., :-1]), x[..., -1]
+
+
 class Embedding(nn.Module):
     """The sum of a token's vector and its position's.
 
-    (batch, time) whole numbers → (batch, time, width).
+    (batch, time) whole numbers → (batch, time, width); with experts one more feature, which is 0.
+
+    Args of the forward:
+        positions: (time,) whole numbers below config.context: where in the text each of these
+            tokens is. Default: 0, 1, 2, …
     """
 
     def __init__(self, config: GPTConfig):
@@ -150,14 +204,21 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
+        self.context, self.experts = config.context, config.experts
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.dropout(self.token(tokens) + self.position(positions))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        check_text(tokens, positions, self.context)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.token(tokens) + self.position(positions))
+        return F.pad(x, (0, 1)) if self.experts else x
 
 
 class GPT(nn.Module):
     """A model of (batch, time) token numbers → (batch, time, vocabulary) logits of the next token.
+
+    With experts it returns (logits, balance): balance (batch, time) is what each position adds to
+    the balancing loss of all layers, and balanced_next_token_loss takes both.
 
     Args:
         config: see GPTConfig; `time` is at most config.context, a longer text a ValueError.
@@ -176,22 +237,22 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        block, norm, head = Block, nn.LayerNorm, nn.Linear
+        if config.experts:
+            block, norm, head = BlockOfExperts, NormBesideBalance, HeadBesideBalance
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
+        self.norm = norm(config.width)
+        self.head = head(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.token.weight
         self.to(dtype=dtype, device=device)
         seed_weights(self, seed)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        if tokens.dim() != 2 or tokens.shape[1] > self.config.context:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)}: expected (batch, time), of time at "
-                f"most context={self.config.context}"
-            )
-        x = tokens
-        for module in self.sequence():
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.embedding(tokens, positions)
+        for module in self.sequence()[1:]:
             x = module(x)
         return x
 
@@ -208,3 +269,38 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (batch, time) token numbers.
     """
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def balanced_next_token_loss(
+    outputs: tuple[Tensor, Tensor], targets: Tensor, *, weight: float = 0.01
+) -> Tensor:
+    """Return the loss of a GPT with experts: `next_token_loss` + weight · the mean of balance.
+
+    Args:
+        outputs: logits and balance, as the model returns them.
+        targets: (batch, time) token numbers.
+        weight: Switch Transformers, section 2.2, found 0.01 to be enough.
+    """
+    logits, balance = outputs
+    return next_token_loss(logits, targets) + weight * balance.mean()
+
+
+def check_text(tokens: Tensor, positions: Tensor | None, context: int) -> None:
+    """Raise ValueError unless each token has a position in the context."""
+    shape = tuple(tokens.shape)
+    if tokens.dim() != 2 or (positions is None and shape[1] > context):
+        raise ValueError(
+            f"tokens of shape {shape}: expected (batch, time), of time at most context={context}"
+        )
+    if positions is None:
+        return
+    if positions.shape != shape[1:]:
+        raise ValueError(
+            f"positions of shape {tuple(positions.shape)} for tokens of shape {shape}: expected "
+            "(time,), a position for each token of a text"
+        )
+    if positions.numel() and not 0 <= positions.min() <= positions.max() < context:
+        raise ValueError(
+            f"positions from {positions.min()} to {positions.max()}: expected 0 to {context - 1}, "
+            f"because context={context}"
+        )

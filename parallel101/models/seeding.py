@@ -28,11 +28,12 @@ def generator_of(*key: int | str) -> torch.Generator:
 def initial_weight(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
     """Return the first value of the parameter `name` of the whole model, in float64 on the CPU.
 
-    `shape` is that of the whole parameter; cut what you need. A matrix is normal with variance 1 /
-    its last dim, so that outputs are as large as inputs. A vector is ones if it is a weight (of a
-    norm) and zeros if it is a bias.
+    `shape` is that of the whole parameter; cut what you need. A matrix (outputs, inputs) is normal
+    with variance 1 / inputs, so that outputs are as large as inputs. So is a stack of matrices
+    (experts, inputs, outputs), as experts.py has them. A vector is ones if it is a weight (of a
+    norm). A bias is zeros.
     """
-    if len(shape) < 2:
+    if len(shape) < 2 or name.endswith("bias"):
         return torch.full(
             tuple(shape), 1.0 if name.endswith("weight") else 0.0, dtype=torch.float64, device="cpu"
         )
@@ -40,7 +41,7 @@ def initial_weight(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
         torch.randn(
             tuple(shape), generator=generator_of(seed, name), dtype=torch.float64, device="cpu"
         )
-        * shape[-1] ** -0.5
+        * shape[-2 if len(shape) == 3 else -1] ** -0.5
     )
 
 

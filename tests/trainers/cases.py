@@ -118,7 +118,8 @@ def seeded(model: nn.Module) -> nn.Module:
     model.double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            weight = initial_weight(name + " matrix", (1, *p.shape))[0]
+            shape = p.shape if p.dim() > 1 else (1, *p.shape)
+            weight = initial_weight(name + " matrix", shape).view(p.shape)
             p.copy_(weight * (1 if p.dim() > 1 else 0.3)).add_(0 if p.dim() > 1 else 0.5)
     return model
 

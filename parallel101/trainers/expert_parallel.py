@@ -1,0 +1,147 @@
+"""Expert parallel: each rank has some of the experts, and rows travel to the expert they chose.
+
+    rank 0   rows for 0 0 1 2 3  ─┐ dispatch ┌─▶ experts 0, 1 ─┐ combine ┌─▶  0 0 1 2 3
+    rank 1   rows for 0 1 1 1 3  ─┘          └─▶ experts 2, 3 ─┘         └─▶  0 1 1 1 3
+
+    counts      how many rows a rank has for each expert: an all-to-all of whole numbers
+    dispatch    an all-to-all of rows, as uneven as the router has chosen
+    combine     the same messages the other way, with the experts' results
+
+Where a row goes depends on the data, so a rank must be told the counts before it can receive.
+Dispatch and combine are each the other's adjoint: a result's gradient is dispatched to its expert,
+and a row's gradient is combined. All wait for the rank with the most rows (here rank 0, 7 of 10).
+Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from parallel101.collectives import all_to_all
+from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.record.spans import compute, span, wait_span
+
+
+def experts_over_ranks(
+    experts: Callable[[Tensor, Tensor], Tensor],
+    rows: Tensor,
+    choice: Tensor,
+    *,
+    sizes: Sequence[int],
+    group: GroupLike = None,
+    seconds_per_row: float = 0.0,
+) -> Tensor:
+    """Return what each row's expert makes of it, wherever that expert is.
+
+    Equal to one process with all experts. If one rank of the group calls it, or its backward, then
+    all do, even those without rows. Forward and backward each send a row to its expert and back.
+
+    Args:
+        experts: this rank's experts: (rows, width) and the expert of each row, counted from this
+            rank's first → (rows, width). `models.Experts` is one.
+        rows: (rows, width) of this rank, 0 rows or more.
+        choice: (rows,) int64: the expert of each row, 0 to sum(sizes) − 1.
+        sizes: how many experts each position of the group has, in order.
+        group: see `group_of`; None is all ranks. This rank is in it.
+        seconds_per_row: of an expert's forward, on a virtual clock; backward takes twice as long.
+
+    Raises ValueError for arguments that don't fit, before the first row is sent.
+    """
+    members = group_of(group)
+    order = choice.argsort(stable=True)  # by expert, and so by rank
+    plan = count_rows(rows, choice, sizes, members)
+    if torch.is_grad_enabled() and not rows.requires_grad:
+        rows = rows.detach().requires_grad_()  # so that this rank takes part in backward's messages
+
+    arrived = Dispatch.apply(rows[order], plan)
+    with span("experts", rows=len(arrived)):
+        results = experts(arrived, plan.choice)
+        compute(seconds_per_row * len(arrived))
+    if seconds_per_row:
+        results = TwiceInBackward.apply(results, seconds_per_row)
+    return Combine.apply(results, plan)[order.argsort()]
+
+
+class Plan(NamedTuple):
+    """How many rows go from where to where."""
+
+    sent: list[int]  # by position
+    received: list[int]
+    choice: Tensor  # which of my experts each row that arrives is for
+    group: Group
+
+
+def exchange(name: str, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """The first sent[0] rows go to position 0, the next sent[1] to position 1, …"""
+    with wait_span(name, rows=len(rows)):
+        return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
+
+
+def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group) -> Plan:
+    """Tell the other ranks how many rows they get from here, for each of their experts."""
+    counts = choice.bincount(minlength=sum(sizes))
+    if choice.shape != rows.shape[:1] or len(counts) > sum(sizes):
+        raise ValueError(
+            f"rows of shape {tuple(rows.shape)} and a choice of shape {tuple(choice.shape)}, up to "
+            f"{len(counts) - 1}: expected for each row one of the {sum(sizes)} experts of "
+            f"sizes={list(sizes)}"
+        )
+    with wait_span("counts"):
+        arriving = all_to_all(counts, split_sizes=sizes, group=group, algorithm="direct")
+    mine = torch.arange(sizes[group.position or 0], device=choice.device)
+    arriving = arriving.view(group.size, len(mine))  # from each rank, for each of my experts
+    return Plan(
+        sent=[int(part.sum()) for part in counts.split(list(sizes))],
+        received=arriving.sum(1).tolist(),
+        choice=mine.repeat(group.size).repeat_interleave(arriving.flatten()),
+        group=group,
+    )
+
+
+class Dispatch(Function):
+    """Rows, sorted by expert, go to the ranks of their experts. Backward: gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return exchange("dispatch", rows, plan.sent, plan.received, plan.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return exchange("combine", g, ctx.plan.received, ctx.plan.sent, ctx.plan.group), None
+
+
+class Combine(Function):
+    """The results come back to the ranks of their rows. Backward: gradients go to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return exchange("combine", results, plan.received, plan.sent, plan.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return exchange("dispatch", g, ctx.plan.sent, ctx.plan.received, ctx.plan.group), None
+
+
+class TwiceInBackward(Function):
+    """x itself. On a virtual clock, backward takes 2 · seconds a row: it has twice the products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        with span("experts", rows=len(g)):
+            compute(2 * ctx.seconds * len(g))
+        return g, None

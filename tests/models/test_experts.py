@@ -1,0 +1,242 @@
+"""A mixture of experts is what a loop over tokens and experts says, and each sequence is on its
+own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel101.models.experts import Experts, MixtureOfExperts
+from parallel101.models.gpt import (
+    GPT,
+    Block,
+    BlockOfExperts,
+    GPTConfig,
+    balanced_next_token_loss,
+    next_token_loss,
+)
+from parallel101.models.seeding import seed_weights
+
+SMALL = GPTConfig(vocabulary=17, context=8, layers=2, heads=2, width=12, experts=3)
+
+
+def random(*shape, salt=0):
+    generator = torch.Generator().manual_seed(salt)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def mixture(experts=5, top_k=2, capacity=None):
+    """Width 6, in float64, with biases that differ."""
+    layer = MixtureOfExperts(6, 7, experts, top_k, capacity).double()
+    for p in (layer.experts.up_bias, layer.experts.down_bias):
+        p.data.copy_(random(*p.shape, salt=3))
+    return layer
+
+
+def one_by_one(layer, x):
+    """The same with a loop over sequences, positions and choices, and the Switch loss of each
+    sequence.
+    """
+    e, (experts, top_k) = layer.experts, (len(layer.experts.up), layer.top_k)
+    result, losses = [], []
+    for sequence in x:
+        most = math.inf
+        if layer.capacity is not None:
+            most = math.ceil(layer.capacity * top_k * len(sequence) / experts)
+        taken, chosen, means = [0] * experts, [0] * experts, 0
+        for token in sequence:
+            p = (layer.router.weight @ token).softmax(0)
+            means = means + p / len(sequence)
+            y = torch.zeros_like(token)
+            for i in sorted(range(experts), key=lambda i: -p[i].item())[:top_k]:
+                chosen[i] += 1
+                if taken[i] < most:
+                    taken[i] += 1
+                    hidden = F.gelu(token @ e.up[i] + e.up_bias[i])
+                    y = y + p[i] * (hidden @ e.down[i] + e.down_bias[i])
+            result.append(y)
+        f = [count / sum(chosen) for count in chosen]
+        losses.append(experts * sum(part * mean for part, mean in zip(f, means)))
+    return torch.stack(result).view_as(x), torch.stack(losses)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.4, 1.0, 1.25])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_it_equals_a_loop_over_tokens_and_experts_forward_and_backward(top_k, capacity):
+    layer, x = mixture(5, top_k, capacity), random(3, 9, 6).requires_grad_()
+    weight = random(3, 9, 6, salt=1)
+    found = []
+    for both in (layer, lambda x: one_by_one(layer, x)):
+        y, balance = both(x)
+        losses = balance.mean(1).flatten() if balance.dim() == 3 else balance
+        loss = (y * weight).sum() + 3 * losses.sum()
+        gradients = torch.autograd.grad(loss, [x, *layer.parameters()])
+        found.append([y, losses, *gradients])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_balance_is_one_where_all_is_even_and_experts_over_top_k_where_it_is_not():
+    layer, x = mixture(6, 2), random(4, 10, 6).abs()
+    layer.router.weight.data.zero_()
+    assert layer(x)[1].mean().item() == pytest.approx(1.0)
+    layer.router.weight.data[1:3] = 50.0
+    assert layer(x)[1].mean().item() == pytest.approx(6 / 2)
+
+
+def test_gradient_steps_on_balance_alone_spread_the_tokens():
+    layer, x = mixture(4, 1), 1 + random(2, 64, 6)  # what tokens have in common, and a rest
+    layer.router.weight.data[0] += 0.5
+    counts = []
+    optimizer = torch.optim.SGD(layer.router.parameters(), lr=0.1)
+    for _ in range(60):
+        counts.append(layer.router(x).argmax(-1).flatten().bincount(minlength=4))
+        optimizer.zero_grad()
+        layer(x)[1].mean().backward()
+        optimizer.step()
+    assert counts[0].max() > 110, counts
+    assert counts[-1].max() < 40, counts
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_a_batch_equals_its_sequences_one_by_one(capacity):
+    layer, x = mixture(5, 2, capacity), random(4, 9, 6)
+    for whole, parts in zip(layer(x), zip(*(layer(part) for part in x.split([1, 0, 3])))):
+        torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_dropped_does_not_depend_on_what_comes_later():
+    layer, x = mixture(3, 2, 0.5), random(2, 12, 6)
+    y, _ = layer(x)
+    dropped = (y == 0).all(-1)
+    assert dropped.any()
+    assert not dropped[:, :2].any()
+    changed = x.clone()
+    changed[:, 6:] = random(2, 6, 6, salt=9)
+    torch.testing.assert_close(layer(changed)[0][:, :6], y[:, :6])
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zeros_and_a_batch_may_be_empty():
+    experts = Experts(3, 4, 5)
+    experts(torch.randn(6, 4), torch.tensor([2, 0, 0, 2, 2, 0])).sum().backward()
+    for p in experts.parameters():
+        assert p.grad[1].eq(0).all()
+        assert not p.grad[0].eq(0).all()
+    gpt = GPT(SMALL)
+    logits, balance = gpt(torch.zeros(0, 8, dtype=torch.int64))
+    assert logits.shape == (0, 8, 17)
+    (logits.sum() + balance.sum()).backward()
+    for name, p in gpt.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.eq(0).all(), name
+
+
+# ── in the GPT ──
+
+
+def test_the_balances_of_all_layers_travel_with_the_activations():
+    gpt, tokens = GPT(SMALL, dtype=torch.float64), torch.arange(16).view(2, 8)
+    added = []
+    for block in gpt.blocks:
+        block.mlp.register_forward_hook(lambda _, args, results: added.append(results[1]))
+    logits, balance = gpt(tokens)
+    assert logits.shape == (2, 8, 17)
+    torch.testing.assert_close(balance, sum(added).squeeze(-1))
+    x = tokens
+    for module in gpt.sequence():
+        assert x.shape[2:] in ((), (13,)), "one tensor between any two modules"
+        x = module(x)
+    assert torch.equal(x[0], logits)
+    assert torch.equal(x[1], balance)
+
+
+def test_with_experts_that_are_alike_and_all_used_it_is_the_dense_gpt():
+    dense = GPT(GPTConfig(17, 8, 2, 2, 12), dtype=torch.float64)
+    gpt = GPT(GPTConfig(17, 8, 2, 2, 12, experts=3, top_k=3), dtype=torch.float64)
+    other = dense.state_dict()
+    same = {name for name in other if ".mlp." not in name}
+    assert same == {name for name in gpt.state_dict() if ".mlp." not in name}
+    gpt.load_state_dict({name: other[name] for name in same}, strict=False)
+    for mine, theirs in zip(gpt.blocks, dense.blocks):
+        for name in ("up", "down"):
+            linear, experts = getattr(theirs.mlp, name), mine.mlp.experts
+            getattr(experts, name).data.copy_(linear.weight.t().expand(3, -1, -1))
+            getattr(experts, f"{name}_bias").data.copy_(linear.bias.expand(3, -1))
+    tokens = torch.arange(16).view(2, 8)
+    logits, balance = gpt(tokens)
+    torch.testing.assert_close(logits, dense(tokens))
+    torch.testing.assert_close(balance, torch.full_like(balance, 2.0))
+
+
+def test_the_loss_is_a_mean_over_samples_and_adds_the_balance():
+    gpt, tokens = GPT(SMALL, dtype=torch.float64), torch.arange(40).view(5, 8) % 17
+    logits, balance = gpt(tokens)
+    loss = balanced_next_token_loss((logits, balance), tokens, weight=0.5)
+    torch.testing.assert_close(loss, next_token_loss(logits, tokens) + 0.5 * balance.mean())
+    parts = [
+        balanced_next_token_loss(gpt(part), part, weight=0.5) * len(part) / 5
+        for part in tokens.split([2, 3])
+    ]
+    torch.testing.assert_close(sum(parts), loss, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("experts", [0, 3])
+def test_positions_say_where_in_the_text_the_tokens_are(experts):
+    gpt = GPT(GPTConfig(17, 8, 2, 2, 12, experts=experts), dtype=torch.float64)
+    tokens, order = torch.arange(16).view(2, 8), torch.tensor([0, 1, 6, 7])
+    logits = gpt(tokens)[0]
+    torch.testing.assert_close(gpt(tokens, torch.arange(8))[0], logits)
+    assert not torch.allclose(gpt(tokens, torch.arange(8).flip(0))[0], logits)
+    whole = gpt.embedding(tokens)
+    assert torch.equal(gpt.embedding(tokens[:, order], order), whole[:, order])
+    for wrong, message in (
+        (torch.arange(1, 9), "positions from 1 to 8: expected 0 to 7, because context=8"),
+        (torch.arange(8) - 1, "positions from -1 to 6: expected 0 to 7"),
+        (torch.arange(7), "positions of shape (7,) for tokens of shape (2, 8)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            gpt(tokens, wrong)
+    longer = torch.zeros(2, 9, dtype=torch.int64)
+    assert gpt.embedding(longer, torch.arange(9) % 8).shape[1] == 9
+
+
+def test_weights_by_name_are_as_large_as_those_of_linear_layers_and_biases_are_zeros():
+    config = GPTConfig(17, 8, 3, 2, 32, experts=3)
+    whole, part = GPT(config), BlockOfExperts(config)
+    seed_weights(part, prefix="blocks.1.")
+    for p, q in zip(part.parameters(), whole.blocks[1].parameters()):
+        assert torch.equal(p, q)
+    experts = part.mlp.experts
+    assert experts.up.std().item() == pytest.approx(32**-0.5, rel=0.1)
+    assert experts.down.std().item() == pytest.approx(128**-0.5, rel=0.1)
+    assert experts.up_bias.eq(0).all()
+    assert not torch.equal(experts.up[0], experts.up[1])
+    dense, shared = Block(config), ("attention", "mlp_norm")
+    seed_weights(dense, prefix="blocks.1.")
+    for name, p in dense.named_parameters():
+        assert not name.startswith(shared) or torch.equal(p, part.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"experts": -1}, "GPTConfig(experts=-1): expected a whole number, 0 for none"),
+        ({"experts": 2.0}, "GPTConfig(experts=2.0): expected a whole number"),
+        ({"experts": 2, "top_k": 3}, "top_k=3: expected the number of experts that a token uses"),
+        ({"experts": 2, "top_k": 0}, "1 to experts=2"),
+        ({"experts": 2, "capacity": 0}, "capacity=0: expected None, or a number above 0"),
+        ({"experts": 2, "capacity": "1"}, "capacity='1'"),
+    ],
+    ids=["negative", "not whole", "too many", "none chosen", "no room", "a word"],
+)
+def test_what_a_mixture_of_experts_can_be(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GPTConfig(17, **wrong)
+    if "GPTConfig" not in message:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            MixtureOfExperts(4, 8, **wrong)
