@@ -17,7 +17,8 @@ from parallel101.analysis.overlap import TimeWindow, time_windows
 from parallel101.record.events import P2P, Event, Message
 from parallel101.record.trace import Trace
 
-ORDER = ("dp", "pp", "tp")  # of the usual axes; others follow, and what has no axis is last
+# of the usual axes; others follow, and what has no axis is last
+ORDER = ("dp", "dp_cp", "dp_ep", "dp_cp_ep", "cp", "ep", "pp", "tp")
 
 
 class AxisTraffic(NamedTuple):

@@ -195,8 +195,8 @@ class Embedding(nn.Module):
     (batch, time) whole numbers → (batch, time, width); with experts one more feature, which is 0.
 
     Args of the forward:
-        positions: (time,) whole numbers below config.context: where in the text each of these
-            tokens is. Default: 0, 1, 2, …
+        positions: (time,) or (batch, time) whole numbers below config.context: where in the text
+            each of these tokens is. Default: 0, 1, 2, …
     """
 
     def __init__(self, config: GPTConfig):
@@ -294,10 +294,10 @@ def check_text(tokens: Tensor, positions: Tensor | None, context: int) -> None:
         )
     if positions is None:
         return
-    if positions.shape != shape[1:]:
+    if positions.shape not in (shape, shape[1:]):
         raise ValueError(
             f"positions of shape {tuple(positions.shape)} for tokens of shape {shape}: expected "
-            "(time,), a position for each token of a text"
+            "(time,) or (batch, time), a position for each token"
         )
     if positions.numel() and not 0 <= positions.min() <= positions.max() < context:
         raise ValueError(

@@ -8,8 +8,8 @@ data_parallel.py and zero_1_2_3.py have the synchronisations.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,63 @@ class GradientSync:
 
     def describe(self) -> str:
         return f"{len(self.owned)} gradients, {self.how}"
+
+
+class Together(GradientSync):
+    """Several synchronisations as one. They begin and finish in their order, which is the same on
+    all ranks.
+    """
+
+    def __init__(self, syncs: Sequence[GradientSync]):
+        super().__init__({name: p for sync in syncs for name, p in sync.owned.items()})
+        self.syncs = syncs
+        self.placements = {name: at for sync in syncs for name, at in sync.placements.items()}
+        self.zero_stage = max((sync.zero_stage for sync in syncs), default=0)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for sync in self.syncs:
+                contexts.enter_context(sync.forward())
+            yield
+
+    @contextmanager
+    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for sync in self.syncs:
+                contexts.enter_context(sync.backward(kind, last))
+            yield
+
+    def begin(self) -> None:
+        for sync in self.syncs:
+            sync.begin()
+
+    def finish(self) -> list[str]:
+        return [name for sync in self.syncs for name in sync.finish()]
+
+    def publish(self) -> None:
+        for sync in self.syncs:
+            sync.publish()
+
+    def held(self) -> Mapping[str, list[Tensor]]:
+        return merged(self.syncs, lambda sync: sync.held(), [])
+
+    def peaks(self) -> Mapping[str, int]:
+        return merged(self.syncs, lambda sync: sync.peaks(), 0)
+
+    def describe(self) -> str:
+        return "; ".join(sync.describe() for sync in self.syncs)
+
+
+def merged(
+    syncs: Sequence[GradientSync], of: Callable[[GradientSync], Mapping], zero: object
+) -> dict:
+    """Kind → what all of them have of it, added up."""
+    found: dict = {}
+    for sync in syncs:
+        for kind, value in of(sync).items():
+            found[kind] = found.get(kind, zero) + value
+    return found
 
 
 def by_size(

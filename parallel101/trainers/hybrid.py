@@ -1,8 +1,10 @@
 """HybridTrainer: every way to train a model on many ranks, put together from the axes of a mesh.
 
     dp   each position has a share of the batch            data_parallel.py, zero_1_2_3.py
+    cp   each has some positions of every sequence         context_parallel.py
     tp   each has a block of every matrix                  tensor_parallel.py
     pp   each has some of the layers                       pipeline_parallel.py
+    ep   each has some experts, and a share of the batch   expert_parallel.py
 
     mesh (dp 2, tp 2, pp 2), row by row: rank 5 is at dp 1, tp 0, pp 1
 
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import Axes, Entry, Layout
+from parallel101.trainers.layout import DATA, Axes, Entry, Layout
 from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
 from parallel101.trainers.precision import MasterWeights, choose_precision
 from parallel101.trainers.prepare import prepare
@@ -29,7 +32,6 @@ from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import Recompute, modules_to_recompute, recompute_in_backward
 from parallel101.trainers.replicas import compare_replicas
 from parallel101.trainers.shares import Shares, check_frozen
-from parallel101.trainers.step import Accumulation
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
     LossFn,
@@ -54,12 +56,13 @@ if TYPE_CHECKING:
     from parallel101.trainers.schedules.schedule import Schedule
     from parallel101.trainers.tensor.plan import TensorPlan
 
-AXES = ("dp", "tp", "pp")
+AXES = ("dp", "cp", "tp", "pp", "ep")
+CONTEXTS = ("zigzag", "contiguous", "ulysses")
 
 
 class HybridTrainer(Trainer):
-    """Trains one model on a mesh of ranks with up to three axes; equal to one process with the
-    whole batch.
+    """Trains one model on a mesh of ranks with up to five axes; equal to one process with the whole
+    batch.
 
     Args:
         model: the whole model, the same on every rank; it knows nothing of parallelism.
@@ -71,8 +74,9 @@ class HybridTrainer(Trainer):
             `loss`.
         optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p,
             lr=1e-3)`.
-        mesh: a DeviceMesh whose axes are named out of "dp", "tp" and "pp", in any order. Samples
-            are cut along dp alone: ranks that differ only along tp or pp are given the same ones.
+        mesh: a DeviceMesh whose axes are named out of "dp", "cp", "tp", "pp" and "ep", in any
+            order. Samples are cut along dp and ep alone: ranks that differ only along the others
+            are given the same ones.
         zero_stage: 0: every position along dp has all of its stage's and shard's weights; 1, 2, 3:
             see `ShardedTrainer`.
         overlap, bucket_bytes, layers: how gradients are synchronised along dp; see
@@ -80,7 +84,16 @@ class HybridTrainer(Trainer):
         algorithm: of the collectives, by operation, such as {"all_reduce": "ring"}, or one name for
             all of them; see `p101.algorithms`. Other than None, it needs overlap=False.
         plan, sequence_parallel, regather: how modules are cut along tp; see
-            `TensorParallelTrainer`.
+            `TensorParallelTrainer`. The style "experts" places modules along ep: see
+            experts_plan.py. Each rank has some of their experts, and sends tokens to the others;
+            all else is the same on all of them. "auto": modules with the name "experts".
+        context: how attention is computed along cp, which cuts dim 1 of all inputs and targets, the
+            time: "zigzag" or "contiguous", by ring attention, or "ulysses"; see
+            context_parallel.py. The model must call torch's scaled_dot_product_attention, with
+            is_causal or without and with no other mask, and act on each position alone elsewhere.
+            What depends on the position in the text, such as its embedding, takes `positions`,
+            (batch, time) whole numbers, which the forward of the model (with pp: of its first
+            module) has as an argument. Losses are weighted by positions.
         schedule, microbatches, chunks, layers_per_stage: how the model is cut along pp, and what
             runs when; see `PipelineTrainer`.
         accumulate: microbatches in a step, without pp. With pp, use `microbatches`.
@@ -137,6 +150,7 @@ class HybridTrainer(Trainer):
         plan: TensorPlan | None = "auto",
         sequence_parallel: bool = False,
         regather: bool = False,
+        context: str = "zigzag",
         schedule: str | Schedule = "1f1b",
         microbatches: int | None = None,
         chunks: int = 1,
@@ -153,7 +167,10 @@ class HybridTrainer(Trainer):
     ):
         # arguments
         axes = mesh if isinstance(mesh, Axes) else Axes(mesh, axis_sizes(mesh))
-        check_axes_of_options(axes, plan, sequence_parallel, regather, layers_per_stage)
+        plan, of_experts = split_plan(plan)
+        check_axes_of_options(
+            axes, plan, of_experts, sequence_parallel, regather, context, layers_per_stage
+        )
         check_options(loss_fn, clip_norm, autocast)
         operations = operations_of(axes, zero_stage, sequence_parallel)
         algorithms = choose_algorithms(algorithm, operations, overlap)
@@ -178,7 +195,7 @@ class HybridTrainer(Trainer):
                 "pp: use accumulate, or add pp"
             )
         many = pipeline.schedule.microbatches if pipeline else check_accumulate(accumulate)
-        check_frozen_norms = partial(check_norms, model, axes.sizes["dp"], many, sync_batch_norm)
+        check_frozen_norms = partial(check_norms, model, axes.size(DATA), many, sync_batch_norm)
         check_frozen_norms()
 
         # what is known of the whole model, before it is cut
@@ -210,18 +227,22 @@ class HybridTrainer(Trainer):
             tp = axes.sizes["tp"]
             in_time = sequence_parallel, algorithms, overlap, regather
             resolved = resolve(plan, model, loss_fn, tp, *in_time)
+        experts = None
+        if "ep" in axes.sizes:
+            from parallel101.trainers.experts_plan import experts_plan
+
+            experts = experts_plan(of_experts, model, axes.sizes["ep"])
         if is_vocabulary_loss(loss_fn):
             cut_logits = resolved is not None and resolved.vocabulary
             loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))
         self.loss_fn = self.precision.of_loss(loss_fn)
 
         # cut
-        local = prepare(
-            model, axes, self.agree, make_sync, pipeline.cut if pipeline else None, resolved
-        )
+        cut = pipeline.cut if pipeline else None
+        local = prepare(model, axes, self.agree, make_sync, cut, resolved, experts)
         for name in recomputed:
             recompute_in_backward(model.get_submodule(name), name)
-        if pipeline or resolved or zero_stage == 3:
+        if pipeline or resolved or experts or zero_stage == 3:
             mark_as_cut(model)
         placed = {
             name: e._replace(placements=local.placements[name]) for name, e in entries.items()
@@ -232,12 +253,20 @@ class HybridTrainer(Trainer):
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         if sequence_parallel:
             casting = partial(self.random_numbers.of_forward, casting)
+        self.context = None
+        if axes.sizes.get("cp", 1) > 1:
+            from parallel101.trainers.context.cut_time import ContextAxis
+
+            first = pipeline.cut.first if pipeline else model
+            self.context = ContextAxis(axes.along(["cp"]), context, first)
+            casting = partial(self.context.of_forward, casting)
+        always = axes.sizes.get("ep", 1) > 1
         if pipeline:
             self.runner = pipeline.runner(local, axes, casting, self.device)
             self.sync = self.runner.sync
         else:
             self.sync = local.syncs[0][1]
-            self.runner = Accumulation(model, self.sync, many, casting)
+            self.runner = Accumulation(model, self.sync, many, casting, always)
         if self.precision.master:
             mine = {name: self.layout.cut(name, masters[name]) for name in self.sync.owned}
             here = [name for name in self.trained if name in self.local]
@@ -245,14 +274,21 @@ class HybridTrainer(Trainer):
         self.owned = self.sync.owned
         self.optimizer = built
         self.sharded_optimizer = ShardedOptimizer(built, whole, self.owned, self.layout)
-        synchronised = sync_batch_norm and axes.sizes["dp"] > 1 and any(norms_of(model))
+        synchronised = sync_batch_norm and axes.size(DATA) > 1 and any(norms_of(model))
         if synchronised:
-            synchronise_norms(model, axes.along(["dp"]))
+            synchronise_norms(model, axes.along(set(DATA).intersection(axes.sizes)))
+        least, why = 0, ""
+        if synchronised:
+            least, why = 1, "sync_batch_norm needs one on each rank"
+        if pipeline and always:
+            least, why = many, f"a pipeline with experts needs one for each of {many} microbatches"
         self.shares = Shares(
             axes,
             self.agree,
             has_loss=loss_fn is not None,
-            needs_samples=synchronised,
+            least=least,
+            why=why,
+            check_time=self.context.check if self.context else None,
             check_frozen=partial(check_frozen, check_frozen_norms, frozen),
         )
         self.reads_parts = False
@@ -271,7 +307,7 @@ class HybridTrainer(Trainer):
         """This rank's part of a whole batch, such as (inputs, targets): each tensor cut along dim 0
         as `split_sizes` does, on the model's device.
 
-        A batch of fewer samples than positions along dp leaves some ranks without samples. Raises
+        A batch of fewer samples than places along dp and ep leaves some ranks without any. Raises
         TypeError or ValueError for what is not a tree of tensors with equally many samples (see
         batches.py).
         """
@@ -408,16 +444,35 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     return sizes if "dp" in sizes else {"dp": 1} | sizes
 
 
+def split_plan(plan: TensorPlan | None) -> tuple[TensorPlan | None, Mapping[str, Any] | None]:
+    """What it says of tp, and what of ep; "auto" of both if it is a word, or says nothing."""
+    if not isinstance(plan, Mapping):
+        return plan, None
+    of_experts = {name: style for name, style in plan.items() if style == "experts"}
+    others = {name: style for name, style in plan.items() if name not in of_experts}
+    return ("auto" if of_experts and not others else others), of_experts or None
+
+
 def check_axes_of_options(
-    axes: Axes, plan: object, sequence_parallel: bool, regather: bool, layers_per_stage: object
+    axes: Axes,
+    plan: object,
+    of_experts: object,
+    sequence_parallel: bool,
+    regather: bool,
+    context: str,
+    layers_per_stage: object,
 ) -> None:
     """Raises ValueError for an option of an axis that the mesh doesn't have."""
     if regather and not sequence_parallel:
         raise ValueError(
             "regather=True is for inputs that were gathered: expected sequence_parallel=True, too"
         )
+    if context not in CONTEXTS:
+        raise ValueError(f"context={context!r}: expected one of {', '.join(map(repr, CONTEXTS))}")
     for axis, what, given in (
         ("tp", "plan", plan if plan != "auto" else None),
+        ("ep", "plan", of_experts),
+        ("cp", "context", context if context != CONTEXTS[0] else None),
         ("tp", "sequence_parallel", sequence_parallel or None),
         ("pp", "layers_per_stage", layers_per_stage),
     ):

@@ -4,6 +4,7 @@ Nothing is sent here but in `gather` and `norm`.
 
     weight (8, 4)     pp: on stage 1           only some stages have it
                       tp: Shard(dim 0)         rank 0 has rows 0 … 3, rank 1 rows 4 … 7
+                      ep: Shard(dim 0)         the same, of experts
                       dp: Pieces               of its 4 × 4 numbers, rank 0 has the first 8
 
 The axes cut in this order, the outermost first; an axis that is not named replicates. All that
@@ -15,7 +16,7 @@ gradient synchronisations do, and say so here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +26,9 @@ from torch import Tensor, nn
 from parallel101.collectives import all_gather, gather
 from parallel101.mesh import Group, GroupLike, along, group_of
 
-ORDER = ("pp", "tp", "dp")  # in which the axes cut a parameter, the outermost first
+ORDER = ("pp", "tp", "ep", "dp")  # in which the axes cut a parameter, the outermost first
+DATA = ("dp", "cp", "ep")  # each rank along these has other tokens: gradients are summed over them
+SAMPLES = ("dp", "ep")  # and along these, other samples
 Coordinates = Mapping[str, int]  # a rank's position on each axis
 
 
@@ -68,18 +71,24 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 class Pieces(NamedTuple):
-    """Flattened and cut: position i of the axis holds the elements from `bounds[i][0]` to
-    `bounds[i][1]` − 1; none if they are equal.
+    """Flattened and cut over several axes together: place i on them holds the elements from
+    `bounds[i][0]` to `bounds[i][1]` − 1; none if they are equal.
 
-    `along_tp`: the bounds for each position along tp, if tp has cut the parameter before, perhaps
-    unevenly.
+    `blocks`: the bounds for each place along (tp, ep), if those have cut the parameter before,
+    perhaps unevenly.
     """
 
     bounds: Bounds
-    along_tp: tuple[Bounds, ...] = ()
+    axes: tuple[str, ...] = ("dp",)
+    blocks: Mapping[tuple[int, int], Bounds] = {}
 
     def at(self, coordinates: Coordinates) -> Bounds:
-        return self.along_tp[coordinates.get("tp", 0)] if self.along_tp else self.bounds
+        return self.blocks.get(block_at(coordinates), self.bounds)
+
+
+def block_at(coordinates: Coordinates) -> tuple[int, int]:
+    """The place along (tp, ep)."""
+    return coordinates.get("tp", 0), coordinates.get("ep", 0)
 
 
 Placement = Stages | Shard | Pieces
@@ -90,7 +99,15 @@ class Entry(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    placements: Mapping[str, Placement] = {}  # by axis
+    placements: Mapping[str, Placement] = {}  # by axis; "dp" for Pieces, whatever axes they have
+
+    def cut_by(self) -> set[str]:
+        """The axes along which ranks hold different parts of it."""
+        return {
+            name
+            for axis, placement in self.placements.items()
+            for name in (placement.axes if isinstance(placement, Pieces) else (axis,))
+        }
 
 
 class Axes:
@@ -113,20 +130,38 @@ class Axes:
 
     def coordinates(self, position: int) -> dict[str, int]:
         """On each axis, of a position in the group."""
+        return self.at(position, self.sizes)
+
+    def at(self, place: int, names: Collection[str]) -> dict[str, int]:
+        """On each of these axes, of a place on them together, counted row by row."""
         found = {}
         for name, size in reversed(self.sizes.items()):
-            position, found[name] = divmod(position, size)
+            if name in names:
+                place, found[name] = divmod(place, size)
         return found
 
-    def line(self, names: Sequence[str], position: int | None = None) -> list[int]:
+    def place(self, names: Collection[str], at: Coordinates | None = None) -> int:
+        """The other way round: the place on these axes together of a rank (default: this one)."""
+        at, found = at or self.here, 0
+        for name, size in self.sizes.items():
+            if name in names:
+                found = found * size + at[name]
+        return found
+
+    def size(self, names: Collection[str]) -> int:
+        """How many places these axes have together."""
+        return math.prod(size for name, size in self.sizes.items() if name in names)
+
+    def line(self, names: Collection[str], position: int | None = None) -> list[int]:
         """Positions in the group of the ranks that differ from this one (or from `position`)
         along these axes only, row by row.
         """
         order = list(self.sizes)
         start = self.position if position is None else position
-        return along(list(self.sizes.values()), start, sorted(order.index(name) for name in names))
+        axes = [order.index(name) for name in order if name in names]
+        return along(list(self.sizes.values()), start, axes)
 
-    def along(self, names: Sequence[str]) -> Group:
+    def along(self, names: Collection[str]) -> Group:
         """These ranks as a group, which has the names of these axes in the record."""
         line = self.line(names)
         whole = len(line) == len(self.members.ranks)
@@ -155,11 +190,8 @@ class Layout:
 
     def __init__(self, axes: Axes, entries: Mapping[str, Entry], device: torch.device):
         self.axes, self.entries, self.device = axes, dict(entries), device
-        self.cut_axes = [
-            axis
-            for axis in ORDER
-            if any(axis in entry.placements for entry in self.entries.values())
-        ]
+        cut_axes = set().union(*(entry.cut_by() for entry in self.entries.values()))
+        self.cut_axes = [axis for axis in axes.sizes if axis in cut_axes]
         # the ranks that together have everything
         self.line = [axes.coordinates(position) for position in axes.line(self.cut_axes)]
 
@@ -178,7 +210,7 @@ class Layout:
                 case Shard() as shard:
                     part = shard.cut(part, at[axis])
                 case Pieces() as pieces:
-                    low, high = pieces.at(at)[at[axis]]
+                    low, high = pieces.at(at)[self.axes.place(pieces.axes, at)]
                     part = part.reshape(-1)[low:high]
         return part
 
@@ -206,26 +238,27 @@ class Layout:
                 case Pieces() as pieces:
                     bounds = pieces.at(at)
                     held = [i for i, (low, high) in enumerate(bounds) if low < high]
-                    row = [joined(inner, at | {axis: i}, shape).reshape(-1) for i in held or [0]]
+                    row = [
+                        joined(inner, at | self.axes.at(i, pieces.axes), shape).reshape(-1)
+                        for i in held or [0]
+                    ]
                     return torch.cat(row).view(shape)
                 case Stages(positions):
                     return joined(inner, at | {axis: positions[0]}, shape)
                 case None:
-                    return joined(inner, at | {axis: 0} if axis in self.cut_axes else at, shape)
+                    return joined(inner, at, shape)
 
-        return joined(ORDER, dict(self.axes.here), list(entry.shape))
+        return joined(ORDER, self.axes.here | dict.fromkeys(self.cut_axes, 0), list(entry.shape))
 
     def counts(self, name: str, at: Coordinates | None = None) -> bool:
         """True on exactly one of the ranks that hold a copy, the first, so that `join` and `norm`
         count it once.
         """
-        at = at or self.axes.here
-        for axis in self.cut_axes:
-            placement = self.entries[name].placements.get(axis)
-            first = placement.positions[0] if isinstance(placement, Stages) else 0
-            if not isinstance(placement, (Shard, Pieces)) and at[axis] != first:
-                return False
-        return True
+        at, entry = at or self.axes.here, self.entries[name]
+        stages = entry.placements.get("pp")
+        if isinstance(stages, Stages) and at["pp"] != stages.positions[0]:
+            return False
+        return not any(at[axis] for axis in self.cut_axes if axis not in entry.cut_by())
 
     # ── all of them, collective ──
 
@@ -298,12 +331,16 @@ class Layout:
         ways: dict[str, list[str]] = {}
         for name, entry in self.entries.items():
             words = [
-                f"{_in_words(placement)} over {axis}"
+                f"{_in_words(placement)} over {_axes_of(placement, axis)}"
                 for axis, placement in entry.placements.items()
             ]
             ways.setdefault(" and ".join(words) or "replicated", []).append(name)
         for how, names in ways.items():
             yield f"{names[0] if len(names) == 1 else f'{len(names)} tensors of the model'}: {how}"
+
+
+def _axes_of(placement: Placement, axis: str) -> str:
+    return " and ".join(placement.axes) if isinstance(placement, Pieces) else axis
 
 
 def _in_words(placement: Placement) -> str:

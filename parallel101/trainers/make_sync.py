@@ -1,4 +1,4 @@
-"""How gradients are synchronised over dp, from a trainer's options.
+"""How gradients are synchronised over dp (with cp and ep), from a trainer's options.
 
 zero_stage 0, overlap          Overlapped        1, 2    ZeRO12
               bucket_bytes 0   Naive             3       ZeRO3
@@ -14,7 +14,12 @@ from torch import nn
 from parallel101.autograd import algorithms
 from parallel101.mesh import Group
 from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
-from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
+from parallel101.trainers.gradient_sync import (
+    GradientSync,
+    Parameters,
+    Together,
+    default_bucket_bytes,
+)
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.prepare import MakeSync
@@ -82,7 +87,11 @@ def how_to_sync(
         )
 
     def make_sync(
-        part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]
+        part: nn.Module | None,
+        parameters: Parameters,
+        group: Group,
+        experts: Mapping[str, Group],
+        apart: Mapping[str, str],
     ) -> GradientSync:
         precision.gradients_of(list(parameters.values()))
         several = 4 if zero_stage else 2
@@ -91,11 +100,19 @@ def how_to_sync(
             from parallel101.trainers.zero.flat import Sharing
             from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
-            sharing = Sharing(group, overlap, apart, chosen)
+            sharing = Sharing(group, overlap, apart, chosen, others=experts)
             if zero_stage < 3:
                 return ZeRO12(parameters, sharing, zero_stage=zero_stage, bucket_bytes=size)
             assert part is not None, "weights tied between two stages on a rank are refused before"
             return ZeRO3(part, parameters, sharing, layers, precision.autocast)
+        if experts:  # summed over fewer ranks
+            dense = {name: p for name, p in parameters.items() if name not in experts}
+            few = {name: p for name, p in parameters.items() if name in experts}
+            one_group = next(iter(experts.values()))
+            syncs = [make_sync(part, few, one_group, {}, apart)]
+            if dense:
+                syncs.insert(0, make_sync(part, dense, group, {}, apart))
+            return Together(syncs)
         all_reduce = chosen.get("all_reduce", "direct")
         if group.size == 1:
             return GradientSync(parameters)

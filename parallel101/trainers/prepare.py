@@ -1,6 +1,7 @@
 """From a whole model to this rank's part of it.
 
-    the whole model ─▶ my stages (pp) ─▶ the plan, on their modules (tp) ─▶ gradients (dp)
+    the whole model ─▶ the plan, on the modules of my stages (tp) ─▶ my experts (ep)
+                    ─▶ my stages (pp) ─▶ gradients (dp, with cp and ep)
 
 Each axis says in `placements` what it does to which parameter. The order is torchtitan's.
 Everything is checked before the model is changed.
@@ -17,15 +18,19 @@ from torch import Tensor, nn
 from parallel101.mesh import Group
 from parallel101.trainers.agreement import Agreement, tensors_of
 from parallel101.trainers.gradient_sync import GradientSync, Parameters
-from parallel101.trainers.layout import Axes, Pieces, Stages
+from parallel101.trainers.layout import DATA, Axes, Bounds, Pieces, Stages, block_at
 
 if TYPE_CHECKING:
+    from parallel101.trainers.experts_plan import ExpertsPlan
     from parallel101.trainers.pipeline.split import StageCut
     from parallel101.trainers.tensor.plan import ResolvedPlan
 
 # (the stage, or None if the parameters are on several of this rank's; its parameters; the ranks
-# along dp; name → label: see `by_size`)
-MakeSync = Callable[[nn.Module | None, Parameters, Group, Mapping[str, str]], GradientSync]
+# over which their gradients are summed; the ranks for those of experts; name → label: see
+# `by_size`)
+MakeSync = Callable[
+    [nn.Module | None, Parameters, Group, Mapping[str, Group], Mapping[str, str]], GradientSync
+]
 Sums = Sequence[tuple[Sequence[str], Group]]
 
 
@@ -35,7 +40,8 @@ class LocalModel(NamedTuple):
     Attributes:
         parts: global stage → its modules.
         local: name → parameter or buffer that this rank has, whole or a shard.
-        syncs: (stages, the synchronisation over dp of the parameters that are on just these).
+        syncs: (stages, the synchronisation over dp, cp and ep of the parameters that are on just
+            these).
         placements: name → axis → how it cuts this parameter or buffer of the whole model.
         sums: (names, group): gradients that are also summed over these ranks.
         notes: in words, for describe().
@@ -56,6 +62,7 @@ def prepare(
     make_sync: MakeSync,
     stages: StageCut | None = None,
     plan: ResolvedPlan | None = None,
+    experts: ExpertsPlan | None = None,
 ) -> LocalModel:
     """Cut the model, in place, to what this rank holds.
 
@@ -66,24 +73,39 @@ def prepare(
     mine = stages.mine if stages else frozenset({0})
     if plan is not None:
         plan.apply(model, axes.along(["tp"]), stages.modules_of_mine(model) if stages else None)
+    if experts is not None:
+        experts.apply(model, axes.along(["ep"]))
     parts: Mapping[int, nn.Module] = stages.keep_mine(model) if stages else {0: model}
 
     tensors = dict(tensors_of(model))
     local = {name: tensors[name] for name in names if mine.intersection(on_stages[name])}
     partial = plan.partial if plan is not None else ()
     apart = dict.fromkeys(partial, "a part on each rank along tp")
+    of_experts = experts.placements if experts is not None else {}
+    apart |= dict.fromkeys(of_experts, "experts")
     apart |= {name: f"tied: {name}" for name, of_name in on_stages.items() if len(of_name) > 1}
 
     def synchronise() -> list[tuple[frozenset[int], GradientSync]]:
         by_stages: dict[frozenset[int], dict[str, nn.Parameter]] = {}
         for name, p in trained_of(local).items():
             by_stages.setdefault(mine.intersection(on_stages[name]), {})[name] = p
-        line = axes.along(["dp"])
+        line, without_ep = axes.along(data), axes.along(same_experts)
         return [
-            (of, make_sync(parts[min(of)] if len(of) == 1 else None, parameters, line, apart))
+            (
+                of,
+                make_sync(
+                    parts[min(of)] if len(of) == 1 else None,
+                    parameters,
+                    line,
+                    {name: without_ep for name in parameters if name in of_experts},
+                    apart,
+                ),
+            )
             for of, parameters in by_stages.items()
         ]
 
+    data = tuple(axis for axis in axes.sizes if axis in DATA)
+    same_experts = tuple(axis for axis in data if axis != "ep")
     # without stages all ranks have the same modules, and so the same errors
     doing = "prepare its part of the model"
     syncs = agree.all_or_none(doing, synchronise) if stages else synchronise()
@@ -94,11 +116,14 @@ def prepare(
             placements[name]["pp"] = Stages(tuple(positions))
     for name, shard in plan.placements.items() if plan is not None else ():
         placements[name]["tp"] = shard
-    pieces = {name: at for _, sync in syncs for name, at in sync.placements.items()}
-    for name, at in pieces_of_all(axes, agree, pieces).items():
-        placements[name]["dp"] = at
+    for name, shard in of_experts.items():
+        placements[name]["ep"] = shard
+    pieces = {name: at.bounds for _, sync in syncs for name, at in sync.placements.items()}
+    for name, blocks in bounds_of_all(axes, agree, pieces).items():
+        over = same_experts if name in of_experts else data
+        placements[name]["dp"] = Pieces(blocks[min(blocks)], over, blocks)
     sums = list(sums_of(trained_of(local), positions_of(on_stages, stages), partial, axes))
-    notes = [*(plan.describe() if plan is not None else ()), *(stages.describe() if stages else ())]
+    notes = [line for of in (plan, experts, stages) if of is not None for line in of.describe()]
     return LocalModel(parts, local, syncs, placements, sums, notes)
 
 
@@ -116,22 +141,20 @@ def positions_of(
     return {name: sorted({placement[s] for s in of_name}) for name, of_name in on_stages.items()}
 
 
-def pieces_of_all(axes: Axes, agree: Agreement, mine: Mapping[str, Pieces]) -> dict[str, Pieces]:
-    """How dp cuts every parameter, also those of other stages; and for each position along tp,
-    which may have cut it unevenly.
+def bounds_of_all(
+    axes: Axes, agree: Agreement, mine: Mapping[str, Bounds]
+) -> dict[str, dict[tuple[int, int], Bounds]]:
+    """How each parameter is cut into pieces, also those of other stages: name → place along (tp,
+    ep), where other blocks may be cut unevenly → bounds.
     """
-    if len(agree.ranks) == axes.sizes["dp"]:
-        return dict(mine)
-    bounds = {name: pieces.bounds for name, pieces in mine.items()}
-    found: dict[str, dict[int, Any]] = {}
-    for position, text in enumerate(agree.texts(json.dumps(bounds))):
-        at = axes.coordinates(position)
-        for name, of_name in json.loads(text).items():
-            found.setdefault(name, {})[at.get("tp", 0)] = tuple(map(tuple, of_name))
-    return {
-        name: Pieces(by_tp[0], tuple(by_tp[i] for i in sorted(by_tp)))
-        for name, by_tp in found.items()
-    }
+    if len(agree.ranks) == axes.size(["dp", "cp"]):
+        return {name: {(0, 0): bounds} for name, bounds in mine.items()}
+    found: dict[str, dict[tuple[int, int], Bounds]] = {}
+    for position, text in enumerate(agree.texts(json.dumps(mine))):
+        block = block_at(axes.coordinates(position))
+        for name, bounds in json.loads(text).items():
+            found.setdefault(name, {})[block] = tuple(map(tuple, bounds))
+    return found
 
 
 def sums_of(

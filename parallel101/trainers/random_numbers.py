@@ -1,9 +1,10 @@
 """The random numbers of a step, such as dropout's masks.
 
-They come from the first rank's seed, the step, and the position along dp.
+They come from the first rank's seed, the step, and the place along dp, cp and ep.
 
     dp 0, tp 0   mask 1 0 1 1        dp 1, tp 0   mask 0 1 1 0        other samples: other masks
     dp 0, tp 1   mask 1 0 1 1        dp 1, tp 1   mask 0 1 1 0        equal samples: equal masks
+    dp 0, cp 1   mask 1 1 0 0        other positions of the same samples: other masks
 
 So it does not matter how the ranks were seeded, a step that is repeated or resumed draws the same
 masks again, and torch's global random numbers, which may shuffle the data, go on afterwards as if
@@ -20,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import Axes
+from parallel101.trainers.layout import DATA, Axes
 
 
 class RandomNumbers:
@@ -30,7 +31,7 @@ class RandomNumbers:
     """
 
     def __init__(self, axes: Axes, agree: Agreement, device: torch.device):
-        self.alone, self.place = axes.members.size == 1, axes.here["dp"]
+        self.alone, self.place = axes.members.size == 1, axes.place(DATA)
         self.gpus = [device] if device.type == "cuda" else []
         if not self.alone:
             # a float64 is exact up to 2⁵³

@@ -10,13 +10,15 @@
 This uses torch's checkpoint with use_reentrant=False. A recomputation stops once it has made the
 last tensor that backward needs. So the sum over tensor-parallel ranks at the end of a block is sent
 again only if something after it is kept, such as a dropout mask. The sums before it are always sent
-again, and so are gathers. The core of attention sends no messages. In a trace, each recomputation
+again, and so are gathers, and all messages of experts. The core of attention sends messages along
+cp only. In a trace, each recomputation
 is inside a span "recompute". Source: Chen et al. (arXiv 1604.06174); Korthikanti et al. (arXiv
 2205.05198), section 5.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,6 +32,7 @@ from parallel101.record.spans import span
 from parallel101.trainers.weight_gradients import WeightGradients, split_backward
 
 Recompute = str | Callable[[str], bool]
+_thread = threading.local()  # .around: a context of the forward that this thread computes
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # usual names of the module between query, key and value and the output layer
@@ -104,16 +107,29 @@ def recompute_in_backward(module: nn.Module, name: str) -> None:
 
 def around(name: str) -> tuple[AbstractContextManager, AbstractContextManager]:
     """The context managers for a forward and for its repetition."""
-    return nullcontext(), again(name, split_backward())
+    return nullcontext(), again(name, split_backward(), getattr(_thread, "around", nullcontext))
 
 
 @contextmanager
-def again(name: str, later: WeightGradients | None) -> Iterator[None]:
-    """The context manager for a repetition. If the forward left its weight gradients for later, its
-    linear layers kept other tensors, and the repetition must keep the same ones.
+def again(
+    name: str, later: WeightGradients | None, around: Callable[[], AbstractContextManager]
+) -> Iterator[None]:
+    """The context manager for a repetition, in which modes are active as in the forward: if that
+    left its weight gradients for later, its linear layers kept other tensors.
     """
-    with span("recompute", module=name), later.forward() if later else nullcontext():
+    with span("recompute", module=name), later.forward() if later else nullcontext(), around():
         yield
+
+
+@contextmanager
+def and_its_repetitions(around: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Inside, a forward runs in this context, and so will its repetitions in backward."""
+    before, _thread.around = getattr(_thread, "around", nullcontext), around
+    try:
+        with around():
+            yield
+    finally:
+        _thread.around = before
 
 
 # ── what can't be computed twice ──

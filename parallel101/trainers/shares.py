@@ -1,8 +1,8 @@
 """The ranks' shares of a batch, checked before the first message of a step, on all ranks together.
 
-rank 0   tp 0   samples 0 … 3  ┐ the same: ranks along tp and pp work on one share
+rank 0   tp 0   samples 0 … 3  ┐ the same: ranks along tp, pp and cp work on one share
 rank 1   tp 1   samples 0 … 3  ┘
-rank 2   tp 0   samples 4 … 6    another one along dp, of any size, even none
+rank 2   tp 0   samples 4 … 6    another one along dp and ep, of any size, even none
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import Parameters
-from parallel101.trainers.layout import Axes
+from parallel101.trainers.layout import SAMPLES, Axes
 from parallel101.trainers.support.batches import (
     Batch,
     check_pair,
@@ -27,7 +27,8 @@ class Shares:
     Args:
         axes, agree: of the ranks that train together.
         has_loss: whether there is a loss_fn, which needs targets.
-        needs_samples: whether each rank needs at least one sample, for synchronised BatchNorms.
+        least: how many samples each rank needs; `why` in words, for an error.
+        check_time: raises ValueError for inputs and targets that can't be cut along time.
         check_frozen: raises ValueError for what was frozen when the trainer was built, and isn't.
     """
 
@@ -36,12 +37,14 @@ class Shares:
         axes: Axes,
         agree: Agreement,
         has_loss: bool,
-        needs_samples: bool,
+        least: int,
+        why: str,
+        check_time: Callable[[Batch, Batch], None] | None,
         check_frozen: Callable[[], None],
     ):
         self.axes, self.agree = axes, agree
-        self.has_loss, self.needs_samples = has_loss, needs_samples
-        self.check_frozen = check_frozen
+        self.has_loss, self.least, self.why = has_loss, least, why
+        self.check_time, self.check_frozen = check_time, check_frozen
 
     def check(self, inputs: Batch, targets: Batch, step: int) -> int:
         """How many samples the whole batch has.
@@ -49,7 +52,7 @@ class Shares:
         Raises, on all ranks, TypeError or ValueError if the shares don't fit together.
         """
         problem, mine = None, (-1, 0, 0)
-        several = len(self.agree.ranks) > self.axes.sizes["dp"]  # ranks with the same samples
+        several = len(self.agree.ranks) > self.axes.size(SAMPLES)  # ranks with the same samples
         try:
             if self.has_loss:
                 check_pair((inputs, targets))
@@ -59,6 +62,8 @@ class Shares:
                     "without targets of its own"
                 )
             self.check_frozen()
+            if self.check_time is not None:
+                self.check_time(inputs, targets)
             values = number_of_values((inputs, targets)) if several else 0
             mine = count_samples(inputs), number_of_shape(inputs), values
         except (TypeError, ValueError) as error:
@@ -66,19 +71,20 @@ class Shares:
         counts, *told = self.agree.numbers(*mine) if several else self.agree.numbers(mine[0])
         if min(counts) < 0:
             self.agree.raise_problem(problem, f"take its batch in step {step}")
-        firsts: dict[int, int] = {}  # position along dp → the first rank there
+        firsts: dict[int, int] = {}  # place along dp and ep → the first rank there
         for position in range(len(counts)):
-            first = firsts.setdefault(self.axes.coordinates(position)["dp"], position)
+            place = self.axes.place(SAMPLES, self.axes.coordinates(position))
+            first = firsts.setdefault(place, position)
             if any(of_ranks[position] != of_ranks[first] for of_ranks in (counts, *told)):
                 raise self.unlike(first, position, counts)
         total = sum(counts[first] for first in firsts.values())
         if not total:
             raise ValueError(f"the batch of step {step} has no samples: expected at least one")
-        if self.needs_samples and not min(counts):
+        if min(counts) < self.least:
+            few = f"{min(counts):.0f}" if min(counts) else "none"
             raise ValueError(
-                f"rank {self.agree.ranks[counts.index(0)]} has none of the {total:.0f} samples, "
-                "and sync_batch_norm needs one on each rank: leave such a batch out, or use fewer "
-                "ranks"
+                f"rank {self.agree.ranks[counts.index(min(counts))]} has {few} of the {total:.0f} "
+                f"samples, and {self.why}: leave such a batch out, or use fewer ranks"
             )
         return int(total)
 
@@ -91,10 +97,10 @@ class Shares:
             else "other samples"
         )
         return ValueError(
-            f"rank {a} and rank {b} were given {given}, but ranks that differ only along tp or pp "
-            "work on the same ones: pass the same batch to all of them. share(batch) cuts over dp "
-            "alone; a DistributedSampler, or a loader that shuffles with a seed of its own on "
-            "each rank, gives them different samples"
+            f"rank {a} and rank {b} were given {given}, but ranks that differ only along tp, pp or "
+            "cp work on the same ones: pass the same batch to all of them. share(batch) cuts over "
+            "dp and ep alone; a DistributedSampler, or a loader that shuffles with a seed of its "
+            "own on each rank, gives them different samples"
         )
 
 

@@ -1,8 +1,10 @@
-"""One step of training, on up to three axes at once.
+"""One step of training, on up to five axes at once.
 
     dp   this rank's share of the batch         data_parallel.py, zero_1_2_3.py
+    cp   its positions of every sequence        context_parallel.py
     tp   its block of every matrix              tensor_parallel.py
     pp   its layers                             pipeline_parallel.py
+    ep   its experts, and a share of the batch  expert_parallel.py
 
     share ─▶ microbatches ─▶ forward, backward ─▶ gradients summed ─▶ loss agreed on ─▶ optimizer
 
@@ -18,45 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
-from parallel101.mesh import Group, split_sizes
+from parallel101.mesh import Group
 from parallel101.record.spans import span, wait_span
+from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, sum_gradients
 from parallel101.trainers.layout import Axes, Layout
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.shares import Shares
-from parallel101.trainers.support.batches import Batch, call, count_samples, split
+from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses, agree_on_loss
 
 if TYPE_CHECKING:
+    from parallel101.trainers.context.cut_time import ContextAxis
     from parallel101.trainers.pipeline_parallel import Pipeline
-
-
-class Accumulation:
-    """All layers are on this rank. The gradients of its microbatches add up in .grad."""
-
-    def __init__(
-        self, model: nn.Module, sync: GradientSync, microbatches: int, autocast: Callable[[], Any]
-    ):
-        self.model, self.sync, self.microbatches = model, sync, microbatches
-        self.autocast = autocast
-
-    def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
-        sizes = split_sizes(count_samples(inputs), self.microbatches)
-        for i, (x, y) in enumerate(zip(split(inputs, sizes), split(targets, sizes))):
-            with span("forward", microbatch=i):
-                loss = self.forward(x, y, losses)
-            with span("backward", microbatch=i), self.sync.backward(last=i + 1 == len(sizes)):
-                if loss is not None:
-                    loss.backward()
-
-    def forward(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
-        samples = count_samples(inputs)
-        with self.sync.forward(), self.autocast():  # without samples, too: other ranks have some
-            return losses.of(call(self.model, inputs), targets, samples) if samples else None
-
-    evaluate = forward
 
 
 class Step:
@@ -70,7 +48,8 @@ class Step:
     layout: Layout  # where every parameter and buffer of the whole model is
     shares: Shares  # checks what the ranks are given
     runner: Accumulation | Pipeline  # computes forward and backward
-    sync: GradientSync  # sums gradients over dp
+    context: ContextAxis | None  # cuts a batch along time
+    sync: GradientSync  # sums gradients over dp, cp and ep
     sums: Sequence[tuple[Sequence[str], Group]]  # names of gradients summed over more ranks
     owned: Parameters  # what this rank's optimizer updates, by name
     trained: Sequence[str]  # names of all trained parameters of the model
@@ -116,6 +95,8 @@ class Step:
         self.optimizer.zero_grad()
         self.sync.begin()
         losses = Losses(self.loss_fn, total, self.sync.scale)
+        if self.context is not None:
+            inputs, targets, losses.part = self.context.cut(inputs, targets)
         with self.random_numbers.of_step(self.steps):
             self.runner.run(self.precision.cast(inputs), targets, losses)
         with wait_span("synchronise"):

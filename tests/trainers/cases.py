@@ -151,9 +151,9 @@ def special_in_few_samples(step: int) -> tuple[Tensor, Tensor]:
     return x, randn(100 + step, 11, 1)
 
 
-def gpt(tied: bool = True, heads: int = 12) -> nn.Module:
-    config = GPTConfig(vocabulary=13, context=7, layers=2, heads=heads, width=24, tied=tied)
-    return seeded(GPT(config))
+def gpt(tied: bool = True, heads: int = 12, **options: Any) -> nn.Module:
+    sizes = {"vocabulary": 13, "context": 7, "layers": 2, "heads": heads, "width": 24}
+    return seeded(GPT(GPTConfig(**sizes, tied=tied, **options)))
 
 
 def text(step: int) -> tuple[Tensor, Tensor]:

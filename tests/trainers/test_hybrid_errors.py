@@ -60,8 +60,12 @@ WAITING = p101.Schedule([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B
 V_SHAPED = p101.Schedule([["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]])
 TIED, TP, PP = TASKS["tied gpt"].build, "dp 2, tp 2", "dp 2, pp 2"
 REFUSED = {  # on 4 ranks: the mesh, the options, and some words of the error
-    "other names": ("data 2, tp 2", {}, r"axes \('data', 'tp'\): expected names out of dp, tp, pp"),
-    "no names": (None, {}, "axes have no names: expected names out of dp, tp, pp"),
+    "other names": (
+        "data 2, tp 2",
+        {},
+        r"axes \('data', 'tp'\): expected names out of dp, cp, tp, pp, ep",
+    ),
+    "no names": (None, {}, "axes have no names: expected names out of dp, cp, tp, pp, ep"),
     "larger than the world": ("dp 2, tp 2, pp 2", {}, "bigger than default world size 4"),
     "accumulate with pp": (PP, {"accumulate": 2}, "say microbatches=2"),
     "microbatches without pp": (TP, {"microbatches": 2}, "the mesh has no axis pp"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel101 as p101
+from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
 from tests.trainers.cases import (
     TASKS,
@@ -21,9 +23,11 @@ from tests.trainers.cases import (
     Task,
     adamw_by_shape,
     differing,
+    gpt,
     on_mesh,
     rows,
     seeded,
+    text,
     world_size,
 )
 
@@ -54,13 +58,11 @@ def partly_frozen():
     return model
 
 
-RUNS = {
-    "tied gpt": (TASKS["tied gpt"], "auto"),
-    "partly frozen": (
-        Task(partly_frozen, F.mse_loss, rows(4, 3)),
-        {"3": "column", "4": "row"},
-    ),
-}
+def without_balance(outputs, targets):
+    """A balancing loss would count the positions of one rank alone along cp."""
+    return next_token_loss(outputs[0], targets)
+
+
 CHAIN = [  # each takes over what the one before has saved; None is one process
     ("dp 4", {}),
     ("tp 2, pp 2", {"microbatches": 3}),
@@ -72,10 +74,32 @@ CHAIN = [  # each takes over what the one before has saved; None is one process
     ("dp 4", {"zero_stage": 3}),
     (None, {}),
 ]
+CHAIN_OF_EXPERTS = [
+    ("dp 2, ep 2", {"zero_stage": 3}),
+    ("ep 3", {}),
+    ("cp 2, pp 2", {"microbatches": 3, "zero_stage": 1}),
+    (None, {}),
+    ("pp 2, ep 2, cp 2", {"microbatches": 2, "zero_stage": 2}),
+    ("dp 2", {"zero_stage": 1}),
+    ("ep 4", {}),
+]
+RUNS = {
+    "tied gpt": (TASKS["tied gpt"], "auto", CHAIN),
+    "partly frozen": (
+        Task(partly_frozen, F.mse_loss, rows(4, 3)),
+        {"3": "column", "4": "row"},
+        CHAIN,
+    ),
+    "experts": (
+        Task(partial(gpt, experts=5), without_balance, text),
+        "auto",
+        CHAIN_OF_EXPERTS,
+    ),
+}
 
 
 def go_on(name, mesh, options, path, until):
-    task, plan = RUNS[name]
+    task, plan, _ = RUNS[name]
     if "tp" in (mesh or ""):
         options = {**options, "plan": plan}
     build = TRAINERS["naive"] if mesh is None else on_mesh(mesh)
@@ -91,7 +115,7 @@ def go_on(name, mesh, options, path, until):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_moves_between_meshes_has_the_losses_of_one_process(name, tmp_path):
     chain, alone = tmp_path / "chain.pt", tmp_path / "alone.pt"
-    for i, (mesh, options) in enumerate(CHAIN):
+    for i, (mesh, options) in enumerate(RUNS[name][2]):
         here = name, mesh, options, chain, i + 1
         n = world_size(mesh or "dp 1")
         results = p101.launch(go_on, *here, world_size=n, backend="sim").results

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
+from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.support.batches import (
     Batch,
     check_pair,
@@ -55,8 +56,9 @@ class FitOptions(NamedTuple):
 
 def share(trainer: Trainer, batch: Batch) -> Batch:
     """See `HybridTrainer.share`."""
-    sizes = split_sizes(count_samples(batch), trainer.axes.sizes["dp"])
-    return map_tensors(lambda t: t.to(trainer.device), split(batch, sizes)[trainer.axes.here["dp"]])
+    axes = trainer.axes
+    mine = split(batch, split_sizes(count_samples(batch), axes.size(SAMPLES)))[axes.place(SAMPLES)]
+    return map_tensors(lambda t: t.to(trainer.device), mine)
 
 
 def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
@@ -170,11 +172,14 @@ def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[flo
     """
     samples = count_samples(inputs)
     losses = Losses(trainer.loss_fn, samples, training=False)
+    if trainer.context is not None:
+        inputs, targets, losses.part = trainer.context.cut(inputs, targets)
     trainer.runner.evaluate(trainer.precision.cast(inputs), targets, losses)
     if not losses.parts or trainer.axes.here.get("tp", 0) > 0:
         return 0.0, 0.0
     weight = losses.weight()
-    return (losses.sum() * samples, samples) if weight < 0 else (losses.sum(), weight)
+    # the sum already has the weight `part`
+    return (losses.sum() * samples, samples * losses.part) if weight < 0 else (losses.sum(), weight)
 
 
 @contextmanager

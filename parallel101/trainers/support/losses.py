@@ -1,6 +1,7 @@
 """The losses of a step's microbatches, whose sum over all ranks is the loss of the whole batch.
 
 loss_fn returns a mean        microbatch of 3 samples, batch of 8: mean · 3/8
+                              of half of their positions in time (cp): · 1/2
 loss_fn returns (sum, weight) the sum as it is; at the end, gradients are divided by all weights
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
+from parallel101.trainers.support.batches import tensors_of
 
 
 class Losses:
@@ -24,7 +26,12 @@ class Losses:
         samples: of the whole batch.
         scale: a factor of what backward starts from, and not of the loss that is reported.
         training: whether backward follows, so that the loss must depend on a weight.
+
+    Attributes:
+        part: how much of each sample this rank has, if time is cut.
     """
+
+    part = 1.0
 
     def __init__(
         self, loss_fn: LossFn | None, samples: int, scale: float = 1.0, training: bool = True
@@ -39,11 +46,15 @@ class Losses:
         if self.training:
             check_depends(loss)
         if weight is None:
-            loss = loss * (samples / self.samples)
+            loss = loss * (samples * self.part / self.samples)
         else:
             self.weights.append(weight)
         self.parts.append(loss.detach())
         return loss if self.scale == 1 else loss * self.scale
+
+    def of_nothing(self, outputs: Any) -> Tensor:
+        """Without samples: a zero from which backward starts, for the messages on its way."""
+        return sum(t.sum() * 0 for t in tensors_of(outputs))  # type: ignore[return-value]
 
     def sum(self) -> float:
         return sum(part.item() for part in self.parts)

@@ -163,8 +163,8 @@ def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[P
         rank 2       ▇▇▇▇▇      [(0.5, 1.0)]    another stage
 
     Elements that the same ranks hold are put side by side, in the order of the cuts: stages, in
-    each stage the shards along tp, in each shard the pieces along dp. So a part that several ranks
-    hold is at the same place for all of them, and together they cover everything.
+    each stage the shards along tp and ep, in each shard the pieces along dp. So a part that several
+    ranks hold is at the same place for all of them, and together they cover everything.
 
     Args:
         layout: of the model.
@@ -175,18 +175,23 @@ def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[P
     sizes: dict[tuple[int, ...], int] = defaultdict(int)  # the ranks that hold some bytes → bytes
     for name in names:
         entry = layout.entries[name]
-        stages, shard, pieces = (entry.placements.get(axis) for axis in ORDER)
-        alike: dict[int, list[int]] = defaultdict(list)  # ranks with the same shard along tp
+        stages, pieces = entry.placements.get("pp"), entry.placements.get("dp")
+        shards = {a: s for a, s in entry.placements.items() if isinstance(s, Shard)}
+        # ranks with the same shard along tp, or of the experts along ep
+        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for position, at in enumerate(places):
             if not isinstance(stages, Stages) or at["pp"] in stages.positions:
-                alike[at["tp"] if isinstance(shard, Shard) else 0].append(position)
-        for i, positions in alike.items():
+                alike[tuple(at[axis] for axis in shards)].append(position)
+        for here, positions in alike.items():
             count = entry.shape.numel()
-            if isinstance(shard, Shard):
+            for i, shard in zip(here, shards.values()):
                 count = count * shard.sizes[i] // entry.shape[shard.dim]
             spans = [(0, count)] * len(positions)
             if dp and isinstance(pieces, Pieces):
-                spans = [pieces.at(places[k])[places[k]["dp"]] for k in positions]
+                spans = [
+                    pieces.at(places[k])[layout.axes.place(pieces.axes, places[k])]
+                    for k in positions
+                ]
             for low, high in pairwise(sorted({edge for span in spans for edge in span})):
                 holders = tuple(
                     k for k, (start, end) in zip(positions, spans) if start <= low and high <= end
@@ -206,7 +211,7 @@ def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[P
 
 def _middle(places: Sequence[Coordinates]) -> list[float]:
     """The mean coordinates of some ranks, on the axis that cuts first, then on the others."""
-    return [sum(at.get(axis, 0) for at in places) / len(places) for axis in ORDER]
+    return [sum(at.get(axis, 0) for at in places) / len(places) for axis in (*ORDER, "cp")]
 
 
 def readable(count: float) -> str:

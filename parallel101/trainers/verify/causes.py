@@ -21,6 +21,10 @@ from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.one_process import OneProcess, mean_loss
 
 EXACT = 1e-9  # relative; rounding in float64 is less
+NO_POSITIONS = (
+    " This model's forward doesn't take `positions`, (batch, time) whole numbers, so it can't know "
+    "which ones it has."
+)
 
 
 def explain(
@@ -203,6 +207,14 @@ def of_the_layout(trainer: Trainer, kinds: set[str], gradients: Sequence[str]) -
     if kinds <= {"buffer", "update"}:
         return (
             "A module keeps statistics of the samples in a buffer, and here it sees them in parts."
+        )
+    if trainer.context is not None:
+        takes = trainer.context.name_of_positions is not None
+        return (
+            "Along cp a rank has some positions of each sequence. Code that looks at other "
+            "positions must call torch's scaled_dot_product_attention, and what counts positions "
+            "(an embedding, a router's balance or capacity) must not count those of one rank "
+            f"alone.{'' if takes else NO_POSITIONS}{where}"
         )
     if sizes.get("tp", 1) > 1 and any(
         "tp" in entry.placements for entry in trainer.layout.entries.values()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from parallel101.collectives import broadcast
 from parallel101.record.spans import unrecorded
+from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.support.batches import (
     Batch,
     count_samples,
@@ -94,9 +95,10 @@ class Comparison:
         self.trainer, self.first, self.of_each = trainer, trainer.position == 0, of_each
         # of the ranks with the same samples, one gives them
         self.holds_share = not any(
-            position for axis, position in trainer.axes.here.items() if axis != "dp"
+            position for axis, position in trainer.axes.here.items() if axis not in SAMPLES
         )
-        even = trainer.axes.here["dp"] % 2 == 0  # so that shares are uneven, if the batch allows it
+        # so that shares are uneven, if the batch allows it
+        even = trainer.axes.place(SAMPLES) % 2 == 0
         wanted = of_each * trainer.runner.microbatches + even
         self.batch = map_tensors(lambda t: t[:wanted], (inputs, targets))
         self.needs_two = False

@@ -5,6 +5,7 @@ takes too much memory.
 from __future__ import annotations
 
 from parallel101.record.spans import unrecorded
+from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.support.batches import Batch, tensors_of
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.trainer import Trainer
@@ -37,7 +38,7 @@ def too_much(trainer: Trainer, inputs: Batch, targets: Batch) -> str:
     samples = (
         sum(t[:1].nbytes for t in tensors_of((inputs, targets)))
         * (2 * trainer.runner.microbatches + 1)
-        * trainer.axes.sizes["dp"]
+        * trainer.axes.size(SAMPLES)
     )
     needed = int(max(trainer.agree.numbers(sum(nbytes.values()) + 4 * trained + samples)[0]))
     if needed <= MOST_BYTES:

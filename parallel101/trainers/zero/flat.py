@@ -34,6 +34,7 @@ class Sharing:
 
     Attributes:
         group: the ranks; each owns one block of every array.
+        others: name → the ranks that share it instead, such as those with the same experts.
         overlap: send and receive while this rank computes.
         apart: name → a label. Only parameters with the same label share an array.
         algorithm: "all_gather" and "reduce_scatter" → one of their algorithms, which then runs from
@@ -46,6 +47,7 @@ class Sharing:
     apart: Mapping[str, str] = field(default_factory=dict)
     algorithm: Mapping[str, str] = field(default_factory=dict)
     live: LiveBytes = field(default_factory=LiveBytes)
+    others: Mapping[str, GroupLike] = field(default_factory=dict)
 
 
 class Flat:
@@ -69,8 +71,9 @@ class Flat:
         self, parameters: Parameters, sharing: Sharing, *, weights: bool, gradients: bool = False
     ):
         self.parameters, self.sharing, self.live = dict(parameters), sharing, sharing.live
+        self.group = sharing.others.get(next(iter(parameters)), sharing.group)
         self.shapes = [p.shape for p in parameters.values()]
-        members, values = group_of(sharing.group), [p.detach() for p in parameters.values()]
+        members, values = group_of(self.group), [p.detach() for p in parameters.values()]
         assert members.position is not None
         sizes, n, position = [p.numel() for p in values], members.size, members.position
         block = -(-sum(sizes) // n)
@@ -118,7 +121,7 @@ class Flat:
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
             self.live.watch("weights", self.whole)
-        group, algorithm = self.sharing.group, self.sharing.algorithm.get("all_gather")
+        group, algorithm = self.group, self.sharing.algorithm.get("all_gather")
         if algorithm is None:
             self.arriving = all_gather_async(self.shard, group=group, out=self.whole)
         else:
@@ -195,7 +198,7 @@ class Flat:
 
         The first one of a step arrives in `grad` itself.
         """
-        gradients, group = self.take_gradients(), self.sharing.group
+        gradients, group = self.take_gradients(), self.group
         out, self.summed = None if self.summed else self.grad, True
         algorithm = self.sharing.algorithm.get("reduce_scatter")
         if algorithm is None:

@@ -70,7 +70,7 @@ class ShardedSync(GradientSync):
 
     def describe(self) -> str:
         names = sum(len(flat.parameters) for flat in self.flats)
-        largest = max(flat.shard.nbytes for flat in self.flats) * group_of(self.sharing.group).size
+        largest = max(flat.shard.nbytes * group_of(flat.group).size for flat in self.flats)
         padding = sum(flat.padding for flat in self.flats)
         return (
             f"ZeRO stage {self.zero_stage}: {len(self.owned)} pieces of {names} parameters on "

@@ -1,0 +1,144 @@
+"""The axis cp in a trainer: a batch is cut along time, and attention reaches over the ranks.
+
+    tokens    (batch, time)     rank 0 of 2 has positions 0 1 6 7, rank 1 has 2 3 4 5 ("zigzag")
+    positions (batch, time)     tells the model which these are; cut in the same way
+    attention                   ring_attention in the place of torch's scaled_dot_product_attention
+    loss                        of this rank's positions, weighted by their number
+
+All else in the model acts on each position alone, so it doesn't know that others are elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parallel101.mesh import Group
+from parallel101.trainers.context.time_layout import local_positions, time_sizes
+from parallel101.trainers.context.ulysses import ulysses_attention
+from parallel101.trainers.context_parallel import ring_attention
+from parallel101.trainers.recompute import and_its_repetitions
+from parallel101.trainers.support.batches import Batch, in_words, map_tensors, tensors_of
+
+TIME = 1  # the dim of inputs and targets that is cut
+POSITIONS = ("positions", "position_ids")  # how a model's forward may call them
+WAYS = {
+    "zigzag": (ring_attention, "zigzag"),
+    "contiguous": (ring_attention, "contiguous"),
+    "ulysses": (ulysses_attention, "contiguous"),
+}
+
+
+class ContextAxis:
+    """Which positions of each sequence this rank has.
+
+    Args:
+        group: the ranks along cp.
+        way: see `HybridTrainer`, `context`.
+        first: the module that is called with the inputs. If its forward takes `positions`, it is
+            given those of this rank, (batch, time) whole numbers.
+    """
+
+    def __init__(self, group: Group, way: str, first: nn.Module):
+        assert group.position is not None
+        self.group, self.position = group, group.position
+        # of the class: recomputation may have replaced the module's own
+        self.signature = inspect.signature(type(first).forward.__get__(first))
+        self.attention, self.layout = WAYS[way]
+        takes = self.signature.parameters
+        self.name_of_positions = next((name for name in POSITIONS if name in takes), None)
+        self.sizes: list[int] = []  # of the ranks' parts of the time, in this step
+
+    def check(self, inputs: Batch, targets: Batch) -> None:
+        """Raises ValueError for what can't be cut along time."""
+        for what, tree in (("inputs", inputs), ("targets", targets)):
+            for t in tensors_of(tree):
+                if t.dim() <= TIME:
+                    raise ValueError(
+                        f"the mesh has an axis cp, which cuts dim {TIME}, the time, and {what} are "
+                        f"{in_words(tree)}: expected (samples, time, …)"
+                    )
+        times = sorted({t.shape[TIME] for t in tensors_of((inputs, targets))})
+        if len(times) > 1 or times[0] < self.group.size:
+            raise ValueError(
+                f"inputs and targets have a time of {' and '.join(map(str, times))} along dim "
+                f"{TIME}, and the axis cp has {self.group.size} ranks: expected the same time for "
+                "all, and at least one position for each rank"
+            )
+
+    def cut(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch, float]:
+        """This rank's positions of both, and which part of all positions that is."""
+        first = tensors_of(inputs)[0]
+        samples, time = first.shape[: TIME + 1]
+        self.sizes = time_sizes(time, self.group.size, self.layout)
+        here = local_positions(time, self.group.size, self.position, self.layout, first.device)
+        whole = self.with_positions(inputs, torch.arange(time, device=first.device), samples)
+        mine = map_tensors(lambda t: t.index_select(TIME, here), (whole, targets))
+        return *mine, len(here) / time
+
+    def with_positions(self, inputs: Batch, positions: Tensor, samples: int) -> Batch:
+        if self.name_of_positions is None:
+            return inputs
+        if not isinstance(inputs, Mapping):
+            given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+            inputs = self.signature.bind(*given).arguments
+        return {self.name_of_positions: positions.expand(samples, -1), **inputs}
+
+    @contextmanager
+    def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
+        """Goes around a forward: its attention is that of the whole sequence."""
+        with inner(), and_its_repetitions(lambda: AttentionOverRanks(self)):
+            yield
+
+
+class AttentionOverRanks(TorchFunctionMode):
+    """While it is active, scaled_dot_product_attention is computed by all ranks along cp."""
+
+    def __init__(self, axis: ContextAxis):
+        super().__init__()
+        self.axis = axis
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        axis = self.axis
+        for what, given, refused in (
+            ("attn_mask", "a mask", attn_mask is not None),
+            ("dropout_p", dropout_p, dropout_p > 0),
+        ):
+            if refused:
+                raise ValueError(
+                    f"scaled_dot_product_attention was called with {what}={given}, and the axis cp "
+                    "computes it block by block on several ranks: expected is_causal=True or "
+                    "False alone, without dropout of the attention weights"
+                )
+        return axis.attention(
+            query,
+            key,
+            value,
+            group=axis.group,
+            causal=is_causal,
+            layout=axis.layout,
+            sizes=axis.sizes,
+            scale=scale,
+        )

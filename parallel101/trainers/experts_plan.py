@@ -1,0 +1,120 @@
+"""Which modules of a model hold experts, and how the axis ep deals them out.
+
+    plan      {"blocks.*.mlp.experts": "experts"}, or "auto": modules with the name "experts"
+    before    up (8, width, hidden), down (8, hidden, width)     expert e is [e] of each parameter
+    after     up (4, width, hidden), down (4, hidden, width)     on each of two ranks
+
+Such a module is called with (rows, choice), and computes each row with the expert of its choice, a
+whole number. Afterwards it is called in the same way: expert_parallel.py sends the rows to the
+ranks that hold their experts, and the results back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from parallel101.mesh import Group, split_sizes
+from parallel101.trainers.expert_parallel import experts_over_ranks
+from parallel101.trainers.layout import Shard
+
+EXPERTS = "experts"  # the style, and the usual name of such a module
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """Which module's experts are on which rank.
+
+    Attributes:
+        sizes: name of a module → how many experts each position along ep has.
+        placements: name of a parameter → how ep cuts it.
+    """
+
+    sizes: Mapping[str, tuple[int, ...]]
+    placements: Mapping[str, Shard]
+
+    def apply(self, model: nn.Module, group: Group) -> None:
+        """Keep this rank's experts, and let the modules send rows to the others."""
+        assert group.position is not None
+        for name, sizes in self.sizes.items():
+            module = model.get_submodule(name)
+            for part in module.modules():
+                for of_part, p in part.named_parameters(recurse=False):
+                    mine = Shard(0, sizes).cut(p.detach(), group.position).clone()
+                    setattr(part, of_part, nn.Parameter(mine, p.requires_grad))
+            module.forward = partial(experts_over_ranks, module.forward, sizes=sizes, group=group)
+
+    def describe(self) -> Iterator[str]:
+        for name, sizes in self.sizes.items():
+            yield f"{name}: {' + '.join(map(str, sizes))} experts along ep"
+
+
+def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: int) -> ExpertsPlan:
+    """How the model's experts are dealt out to `ranks` positions, as evenly as possible.
+
+    Args:
+        patterns: names of modules, `*` for one or more parts. None: modules with the name
+            "experts".
+
+    Raises ValueError for a model without experts, or with fewer than ranks.
+    """
+    from parallel101.trainers.tensor.styles import expression, listed
+
+    named = dict(model.named_modules())
+    if patterns is None:
+        found = [name for name in named if name.rpartition(".")[2] == EXPERTS]
+        if not found:
+            raise ValueError(
+                f"the mesh has an axis ep, and {type(model).__name__} has no module named "
+                '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
+            )
+    else:
+        found = [n for n in named if any(re.fullmatch(expression(p), n) for p in patterns)]
+    for pattern in patterns or ():
+        if not any(re.fullmatch(expression(pattern), name) for name in found):
+            raise ValueError(
+                f"plan: {pattern!r} matches no module. The model's modules are "
+                f"{listed([name for name in named if name])}"
+            )
+    uses: dict[int, int] = {}
+    for _, p in model.named_parameters(remove_duplicate=False):
+        uses[id(p)] = uses.get(id(p), 0) + 1
+    sizes, placements = {}, {}
+    for name in found:
+        count = check_experts(name, named[name], ranks, uses)
+        sizes[name] = tuple(split_sizes(count, ranks))
+        for of_module, _ in named[name].named_parameters(prefix=name):
+            placements[of_module] = Shard(0, sizes[name])
+    return ExpertsPlan(sizes, placements)
+
+
+def check_experts(name: str, module: nn.Module, ranks: int, uses: Mapping[int, int]) -> int:
+    """How many experts the module has. Raises ValueError if it can't be dealt out."""
+    counts = {p.shape[0] if p.dim() else 0 for p in module.parameters()}
+    what = f"{name!r} ({type(module).__name__})"
+    if len(counts) != 1 or next(module.buffers(), None) is not None:
+        raise ValueError(
+            f"{what} can't be dealt out over ep: its parameters have {sorted(counts)} entries "
+            "along dim 0. Expected one entry for each expert in all of them, and no buffers"
+        )
+    if any(uses[id(p)] > 1 for p in module.parameters()):
+        raise ValueError(f"{what} shares a parameter with another module: expected its own")
+    try:
+        inspect.signature(module.forward).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{what}: expected a forward of (rows, choice), which computes each row with the "
+            f"expert of its choice ({error})"
+        ) from error
+    (count,) = counts
+    if count < ranks:
+        raise ValueError(
+            f"{what} has {count} experts, too few for {ranks} ranks along ep: expected one a rank "
+            "at least (they need not be equally many)"
+        )
+    return count
