@@ -5,6 +5,7 @@ Nothing here runs or measures a program.
 closed_forms.py    steps and bytes of each algorithm on a switch and on rings: exactly those of a
                    run on the simulator
 mesh_forms.py      of the algorithms for a torus and for nodes
+attention_forms.py     bytes of ring attention and of Ulysses
 times.py           seconds of all-gather, reduce-scatter, all-reduce and all-to-all on TPUs and GPUs
 layer_activations.py   bytes of a transformer layer's activations, with tp and recomputation
 model_states.py    bytes of weights, gradients and optimizer state on each rank, with ZeRO
@@ -13,6 +14,12 @@ hardware.py        the public figures with which these compute
 """
 
 from parallel101.collectives.segments import best_segments
+from parallel101.cost.attention_forms import (
+    AttentionBytes,
+    AttentionShape,
+    ring_attention_bytes,
+    ulysses_bytes,
+)
 from parallel101.cost.closed_forms import Cost, closed_form
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
 from parallel101.cost.layer_activations import (
@@ -37,6 +44,8 @@ from parallel101.cost.times import (
 __all__ = [
     "CHIPS",
     "PRECISIONS",
+    "AttentionBytes",
+    "AttentionShape",
     "Chip",
     "Cost",
     "LayerShape",
@@ -62,5 +71,6 @@ __all__ += [
     "memory",
     "model_states",
     "reduce_scatter",
+    "ring_attention_bytes",
 ]
-__all__ += ["torus_form", "two_level_form"]
+__all__ += ["torus_form", "two_level_form", "ulysses_bytes"]

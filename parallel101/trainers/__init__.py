@@ -8,6 +8,7 @@ The ideas, each in one file that is read from top to bottom, and that the traine
     context_parallel.py     ring attention: each rank has a part of the time
     expert_parallel.py      each has some of the experts; rows travel to them and back
     pipeline_parallel.py    one loop over actions, which runs 1F1B and every other schedule
+    context_parallel.py     ring attention: each rank has a part of the time; context/ has Ulysses
     step.py                 the step that joins them
     schedules/              gpipe_1f1b_zero_bubble.py; schedules as data, checked and timed
 

@@ -210,7 +210,14 @@ def test_a_file_or_class_has_a_name_of_its_own():
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-IDEAS = ("data_parallel", "zero_1_2_3", "tensor_parallel", "pipeline_parallel", "step")
+IDEAS = (
+    "data_parallel",
+    "zero_1_2_3",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "step",
+)
 
 
 @pytest.mark.parametrize("idea", IDEAS)

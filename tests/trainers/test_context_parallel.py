@@ -5,6 +5,9 @@ they say.
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
+from fractions import Fraction
 from itertools import product
 
 import pytest
@@ -13,6 +16,8 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import parallel101 as p101
+from parallel101.cost import AttentionShape, ring_attention_bytes, ulysses_bytes
+from parallel101.sim.network import Network
 from parallel101.trainers.context.time_layout import local_positions, time_sizes
 from parallel101.trainers.context_parallel import merge
 from tests.collectives.cases import on_backends
@@ -38,7 +43,7 @@ def one_process(time, heads, kv_heads, causal, dtype=torch.float64, scale=None, 
 
 def here(x, layout, n, position):
     """A rank's part of the time, in the memory order of a model's (batch, time, heads, d)."""
-    part = x[:, :, local_positions(x.shape[2], n, position, layout)]
+    part = x[:, :, local_positions(x.shape[2], n, position, layout, x.device)]
     return part.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -164,3 +169,239 @@ def test_large_scores_do_not_overflow():
         return all(bool(x.isfinite().all()) for x in found)
 
     assert p101.launch(program, world_size=2, backend="sim").results == [True, True]
+
+
+def one_step(attention, time, heads, kv_heads, layout, causal, known, dtype):
+    """Forward and backward, each in its span."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    sizes = time_sizes(time, n, layout)
+    q, k, v = (
+        torch.randn(1, number, sizes[rank], 4, dtype=dtype, requires_grad=True)
+        for number in (heads, kv_heads, kv_heads)
+    )
+    with p101.span("forward"):
+        y = ATTENTIONS[attention](
+            q, k, v, causal=causal, layout=layout, sizes=sizes if known else None
+        )
+    p101.compute(0.5)  # so that the two spans have no moment in common
+    with p101.span("backward"):
+        y.backward(y.detach())
+
+
+def sent(trace, name):
+    """The sends inside of a span, by rank."""
+    spans = {span.rank: span for span in trace.spans(name)}
+    events = [[] for _ in spans]
+    for event in trace.events:
+        if event.kind == "send" and (
+            spans[event.rank].start <= event.posted <= spans[event.rank].end
+        ):
+            events[event.rank].append(event)
+    return events
+
+
+@pytest.mark.parametrize("backend", ["sim", "gloo"])
+def test_exchanges_of_ring_attention(backend):
+    """n − 1 forward, and n − 1 + n backward; to the next rank, whatever the mask leaves."""
+    n, network = 3, {"network": Network(latency=1.0)} if backend == "sim" else {}
+    for layout in LAYOUTS:
+        trace = p101.launch(
+            *(one_step, "ring", 8, 2, 1, layout, True, True, torch.float64),
+            world_size=n,
+            backend=backend,
+            trace=True,
+            **network,
+        ).trace
+        sizes = time_sizes(8, n, layout)
+        for rank, (forward, backward) in enumerate(
+            zip(sent(trace, "forward"), sent(trace, "backward"))
+        ):
+            assert {event.peer for event in forward + backward} == {(rank + 1) % n}
+            # k and v of 1 head, of width 4: those of this rank first, then those of the one before
+            kv = [2 * sizes[rank - step] * 4 * 8 for step in range(n)]
+            assert [event.nbytes for event in forward] == kv[:-1]
+            assert Counter(event.nbytes for event in backward) == Counter(kv[:-1] + kv)
+
+
+def test_lengths_are_told_only_if_they_are_not_known():
+    for attention, known in product(ATTENTIONS, (True, False)):
+        trace = p101.launch(
+            *(one_step, attention, 8, 4, 4, "contiguous", True, known, torch.float64),
+            world_size=4,
+            backend="sim",
+        ).trace
+        lengths = [
+            [event for event in events if event.nbytes <= 16] for events in sent(trace, "forward")
+        ]
+        assert all(bool(events) != known for events in lengths)
+        assert all(sum(event.nbytes for event in events) in (0, 24) for events in lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("n", "heads", "kv_heads"), [(1, 2, 2), (2, 2, 2), (4, 4, 4), (4, 16, 4)])
+def test_bytes_equal_the_closed_forms(n, heads, kv_heads, dtype):
+    of = AttentionShape(n, 8, heads, kv_heads, 4, itemsize=dtype.itemsize)
+    for attention, cost, causal in (
+        ("ring", ring_attention_bytes(of), True),
+        ("ring", ring_attention_bytes(of), False),
+        ("ulysses", ulysses_bytes(of), True),
+    ):
+        trace = p101.launch(
+            *(one_step, attention, 8, heads, kv_heads, "zigzag", causal, True, dtype),
+            world_size=n,
+            backend="sim",
+            network=Network(latency=1.0),
+        ).trace
+        for name, expected in (("forward", cost.forward), ("backward", cost.backward)):
+            counted = [sum(event.nbytes for event in events) for events in sent(trace, name)]
+            assert counted == [expected] * n
+
+
+def test_which_sends_less_forward():
+    """Ring attention if n < 1 + h/g, as the closed forms' text says."""
+    for n, heads, kv_heads in product((2, 4, 8), (8, 16, 64), (8, 16)):
+        if heads % kv_heads == 0:
+            of = AttentionShape(n, 64, heads, kv_heads, 16)
+            ring, ulysses = ring_attention_bytes(of).forward, ulysses_bytes(of).forward
+            assert (ring < ulysses) == (n < 1 + heads / kv_heads)
+            assert (ring == ulysses) == (n == 1 + heads / kv_heads)
+
+
+def test_messages_are_along_the_axis():
+    def program():
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        x = torch.ones(1, 2, 2, 4, requires_grad=True)
+        for attention in ATTENTIONS.values():
+            attention(x, x, x, group=mesh["cp"]).sum().backward()
+
+    trace = p101.launch(program, world_size=4, backend="sim").trace
+    assert {
+        (event.group.axis, event.group.ranks, event.peer // 2)
+        for event in trace.events
+        if event.kind == "send"
+    } == {("cp", (0, 1), 0), ("cp", (2, 3), 1)}
+
+
+WRONG = {  # what a call changes, the error, and a fact that it names
+    "not a tensor": (lambda q, k, v: {"k": [1.0]}, TypeError, "k is a list"),
+    "another dtype": (lambda q, k, v: {"v": v.double()}, TypeError, "float64"),
+    "whole numbers": (lambda q, k, v: {x: q.long() for x in "qkv"}, TypeError, "int64"),
+    "three dims": (lambda q, k, v: {"q": q[0]}, ValueError, "(2, 4, 4)"),
+    "other times": (
+        lambda q, k, v: {"k": k[:, :, 1:], "v": v[:, :, 1:]},
+        ValueError,
+        "(1, 2, 3, 4)",
+    ),
+    "k unlike v": (lambda q, k, v: {"k": k[:, :1]}, ValueError, "(1, 1, 4, 4)"),
+    "heads": (lambda q, k, v: {"q": q[:, :1]}, ValueError, "multiple"),
+    "layout": (lambda q, k, v: {"layout": "striped"}, ValueError, "striped"),
+    "a mask": (lambda q, k, v: {"causal": torch.ones(4, 4)}, TypeError, "masks"),
+    "sizes for q": (lambda q, k, v: {"sizes": [4, 5, 4]}, ValueError, "[4, 5, 4]"),
+    "too few sizes": (lambda q, k, v: {"sizes": [4, 4]}, ValueError, "3 ranks"),
+    "sizes of torch.chunk": (
+        lambda q, k, v: {x: q[:, :, : [3, 3, 1][dist.get_rank()]] for x in "qkv"},
+        ValueError,
+        "[3, 2, 2]",
+    ),
+    "none for the last rank": (
+        lambda q, k, v: {x: q[:, :, : [1, 1, 0][dist.get_rank()]] for x in "qkv"},
+        ValueError,
+        "at least one position",
+    ),
+    "only on one rank": (
+        lambda q, k, v: {"k": k[:, :, 1:]} if dist.get_rank() == 1 else {},
+        ValueError,
+        "(1, 2, 3, 4)",
+    ),
+    "time": (lambda q, k, v: {"seconds_per_pair": -1.0}, ValueError, "-1.0"),
+}
+
+
+def errors_of_wrong_calls():
+    """All ranks raise, and can go on with a right call."""
+    found = {}
+    for case, (change, *_) in WRONG.items():
+        x = torch.zeros(1, 2, 4, 4)
+        call = {"q": x, "k": x, "v": x} | change(x, x, x)
+        try:
+            p101.ring_attention(**call)
+        except (TypeError, ValueError) as error:
+            found[case] = type(error), str(error)
+    return found, p101.ring_attention(x, x, x).shape
+
+
+def test_wrong_calls_are_errors_on_all_ranks():
+    results = p101.launch(errors_of_wrong_calls, world_size=3, backend="sim").results
+    for rank, (found, shape) in enumerate(results):
+        assert shape == (1, 2, 4, 4)
+        assert set(found) == set(WRONG)
+        for case, (kind, text) in found.items():
+            expected, fact = WRONG[case][1:]
+            if case == "only on one rank" and rank != 1:
+                fact = "position 1"  # where the error is
+            assert kind is expected and fact in text, (case, text)
+
+
+def test_ulysses_needs_heads_that_the_ranks_divide():
+    def program(heads, kv_heads):
+        q, kv = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)
+        try:
+            p101.ulysses_attention(q, kv, kv)
+        except ValueError as error:
+            return str(error)
+
+    for heads, kv_heads in ((3, 3), (4, 1)):
+        errors = p101.launch(program, heads, kv_heads, world_size=2, backend="sim").results
+        assert len(set(errors)) == 1 and f"{heads} heads" in errors[0] and "2 ranks" in errors[0]
+
+
+def test_ranks_that_differ_are_found():
+    def program():
+        x = torch.zeros(1, 1, 2, 4, requires_grad=dist.get_rank() > 0)
+        p101.ring_attention(x, x, x)
+
+    with pytest.raises(p101.MisuseError, match="requires_grad"):
+        p101.launch(program, world_size=2, backend="sim")
+
+
+INSTANT = Network(latency=0.0, bandwidth=math.inf)
+
+
+def timed(n, c, layout, causal, attention="ring"):
+    """Forward, and forward with backward, of c positions a rank: mean compute / makespan."""
+
+    def program(backward):
+        q, k, v = (torch.zeros(2, n, c, 4, requires_grad=True) for _ in range(3))
+        y = ATTENTIONS[attention](
+            q, k, v, causal=causal, layout=layout, sizes=[c] * n, seconds_per_pair=1.0
+        )
+        if backward:
+            y.sum().backward()
+
+    efficiencies = []
+    for backward in (False, True):
+        trace = p101.launch(program, backward, world_size=n, backend="sim", network=INSTANT).trace
+        pairs = [span.args["pairs"] for span in trace.spans("attention")]
+        blocks = [*trace.spans("attention"), *trace.spans("attention backward")]
+        compute = sum(span.end - span.start for span in blocks)
+        time = n * c
+        every = 2 * n * (time * (time + 1) // 2 if causal else time**2)  # 2 texts, n heads
+        assert sum(pairs) == every  # each pair once, on one of the ranks
+        assert compute == every * (3.5 if backward else 1)
+        efficiencies.append(Fraction(compute) / n / Fraction(trace.makespan))
+    return efficiencies
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 3), (2, 1), (3, 5), (4, 2), (8, 1), (8, 16)])
+def test_causal_attention_of_contiguous_parts_leaves_half_of_the_ranks_idle(n, c):
+    expected = Fraction(n * c + 1, (2 * n - 1) * c + 1)  # 8/15 for 8 ranks and many positions
+    assert timed(n, c, "contiguous", True) == [expected, expected]
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 2), (2, 2), (3, 4), (8, 6)])
+def test_zigzag_is_balanced(n, c):
+    """If all 2n chunks have the same length."""
+    assert timed(n, c, "zigzag", True) == [1, 1]
+    assert timed(n, c, "contiguous", False) == [1, 1]
+    assert timed(n, c, "contiguous", True, "ulysses") == [1, 1]
