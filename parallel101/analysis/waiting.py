@@ -8,12 +8,13 @@ It needs a record in which each wait is a span, as `parallel101 run` makes it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.analysis.overlap import seconds, union
+from parallel101.analysis.overlap import seconds, time_windows, union
 from parallel101.record.events import P2P, Event, span_event
 from parallel101.record.trace import Trace
 
@@ -143,12 +144,34 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     return rows
 
 
-def traffic(trace: Trace) -> list[list[int]]:
-    """Bytes of point-to-point messages from each rank (a row) to each other rank (a column)."""
-    sent = [[0] * trace.world_size for _ in range(trace.world_size)]
+class Traffic(NamedTuple):
+    """The point-to-point messages from each rank (a row) to each other rank (a column)."""
+
+    nbytes: list[list[int]]
+    messages: list[list[int]]
+
+
+def traffic(trace: Trace, within: str | None = None) -> Traffic:
+    """The messages of a run.
+
+    Args:
+        trace: its record.
+        within: only what a rank posts in its last span of this name. None: everything.
+
+    Raises ValueError if no span has that name.
+    """
+    n = trace.world_size
+    sent = Traffic([[0] * n for _ in range(n)], [[0] * n for _ in range(n)])
+    if within is not None:
+        time_windows(trace, [within])  # raises
+    last = {span.rank: (span.start, span.end) for span in trace.spans(within)}
     for event in trace.events:
         if event.kind == "send" and event.peer is not None:
-            sent[event.rank][event.peer] += event.nbytes
+            begin, end = last.get(event.rank, (math.inf, math.inf))
+            # not at its end: on a virtual clock, what comes next is posted at the same time
+            if within is None or begin == event.posted or begin < event.posted < end:
+                sent.nbytes[event.rank][event.peer] += event.nbytes
+                sent.messages[event.rank][event.peer] += 1
     return sent
 
 

@@ -86,7 +86,7 @@ def _timelines(trace: Trace, waited: list[Wait]) -> list[Scene]:
 
 
 def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:
-    late, sent = late_for(rank_times(trace, waited)), traffic(trace)
+    late, sent = late_for(rank_times(trace, waited)), traffic(trace).nbytes
     squares = [
         Square("Waiting until others call", "rank \\ for", late, human_seconds),
         Square("Messages, in bytes", "from \\ to", sent, human_bytes),

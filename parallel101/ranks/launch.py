@@ -82,14 +82,15 @@ class Run:
 
         return timeline_scene(self._recorded("timeline"), title=title, critical_path=critical_path)
 
-    def traffic(self, title: str = "Who sends to whom"):
+    def traffic(self, title: str = "Who sends to whom", *, within: str | None = None):
         """Who sent how much to whom, as squares of ranks × ranks.
 
-        Raises ValueError when the run was not recorded.
+        With `within="dispatch"`, only what a rank sent in its last span of that name. Raises
+        ValueError when the run was not recorded, or has no such span.
         """
         from parallel101.viz.between_ranks import traffic_scene
 
-        return traffic_scene(self._recorded("traffic"), title)
+        return traffic_scene(self._recorded("traffic"), title, within)
 
     def before_after(self, title: str | None = None):
         """What each rank was given and what it returned, as two matrices of blocks.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from parallel101.analysis.waiting import traffic
+from parallel101.analysis.waiting import Traffic, traffic
 from parallel101.record.events import P2P
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, listed
@@ -60,19 +60,22 @@ def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
     return scene
 
 
-def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
+def traffic_scene(
+    trace: Trace, title: str = "Who sends to whom", within: str | None = None
+) -> Scene:
     """Draw the bytes and the messages that each rank sent to each other rank.
 
     It draws any recorded run of up to 128 ranks.
+
+    Args:
+        trace: the record.
+        title: above the picture.
+        within: only what a rank sent in its last span of this name; ValueError if there is none.
     """
-    nbytes, n = traffic(trace), trace.world_size
-    messages = [[0] * n for _ in range(n)]
-    for event in trace.events:
-        if event.kind == "send" and event.peer is not None:
-            messages[event.rank][event.peer] += 1
+    sent = traffic(trace, within)
     squares = [
-        Square("Bytes sent", "from \\ to", nbytes, human_bytes),
-        Square("Messages sent", "from \\ to", messages, lambda count: f"{count:,.0f}"),
+        Square("Bytes sent", "from \\ to", sent.nbytes, human_bytes),
+        Square("Messages sent", "from \\ to", sent.messages, lambda count: f"{count:,.0f}"),
     ]
     scene = between_ranks_scene(title, squares)
     head = scene.panel(narrow="none")
@@ -84,26 +87,27 @@ def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
         font_size=13,
         class_="m e",
     )
-    scene.intro = _traffic_text(trace, messages)
+    scene.intro = _traffic_text(trace, sent, within)
     head.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
     return scene
 
 
-def _traffic_text(trace: Trace, messages: Sequence[Sequence[int]]) -> str:
+def _traffic_text(trace: Trace, sent: Traffic, within: str | None) -> str:
     """To how many others the ranks send, and how much."""
     others = collectives_of_torch(trace)
     missing = (
         f" The messages inside torch's own {listed(others)} are not recorded." if others else ""
     )
-    if not any(map(any, messages)):
-        return f"No rank sends a message.{missing}"
-    to = [sum(count > 0 for count in row) for row in messages]
-    sent, times = trace.bytes_sent, trace.messages_sent
+    of = "" if within is None else f' Only the last span "{within}" of each rank is counted.'
+    if not any(map(any, sent.messages)):
+        return f"No rank sends a message.{of}{missing}"
+    to = [sum(count > 0 for count in row) for row in sent.messages]
+    nbytes, times = ([sum(row) for row in rows] for rows in sent)
     who = "Each rank sends" if min(to) > 0 else f"{sum(map(bool, to))} of {len(to)} ranks send"
     to_whom = f"{_range(to)} other{'s' * (max(to) > 1)}"
     return (
-        f"{who} to {to_whom}, {_range(sent, human_bytes)} in {_range(times)} "
-        f"message{'s' * (max(times) > 1)}.{missing}"
+        f"{who} to {to_whom}, {_range(nbytes, human_bytes)} in {_range(times)} "
+        f"message{'s' * (max(times) > 1)}.{of}{missing}"
     )
 
 

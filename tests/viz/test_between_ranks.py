@@ -56,3 +56,30 @@ def test_squares_and_sentence(n, words):
         )
         assert "Each rank sends to 1 other, 16 B in 2 messages." in ring.traffic().svg()
         assert "the most is 16 B, for each of 3 pairs of ranks" in ring.traffic().description
+
+
+def in_spans():
+    rank = dist.get_rank()
+    for _ in range(2):
+        with p101.span("one way"):
+            p101.broadcast(torch.ones(8), src=0, algorithm="binomial")
+    if rank == 2:
+        with p101.span("never"):
+            p101.compute(1.0)
+    p101.reduce(torch.ones(4), dst=0, algorithm="binomial")
+
+
+def test_only_what_was_sent_in_the_last_span_of_a_name():
+    run = p101.launch(in_spans, world_size=3, backend="sim")
+    assert len(titled(run.traffic(), "0, 1: 64 B")) == 1
+    scene = run.traffic(within="one way")
+    assert "1 of 3 ranks send to 2 others, 64 B in 2 messages. Only the last span" in scene.svg()
+    assert [len(titled(scene, f"{pair}: ")) for pair in ("0, 1", "0, 2", "1, 0", "2, 0")] == [
+        2,
+        2,
+        0,
+        0,
+    ]
+    assert "No rank sends a message. Only the last span" in run.traffic(within="never").svg()
+    with pytest.raises(ValueError, match="no span is called 'dispatch'"):
+        run.traffic(within="dispatch")
