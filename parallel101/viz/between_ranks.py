@@ -193,7 +193,7 @@ def _cell(
             x=x + width / 2,
             y=y + height / 2 + 4,
             font_size=size,
-            class_="c on" if share > 0.5 else "c",
+            class_="c on" if share > 0.8 else "c",
         )
 
 

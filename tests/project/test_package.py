@@ -216,6 +216,7 @@ IDEAS = (
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",
+    "expert_parallel",
     "step",
 )
 

@@ -4,6 +4,8 @@ combine are each the other's adjoint, and send the bytes that they must.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 from parallel101.analysis.axis_traffic import axis_traffic
+from parallel101.analysis.waiting import traffic
 from parallel101.models.experts import Experts, MixtureOfExperts
 from parallel101.trainers.expert_parallel import Combine, Dispatch, count_rows, experts_over_ranks
 from tests.trainers.cases import randn
@@ -26,11 +29,13 @@ class OverRanks(nn.Module):
 
     def __init__(self, whole, sizes):
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.seconds_per_row = sizes, 0.0
         self.part = part_of(whole, sizes)
 
     def forward(self, rows, choice):
-        return experts_over_ranks(self.part, rows, choice, sizes=self.sizes)
+        return experts_over_ranks(
+            self.part, rows, choice, sizes=self.sizes, seconds_per_row=self.seconds_per_row
+        )
 
 
 def part_of(whole, sizes):
@@ -183,8 +188,8 @@ def step(seconds_per_row):
 
 def test_bytes_are_those_of_rows_for_other_ranks_four_times_and_of_the_counts():
     trace = p101.launch(step, 0.0, world_size=4, backend="sim").trace
-    _, (traffic,) = axis_traffic(trace)
-    assert traffic.axis == "ep"
+    _, (along_ep,) = axis_traffic(trace)
+    assert along_ep.axis == "ep"
     owner, sizes = [0, 0, 1, 2, 3], [2, 1, 1, 1]
     moved = [[0] * 4 for _ in range(4)]
     for rank, choices in enumerate(CHOICES):
@@ -194,7 +199,7 @@ def test_bytes_are_those_of_rows_for_other_ranks_four_times_and_of_the_counts():
         there, back = sum(moved[rank]), sum(row[rank] for row in moved)
         # dispatch and combine, forward and backward
         rows = 2 * (there + back) * WIDTH * 4
-        assert traffic.sent(rank) == rows + 8 * (5 - sizes[rank])
+        assert along_ep.sent(rank) == rows + 8 * (5 - sizes[rank])
 
 
 def test_a_hot_expert_is_a_straggler_on_the_clock():
@@ -209,6 +214,47 @@ def test_a_hot_expert_is_a_straggler_on_the_clock():
     assert trace.makespan == pytest.approx(3 * 0.5 * max(rows), abs=0.1)
     waited = [e.end - e.start for e in trace.spans("combine") if e.rank == 1]
     assert waited[0] == pytest.approx(0.5 * (9 - 1), abs=0.1)
+
+
+def two_routers():
+    """Of the same layer: one that prefers expert 0, and what steps on its balance alone make of
+    it. And the tokens.
+    """
+    x = 1 + randn(0, 8, 16, WIDTH)  # what all tokens have in common, and a rest
+    layer = MixtureOfExperts(WIDTH, HIDDEN, 4, top_k=1).double()
+    layer.router.weight.data[0] += 0.5
+    hot, balanced = layer, copy.deepcopy(layer)
+    optimizer = torch.optim.SGD(balanced.router.parameters(), lr=0.1)
+    for _ in range(60):
+        optimizer.zero_grad()
+        balanced(x)[1].mean().backward()
+        optimizer.step()
+    return hot, balanced, x
+
+
+def one_layer(layer, x):
+    layer.experts = OverRanks(layer.experts, [1] * 4)
+    layer.experts.seconds_per_row = 1.0
+    y, _ = layer(x.chunk(4)[dist.get_rank()])
+    y.sum().backward()
+
+
+def test_the_balancing_loss_ends_the_straggler_and_the_pictures_show_it():
+    hot, balanced, x = two_routers()
+    before, after = (
+        p101.launch(one_layer, layer, x, world_size=4, backend="sim") for layer in (hot, balanced)
+    )
+    assert before.trace.makespan > 3 * 100  # of 128 tokens, forward and backward
+    assert after.trace.makespan < 3 * 45
+    for run, layer in ((before, hot), (after, balanced)):
+        choice = layer.router(x).argmax(-1)
+        sent = traffic(run.trace, within="dispatch").nbytes
+        for rank, mine in enumerate(choice.chunk(4)):
+            rows = mine.flatten().bincount(minlength=4)
+            rows[rank] = 0
+            assert sent[rank] == (rows * WIDTH * 8).tolist()
+        assert f"rows {choice.eq(0).sum()}" in run.timeline().svg()
+    assert "dispatch" in before.traffic(within="dispatch").svg()
 
 
 def wrong_arguments(choice, sizes):
