@@ -89,8 +89,9 @@ class HybridTrainer(Trainer):
             all else is the same on all of them. "auto": modules with the name "experts".
         context: how attention is computed along cp, which cuts dim 1 of all inputs and targets, the
             time: "zigzag" or "contiguous", by ring attention, or "ulysses"; see
-            context_parallel.py. The model must call torch's scaled_dot_product_attention, with
-            is_causal or without and with no other mask, and act on each position alone elsewhere.
+            context_parallel.py. The model must call torch's scaled_dot_product_attention (itself:
+            calls of nn.MultiheadAttention aren't seen), with is_causal or without and with no other
+            mask, and act on each position alone elsewhere; `verify` finds what doesn't.
             What depends on the position in the text, such as its embedding, takes `positions`,
             (batch, time) whole numbers, which the forward of the model (with pp: of its first
             module) has as an argument. Losses are weighted by positions.
@@ -260,6 +261,7 @@ class HybridTrainer(Trainer):
             first = pipeline.cut.first if pipeline else model
             self.context = ContextAxis(axes.along(["cp"]), context, first)
             casting = partial(self.context.of_forward, casting)
+            self.notes = [*self.notes, *self.context.describe()]
         always = axes.sizes.get("ep", 1) > 1
         if pipeline:
             self.runner = pipeline.runner(local, axes, casting, self.device)

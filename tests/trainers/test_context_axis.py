@@ -126,6 +126,15 @@ class WithoutPositions(nn.Module):
         return self.gpt(tokens)
 
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = seeded(nn.MultiheadAttention(8, 2, batch_first=True))
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
 def first_position_only(step):
     tokens, targets = text(step)
     return tokens[:, :1], targets[:, :1]
@@ -149,6 +158,20 @@ REFUSED = {
         "other positions must call torch's scaled_dot_product_attention",
     ),
     "own positions": (WithoutPositions, text, {}, "doesn't take `positions`"),
+    "another model": (
+        lambda: nn.Linear(8, 8).double(),
+        lambda step: (torch.ones(11, 8).double(),) * 2,
+        {"loss_fn": nn.functional.mse_loss},
+        "the model raised 'mat1 and mat2 shapes cannot be multiplied .* expected inputs",
+    ),
+    "torch's own module": (
+        lambda: Encoder(),
+        lambda step: (
+            (torch.randn(11, 7, 8, generator=torch.Generator().manual_seed(0)).double(),) * 2
+        ),
+        {"loss_fn": nn.functional.mse_loss},
+        "the calls of nn.MultiheadAttention aren't seen",
+    ),
     "router": (
         partial(small, experts=4),
         text,

@@ -48,7 +48,7 @@ class ContextAxis:
 
     def __init__(self, group: Group, way: str, first: nn.Module):
         assert group.position is not None
-        self.group, self.position = group, group.position
+        self.group, self.position, self.way = group, group.position, way
         # of the class: recomputation may have replaced the module's own
         self.signature = inspect.signature(type(first).forward.__get__(first))
         self.attention, self.layout = WAYS[way]
@@ -93,9 +93,24 @@ class ContextAxis:
 
     @contextmanager
     def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
-        """Goes around a forward: its attention is that of the whole sequence."""
-        with inner(), and_its_repetitions(lambda: AttentionOverRanks(self)):
-            yield
+        """Goes around a forward: its attention is that of the whole sequence. A shape error says
+        that time is cut.
+        """
+        try:
+            with inner(), and_its_repetitions(lambda: AttentionOverRanks(self)):
+                yield
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or "shape" not in str(error):
+                raise
+            raise ValueError(
+                f"the model raised {str(error).splitlines()[0]!r}. Dim {TIME} of its inputs, the "
+                f"time, is cut over the {self.group.size} ranks of cp: expected inputs (samples, "
+                "time, …), and a model for sequences of any length"
+            ) from error
+
+    def describe(self) -> Iterator[str]:
+        way = {"ulysses": "all-to-all over heads"}.get(self.way, f"ring attention, {self.way}")
+        yield f"time cut over the {self.group.size} ranks of cp; attention: {way}"
 
 
 class AttentionOverRanks(TorchFunctionMode):

@@ -212,9 +212,10 @@ def of_the_layout(trainer: Trainer, kinds: set[str], gradients: Sequence[str]) -
         takes = trainer.context.name_of_positions is not None
         return (
             "Along cp a rank has some positions of each sequence. Code that looks at other "
-            "positions must call torch's scaled_dot_product_attention, and what counts positions "
-            "(an embedding, a router's balance or capacity) must not count those of one rank "
-            f"alone.{'' if takes else NO_POSITIONS}{where}"
+            "positions must call torch's scaled_dot_product_attention itself (the calls of "
+            "nn.MultiheadAttention aren't seen), and what counts positions (an embedding, a "
+            "router's balance or capacity) must not count those of one rank alone."
+            f"{'' if takes else NO_POSITIONS}{where}"
         )
     if sizes.get("tp", 1) > 1 and any(
         "tp" in entry.placements for entry in trainer.layout.entries.values()
