@@ -159,8 +159,8 @@ REFUSED = {
     ),
     "own positions": (WithoutPositions, text, {}, "doesn't take `positions`"),
     "another model": (
-        lambda: nn.Linear(8, 8).double(),
-        lambda step: (torch.ones(11, 8).double(),) * 2,
+        lambda: nn.Linear(9, 9).double(),
+        lambda step: (torch.ones(11, 9).double(),) * 2,
         {"loss_fn": nn.functional.mse_loss},
         "the model raised 'mat1 and mat2 shapes cannot be multiplied .* expected inputs",
     ),
