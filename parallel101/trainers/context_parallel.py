@@ -82,7 +82,7 @@ class RingAttention(Function):
         lse = out.new_full(out.shape[:-1], -torch.inf)  # log Σ exp(scores), of no keys yet
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             if seen := call.visible(source):
-                with computing(seen.pairs, q, call, keys=source):
+                with computing(seen.pairs, source, q, call):
                     rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(wide)
                     block = attend(queries[..., rows, :], keys, values, call.scale, seen.diagonal)
                     merge(out[..., rows, :], lse[..., rows], *block)
@@ -102,7 +102,7 @@ class RingAttention(Function):
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)  # what this rank's queries add to it
             if seen := call.visible(source):
-                with computing(seen.pairs, q, call, keys=source, backward=True):
+                with computing(seen.pairs, source, q, call, backward=True):
                     rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(lse.dtype)
                     query, g, D, L = (x[..., rows, :] for x in (queries, do, delta, lse))
                     block = attend_backward(query, keys, values, g, D, L, call.scale, seen.diagonal)

@@ -82,7 +82,7 @@ def errors_of_all_cases():
     found = {}
     for layout, causal in product(LAYOUTS, (True, False)):
         # even; uneven; fewer chunks than 2n for zigzag; one position a rank
-        for time in sorted({4 * n, 4 * n + 3, 2 * n - 1, n}):
+        for time in sorted({4 * n, 4 * n + 3, 2 * n - 1, n} if n < 8 else {2 * n + 3}):
             found[f"ring {layout} {causal} {time}"] = largest_error(
                 "ring", time, 4, 2, layout, causal
             )
@@ -397,6 +397,19 @@ def timed(n, c, layout, causal, attention="ring"):
 def test_causal_attention_of_contiguous_parts_leaves_half_of_the_ranks_idle(n, c):
     expected = Fraction(n * c + 1, (2 * n - 1) * c + 1)  # 8/15 for 8 ranks and many positions
     assert timed(n, c, "contiguous", True) == [expected, expected]
+
+
+def test_the_picture_says_whose_keys_and_values_a_block_is_about():
+    """Rank r computes with the blocks r, r − 1, … 0, and then waits: a triangle."""
+
+    def program():
+        x = torch.zeros(1, 1, 8, 4)
+        p101.ring_attention(x, x, x, sizes=[8] * 4, seconds_per_pair=1.0)
+
+    run = p101.launch(program, world_size=4, backend="sim", network=INSTANT)
+    for scene in (run.timeline(), p101.lanes_scene(run.trace)):
+        drawn = scene.svg()
+        assert [drawn.count(f"K{i} V{i}</text>") for i in "₀₁₂₃"] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 2), (2, 2), (3, 4), (8, 6)])

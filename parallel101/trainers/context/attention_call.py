@@ -20,6 +20,7 @@ from parallel101.mesh import Group
 from parallel101.record.spans import compute, span
 from parallel101.trainers.context.time_layout import Seen, visible
 
+SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 BACKWARD = 2.5  # times the forward's seconds: five matrix products a block, and two in the forward
 
 
@@ -62,17 +63,19 @@ def begin_ring(x: Tensor, k: Tensor, call: AttentionCall, forward: bool, **alike
 
 @contextlib.contextmanager
 def computing(
-    pairs: int, q: Tensor, call: AttentionCall, *, backward: bool = False, **labels: Any
+    pairs: int, source: int | None, q: Tensor, call: AttentionCall, *, backward: bool = False
 ) -> Iterator[None]:
     """Record what is inside as attention, and let it take its time on a virtual rank's clock.
 
     Args:
         pairs: unmasked pairs of a query and a key, of one head.
+        source: the position whose keys and values these are; None: of all.
         q: gives the batch and the heads.
-        labels: of the span.
     """
     pairs *= q.shape[0] * q.shape[1]
-    with span("attention backward" if backward else "attention", pairs=pairs, **labels):
+    number = "" if source is None else str(source).translate(SUBSCRIPTS)
+    labels = {"block": f"K{number} V{number}", "pairs": pairs}  # the first one is in the picture
+    with span("attention backward" if backward else "attention", **labels):
         compute(call.seconds_per_pair * pairs * (BACKWARD if backward else 1))
         yield
 

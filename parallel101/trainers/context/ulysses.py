@@ -64,7 +64,7 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
     """torch's attention over the whole time, recorded as that of one block."""
     time, grouped = q.shape[TIME], q.shape[HEADS] != k.shape[HEADS]
     pairs = time * (time + 1) // 2 if call.causal else time * time
-    with computing(pairs, q, call):
+    with computing(pairs, None, q, call):
         y = scaled_dot_product_attention(
             q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
         )
@@ -74,7 +74,7 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
 
 
 def pass_time(pairs: int, q: Tensor, call: AttentionCall) -> None:
-    with computing(pairs, q, call, backward=True):
+    with computing(pairs, None, q, call, backward=True):
         pass
 
 
