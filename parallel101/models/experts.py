@@ -69,8 +69,9 @@ class MixtureOfExperts(nn.Module):
         width, hidden, experts: see `Experts`.
         top_k: the experts that a token uses.
         capacity: None: no token is dropped. c: in each sequence, an expert takes the first
-            ceil(c · top_k · time / experts) tokens that choose it. The others get nothing from it:
-            where a residual connection leads past this layer, x itself passes on.
+            ceil(c · top_k · time / experts) tokens that choose it. The others get nothing from it;
+            a residual connection around this layer still passes them on. (Switch Transformers
+            count in a whole batch, GShard in groups of tokens.)
         seed: of the weights; see seeding.py.
 
     Raises ValueError for numbers that don't fit.
@@ -109,7 +110,8 @@ def within_capacity(chosen: Tensor, capacity: float | None) -> Tensor:
     """Return which choices are kept: in each sequence the first of each expert.
 
     The order is that of the positions, and at one position that of the choices. So a token is never
-    dropped because of a later one. (batch, time, top_k, experts) → (batch, time, top_k).
+    dropped because of a later one, as it may be in GShard, where all first choices come before all
+    second ones. (batch, time, top_k, experts) → (batch, time, top_k).
     """
     _, time, top_k, experts = chosen.shape
     if capacity is None:
