@@ -6,6 +6,7 @@ DEADLOCK_SENDS_FIRST · WAIT_FORGOTTEN · WORKS_THROWN_AWAY · …         misco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -68,7 +69,7 @@ def difference(found: Any, expected: Any) -> str | None:
     return (
         None
         if type(found) is type(expected) and found == expected
-        else f"{found!r}; expected {expected!r}"
+        else f"{_kind(found)}; expected {_kind(expected)}"
     )
 
 
@@ -153,13 +154,18 @@ def _kind(value: Any) -> str:
         return "None"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}…"
     return f"{type(value).__name__} {value!r}"[:80]
 
 
 def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
     k = factor(found, expected)
+    if k is not None and not bool(found.any()):
+        return f"zeros only; expected values up to {expected.abs().max().item():.4g}"
     if k is not None:
         return f"{k:.4g} times the right values"
     if found.dtype.is_floating_point and bool(found.isnan().any()):
@@ -172,9 +178,11 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
         ((found.double() - expected.double()).abs() > limit).flatten().nonzero().flatten().tolist()
     )
     first = wrong[0]
+    mine, theirs = (tensor.flatten()[first].item() for tensor in (found, expected))
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), expected.shape)]
     return (
-        f"{len(wrong)} wrong of {expected.numel()} values; the first is element {first}: "
-        f"{found.flatten()[first].item():.6g}, expected {expected.flatten()[first].item():.6g}"
+        f"{len(wrong)} wrong of {expected.numel()} values; the first is element "
+        f"{place if len(place) > 1 else first}: {mine:.6g}, expected {theirs:.6g}"
     )
 
 
@@ -229,26 +237,61 @@ def bytes_sent(
     return Check("bytes", says, wrong)
 
 
+SAFE_ORDER = "blocking sends in a safe order take longer than isend and irecv"
+
+
 def steps(
-    expected: Callable[[Case], float], says: str, slack: Callable[[Case], float] = lambda case: 0
+    expected: Callable[[Case], float],
+    says: str,
+    slack: Callable[[Case], float] = lambda case: 0,
+    since: str = SAFE_ORDER,
 ) -> Check:
     """A check: the run takes at most this many steps, messages that follow one another.
 
     On the network of these runs each message takes one second. A few small messages, such as
     shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order take
-    up to three steps where isend and irecv take one, and a tensor may be sent in two halves.
+    up to three steps where isend and irecv take one, and a tensor may be sent in two halves. The
+    verdict then says how many they were, and that they are allowed since …
     """
 
-    def wrong(trial: Trial) -> str | None:
-        most = expected(trial.case) + slack(trial.case)
-        took = steps_taken(trial) - small_messages(trial)
-        return (
-            None
-            if took <= most + 1e-9
-            else f"took {took:g} steps; {expected(trial.case):g} are enough"
-        )
+    def took(trial: Trial) -> float:
+        return steps_taken(trial) - small_messages(trial)
 
-    return Check("steps", says, wrong)
+    def wrong(trial: Trial) -> str | None:
+        fewest = expected(trial.case)
+        if took(trial) <= fewest + slack(trial.case) + 1e-9:
+            return None
+        return f"took {_steps(took(trial))}; {fewest:g} are enough"
+
+    def allowed(trial: Trial) -> str | None:
+        fewest, found = math.ceil(expected(trial.case)), math.floor(took(trial) + 1e-9)
+        if found <= fewest:
+            return None
+        return f"{_steps(found)}, where {fewest} are enough: allowed, since {since}"
+
+    return Check("steps", says, wrong, allowed)
+
+
+def _steps(count: float) -> str:
+    return f"{count:g} step{'s' * (count != 1)}"
+
+
+def ring_neighbours(says: str) -> Check:
+    """A check: every rank sends to the rank after it and to the rank before it, and to no other."""
+
+    def wrong(trial: Trial) -> str | None:
+        n = trial.world_size
+        for event in trial.trace.events:
+            if event.kind != "send" or event.peer is None:
+                continue
+            if (event.peer - event.rank) % n not in (1, n - 1):
+                return (
+                    f"rank {event.rank} sent to rank {event.peer}; its neighbours are ranks "
+                    f"{(event.rank - 1) % n} and {(event.rank + 1) % n}"
+                )
+        return None
+
+    return Check("peers", says, wrong)
 
 
 def steps_taken(trial: Trial) -> float:
@@ -329,19 +372,38 @@ def _wrong(check: Check, trial: Trial) -> str | None:
         return f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
 
 
-def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
+def everywhere(
+    check: Check, trials: Sequence[Trial], in_short: Callable[[Trial], str]
+) -> tuple[str, Trial | None]:
     """What is wrong in a trial that lacks the property, and that trial; "" and None if all have it.
 
-    That is the first such trial with several ranks, if there is one: its picture shows more.
+    That is the first such trial with several ranks, if there is one: its picture shows more. What
+    ended a run early (`in_short` says it) is said of the value alone.
     """
     found = []
     for trial in trials:
-        what = "the run did not end" if trial.error is not None else _wrong(check, trial)
+        if trial.error is not None:
+            what = in_short(trial) if check.kind == "value" else None
+        else:
+            wrong = _wrong(check, trial)
+            what = None if wrong is None else f"{trial.case.label}: {wrong}"
         if what is not None:
-            found.append((f"{trial.case.label}: {what}", trial))
+            found.append((what, trial))
             if trial.world_size > 1:
                 return found[-1]
-    return found[0] if found else ("", None) if trials else ("no case has run", None)
+    if found:
+        return found[0]
+    if any(trial.error is not None for trial in trials):
+        return "counts only with the right value", None
+    return ("", None) if trials else ("no case has run", None)
+
+
+def tolerated(check: Check, trials: Sequence[Trial]) -> str:
+    """What is not as `check` says, and allowed all the same; "" if nothing is."""
+    for trial in reversed(trials):
+        if (what := check.allowed(trial)) is not None:
+            return f"{trial.case.label}: {what}"
+    return ""
 
 
 def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
