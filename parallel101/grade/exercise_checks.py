@@ -527,8 +527,8 @@ SEND_WAIT_FORGOTTEN = Misconception(
 CHANGED_WHILE_SENT = Misconception(
     "changed while it is sent",
     (
-        "A tensor is written to between isend and the send's wait(). The message may still be read "
-        "from it: the receiver may get new values."
+        "A tensor is written to between isend, or a collective with async_op=True, and its wait(). "
+        "It may still be read, or be written later: what arrives may be old or new values."
     ),
     lambda trials: any(getattr(trial.error, "kind", "") == "ChangedWhileSent" for trial in trials),
 )
@@ -559,6 +559,67 @@ CHANGES_ITS_INPUT = Misconception(
         "example as its own gradient."
     ),
     lambda trials: any(0 in places for trial in trials for places in trial.changed),
+)
+
+
+def only_root_zero(trials: Sequence[Trial]) -> bool:
+    """Right wherever the root is 0, wrong wherever it is not."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    zero = [trial for trial in several if trial.case.facts["root"] == 0]
+    other = [trial for trial in several if trial.case.facts["root"] != 0]
+    return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
+
+
+ROOT_IS_ZERO = Misconception(
+    "root hard-coded to 0",
+    (
+        "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the "
+        "root."
+    ),
+    only_root_zero,
+)
+
+
+def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
+    """Every wrong result is something in place of None."""
+    wrong = failed(trials)
+    pairs = [
+        pair for trial in wrong for pair in zip(trial.results, trial.case.expected, strict=True)
+    ]
+    return (
+        bool(wrong)
+        and all(trial.error is None for trial in wrong)
+        and all(same(found, expected) or expected is None for found, expected in pairs)
+    )
+
+
+NOT_NONE_ELSEWHERE = Misconception(
+    "other ranks return something",
+    "The root's result is right. The other ranks must return None, and they return something else.",
+    only_where_none_is_due,
+)
+
+
+def unwritten_was_sent(trials: Sequence[Trial]) -> bool:
+    """Wrong values, and in a message what torch.empty gives on these ranks."""
+    return any(
+        value != value or value in NEVER_WRITTEN
+        for trial in failed(trials)
+        for message in trial.trace.messages()
+        for value in (message.payload or ())[:64]
+        if not isinstance(value, bool)
+    )
+
+
+# what fill_new_tensors puts into whole numbers; floating-point numbers become NaN
+NEVER_WRITTEN = {torch.iinfo(dtype).max for dtype in (torch.int64, torch.int32)}
+SENDS_UNWRITTEN = Misconception(
+    "sends what was never written",
+    (
+        "A tensor of torch.empty is sent before anything was put into it. The block that a rank "
+        "sends must be one that it has: look at the index, which may be off by one."
+    ),
+    unwritten_was_sent,
 )
 
 

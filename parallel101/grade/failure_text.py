@@ -16,6 +16,7 @@ from parallel101.grade.remote import (
     TimeOver,
 )
 from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.units import listed
 from parallel101.record.where import shown
 
 MOST_SAID = 600  # characters of a learner's own error
@@ -89,4 +90,16 @@ def explain_error(exercise: Exercise, trial: Trial) -> str:
             f"rank {error.rank} ended without a result, {where}{reason}. Did the code call exit, "
             "or ask for too much memory?"
         )
-    return f"{where}: {error}"
+    return f"{where}: {error}{_every_rank(error)}"
+
+
+def _every_rank(error: BaseException | None) -> str:
+    """What to say if ranks wait in a collective that others never call."""
+    if not isinstance(error, DeadlockError) or not error.returned:
+        return ""
+    kinds = {kind for kind, _, _ in error.waiting.values()} - {"send", "recv"}
+    if not kinds:
+        return ""
+    return (
+        f"\n  every rank must call {listed(sorted(kinds))}: it ends only when all ranks are there"
+    )

@@ -86,6 +86,10 @@ class ExerciseVerdict:
     def out_of(self) -> float:
         return self.exercise.points
 
+    def points_lost(self, kind: str) -> bool:
+        """Whether a check of this kind failed."""
+        return any(finding.kind == kind and not finding.passed for finding in self.findings)
+
     @property
     def not_loaded(self) -> bool:
         """Whether the file itself could not be run, as with a syntax error."""

@@ -38,7 +38,8 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Exe
             watched = exercise.watch() if exercise.watch is not None else None
             report.predictions, watched_trial = predicted(ranks, progress, watched)
     if not verdict.not_written:
-        report.picture = draw(exercise, verdict.shown, watched_trial)
+        failed = verdict.shown if verdict.points_lost("value") else None
+        report.picture = draw(exercise, verdict.shown, watched_trial, failed)
         report.saved = _save(report, progress)
     progress.note(
         exercise.function,
