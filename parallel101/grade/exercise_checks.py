@@ -261,19 +261,23 @@ def steps(
         fewest = expected(trial.case)
         if took(trial) <= fewest + slack(trial.case) + 1e-9:
             return None
-        return f"took {_steps(took(trial))}; {fewest:g} are enough"
+        return f"took {_steps(took(trial))}; {_enough(fewest)}"
 
     def allowed(trial: Trial) -> str | None:
         fewest, found = math.ceil(expected(trial.case)), math.floor(took(trial) + 1e-9)
         if found <= fewest:
             return None
-        return f"{_steps(found)}, where {fewest} are enough: allowed, since {since}"
+        return f"{_steps(found)}, where {_enough(fewest)}: allowed, since {since}"
 
     return Check("steps", says, wrong, allowed)
 
 
 def _steps(count: float) -> str:
     return f"{count:g} step{'s' * (count != 1)}"
+
+
+def _enough(count: float) -> str:
+    return f"{count:g} {'is' if count == 1 else 'are'} enough"
 
 
 def ring_neighbours(says: str) -> Check:

@@ -161,8 +161,18 @@ def test_the_checks_of_an_exercise_share_its_points():
         shares = [(check.kind, share(exercise, check.kind)) for check in exercise.checks]
         assert sum(part for _, part in shares) == pytest.approx(1.0)
         values = sum(part for kind, part in shares if kind == "value")
-        assert values in (pytest.approx(exercise.value_share), 1.0)
-    assert share(EXERCISES["chain_broadcast"], "value") == 0.4
+        weights = exercise.weights
+        assert values in (pytest.approx(weights.get("value", exercise.value_share)), 1.0)
+        assert not weights or set(weights) == {kind for kind, _ in shares}
+        if weights:  # the learner is told
+            stated = ", ".join(f"{100 * part:.0f} % {kind}" for kind, part in weights.items())
+            code = Path(exercise.path).parent / f"{Path(exercise.path).parent.name[:3]}.py"
+            (stub,) = (
+                node
+                for node in ast.parse(code.read_text()).body
+                if getattr(node, "name", "") == exercise.function
+            )
+            assert f"Points: {stated}." in ast.get_docstring(stub)
 
 
 def test_every_exercise_has_an_unusual_solution_and_every_wrong_one_a_name():
