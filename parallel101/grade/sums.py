@@ -83,7 +83,7 @@ def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[Trial, list
     found = [
         (trial, weights(piece, parts))
         for trial in trials
-        if trial.error is None
+        if trial.error is None and trial.world_size > 1
         for piece, parts in pieces(trial)
     ]
     return [(trial, [round(c, 3) for c in cs]) for trial, cs in found if cs is not None]

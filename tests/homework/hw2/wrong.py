@@ -102,6 +102,20 @@ EXPECTED = {
 }
 
 
+POINTS = {
+    "ring_all_gather__direct": 7,
+    "ring_all_gather__gather_broadcast": 5,
+    "ring_all_gather__n_rounds": 6,
+    "ring_reduce_scatter__all_reduce": 4,
+    "ring_all_reduce__gather_then_sum": 10,
+    "ring_all_reduce__rows": 10,
+    "doubling_all_reduce__ring": 5,
+    "doubling_all_reduce__everyone": 3,
+    "chain_broadcast__by_turns": 5,
+    "two_level_all_reduce__flat_ring": 5.5,
+}
+
+
 def me():
     return dist.get_rank(), dist.get_world_size()
 
