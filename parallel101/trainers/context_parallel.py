@@ -78,13 +78,13 @@ class RingAttention(Function):
         comm = begin_ring(q, k, call, forward=True, requires_grad=any(ctx.needs_input_grad))
         wide = torch.promote_types(q.dtype, torch.float32)  # in which sums are kept
         y = torch.zeros_like(q, dtype=wide)
-        queries, out = by_kv_head(q.to(wide), k.shape[1]), by_kv_head(y, k.shape[1])
+        queries, out = (by_kv_head(x, k.shape[1]) for x in (q.to(wide) * call.scale, y))
         lse = out.new_full(out.shape[:-1], -torch.inf)  # log Σ exp(scores), of no keys yet
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             if seen := call.visible(source):
                 with computing(seen.pairs, source, q, call):
                     rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(wide)
-                    block = attend(queries[..., rows, :], keys, values, call.scale, seen.diagonal)
+                    block = attend(queries[..., rows, :], keys, values, seen.diagonal)
                     merge(out[..., rows, :], lse[..., rows], *block)
         ctx.call, y = call, y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
@@ -98,6 +98,7 @@ class RingAttention(Function):
         comm = begin_ring(dy, k, call, forward=False)
         queries, do, out = (by_kv_head(x.to(lse.dtype), k.shape[1]) for x in (q, dy, y))
         dq, delta, lse = torch.zeros_like(queries), (do * out).sum(-1, True), lse[..., None]
+        queries = queries * call.scale
         returning: Passing | None = None
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)  # what this rank's queries add to it
@@ -105,7 +106,7 @@ class RingAttention(Function):
                 with computing(seen.pairs, source, q, call, backward=True):
                     rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(lse.dtype)
                     query, g, D, L = (x[..., rows, :] for x in (queries, do, delta, lse))
-                    block = attend_backward(query, keys, values, g, D, L, call.scale, seen.diagonal)
+                    block = attend_backward(query, keys, values, g, D, L, seen.diagonal)
                     dq[..., rows, :] += block[0]
                     dkv[..., seen.columns, :] = torch.stack(block[1:])
             if returning:  # what the ranks before have found for the same keys
@@ -113,7 +114,7 @@ class RingAttention(Function):
             returning = pass_on(dkv, source, call.sizes, comm)
         assert returning is not None
         dk, dv = returning.wait("wait for gradients").to(q.dtype)  # n steps: home
-        return dq.flatten(1, 2).to(q.dtype), dk, dv, None
+        return (dq * call.scale).flatten(1, 2).to(q.dtype), dk, dv, None
 
 
 def go_round(kv: Tensor, call: AttentionCall, comm: Comm) -> Iterator[tuple[int, Tensor]]:
