@@ -399,6 +399,21 @@ def test_causal_attention_of_contiguous_parts_leaves_half_of_the_ranks_idle(n, c
     assert timed(n, c, "contiguous", True) == [expected, expected]
 
 
+@pytest.mark.parametrize("transfer", [0.5, 1, 2])
+def test_the_next_block_is_in_flight_while_one_is_computed(transfer):
+    """A block's message takes `transfer` times as long as the attention to it."""
+    n, c = 4, 4
+
+    def program():
+        x = torch.zeros(1, 1, c, 2, dtype=torch.float64)
+        p101.ring_attention(x, x, x, causal=False, sizes=[c] * n, seconds_per_pair=1.0)
+
+    block, message = c * c, 2 * c * 2 * 8
+    network = Network(latency=0.0, bandwidth=message / (transfer * block))
+    trace = p101.launch(program, world_size=n, backend="sim", network=network).trace
+    assert trace.makespan == (n - 1) * max(1, transfer) * block + block
+
+
 def test_the_picture_says_whose_keys_and_values_a_block_is_about():
     """Rank r computes with the blocks r, r − 1, … 0, and then waits: a triangle."""
 

@@ -18,7 +18,7 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the attention to these keys only, and its lse.
 
     Args:
@@ -33,15 +33,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, lse: Tensor, causal: bool
+    k: Tensor, v: Tensor, q: Tensor, do: Tensor, delta: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys add to ∂Q, and what these queries add to ∂K and ∂V.
 
     Args:
         q, k, v, causal: as in `attend`.
-        do: the gradient of the output of these queries.
+        do: the gradient of these queries' output.
         delta: rowsum(∂O ∘ O) of the attention to all keys, (…, queries, 1).
-        lse: also of all keys, and of the same shape.
+        lse: of all keys, too, and of the same shape.
     """
     p = scores(q, k, causal).sub_(lse).exp_()
     dv = einsum("bgrqk,bgrqd->bgkd", p, do)
