@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import parallel101 as p101
 from parallel101.cost import AttentionShape, ring_attention_bytes, ulysses_bytes
 from parallel101.sim.network import Network
-from parallel101.trainers.context.time_layout import local_positions, time_sizes
+from parallel101.trainers.context.time_layout import local_positions, time_sizes, visible
 from parallel101.trainers.context_parallel import merge
 from tests.collectives.cases import on_backends
 
@@ -39,6 +39,26 @@ def one_process(time, heads, kv_heads, causal, dtype=torch.float64, scale=None, 
     )
     y.backward(g)
     return (q, k, v, g), (y.detach(), *(x.grad for x in leaves))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_rank_sees_is_what_the_positions_say(layout):
+    """Every rank has positions, and the block that it computes has no pair too many."""
+    for n, causal in product((1, 2, 3, 5), (True, False)):
+        for time in range(n, 4 * n + 2):
+            sizes = time_sizes(time, n, layout)
+            positions = [local_positions(time, n, rank, layout) for rank in range(n)]
+            assert torch.cat(positions).sort().values.tolist() == list(range(time))
+            assert sizes == [len(of_rank) for of_rank in positions] and min(sizes) > 0
+            for me, source in product(range(n), repeat=2):
+                later = positions[source][None, :] > positions[me][:, None]
+                seen = visible(me, source, sizes, layout, causal)
+                block = torch.zeros_like(later)
+                if seen:
+                    block[seen.rows, seen.columns] = True
+                    block = block.tril() if seen.diagonal else block
+                    assert seen.pairs == block.sum()
+                assert torch.equal(block, ~later if causal else torch.ones_like(later))
 
 
 def here(x, layout, n, position):
