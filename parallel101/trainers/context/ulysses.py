@@ -43,7 +43,7 @@ def ulysses_attention(
 
     Every rank calls it, and its backward. Four all-to-alls send q, k, v and the result, and in
     backward their gradients. The arguments, result and errors are those of `ring_attention`. It
-    also raises ValueError if the number of ranks doesn't divide the heads of q, or those of k and v.
+    also raises ValueError if the ranks don't divide the heads of q evenly, or those of k and v.
     """
     (q, k, v), call = checked(
         "ulysses_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair
