@@ -63,7 +63,7 @@ def ring_attention(
         scale: of the scores, by default 1/√d.
         seconds_per_pair: of a query and a key in one head, on a virtual rank's clock.
 
-    Returns a tensor like q, differentiable once. Raises TypeError or ValueError for wrong arguments.
+    Returns a tensor like q, differentiable once. Raises TypeError or ValueError for wrong calls.
     """
     (q, k, v), call = checked(
         "ring_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair
