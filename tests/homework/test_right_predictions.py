@@ -16,6 +16,8 @@ ANSWERS = [
     ("train_zero1", "state", 1680 / 3),
     ("train_zero2", "peak", 288),
     ("train_zero3", "sent", 2 * 3 * 1 / 2 * 1680),
+    ("train_on_mesh", "sent", 2 * 1 / 2 * (1920 / 2 + 240)),
+    ("bus_bandwidth", "algorithm", 30 / (2 * 3 / 4)),
 ]
 
 
