@@ -1,9 +1,165 @@
-"""Homework 8: beyond."""
+"""Homework 8: long sequences, experts, meshes, and programs with a fault.
+
+In exercises 21 and 22 use dist.send, dist.recv, dist.isend and dist.irecv alone. n is the number of
+ranks, and all floating-point numbers are float64.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+# ---- 21: the time of one long sequence is cut over the ranks ----
+
+# (q, k, v, causal) → (out, lse), for one block of keys
+Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+# (dout, q, k, v, out, lse, causal) → (dq, dk, dv), for one block of keys
+AttendBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one new query to the keys and values of all ranks.
+
+    A language model that writes a long text keeps the keys and values of all tokens so far (the KV
+    cache). Here each rank has some of them.
+
+        rank 0   q ·  k₀ … k₃  ─┐
+                                ├─ a few numbers ──▶ the same result on every rank
+        rank 1   q ·  k₄ … k₉  ─┘
+
+    Args:
+        q: (heads, d), of the newest token, the same on every rank.
+        k, v: (heads, time here, d), of this rank's tokens. Ranks may have different numbers of
+            them, and at least one.
+
+    Returns:
+        (heads, d): softmax(q·kᵀ / √d)·v over the positions of all ranks, the same on every rank.
+
+    Scores may be large: exp(1000) is infinite. To each other rank go at most d + 2 numbers for each
+    head, however many positions there are.
+    """
+    raise NotImplementedError("decode_attention is not written yet")
+
+
+def ring_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, sizes: list[int], attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """Causal attention over a sequence that is cut along time: K and V go round a ring.
+
+                     step 0    step 1    step 2         the block of K and V that a rank holds
+        rank 0  q₀     k₀        k₂        k₁           k₁ and k₂ are the future of q₀
+        rank 1  q₁     k₁        k₀        k₂
+        rank 2  q₂     k₂        k₁        k₀
+
+    Args:
+        q, k, v: (heads, time here, d), this rank's positions. Rank 0 has the first ones.
+        sizes: how many positions each rank has.
+        attend: attend(q, k, v, causal) gives (out, lse) for one block of keys: the result of
+            softmax(q·kᵀ / √d)·v, and for each query the log of Σ exp(score), as flash attention
+            does. With causal=True, query i of this call sees its keys 0 to i. Call it for each
+            block that is needed.
+
+    Returns:
+        out: (heads, time here, d), where each query sees all positions up to its own.
+        lse: (heads, time here), the log of each query's Σ exp(score) over all these positions. The
+            backward pass needs it.
+
+    K and V make n − 1 exchanges, in one message or in two, and then stop. A rank never holds more
+    than a few blocks of them. The next block travels while the present one is computed.
+    """
+    raise NotImplementedError("ring_attention_forward is not written yet")
+
+
+def ring_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sizes: list[int],
+    attend_backward: AttendBackward,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass of ring attention.
+
+    Args:
+        dout: (heads, time here, d), the gradient of this rank's out.
+        q, k, v, sizes: as in forward.
+        out, lse: what forward returned on this rank. They are given here and are right, so you can
+            write this exercise before the other.
+        attend_backward: attend_backward(dout, q, k, v, out, lse, causal) gives what one block of
+            keys adds to the gradients of its q, k and v. It computes the weights as
+            exp(score − lse), so out and lse are those of the whole row.
+
+    Returns:
+        dq, dk, dv: (heads, time here, d), of this rank's positions.
+
+    No rank sends more than n − 1 blocks of K and V, and n blocks of dK and dV. As in forward, no
+    rank holds more than a few blocks.
+    """
+    raise NotImplementedError("ring_attention_backward is not written yet")
+
+
+# ---- 22: a layer's experts are on different ranks ----
+
+
+def exchange_rows(x: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
+    """An all-to-all of uneven sizes, with its backward.
+
+        rank 0   a a b             ──▶   a a c             counts = [2, 1]   received = [2, 1]
+        rank 1   c d d d           ──▶   b d d d           counts = [1, 3]   received = [1, 3]
+
+    Args:
+        x: (rows, width). First come the rows for rank 0, then those for rank 1, and so on.
+        counts: how many rows go to each rank. Some may be 0, or all. Only this rank knows them.
+
+    Returns:
+        y: (rows, width), the rows that the ranks have for this one: first those of rank 0, then
+            those of rank 1, and so on. A new tensor, through which autograd can go back: write a
+            torch.autograd.Function. In backward, the gradient of each row goes back to the rank and
+            the place from which the row came.
+        received: how many rows came from each rank (and from this rank itself).
+
+    Each row travels once, and its gradient once. All ranks call the function, forward and backward,
+    also if they have no rows. x and the gradients stay as they are.
+    """
+    raise NotImplementedError("exchange_rows is not written yet")
+
+
+def mixture_of_experts(
+    x: Tensor,
+    choice: Tensor,
+    gate: Tensor,
+    experts: list[Callable[[Tensor], Tensor]],
+    sizes: list[int],
+) -> Tensor:
+    """A layer with experts: each token is computed by the experts that the router chose for it.
+
+        tokens ─ sort ─▶ dispatch ──▶ experts ──▶ combine ─ unsort ─▶ · gate ──▶ y
+                         to the ranks that        back to the
+                         have the experts         tokens' ranks
+
+    Args:
+        x: (tokens, width), this rank's tokens. There may be none.
+        choice: (tokens, k), int64: the experts of each token, numbered over all ranks. −1 is a slot
+            that was dropped, because its expert was full: it contributes nothing to y, and its
+            row doesn't travel.
+        gate: (tokens, k): how much the result of each of them counts.
+        experts: this rank's experts, in order. Each takes (rows, width) and returns the same shape.
+        sizes: how many experts each rank has. Rank 0 has the first ones.
+
+    Returns:
+        y: (tokens, width), in the order of x: y[t] = Σ_j gate[t, j] · expert_{choice[t, j]}(x[t]).
+
+    The caller runs backward from a loss of its own on each rank, and the sum of these losses
+    counts. x, gate and the parameters of all experts get the gradients of one process. An expert
+    computes only the rows that chose it. Each row goes to its expert's rank and back, forward and
+    backward. You may send up to two more numbers with each row, and a few to each rank.
+    """
+    raise NotImplementedError("mixture_of_experts is not written yet")
+
+
+# ---- 23: gradients and their norm on a mesh of three axes ----
 
 
 def train_on_mesh(
