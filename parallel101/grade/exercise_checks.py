@@ -52,14 +52,14 @@ def difference(found: Any, expected: Any) -> str | None:
             return f"{_kind(found)}; expected {_kind(expected)}"
         for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             if (what := difference(mine, theirs)) is not None:
-                return f"in place {number}, {what}"
+                return f"in place {number}: {what}"
         return None
     if isinstance(expected, dict):
         if not isinstance(found, dict) or set(found) != set(expected):
             return f"{_kind(found)}; expected a dict with the keys {sorted(map(str, expected))}"
         for key, theirs in expected.items():
             if (what := difference(found[key], theirs)) is not None:
-                return f"at {key!r}, {what}"
+                return f"at {key!r}: {what}"
         return None
     if isinstance(expected, float) and isinstance(found, int | float):
         return (
