@@ -44,7 +44,7 @@ DTYPES = {
 JOB, CASE, REPLY, REFUSED = b"J", b"C", b"D", b"X"
 # From a rank to the grader
 READY, SEND, RECV, COLLECTIVE, NEW_GROUP, WAIT, TEST = b"K", b"S", b"R", b"A", b"G", b"W", b"T"
-FORBIDDEN, RESULT, FAILED = b"F", b"Y", b"E"
+FORBIDDEN, FROM_THREAD, RESULT, FAILED = b"F", b"H", b"Y", b"E"
 # Notes, which travel with such a frame
 BEGIN, END, COMPUTE = "begin", "end", "compute"
 
@@ -114,6 +114,11 @@ def _read(sock: socket.socket, size: int, until: float | None) -> bytearray:
 def tensor_text(tensor: torch.Tensor) -> dict[str, Any]:
     """The dtype and shape of a tensor, as JSON; its strides if it isn't contiguous."""
     text = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    if text["dtype"] not in DTYPES or tensor.device.type == "meta":
+        raise TypeError(
+            f"a tensor of {tensor.dtype} on {tensor.device} can't be sent or returned here; it can "
+            f"be one of {', '.join(DTYPES)}, on the CPU"
+        )
     if not tensor.is_sparse and not tensor.is_contiguous():
         text["strides"] = list(tensor.stride())
     return text

@@ -16,6 +16,7 @@ from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconceptio
 from parallel101.grade.exercise_checks import everywhere, never_waited, too_few_bytes
 from parallel101.grade.failure_text import explain_error
 from parallel101.grade.remote import (
+    CalledFromThread,
     ForbiddenCall,
     LearnerError,
     NotStarted,
@@ -33,7 +34,7 @@ SHARES = {"value": 0.5, "bytes": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
 # after these the other cases would tell nothing new, and take long
-ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)
+ENDS = (CalledFromThread, ForbiddenCall, PrintedTooMuch, TimeOver)
 
 NOT_LOADED = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 

@@ -19,7 +19,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from parallel101.grade.frames import Frame
 from parallel101.grade.users import end_processes_of, library_copy, user_of
 from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
-from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.errors import DeadlockError, MisuseError, one_line
 from parallel101.record.overloads import SIGNATURES
 from parallel101.record.signatures import COLLECTIVES, flat
 from parallel101.record.spans import Recorder, compute, recorder
@@ -46,6 +46,8 @@ KEPT_PRINTED = 20_000  # bytes of it that are kept
 MEMORY = 2 << 30  # bytes that a rank may allocate
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
+MOST_MESSAGE = 2000  # characters of an error's text
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
 
@@ -72,12 +74,20 @@ class ForbiddenCall(GradedRunFailed):
     """The learner's code called an operation that the exercise does not allow."""
 
 
+class CalledFromThread(GradedRunFailed):
+    """The learner's code called torch.distributed from a thread that it had started."""
+
+
 class TimeOver(GradedRunFailed):
     """A rank was still running at the time limit."""
 
 
 class RankDied(GradedRunFailed):
     """A rank's process ended without a result."""
+
+
+class CallFailed(GradedRunFailed):
+    """The calls of several ranks raised an exception together, when the data was moved."""
 
 
 class NotStarted(GradedRunFailed):
@@ -341,8 +351,8 @@ class SubmissionRanks:
             self.stop()
         if outcome.error is not None and not isinstance(
             outcome.error, GradedRunFailed | DeadlockError | MisuseError
-        ):
-            raise outcome.error
+        ):  # what the calls of several ranks together do: no rank's own fault is known
+            trial.error = CallFailed(one_line(outcome.error)[:MOST_MESSAGE])
         return trial
 
 
@@ -427,9 +437,9 @@ class VirtualEnd:
         self._check("send", place)
         # flat: as on gloo, the two sides need not have the same shape
         text, tensor = frame.text, self._tensor(frame).flatten()
-        work = dist.isend(
-            tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"]
-        )
+        peer, group = self._peer(frame), self.groups[text["group"]]
+        with self._calls_of_the_learner(place):
+            work = dist.isend(tensor, peer, group=group, tag=text["tag"])
         self._keep(text["call"], work, [], "send", text["peer"], place)
 
     def _recv(self, frame: Frame, place: str) -> None:
@@ -437,9 +447,9 @@ class VirtualEnd:
         text = frame.text
         tensor = frames.empty_tensor(text).flatten()
         self._count(tensor.nbytes)
-        work = dist.irecv(
-            tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"]
-        )
+        peer, group = self._peer(frame), self.groups[text["group"]]
+        with self._calls_of_the_learner(place):
+            work = dist.irecv(tensor, peer, group=group, tag=text["tag"])
         self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
 
     def _peer(self, frame: Frame) -> int | None:
@@ -455,13 +465,32 @@ class VirtualEnd:
             raise KeyError(method)
         self._check(COLLECTIVES[method].kind, place)
         options = SIGNATURES[method].options()
-        if "reduceOp" in text["options"]:
-            options.reduceOp = getattr(dist.ReduceOp, str(text["options"]["reduceOp"]).upper())
         if "rootRank" in text["options"]:
             options.rootRank = int(text["options"]["rootRank"])
-        work = getattr(self.groups[text["group"]], method)(*given, options)
+        with self._calls_of_the_learner(place):
+            if "reduceOp" in text["options"]:
+                options.reduceOp = self._reduction(str(text["options"]["reduceOp"]))
+            work = getattr(self.groups[text["group"]], method)(*given, options)
         outputs = flat(given[0]) if given and "barrier" not in method else []
         self._keep(text["call"], work, outputs, method, None, place)
+
+    def _reduction(self, name: str) -> Any:
+        if name.upper() not in REDUCTIONS:
+            raise ValueError(f"the reduction {name} can't be used; use {', '.join(REDUCTIONS)}")
+        return getattr(dist.ReduceOp, name.upper())
+
+    @contextlib.contextmanager
+    def _calls_of_the_learner(self, place: str) -> Iterator[None]:
+        """What a repeated call raises is the learner's error, as if the rank had raised it."""
+        try:
+            yield
+        except (GradedRunFailed, DeadlockError, MisuseError):
+            raise
+        except Exception as error:
+            text = str(error)[:MOST_MESSAGE] or repr(error)[:MOST_MESSAGE]
+            raise LearnerError(
+                text, self.rank.number, place, type(error).__name__, "", False
+            ) from error
 
     def _keep(
         self,
@@ -522,6 +551,16 @@ class VirtualEnd:
     def _forbidden(self, frame: Frame, place: str) -> None:
         raise ForbiddenCall(str(frame.text["operation"])[:100], self.rank.number, place)
 
+    def _from_thread(self, frame: Frame, place: str) -> None:
+        raise CalledFromThread(
+            f"rank {self.rank.number} called {str(frame.text['operation'])[:100]} from a thread "
+            f"that it had started, at {where.shown(place)}. Threads aren't relayed: call "
+            "torch.distributed where the function itself runs. isend and irecv let messages "
+            "travel at the same time",
+            self.rank.number,
+            place,
+        )
+
     def _failed(self, frame: Frame, place: str) -> None:
         text = {key: str(frame.text[key])[:6000] for key in ("type", "message", "traceback")}
         not_written = frame.text["not_written"] is True
@@ -566,5 +605,6 @@ ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
     frames.TEST: VirtualEnd._test,
     frames.NEW_GROUP: VirtualEnd._new_group,
     frames.FORBIDDEN: VirtualEnd._forbidden,
+    frames.FROM_THREAD: VirtualEnd._from_thread,
     frames.FAILED: VirtualEnd._failed,
 }
