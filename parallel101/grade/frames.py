@@ -50,11 +50,12 @@ BEGIN, END, COMPUTE = "begin", "end", "compute"
 
 
 class Frame(NamedTuple):
-    """One frame: its kind, its JSON, and the bytes of its tensors."""
+    """One frame: its kind, its JSON, the bytes of its tensors, and how many its JSON had."""
 
     kind: bytes
     text: dict[str, Any]
     data: bytes | bytearray = b""
+    size: int = 0
 
 
 class BrokenFrame(Exception):
@@ -69,8 +70,8 @@ def send(
     sock.sendall(HEAD.pack(kind, len(encoded), len(data)) + encoded + data)
 
 
-def receive(sock: socket.socket, until: float | None = None) -> Frame:
-    """Read one frame.
+def receive(sock: socket.socket, until: float | None = None, limited: bool = True) -> Frame:
+    """Read one frame. The grader limits what ranks send it; a rank trusts the grader.
 
     Raises EOFError at the end of the connection, and BrokenFrame for anything that is not a frame.
 
@@ -78,7 +79,7 @@ def receive(sock: socket.socket, until: float | None = None) -> Frame:
     however slowly its bytes come.
     """
     kind, texts, datas = HEAD.unpack(_read(sock, HEAD.size, until))
-    if texts > MOST_TEXT or datas > MOST_BYTES:
+    if limited and (texts > MOST_TEXT or datas > MOST_BYTES):
         raise BrokenFrame(
             f"a frame of {texts} + {datas} bytes; at most {MOST_TEXT} + {MOST_BYTES} are allowed"
         )
@@ -92,7 +93,7 @@ def receive(sock: socket.socket, until: float | None = None) -> Frame:
         raise BrokenFrame(f"a frame whose text is not JSON: {error}") from None
     if not isinstance(text, dict):
         raise BrokenFrame(f"a frame whose text is a {type(text).__name__}")
-    return Frame(kind, text, _read(sock, datas, until))
+    return Frame(kind, text, _read(sock, datas, until), texts)
 
 
 def _read(sock: socket.socket, size: int, until: float | None) -> bytearray:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
 from parallel101.grade.exercise_checks import everywhere, never_waited, too_few_bytes
 from parallel101.grade.failure_text import explain_error
+from parallel101.grade.plain_text import plain
 from parallel101.grade.remote import (
     CalledFromThread,
     ForbiddenCall,
@@ -49,6 +50,9 @@ class Finding:
     points: float
     out_of: float
     message: str = ""  # what is wrong, and in which case
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", plain(self.message))
 
 
 @dataclass

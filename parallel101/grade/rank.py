@@ -71,7 +71,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
     gc.freeze()
     code = 0
     try:
-        _serve(sock, frames.receive(sock).text)
+        _serve(sock, frames.receive(sock, limited=False).text)
     except (EOFError, OSError):
         pass  # the grader is gone, or needs no more
     except BaseException:
@@ -96,7 +96,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     connection.send(frames.READY, {})
     submission: types.ModuleType | None = None
     while True:
-        case = frames.receive(sock)
+        case = frames.receive(sock, limited=False)
         if case.kind == frames.JOB:  # another submission
             job, submission, connection.path = case.text, None, case.text["path"]
             continue

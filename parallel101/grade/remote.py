@@ -31,6 +31,7 @@ import torch.distributed as dist
 from parallel101.grade import frames
 from parallel101.grade.exercise import Case, Exercise, Trial, Unwaited
 from parallel101.grade.frames import Frame
+from parallel101.grade.plain_text import plain
 from parallel101.grade.users import end_processes_of, library_copy, user_of
 from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
@@ -43,9 +44,11 @@ from parallel101.sim.simulate import simulate
 
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 KEPT_PRINTED = 20_000  # bytes of it that are kept
+MOST_SAID = 1 << 25  # bytes of text that a rank may send in one case
 MEMORY = 2 << 30  # bytes that a rank may allocate
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
+MOST_TRACEBACK = 6000  # characters
 MOST_MESSAGE = 2000  # characters of an error's text
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
@@ -343,7 +346,10 @@ class SubmissionRanks:
             unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
             changed=[end.changed for end in virtual],
             printed=[
-                "".join(part.decode(errors="replace") for part in rank.printed.values())
+                plain(
+                    "".join(part.decode(errors="replace") for part in rank.printed.values()),
+                    MOST_PRINTED,
+                )
                 for rank in ranks
             ],
         )
@@ -352,7 +358,7 @@ class SubmissionRanks:
         if outcome.error is not None and not isinstance(
             outcome.error, GradedRunFailed | DeadlockError | MisuseError
         ):  # what the calls of several ranks together do: no rank's own fault is known
-            trial.error = CallFailed(one_line(outcome.error)[:MOST_MESSAGE])
+            trial.error = CallFailed(plain(one_line(outcome.error)))
         return trial
 
 
@@ -377,6 +383,7 @@ class VirtualEnd:
     def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
         self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
         self.moved = 0  # bytes
+        self.said = 0  # bytes of text, such as the names of spans
         self.calls: dict[int, RelayedCall] = {}
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
@@ -403,6 +410,9 @@ class VirtualEnd:
         while True:
             frame = self.rank.receive(self.until)
             self._count(len(frame.data))
+            self.said += frame.size
+            if self.said > MOST_SAID:
+                raise RankDied(f"told more than {MOST_SAID >> 20} MiB of calls", self.rank.number)
             place = _place(frame.text.get("where"))
             try:
                 self._notes(frame.text.get("notes", []))
@@ -416,7 +426,7 @@ class VirtualEnd:
                 raise
             except Exception as error:  # whatever a rank sends, the grader goes on
                 raise RankDied(
-                    f"sent what the grader can't repeat: {str(error)[:300] or error!r}",
+                    f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}",
                     self.rank.number,
                 ) from error
 
@@ -487,7 +497,7 @@ class VirtualEnd:
         except (GradedRunFailed, DeadlockError, MisuseError):
             raise
         except Exception as error:
-            text = str(error)[:MOST_MESSAGE] or repr(error)[:MOST_MESSAGE]
+            text = plain(str(error) or repr(error), MOST_MESSAGE)
             raise LearnerError(
                 text, self.rank.number, place, type(error).__name__, "", False
             ) from error
@@ -536,7 +546,8 @@ class VirtualEnd:
             elif kind == frames.END:
                 start, name, labels, waiting, place = note
                 at_place(
-                    _place(place), partial(self._add_span, start, str(name)[:200], labels, waiting)
+                    _place(place),
+                    partial(self._add_span, start, plain(str(name), 200), labels, waiting),
                 )
 
     def _add_span(self, start: int, name: str, labels: Any, waiting: Any) -> None:
@@ -549,20 +560,23 @@ class VirtualEnd:
         )
 
     def _forbidden(self, frame: Frame, place: str) -> None:
-        raise ForbiddenCall(str(frame.text["operation"])[:100], self.rank.number, place)
+        raise ForbiddenCall(plain(str(frame.text["operation"]), 100), self.rank.number, place)
 
     def _from_thread(self, frame: Frame, place: str) -> None:
+        operation = plain(str(frame.text["operation"]), 100)
         raise CalledFromThread(
-            f"rank {self.rank.number} called {str(frame.text['operation'])[:100]} from a thread "
-            f"that it had started, at {where.shown(place)}. Threads aren't relayed: call "
-            "torch.distributed where the function itself runs. isend and irecv let messages "
-            "travel at the same time",
+            f"rank {self.rank.number} called {operation} from a thread that it had started, at "
+            f"{where.shown(place)}. Threads aren't relayed: call torch.distributed where the "
+            "function itself runs. isend and irecv let messages travel at the same time",
             self.rank.number,
             place,
         )
 
     def _failed(self, frame: Frame, place: str) -> None:
-        text = {key: str(frame.text[key])[:6000] for key in ("type", "message", "traceback")}
+        text = {
+            key: plain(str(frame.text[key]), MOST_TRACEBACK)
+            for key in ("type", "message", "traceback")
+        }
         not_written = frame.text["not_written"] is True
         raise LearnerError(
             text["message"], self.rank.number, place, text["type"], text["traceback"], not_written

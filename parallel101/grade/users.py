@@ -162,9 +162,18 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def readable_by_all(path: Path) -> bool:
+    """Whether every user of this machine can read a file or folder, and reach it."""
+    path = path.resolve()
+    return bool(path.stat().st_mode & 0o004) and others_reach(path.parent)
+
+
+def others_reach(folder: Path) -> bool:
+    """Whether every user can use what is in a folder, if it may be read."""
+    return all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
+
+
 def _readable(folder: Path) -> bool:
     """Whether every user can read a folder and reach it."""
     folder = folder.resolve()
-    return folder.stat().st_mode & 0o005 == 0o005 and all(
-        parent.stat().st_mode & 0o001 for parent in folder.parents
-    )
+    return folder.stat().st_mode & 0o005 == 0o005 and others_reach(folder)

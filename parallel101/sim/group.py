@@ -462,8 +462,8 @@ class RunningCollective:
             world.fail(
                 MisuseError(
                     f"rank {one.rank.number} passes {len(one.buffers)} tensors to {first.kind}, "
-                    f"and rank {other.rank.number} passes {len(other.buffers)}: {other.call().brief}. "
-                    "The lists must be equally long on all ranks.",
+                    f"and rank {other.rank.number} passes {len(other.buffers)}: "
+                    f"{other.call().brief}. The lists must be equally long on all ranks.",
                     other.rank.number,
                 )
             )
