@@ -118,6 +118,8 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             ]
             random.seed(case.text["seed"])
             torch.manual_seed(case.text["seed"])
+            if "numpy.random" in sys.modules:  # forked ranks would all have the same numbers
+                sys.modules["numpy.random"].seed(case.text["seed"])
             connection.patience = PATIENCE
             text, data = frames.encode(exercise.program(function, *arguments))
             changed = [
@@ -519,28 +521,59 @@ def _isolate(job: dict[str, Any]) -> None:
             ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
 
 
-READY_MADE = ("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining")
 WRITE_IT = "it is what the homework asks you to write, so it can't be used here"
+# What torch has ready-made for training: these classes, by module, can't be made here. Their
+# modules can be imported, since torch imports some of them for other things.
+READY_MADE = {
+    "torch.nn.parallel.distributed": ("DistributedDataParallel",),
+    "torch.distributed._composable.replicate": ("_ReplicateState",),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState",),
+    "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer",),
+    "torch.distributed.pipelining.stage": ("_PipelineStageBase",),
+    "torch.distributed.pipelining.schedules": ("_PipelineSchedule",),
+}
 
 
 def _hide_ready_made() -> None:
-    """What torch has ready-made for training can't be made here.
+    """Refuse torch's own trainers, whether they are imported already or will be."""
+    for name in READY_MADE:
+        if name in sys.modules:
+            _refuse_classes(sys.modules[name])
+    sys.meta_path.insert(0, _ReadyMade())
 
-    (What torch has imported already can't be hidden from its imports.)
-    """
 
+def _refuse_classes(module: types.ModuleType) -> None:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"torch's {type(self).__name__}: {WRITE_IT}")
 
-    torch.nn.parallel.DistributedDataParallel.__init__ = refuse  # type: ignore[method-assign]
-    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
-        fsdp.FullyShardedDataParallel.__init__ = refuse
+    for name in READY_MADE[module.__name__]:
+        if hasattr(module, name):  # another version of torch may lack it
+            getattr(module, name).__init__ = refuse
+
+
+class _ReadyMade(importlib.abc.MetaPathFinder):
+    """Imports modules with torch's trainers, and refuses their classes at once."""
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in READY_MADE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _refuse_classes(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class _NoParallel101(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name in READY_MADE:
-            raise ImportError(f"{name}: {WRITE_IT}")
         if name.partition(".")[0] == "parallel101":
             raise ImportError(
                 "the homework is written with torch.distributed alone: parallel101 can't be "

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.grade import frames
-from parallel101.grade.exercise import Case, Exercise, Trial, Unwaited
+from parallel101.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
 from parallel101.grade.frames import Frame
 from parallel101.grade.plain_text import plain
 from parallel101.grade.users import end_processes_of, library_copy, user_of
@@ -49,6 +49,7 @@ MEMORY = 2 << 30  # bytes that a rank may allocate
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
 MOST_TRACEBACK = 6000  # characters
+NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
 MOST_MESSAGE = 2000  # characters of an error's text
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
@@ -187,13 +188,16 @@ class RemoteRank:
         return "?"
 
 
-def preload_for(exercises: Iterable[Exercise]) -> None:
+def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
     """Let the fork server import what the ranks of these exercises need, before they start."""
     preload(
         {
-            name
-            for exercise in exercises
-            for name in (*exercise.imports, *imported_modules(exercise.source))
+            *more,
+            *(
+                name
+                for exercise in exercises
+                for name in (*exercise.imports, *imported_modules(exercise.source))
+            ),
         }
     )
 
@@ -248,7 +252,7 @@ class SubmissionRanks:
         if self.scratch is None:
             self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
             os.chmod(self.scratch.name, 0o711)
-            preload_for([self.exercise])
+            preload_for([self.exercise], self._compiler())
         new = [
             RemoteRank(n, process)
             for n, process in zip(
@@ -269,6 +273,12 @@ class SubmissionRanks:
         until = time.monotonic() + 30
         for rank in new:
             rank.receive(until)
+
+    def _compiler(self) -> Sequence[str]:
+        """torch's compiler, if the code needs it: to import it in each rank would take seconds."""
+        sources = (self.submission.source, *self.submission.files.values())
+        needed = any(name in text for name in NEED_COMPILER for text in sources)
+        return OPTIM if needed and self.exercise.allowed > P2P else ()
 
     def take(self, submission: Submission) -> None:
         """From now on, run another submission on the same processes.

@@ -7,6 +7,7 @@ knows.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -14,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from parallel101.grade import grading
+from parallel101.grade import grading, rank
 from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.grade.grading import grade
 from parallel101.grade.remote import RankDied, Submission, SubmissionRanks, TimeOver
@@ -307,10 +309,12 @@ def test_the_grader_survives(exercise, code, problem):
 
 READY_MADE = {
     "DDP": "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
-    "ZeRO": "from torch.distributed.optim import ZeroRedundancyOptimizer",
+    "replicate": "from torch.distributed._composable.replicate import replicate; "
+    "replicate(torch.nn.Linear(2, 2))",
     "FSDP": (
         "from torch.distributed.fsdp import FullyShardedDataParallel as F; F(torch.nn.Linear(2, 2))"
     ),
+    "FSDP2": "from torch.distributed.fsdp import fully_shard; fully_shard(torch.nn.Linear(2, 2))",
 }
 
 
@@ -321,6 +325,41 @@ def test_what_torch_has_ready_made_is_hidden(exercise, code):
         imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret"
     )
     assert verdict.points == 0 and "is what the homework asks you to write" in verdict.problem
+
+
+@pytest.mark.parametrize("module", rank.READY_MADE)
+def test_torch_has_what_is_hidden(module):
+    """The text is enough: to import all of them takes seconds."""
+    text = Path(torch.__path__[0], *module.split(".")[1:]).with_suffix(".py").read_text()
+    assert all(f"class {name}(" in text for name in rank.READY_MADE[module])
+
+
+def test_what_is_hidden_does_not_depend_on_what_was_loaded_before(tmp_path, monkeypatch):
+    """Alone, functional collectives had 0 points, since torch imports FSDP with them."""
+    for finder in (rank._ReadyMade(), rank._NoParallel101()):
+        assert finder.find_spec("torch.distributed.fsdp") is None  # it may be imported
+    (tmp_path / "ready_made.py").write_text("class Trainer:\n    weights = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rank, "READY_MADE", {"ready_made": ("Trainer",)})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for load in (lambda: None, lambda: importlib.import_module("ready_made")):
+        sys.modules.pop("ready_made", None)
+        load()
+        rank._hide_ready_made()
+        trainer = importlib.import_module("ready_made").Trainer
+        assert trainer.weights == 3
+        with pytest.raises(RuntimeError, match="is what the homework asks you to write"):
+            trainer()
+
+
+def test_functional_collectives_are_relayed(exercise):
+    code = """
+def all_gather(x):
+    from torch.distributed._functional_collectives import all_gather_tensor
+    return all_gather_tensor(x, 0, dist.group.WORLD) + 0
+"""
+    allowed = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
+    assert grade(allowed, submission(code, "functional"), "a secret").points == 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs names of sockets that are not files")
