@@ -27,6 +27,7 @@ import site
 import socket
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import traceback
@@ -37,7 +38,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel101.grade import frames
+from parallel101.grade import file_access, frames
 from parallel101.grade.exercise import exercises_in, find, module_of
 from parallel101.grade.frames import BEGIN, COMPUTE, END, Frame
 from parallel101.grade.users import use_library_copy
@@ -51,6 +52,12 @@ from parallel101.record.spans import record_into
 from parallel101.record.where import caller, is_inside
 
 PATIENCE = 0.5  # seconds
+PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+# what the ranks' own code of parallel101 is in; what it teaches is beside them
+OF_THE_GRADER = tuple(os.path.join(PACKAGE, name, "") for name in ("grade", "record", "ranks"))
+NO_PARALLEL101 = (
+    "the homework is written with torch.distributed alone: parallel101 can't be imported in it"
+)
 MOST_WRITTEN = 1 << 28  # bytes of a file
 OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
 
@@ -92,6 +99,9 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     )
     _hide_parallel101(job["library"])
     _hide_ready_made()
+    file_access.refuse_package_files(PACKAGE, NO_PARALLEL101)
+    if job["closed"]:
+        file_access.only_own_files(job["scratch"], PACKAGE)
     sys.meta_path.append(_Neighbours(job["files"]))
     connection.send(frames.READY, {})
     submission: types.ModuleType | None = None
@@ -193,6 +203,8 @@ class Connection:
         The grader is told first.
         """
         self.check_thread(operation)
+        if self.called_by_parallel101():
+            operation = "parallel101"
         if operation not in self.allowed:
             self.send(frames.FORBIDDEN, {"operation": operation, "where": caller()})
             raise RuntimeError(
@@ -212,6 +224,16 @@ class Connection:
                 f"{operation} was called from a thread. Threads aren't relayed: call "
                 "torch.distributed where the function itself runs"
             )
+
+    def called_by_parallel101(self) -> bool:
+        """Whether the learner's code let the package's own collectives make this call."""
+        through = False
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
+            file = frame.f_code.co_filename
+            if file == self.path:
+                return through
+            through |= file.startswith(PACKAGE) and not file.startswith(OF_THE_GRADER)
+        return False
 
     def let_threads_call(self) -> None:
         """Wait a little for the learner's threads: a call of theirs is told before this goes on.
@@ -504,6 +526,10 @@ def _isolate(job: dict[str, Any]) -> None:
         use_library_copy(*job["library"])
     with contextlib.suppress(OSError):
         os.chdir(job["scratch"])
+    for name in ("OLDPWD", "PWD", "SUDO_COMMAND", "_"):  # they may name the submissions' folder
+        os.environ.pop(name, None)
+    os.environ.update(HOME=job["scratch"], TMPDIR=job["scratch"])
+    tempfile.tempdir = None
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -513,6 +539,7 @@ def _isolate(job: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
     if job.get("user") is not None:
+        file_access.own_shared_memory()
         os.setgroups([])
         os.setgid(job["user"])
         os.setuid(job["user"])
@@ -575,10 +602,7 @@ class _ReadyMade(importlib.abc.MetaPathFinder):
 class _NoParallel101(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == "parallel101":
-            raise ImportError(
-                "the homework is written with torch.distributed alone: parallel101 can't be "
-                "imported in it"
-            )
+            raise ImportError(NO_PARALLEL101)
 
 
 class _Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):

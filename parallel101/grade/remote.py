@@ -28,11 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.grade import frames
+from parallel101.grade import frames, users
 from parallel101.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
+from parallel101.grade.file_access import available
 from parallel101.grade.frames import Frame
 from parallel101.grade.plain_text import plain
-from parallel101.grade.users import end_processes_of, library_copy, user_of
+from parallel101.grade.users import end_processes_of, library_copy, remove_files_of, user_of
 from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
 from parallel101.record.errors import DeadlockError, MisuseError, one_line
@@ -305,6 +306,7 @@ class SubmissionRanks:
             "module": submission.module,
             "files": submission.files,
             "library": library_copy(),
+            "closed": users.CLOSED,
         }
 
     def stop(self) -> None:
@@ -312,9 +314,10 @@ class SubmissionRanks:
             kill(rank.process)
         for rank in self.ranks:
             rank.process.close()
-        end_processes_of(
-            {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
-        )
+        own = {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
+        end_processes_of(own)
+        if not (users.CLOSED and available()):
+            remove_files_of(own)
         self.ranks = []
         if self.scratch is not None:
             self.scratch.cleanup()
