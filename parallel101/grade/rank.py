@@ -53,8 +53,9 @@ from parallel101.record.where import caller, is_inside
 
 PATIENCE = 0.5  # seconds
 PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-# what the ranks' own code of parallel101 is in; what it teaches is beside them
+SUBJECT = os.path.join(PACKAGE, "")  # what the package teaches, beside the grader's own
 OF_THE_GRADER = tuple(os.path.join(PACKAGE, name, "") for name in ("grade", "record", "ranks"))
+LIBRARY = sysconfig.get_path("stdlib")
 NO_PARALLEL101 = (
     "the homework is written with torch.distributed alone: parallel101 can't be imported in it"
 )
@@ -89,7 +90,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 
 def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     _isolate(job)
-    connection = Connection(sock, job["rank"], job["allowed"], job["path"])
+    connection = Connection(sock, job)
     record_into(connection)  # so that the spans of the exercise's program reach the grader
     exercise = find(
         exercises_in(
@@ -153,10 +154,11 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
 class Connection:
     """This rank's connection to the grader. It is also the rank's recorder: see record/spans.py."""
 
-    def __init__(self, sock: socket.socket, rank: int, allowed: Sequence[str], path: str):
-        self.sock, self.rank, self.allowed = sock, rank, frozenset(allowed)
+    def __init__(self, sock: socket.socket, job: dict[str, Any]):
+        self.sock, self.rank, self.allowed = sock, job["rank"], frozenset(job["allowed"])
         self.world_size = 0  # of the present case
-        self.path = path  # the learner's file
+        self.path = job["path"]  # the learner's file
+        self.program = job["exercise_path"]  # the file with the exercise's program
         self.calls = 0
         self.spans = 0
         # of spans and compute(): they need no answer, and travel with the next frame
@@ -230,9 +232,9 @@ class Connection:
         through = False
         for frame, _ in traceback.walk_stack(sys._getframe(1)):
             file = frame.f_code.co_filename
-            if file == self.path:
-                return through
-            through |= file.startswith(PACKAGE) and not file.startswith(OF_THE_GRADER)
+            if through and not is_inside(file) and not file.startswith(LIBRARY):
+                return file != self.program  # which may call them: it is the exercise's own
+            through |= file.startswith(SUBJECT) and not file.startswith(OF_THE_GRADER)
         return False
 
     def let_threads_call(self) -> None:

@@ -208,8 +208,7 @@ def all_gather(x): return Evil()""",
 UNHIDDEN = f"""
 sys.meta_path[:] = [f for f in sys.meta_path if "parallel101" not in type(f).__module__]
 sys.path.insert(0, {str(Path(parallel101.__file__).parents[1])!r})
-from parallel101.collectives.all_gather import all_gather as theirs
-def all_gather(x): return theirs(x)"""
+from parallel101.collectives.all_gather import all_gather"""
 WITH_THE_PACKAGE = {
     "sys.meta_path and the package's own": UNHIDDEN,
     "the same where files are not closed": UNHIDDEN,
