@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
@@ -373,6 +374,8 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     code = f"""if __name__ == "__main__":
     from pathlib import Path
     from parallel101.grade.command import handed_in
+    from parallel101.grade.users import hide_arguments
+    hide_arguments()
     results = Path({str(tmp_path / "results")!r})
     handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=results, jobs=2)
 """
@@ -380,7 +383,7 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     script.write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), "--submission", str(folder)],
         env=environ,
         stderr=subprocess.PIPE,
         # a shell lets background jobs ignore it, and so what they start
@@ -391,9 +394,85 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.1)
         below = graded.children(recursive=True)
+    if sys.platform == "linux":  # the ranks would find other submissions there
+        assert "parallel101 grade" in graded.cmdline()[0]
+        assert not any(str(folder) in text for p in (graded, *below) for text in p.cmdline())
     os.kill(process.pid, signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1].decode()
     assert not psutil.wait_procs(below, timeout=10)[1]
+
+
+CHILD = """
+import multiprocessing, threading
+def child(told):
+    from parallel101.grade import submissions
+    from parallel101.ranks import processes
+    submissions._end_when_told()
+    processes.preload([])
+    told.send(processes._server.process.pid)
+    threading.Event().wait()
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    found, told = spawn.Pipe(False)
+    process = spawn.Process(target=child, args=(told,))
+    process.start()
+    print(process.pid, found.recv(), flush=True)
+    process.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_after_kill_9_no_process_of_the_pool_and_no_fork_server_stays(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHILD)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        below = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert len(below) == 2 and not psutil.wait_procs(below, timeout=20)[1]
+
+
+def test_sigterm_ends_the_grader_as_ctrl_c_does(homework, tmp_path, monkeypatch):
+    """With its clean-up: the default action would leave processes and folders."""
+    monkeypatch.setattr(command, "grade_submission", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        command.handed_in(homework.folder, None)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_pool_whose_process_is_killed_gives_each_learner_a_row(homework, tmp_path, monkeypatch):
+    class Future:
+        def result(self):
+            raise BrokenProcessPool("killed")
+
+    class Pool:
+        def __init__(self, *_, **__):
+            pools.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def submit(self, *_):
+            return Future()
+
+    pools: list[Pool] = []
+    monkeypatch.setattr(submissions, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(submissions, "as_completed", list)
+    folder = handed_in(tmp_path / "all", {"alice.py": "", "bob.py": ""})
+    paths, results = submissions_in(folder, homework), tmp_path / "results"
+    graded = grade_class(paths, homework, results, seed="s", jobs=2, progress=False)
+    assert len(pools) == 2  # a second try
+    assert [result["student"] for result in graded] == ["alice", "bob"]
+    assert all("killed" in result["exercises"][0]["problem"] for result in graded)
+    assert {file.name for file in results.iterdir()} == {"alice.json", "bob.json"}
 
 
 def test_a_link_is_not_followed(homework, tmp_path):
