@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from parallel101.grade.file_access import available
 from parallel101.grade.gradescope import exercise_text, write_gradescope
 from parallel101.grade.grading import PUBLIC_SEED
 from parallel101.grade.homework import HomeworkSet, find_homework, find_sets
@@ -33,7 +34,7 @@ from parallel101.grade.submissions import (
     write_json,
 )
 from parallel101.grade.table import ExerciseRow, next_to_do, row, table
-from parallel101.grade.users import readable_by_all
+from parallel101.grade.users import readable_by_all, separate_users
 
 
 def main(path: Path | None = None) -> int:
@@ -96,6 +97,11 @@ def handed_in(
         into = json or Path("results") / homework.folder.name
         if into.exists() and not into.is_dir():
             raise ValueError(f"{into} is a file; of a class, --json is a folder for its results")
+        if separate_users() and not available() and readable_by_all(folder):
+            print(
+                f"Every user of this machine can read {folder}, and without Landlock so can the "
+                f"code that is graded. Run `chmod 700 {folder}`"
+            )
         with _ended_by_sigterm():
             results = grade_class(entries, homework, into, seed=seed, jobs=jobs)
         print(class_table(results))

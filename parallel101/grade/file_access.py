@@ -63,9 +63,11 @@ def only_own_files(scratch: str, package: str) -> None:
     handled = handled if version >= SCOPES_SINCE else handled[:8]
     rules = _call(CREATE_RULESET, handled, len(handled), 0)
     try:
-        for path in (*SYSTEM, *SYSTEM_FILES, *_beside(_folders(), package)):
+        for path in (*SYSTEM, *SYSTEM_FILES, *_beside(filter(os.path.isabs, _folders()), package)):
             _allow(rules, path, (READ_FILE | READ_DIR) & rights)
-        for folder in _folders():  # to find a package, Python lists the folder
+        for folder in filter(
+            os.path.isabs, _folders()
+        ):  # to find a package, Python lists the folder
             _allow(rules, folder, READ_DIR)
         for path in (scratch, *WRITTEN):
             _allow(rules, path, rights)
@@ -95,14 +97,17 @@ def refuse_package_files(package: str, why: str) -> None:
 
 
 def _folders() -> Iterator[str]:
-    """Where Python looks for modules."""
-    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-    yield from dict.fromkeys((*sys.path, *installed, os.path.dirname(torch.__file__)))
+    """Where Python looks for modules, and the system for the libraries that they load."""
+    yield from sys.path
+    yield from (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
+    yield os.path.dirname(torch.__file__)
+    yield from (os.path.join(prefix, "lib") for prefix in {sys.prefix, sys.base_prefix})
+    yield from os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
 
 
 def _beside(folders: Iterable[str], package: str) -> Iterator[str]:
     """These folders, but in place of one with `package` in it what is beside that."""
-    for folder in folders:
+    for folder in dict.fromkeys(folders):
         if package != folder and not package.startswith(os.path.join(folder, "")):
             yield folder
         elif package != folder:

@@ -21,7 +21,7 @@ import torch
 import parallel101
 from parallel101.grade import grading, rank, users
 from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
-from parallel101.grade.file_access import available
+from parallel101.grade.file_access import _beside, available
 from parallel101.grade.grading import grade
 from parallel101.grade.remote import RankDied, Submission, SubmissionRanks, TimeOver
 from parallel101.grade.submissions import exercise_result
@@ -483,3 +483,12 @@ def test_nothing_is_left_for_the_next_submission(exercise, monkeypatch, closed):
         verdicts.append(grade(exercise, submission(code, "left"), "a secret"))
     assert not verdicts[0].problem
     assert verdicts[1].shown.printed == ["[] -1\n"] * 2, verdicts[1].problem
+
+
+def test_where_the_package_is_installed_only_what_is_beside_it_is_open(tmp_path):
+    for name in ("torch", "numpy", "parallel101/grade"):
+        (tmp_path / "lib" / "site-packages" / name).mkdir(parents=True)
+    (tmp_path / "lib" / "python.so").write_text("")
+    package = str(tmp_path / "lib" / "site-packages" / "parallel101")
+    found = {Path(path).name for path in _beside([str(tmp_path / "lib"), package], package)}
+    assert found == {"torch", "numpy", "python.so"}

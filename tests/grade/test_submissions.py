@@ -280,6 +280,19 @@ def test_a_path_that_cannot_be_used_is_told_before_anything_is_graded(
         command.handed_in(homework.folder, **paths)
 
 
+def test_where_a_rank_could_read_the_submissions_the_teacher_is_told(
+    homework, tmp_path, monkeypatch, capsys
+):
+    folder = handed_in(tmp_path / "all", {"a.ipynb": "", "b.ipynb": ""})
+    monkeypatch.setattr(command, "separate_users", lambda: True)
+    monkeypatch.setattr(command, "available", lambda: 0)
+    monkeypatch.setattr(users, "others_reach", lambda folder: True)  # tmp_path is root's
+    for mode, told in ((0o755, True), (0o700, False)):
+        folder.chmod(mode)
+        command.handed_in(homework.folder, folder, json=tmp_path / "results")
+        assert ("chmod 700" in capsys.readouterr().out) == told
+
+
 def test_a_grader_that_fails_on_one_exercise_keeps_the_others(homework, tmp_path, monkeypatch):
     def fails(exercise, *args):
         if exercise.function == "swap":
