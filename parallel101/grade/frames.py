@@ -44,7 +44,7 @@ DTYPES = {
 JOB, CASE, REPLY, REFUSED = b"J", b"C", b"D", b"X"
 # From a rank to the grader
 READY, SEND, RECV, COLLECTIVE, NEW_GROUP, WAIT, TEST = b"K", b"S", b"R", b"A", b"G", b"W", b"T"
-FORBIDDEN, FROM_THREAD, RESULT, FAILED = b"F", b"H", b"Y", b"E"
+FORBIDDEN, FROM_THREAD, RESULT, FAILED, CLOCK = b"F", b"H", b"Y", b"E", b"N"
 # Notes, which travel with such a frame
 BEGIN, END, COMPUTE = "begin", "end", "compute"
 
