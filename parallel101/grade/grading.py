@@ -21,7 +21,9 @@ from parallel101.grade.exercise_checks import (
     too_few_bytes,
 )
 from parallel101.grade.failure_text import NOT_LOADED, explain_error, in_short
+from parallel101.grade.plain_text import plain
 from parallel101.grade.remote import (
+    CalledFromThread,
     ForbiddenCall,
     LearnerError,
     NotStarted,
@@ -39,7 +41,7 @@ SHARES = {"value": 0.5, "bytes": 0.15, "peers": 0.15, "steps": 0.15, "memory": 0
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
 # of a run: each other one would end so too
-ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)
+ENDS = (CalledFromThread, ForbiddenCall, PrintedTooMuch, TimeOver)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class Finding:
     points: float
     out_of: float
     message: str = ""  # what is wrong, and in which case; or what is tolerated, and why
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", plain(self.message))
 
 
 @dataclass
