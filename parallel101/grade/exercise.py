@@ -148,12 +148,14 @@ class Check:
             what was expected.
         allowed: for a run that has it by a tolerance only, a sentence with what was found and why
             that is allowed; None for any other.
+        weight: against the other checks of its kind, with which it shares the points.
     """
 
     kind: str
     says: str
     wrong: Callable[[Trial], str | None]
     allowed: Callable[[Trial], str | None] = lambda trial: None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

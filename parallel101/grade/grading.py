@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
+from parallel101.grade.exercise import KINDS, Case, Check, Draw, Exercise, Misconception, Trial
 from parallel101.grade.exercise_checks import (
     everywhere,
     never_waited,
@@ -179,7 +179,7 @@ def judge(
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
         if kinds is not None and check.kind not in kinds:
             continue
-        out_of = exercise.points * share(exercise, check.kind)
+        out_of = exercise.points * share(exercise, check)
         message, trial = everywhere(check, trials, in_short)
         if check.kind == "value" and not message:
             message, trial = too_few_bytes(exercise, trials)
@@ -219,17 +219,19 @@ def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
         return False
 
 
-def share(exercise: Exercise, kind: str) -> float:
-    """The part of the points that one check of this kind earns.
+def share(exercise: Exercise, check: Check) -> float:
+    """The part of the points that a check earns.
 
-    It is as the exercise's `weights` say. Without them, `value_share` is for the value, and the
-    other kinds share the rest.
+    For its kind, it is as the exercise's `weights` say. Without them, `value_share` is for the
+    value, and the other kinds share the rest.
     """
-    kinds = {check.kind for check in exercise.checks}
-    same = sum(check.kind == kind for check in exercise.checks)
+    kinds = {other.kind for other in exercise.checks}
+    others = sum(SHARES[kind] for kind in kinds if kind != "value")
     if exercise.weights:
-        return exercise.weights[kind] / same
-    others = sum(SHARES[k] for k in kinds if k != "value")
-    if kind == "value":
-        return (exercise.value_share if others else 1.0) / same
-    return (1 - exercise.value_share) * SHARES[kind] / others / same
+        of_kind = exercise.weights[check.kind]
+    elif check.kind == "value":
+        of_kind = exercise.value_share if others else 1.0
+    else:
+        of_kind = (1 - exercise.value_share) * SHARES[check.kind] / others
+    alike = sum(other.weight for other in exercise.checks if other.kind == check.kind)
+    return of_kind * check.weight / alike

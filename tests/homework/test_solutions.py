@@ -11,6 +11,7 @@ import ast
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,19 +62,19 @@ def submission(name: str, file: str) -> Submission:
     return Submission(path, source if name == function else f"{source}\n{function} = {name}\n")
 
 
-def expected_names() -> dict[str, str]:
-    found: dict[str, str] = {}
+def declared(name: str) -> dict[str, Any]:
+    """What the files wrong.py of all sets declare under this name."""
+    found: dict[str, Any] = {}
     for folder in sorted(set(FOLDER.values())):
-        namespace = {}
         tree = ast.parse((folder / "wrong.py").read_text())
         for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECTED":
-                namespace = ast.literal_eval(node.value)
-        found |= namespace
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                found |= ast.literal_eval(node.value)
     return found
 
 
-EXPECTED = expected_names()
+EXPECTED = declared("EXPECTED")  # the misconception that is named; None if there is none
+POINTS = declared("POINTS")  # of solutions that miss the idea of an exercise
 
 
 @cache
@@ -154,11 +155,13 @@ def test_a_wrong_solution_loses_points_and_gets_its_name(graded, name):
     assert found == EXPECTED[name], (
         f"named {found!r}, expected {EXPECTED[name]!r}\n{complaint(verdict)}"
     )
+    if name in POINTS:
+        assert verdict.points == POINTS[name], complaint(verdict)
 
 
 def test_the_checks_of_an_exercise_share_its_points():
     for exercise in EXERCISES.values():
-        shares = [(check.kind, share(exercise, check.kind)) for check in exercise.checks]
+        shares = [(check.kind, share(exercise, check)) for check in exercise.checks]
         assert sum(part for _, part in shares) == pytest.approx(1.0)
         values = sum(part for kind, part in shares if kind == "value")
         weights = exercise.weights
@@ -179,4 +182,4 @@ def test_every_exercise_has_an_unusual_solution_and_every_wrong_one_a_name():
     assert {name.partition("__")[0] for name in solutions("unusual.py")} == set(EXERCISES)
     assert set(solutions("wrong.py")) == set(EXPECTED)
     named = {m.name for exercise in EXERCISES.values() for m in exercise.misconceptions}
-    assert named == set(EXPECTED.values())
+    assert named == {name for name in EXPECTED.values() if name}
