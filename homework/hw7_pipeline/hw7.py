@@ -44,7 +44,7 @@ def gpipe_step(
     neighbours go M activations forward and M gradients back, and nothing else. With one rank there
     are no messages. M may be less than P.
 
-    Points: 30 % for the value, 10 % for the bytes, 60 % for the slots.
+    Points: 30 % value, 10 % bytes, 60 % steps. Steps are slots here.
     """
     raise NotImplementedError("gpipe_step is not written yet")
 
@@ -64,8 +64,8 @@ def one_f_one_b_step(
     the step takes the same 2(M + P − 1) slots. But rank r never holds the activations of more than
     P − r microbatches: those whose forward it has begun and whose backward it has not finished.
 
-    Points: 20 % for the value, 10 % for the bytes, 20 % for the slots, and 50 % for how many
-    microbatches are held, which counts only within these slots.
+    Points: 20 % value, 10 % bytes, 20 % steps, 50 % memory. Steps are slots. Memory, which is how
+    many microbatches are held, counts only within these slots.
     """
     raise NotImplementedError("one_f_one_b_step is not written yet")
 
@@ -96,8 +96,8 @@ def interleaved_schedule(rank: int, ranks: int, microbatches: int, chunks: int) 
     next P. Backwards go through the chunks from the last to the first. (Narayanan et al., arXiv
     2104.04473, section 2.2.)
 
-    Points: 20 % for an order that runs, 40 % for the slots, and 40 % for how many activations are
-    held, which counts only within these slots.
+    Points: 20 % value, 40 % steps, 40 % memory. Steps are slots. Memory, which is how many
+    activations are held, counts only within these slots.
     """
     raise NotImplementedError("interleaved_schedule is not written yet")
 
@@ -135,7 +135,7 @@ def zero_bubble_step(
     whose weight gradient is not finished. How long each rank puts off its weight gradients is for
     you to find out. (Qi et al., arXiv 2401.10241, section 2.)
 
-    Points: 20 % for the value, 10 % for the bytes, 40 % for the slots, and 30 % for how many
-    microbatches are held, which counts only within these slots.
+    Points: 20 % value, 10 % bytes, 40 % steps, 30 % memory. Steps are slots. Memory, which is how
+    many microbatches are held, counts only within these slots.
     """
     raise NotImplementedError("zero_bubble_step is not written yet")

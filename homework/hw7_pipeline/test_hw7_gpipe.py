@@ -34,7 +34,7 @@ EXERCISES = [
             bytes_sent(messages_of, "M activations forward and M gradients back, and nothing else"),
             slots(two_halves, "2(M + P − 1) slots"),
         ),
-        shares=(0.3, 0.1, 0.6),
+        weights={"value": 0.3, "bytes": 0.1, "steps": 0.6},
         least_received=messages_of,
         misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED, ONE_AT_A_TIME),
         questions=(SLOTS, HELD),

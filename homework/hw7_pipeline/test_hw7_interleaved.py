@@ -380,7 +380,7 @@ EXERCISES = [
                 interleaved_peak, "few activations in flight", in_slots=interleaved_slots
             ),
         ),
-        shares=(0.2, 0.4, 0.4),
+        weights={"value": 0.2, "steps": 0.4, "memory": 0.4},
         least_received=messages_between_chunks,
         misconceptions=(
             CHUNK_MAP,

@@ -92,7 +92,7 @@ EXERCISES = [
                 in_slots=two_halves,
             ),
         ),
-        shares=(0.2, 0.1, 0.2, 0.5),
+        weights={"value": 0.2, "bytes": 0.1, "steps": 0.2, "memory": 0.5},
         least_received=messages_of,
         misconceptions=(
             *MESSAGES,

@@ -184,7 +184,7 @@ EXERCISES = [
                 in_slots=zero_bubble_slots,
             ),
         ),
-        shares=(0.2, 0.1, 0.4, 0.3),
+        weights={"value": 0.2, "bytes": 0.1, "steps": 0.4, "memory": 0.3},
         least_received=messages_of,
         misconceptions=(*MESSAGES, EARLY_STEP, ONE_AT_A_TIME, NOT_SPLIT),
         questions=(
