@@ -10,6 +10,8 @@ from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconceptio
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    ROOT_IS_ZERO,
+    SENDS_UNWRITTEN,
     bytes_sent,
     close,
     communicated,
@@ -94,14 +96,6 @@ def long_chains(trials: Sequence[Trial]) -> list[Trial]:
     ]
 
 
-def only_root_zero(trials: Sequence[Trial]) -> bool:
-    """Right wherever the root is 0, wrong wherever it is not."""
-    several = [trial for trial in trials if trial.world_size > 1]
-    zero = [trial for trial in several if trial.case.facts["root"] == 0]
-    other = [trial for trial in several if trial.case.facts["root"] != 0]
-    return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
-
-
 def in_one_message(trials: Sequence[Trial]) -> bool:
     """Right, but every rank sends x in one message."""
     large = long_chains(trials)
@@ -183,7 +177,7 @@ CHAIN_BROADCAST = Exercise(
     function="chain_broadcast",
     title="Broadcast along a pipelined chain",
     points=10,
-    value_share=0.4,
+    weights={"value": 0.3, "bytes": 0.2, "steps": 0.5},
     cases=chain_cases,
     checks=(
         value("every rank returns the root's x", keeps="x"),
@@ -193,14 +187,8 @@ CHAIN_BROADCAST = Exercise(
     least_received=x_except_on_root,
     misconceptions=(
         *MESSAGES,
-        Misconception(
-            "root hard-coded to 0",
-            (
-                "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 "
-                "for the root."
-            ),
-            only_root_zero,
-        ),
+        SENDS_UNWRITTEN,
+        ROOT_IS_ZERO,
         Misconception(
             "segments in the wrong place",
             "All segments arrive, but some end up in another place than they had on the root.",

@@ -7,6 +7,7 @@ DEADLOCK_SENDS_FIRST · WAIT_FORGOTTEN · WORKS_THROWN_AWAY · …         misco
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from parallel101.analysis.steps import steps_of
 from parallel101.grade.exercise import ANYTHING, Case, Check, Exercise, Misconception, Trial
-from parallel101.record.errors import DeadlockError
+from parallel101.record.errors import DeadlockError, MisuseError
 from parallel101.record.events import Event
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
@@ -90,7 +91,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None =
 
 
 def factor(found: Any, expected: Any) -> float | None:
-    """k if `found` is k times `expected`, element by element, and k is not 1.
+    """k if `found` is k times `expected`, element by element, and k is neither 0 nor 1.
 
     None if there is no such factor.
     """
@@ -102,7 +103,7 @@ def factor(found: Any, expected: Any) -> float | None:
         return None
     mine, theirs = found.double().flatten(), expected.double().flatten()
     norm = float(theirs @ theirs)
-    if not norm or not bool(torch.isfinite(mine).all()):
+    if not norm or not bool(mine.any()) or not bool(torch.isfinite(mine).all()):
         return None
     k = float(mine @ theirs) / norm
     return k if abs(k - 1) > 1e-6 and close(mine, k * theirs, 1e-4) else None
@@ -166,14 +167,14 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
     if expected.numel() == 1:
         return f"{found.item():.6g}; expected {expected.item():.6g}"
     k = factor(found, expected)
-    if k is not None and not bool(found.any()):
+    if found.numel() and not bool(found.any()):
         return f"zeros only; expected values up to {expected.abs().max().item():.4g}"
     if k is not None:
         return f"{k:.4g} times the right values"
     if found.dtype.is_floating_point and bool(found.isnan().any()):
         return (
-            f"values that were never written ({int(found.isnan().sum())} of {found.numel()} are "
-            "NaN)"
+            f"NaN in {int(found.isnan().sum())} of {found.numel()} values; memory that was never "
+            "written is NaN here"
         )
     limit = TOLERANCE.get(expected.dtype, 0.0) * max(expected.double().abs().max().item(), 1e-30)
     wrong = (
@@ -252,8 +253,9 @@ def steps(
 
     On the network of these runs each message takes one second. A few small messages, such as
     shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order take
-    up to three steps where isend and irecv take one, and a tensor may be sent in two halves. The
-    verdict then says how many they were, and that they are allowed since …
+    up to three steps where isend and irecv take one. It is not for a rank that sends or receives
+    more messages than there are steps. The verdict then says how many steps they were, and that
+    they are allowed since …
     """
 
     def took(trial: Trial) -> float:
@@ -261,7 +263,8 @@ def steps(
 
     def wrong(trial: Trial) -> str | None:
         fewest = expected(trial.case)
-        if took(trial) <= fewest + slack(trial.case) + 1e-9:
+        more = slack(trial.case) if _most_messages(trial) <= math.ceil(fewest) else 0.0
+        if took(trial) <= fewest + more + 1e-9:
             return None
         return f"took {_steps(took(trial))}; {_enough(fewest)}"
 
@@ -272,6 +275,16 @@ def steps(
         return f"{_steps(found)}, where {_enough(fewest)}: allowed, since {since}"
 
     return Check("steps", says, wrong, allowed)
+
+
+def _most_messages(trial: Trial) -> int:
+    """The number of messages that a rank sends, or receives, on the rank with the most."""
+    counts = Counter(
+        (event.rank, event.kind)
+        for event in trial.trace.events
+        if event.kind in ("send", "recv") and event.nbytes > 16
+    )
+    return max(counts.values(), default=0)
 
 
 def _steps(count: float) -> str:
@@ -599,6 +612,27 @@ def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
     )
 
 
+def not_every_rank(trials: Sequence[Trial]) -> bool:
+    """Ranks wait in a collective, while others have returned or call something else."""
+    return any(rank_missing(trial.error) for trial in trials)
+
+
+def rank_missing(error: BaseException | None) -> bool:
+    """Whether not all ranks have called the collective that ended the run."""
+    if isinstance(error, DeadlockError):
+        kinds = {kind for kind, _, _ in error.waiting.values()} - {"send", "recv"}
+        return bool(kinds) and (bool(error.returned) or len(kinds) > 1)
+    return isinstance(error, MisuseError) and "call different operations" in str(error)
+
+
+NOT_EVERY_RANK = Misconception(
+    "collective not called on every rank",
+    (
+        "A collective is called on some ranks only, such as inside `if rank == 0`. Every rank must "
+        "call it, also one that only receives, and in the same order as the others."
+    ),
+    not_every_rank,
+)
 NOT_NONE_ELSEWHERE = Misconception(
     "other ranks return something",
     "The root's result is right. The other ranks must return None, and they return something else.",

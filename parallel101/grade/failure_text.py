@@ -6,6 +6,7 @@ It may be a deadlock, an exception, a time limit, or a call that is not allowed.
 from __future__ import annotations
 
 from parallel101.grade.exercise import Exercise, Trial
+from parallel101.grade.exercise_checks import rank_missing
 from parallel101.grade.remote import (
     MOST_PRINTED,
     ForbiddenCall,
@@ -16,7 +17,6 @@ from parallel101.grade.remote import (
     TimeOver,
 )
 from parallel101.record.errors import DeadlockError, MisuseError
-from parallel101.record.units import listed
 from parallel101.record.where import shown
 
 MOST_SAID = 600  # characters of a learner's own error
@@ -90,16 +90,5 @@ def explain_error(exercise: Exercise, trial: Trial) -> str:
             f"rank {error.rank} ended without a result, {where}{reason}. Did the code call exit, "
             "or ask for too much memory?"
         )
-    return f"{where}: {error}{_every_rank(error)}"
-
-
-def _every_rank(error: BaseException | None) -> str:
-    """What to say if ranks wait in a collective that others never call."""
-    if not isinstance(error, DeadlockError) or not error.returned:
-        return ""
-    kinds = {kind for kind, _, _ in error.waiting.values()} - {"send", "recv"}
-    if not kinds:
-        return ""
-    return (
-        f"\n  every rank must call {listed(sorted(kinds))}: it ends only when all ranks are there"
-    )
+    missing = "\n  every rank must call the same collectives, in the same order"
+    return f"{where}: {error}{missing if rank_missing(error) else ''}"

@@ -84,19 +84,6 @@ def ring_all_gather__receives_posted_first(x):
     return torch.cat(parts)
 
 
-def ring_all_gather__direct(x):
-    """To everyone at once, without a ring: as many bytes, and as many steps on each link."""
-    rank, n = me()
-    parts = [x.clone(memory_format=torch.contiguous_format) for _ in range(n)]
-    works = []
-    for step in range(1, n):
-        works.append(dist.irecv(parts[(rank - step) % n], (rank - step) % n))
-        works.append(dist.isend(parts[rank], (rank + step) % n))
-    for work in works:
-        work.wait()
-    return torch.cat(parts, dim=0)
-
-
 def ring_reduce_scatter__direct(x):
     rank, n = me()
     chunks = [chunk.contiguous() for chunk in x.tensor_split(n)]
