@@ -340,6 +340,23 @@ def ring_in_place(trials: Sequence[Trial]) -> bool:
     )
 
 
+def all_exchange(trial: Trial) -> bool:
+    """Whether the ranks below the power of two all send in every step of the doubling."""
+    steps_of_doubling = log2_down(trial.world_size)
+    sent = trial.trace.messages_sent[: 1 << steps_of_doubling]
+    return min(sent) >= steps_of_doubling
+
+
+def two_trees(trials: Sequence[Trial]) -> bool:
+    """Right, but in twice the steps, and some ranks send x only once."""
+    four = [trial for trial in several_ranks(trials, least=4) if trial.world_size == 4]
+    return (
+        bool(four)
+        and not failed(trials)
+        and all(t.trace.makespan >= 4 - 0.5 and min(t.trace.messages_sent) == 1 for t in four)
+    )
+
+
 DOUBLING_QUESTION = lambda: all_reduce_case([torch.ones(1000)] * 8, None)  # noqa: E731
 DOUBLING_ALL_REDUCE = Exercise(
     number="8a",
@@ -358,6 +375,7 @@ DOUBLING_ALL_REDUCE = Exercise(
             lambda case: log2_down(case.world_size) + (0 if power_of_two(case.world_size) else 2),
             "log₂ n steps (⌊log₂ n⌋ + 2 if n isn't a power of two)",
             slack=lambda case: log2_down(case.world_size),
+            only=all_exchange,
         ),
     ),
     least_received=x_each,
@@ -386,6 +404,14 @@ DOUBLING_ALL_REDUCE = Exercise(
         ),
         WHOLE_ROUND_RING,
         EVERYTHING_TO_EVERYONE,
+        Misconception(
+            "reduce then broadcast",
+            (
+                "The sum goes along a tree to one rank, and back along a tree: twice the steps, "
+                "and half of the ranks are idle in each. In doubling, all ranks exchange."
+            ),
+            two_trees,
+        ),
         counted_twice(flat_pieces),
         left_out(flat_pieces),
         CHANGES_ITS_INPUT,

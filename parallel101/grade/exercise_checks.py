@@ -220,24 +220,36 @@ def value(
     return Check("value", says, wrong)
 
 
+SMALL = 64  # bytes that a rank may send besides, such as a shape
+
+
 def bytes_sent(
     expected: Callable[[Case], Sequence[int]],
     says: str,
-    slack: Callable[[Case], int] = lambda case: 64,
+    slack: Callable[[Case], int] | None = None,
 ) -> Check:
     """A check: every rank sends at most these bytes, by rank, and `slack` more.
 
-    A small message, such as a shape, costs nothing.
+    Without `slack`, a small message, such as a shape, costs nothing, and the verdict says so.
     """
 
     def wrong(trial: Trial) -> str | None:
         most = expected(trial.case)
         for rank, sent in enumerate(communicated(trial)):
-            if sent > most[rank] + slack(trial.case):
+            if sent > most[rank] + (SMALL if slack is None else slack(trial.case)):
                 return f"rank {rank} sent {sent} bytes; {most[rank]} are enough"
         return None
 
-    return Check("bytes", says, wrong)
+    def allowed(trial: Trial) -> str | None:
+        for rank, (sent, most) in enumerate(zip(communicated(trial), expected(trial.case))):
+            if slack is None and sent > most:
+                return (
+                    f"rank {rank} sent {sent} bytes, where {most} are enough: allowed, since small "
+                    "messages, such as a shape, cost nothing here"
+                )
+        return None
+
+    return Check("bytes", says, wrong, allowed)
 
 
 SAFE_ORDER = "blocking sends in a safe order take longer than isend and irecv"
@@ -247,15 +259,15 @@ def steps(
     expected: Callable[[Case], float],
     says: str,
     slack: Callable[[Case], float] = lambda case: 0,
-    since: str = SAFE_ORDER,
+    only: Callable[[Trial], bool] = lambda trial: True,
 ) -> Check:
     """A check: the run takes at most this many steps, messages that follow one another.
 
     On the network of these runs each message takes one second. A few small messages, such as
     shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order take
     up to three steps where isend and irecv take one. It is not for a rank that sends or receives
-    more messages than there are steps. The verdict then says how many steps they were, and that
-    they are allowed since …
+    more messages than there are steps, nor for runs that are not as `only` says. The verdict then
+    says how many steps they were, and why they are allowed.
     """
 
     def took(trial: Trial) -> float:
@@ -263,7 +275,8 @@ def steps(
 
     def wrong(trial: Trial) -> str | None:
         fewest = expected(trial.case)
-        more = slack(trial.case) if _most_messages(trial) <= math.ceil(fewest) else 0.0
+        tolerant = _most_messages(trial) <= math.ceil(fewest) and only(trial)
+        more = slack(trial.case) if tolerant else 0.0
         if took(trial) <= fewest + more + 1e-9:
             return None
         return f"took {_steps(took(trial))}; {_enough(fewest)}"
@@ -272,7 +285,7 @@ def steps(
         fewest, found = math.ceil(expected(trial.case)), math.floor(took(trial) + 1e-9)
         if found <= fewest:
             return None
-        return f"{_steps(found)}, where {_enough(fewest)}: allowed, since {since}"
+        return f"{_steps(found)}, where {_enough(fewest)}: allowed, since {SAFE_ORDER}"
 
     return Check("steps", says, wrong, allowed)
 

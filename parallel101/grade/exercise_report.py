@@ -223,7 +223,7 @@ class Prediction(NamedTuple):
         if self.said is None:
             return (f"predict({set_name(Path(exercise.path))}.{exercise.function}, {self.name}=…)",)
         if self.measured is None:
-            return self._with_unit(self.said), "did not end"
+            return self._with_unit(self.said), "it ended early"
         return self._with_unit(
             self.said
         ), f"{self._with_unit(self.measured)} {'✓' if self.agrees else '≠'}"

@@ -38,7 +38,7 @@ PUBLIC_SEED = "parallel101"
 SHARES = {"value": 0.5, "bytes": 0.15, "peers": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
-# after these the other cases would tell nothing new, and take long
+# of a run: each other one would end so too
 ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)
 
 
@@ -91,10 +91,9 @@ class ExerciseVerdict:
         return any(finding.kind == kind and not finding.passed for finding in self.findings)
 
     @property
-    def not_loaded(self) -> bool:
-        """Whether the file itself could not be run, as with a syntax error."""
-        errors = [trial.error for trial in self.trials]
-        return any(isinstance(e, LearnerError) and e.kind in NOT_LOADED for e in errors)
+    def cut_short(self) -> bool:
+        """Whether the last run ended in a way in which every other one would end too."""
+        return bool(self.trials) and _ends_all(self.trials[-1].error)
 
     @property
     def passed(self) -> bool:
@@ -124,8 +123,7 @@ def grade_on(ranks: SubmissionRanks, seed: str = PUBLIC_SEED) -> ExerciseVerdict
 def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> list[Trial]:
     """Run the cases, one after the other. Stops where more runs would tell nothing new."""
     trials: list[Trial] = []
-    error: BaseException | None = syntax_error(ranks.submission)
-    if error is not None:
+    if (error := syntax_error(ranks.submission)) is not None:
         return [not_run(case, error) for case in cases[:1]]
     for case in cases:
         if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
@@ -139,12 +137,16 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
             )
             break
         trials.append(ranks.run(case))
-        error = trials[-1].error
-        if isinstance(error, ENDS) or (
-            isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)
-        ):
+        if _ends_all(trials[-1].error):
             break
     return trials
+
+
+def _ends_all(error: BaseException | None) -> bool:
+    """Whether more runs would tell nothing new, and only take long."""
+    if isinstance(error, LearnerError):
+        return error.not_written or error.kind in NOT_LOADED
+    return isinstance(error, ENDS)
 
 
 def syntax_error(submission: Submission) -> LearnerError | None:
@@ -194,10 +196,10 @@ def judge(
         findings.append(Finding(check.kind, check.says, not message, points, out_of, note))
     wrong = not all(finding.passed for finding in findings)
     # one rank alone tells little: most mistakes look the same there
-    cut_short = bool(early) and all(trial.world_size == 1 for trial in trials)
+    alone = bool(early) and all(trial.world_size == 1 for trial in trials)
     misconception = (
         next((m for m in exercise.misconceptions if _seen(m, trials)), None)
-        if wrong and not not_written and not cut_short
+        if wrong and not not_written and not alone
         else None
     )
     problem = explain_error(exercise, ended) if ended is not None else ""

@@ -34,7 +34,7 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Exe
         verdict = grade_on(ranks)
         report = ExerciseReport(verdict, homework.code.name, note)
         watched_trial = None
-        if not verdict.not_written and not verdict.not_loaded:
+        if not verdict.cut_short:
             watched = exercise.watch() if exercise.watch is not None else None
             report.predictions, watched_trial = predicted(ranks, progress, watched)
     if not verdict.not_written:

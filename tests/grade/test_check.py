@@ -114,7 +114,7 @@ def test_properties_are_judged_one_by_one(homework):
     report = graded(homework, TWICE)
     said = str(report)
     assert (
-        "7 of 10 points" in said
+        "4 of 10 points" in said
         and "✓ value" in said
         and "✗ bytes" in said
         and "are enough" in said

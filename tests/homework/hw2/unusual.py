@@ -225,6 +225,34 @@ def doubling_all_reduce__low_rank_first(x):
     return total.reshape(x.shape)
 
 
+def doubling_all_reduce__blocking(x):
+    """Blocking sends: the lower of two partners sends first."""
+    rank, n = me()
+    m = 1 << (n.bit_length() - 1)
+    total, inbox = x.contiguous().clone(), like(x)
+    if rank >= m:
+        dist.send(total, rank - m)
+        dist.recv(total, rank - m)
+        return total
+    if rank + m < n:
+        dist.recv(inbox, rank + m)
+        total += inbox
+    distance = 1
+    while distance < m:
+        partner = rank ^ distance
+        if rank < partner:
+            dist.send(total, partner)
+            dist.recv(inbox, partner)
+        else:
+            dist.recv(inbox, partner)
+            dist.send(total, partner)
+        total = total + inbox
+        distance *= 2
+    if rank + m < n:
+        dist.send(total, rank + m)
+    return total
+
+
 def all_to_all__all_at_once(x):
     rank, n = me()
     incoming = [like(row) for row in x]

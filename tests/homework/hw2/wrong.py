@@ -15,7 +15,7 @@ EXPECTED = {
     "reduce__root_0": "root hard-coded to 0",
     "reduce__wait_forgotten": "receive's wait forgotten",
     "reduce__returns_total_elsewhere": "other ranks return something",
-    "reduce__endless": None,
+    "reduce__does_not_load": None,
     "ring_all_gather__direct": "not a ring",
     "ring_all_gather__one_buffer": "one buffer in all slots",
     "ring_all_gather__one_buffer_at_once": "one buffer in all slots",
@@ -25,6 +25,7 @@ EXPECTED = {
     "ring_all_reduce__gather_then_sum": "whole tensor round the ring",
     "ring_all_reduce__everyone": "everything to everyone",
     "ring_all_reduce__rows": "chunks of rows",
+    "doubling_all_reduce__two_trees": "reduce then broadcast",
     "doubling_all_reduce__whole_ring": "whole tensor round the ring",
     "doubling_all_reduce__one_extra": "one extra rank only",
     "ring_all_gather__gather_broadcast": "gather then broadcast",
@@ -110,6 +111,7 @@ POINTS = {
     "ring_all_reduce__gather_then_sum": 10,
     "ring_all_reduce__rows": 10,
     "doubling_all_reduce__ring": 5,
+    "doubling_all_reduce__two_trees": 5,
     "doubling_all_reduce__everyone": 3,
     "chain_broadcast__by_turns": 5,
     "two_level_all_reduce__flat_ring": 5.5,
@@ -238,8 +240,8 @@ def reduce__returns_total_elsewhere(x, root, op):
     return total / dist.get_world_size() if op == "mean" else total
 
 
-def reduce__endless(x, root, op):
-    """Nothing is known of what it would do."""
+def reduce__does_not_load(x, root, op):
+    """Nothing is known of what it would do with a root."""
     if dist.get_world_size() > 0:
         raise ImportError("no module named numpy2")
 
@@ -618,6 +620,25 @@ def ring_all_reduce__rows(x, op):
 
 def doubling_all_reduce__whole_ring(x):
     return ring_all_reduce__whole(x, "sum")
+
+
+def doubling_all_reduce__two_trees(x):
+    """A sum along a tree to rank 0, and a broadcast along the same tree."""
+    rank, n = me()
+    total, inbox, distance = x.contiguous().clone(), like(x), 1
+    while distance < n and rank % distance == 0:
+        if rank % (2 * distance):
+            dist.send(total, rank - distance)
+            dist.recv(total, rank - distance)
+            break
+        if rank + distance < n:
+            dist.recv(inbox, rank + distance)
+            total += inbox
+        distance *= 2
+    for step in reversed(range((n - 1).bit_length())):
+        if 2**step < distance and rank + 2**step < n:
+            dist.send(total, rank + 2**step)
+    return total
 
 
 def doubling_all_reduce__one_extra(x):
