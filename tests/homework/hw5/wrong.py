@@ -13,12 +13,10 @@ EXPECTED = {
     "train_zero1__all_reduced": "gradients all-reduced",
     "train_zero1__local_norm": "clip by the local norm",
     "train_zero1__summed": "sum for mean",
-    "train_zero1__nothing": None,
     "train_zero1__never_reduced": None,
     "train_zero1__divided_in_flight": "changed while it is sent",
     "train_zero1__no_padding": None,
     "train_zero2__hooks_free_nothing": "all gradients held at once",
-    "train_zero2__divided_in_flight": "changed while it is sent",
     "train_zero2__all_gradients": "all gradients held at once",
     "train_zero2__whole_optimizer": "whole optimizer on each rank",
     "train_zero2__all_reduced": "gradients all-reduced",
@@ -37,7 +35,6 @@ EXPECTED = {
     "train_zero3__disguised": "disguised data parallel",
     "train_zero3__never_freed": "gathered weights never freed",
     "train_zero3__gathered_first": "all layers gathered at once",
-    "train_zero3__nothing": None,
     "train_zero3__all_reduced": "gradients all-reduced",
     "train_zero3__summed": "sum for mean",
     "recompute__plain": "nothing is recomputed",
@@ -177,10 +174,6 @@ def train_zero1__summed(model, loss_fn, make_optimizer, batches, max_norm):
     zero1(model, loss_fn, make_optimizer, batches, max_norm, reduced=summed_piece)
 
 
-def train_zero1__nothing(model, loss_fn, make_optimizer, batches, max_norm):
-    pass
-
-
 def train_zero1__never_reduced(model, loss_fn, make_optimizer, batches, max_norm):
     """Its optimizer is whole too, but that is not what makes the weights wrong."""
     optimizer = make_optimizer(list(model.parameters()))
@@ -229,10 +222,6 @@ def train_zero1__no_padding(model, loss_fn, make_optimizer, batches, max_norm):
 
 
 # ---- ZeRO-2 ----
-
-
-def train_zero2__divided_in_flight(model, loss_fn, make_optimizer, batches, max_norm):
-    zero2(model, loss_fn, make_optimizer, batches, max_norm, reduced=divided_in_flight)
 
 
 def train_zero2__hooks_free_nothing(model, loss_fn, make_optimizer, batches, max_norm):
@@ -498,10 +487,6 @@ def train_zero3__gathered_first(layers, shards, loss_fn, make_optimizer, batches
                 piece.grad = mean_piece(whole[name].grad)
         optimizer.step()
     return [{name: piece.detach() for name, piece in own.items()} for own in pieces]
-
-
-def train_zero3__nothing(layers, shards, loss_fn, make_optimizer, batches):
-    return shards
 
 
 def train_zero3__all_reduced(layers, shards, loss_fn, make_optimizer, batches):

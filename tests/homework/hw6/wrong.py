@@ -22,7 +22,6 @@ EXPECTED = {
     "ParallelMLP__detached": "graph cut by a message",
     "ParallelMLP__whole": "whole layer on every rank",
     "ParallelMLP__not_summed": "output never summed",
-    "ParallelMLP__never_written": None,
     "ParallelMLP__no_first_bias": None,
     "ParallelMLP__detached_x": None,
     "ParallelMLP__cut_by_chunk": None,
@@ -36,7 +35,6 @@ EXPECTED = {
     "vocabulary_loss__equal_blocks": "blocks taken as equally wide",
     "vocabulary_loss__blocks_of_ceil": "blocks taken as equally wide",
     "vocabulary_loss__blocks_of_floor": "blocks taken as equally wide",
-    "vocabulary_loss__never_written": None,
     "vocabulary_loss__n_times": "gradient n times too large",
     "sequence_parallel_mlp__detached": "graph cut by a message",
     "sequence_parallel_mlp__norm_never_reduced": "norm's gradients never reduced",
@@ -227,10 +225,6 @@ class ParallelMLP__not_summed(MLP):
     leave = staticmethod(same)
 
 
-class ParallelMLP__never_written(MLP):
-    leave = staticmethod(lambda partial: torch.full_like(partial, torch.nan).detach())
-
-
 class ParallelMLP__no_first_bias(MLP):
     def forward(self, x):
         hidden = F.gelu(F.linear(copy_to_ranks(x), self.w1))
@@ -369,10 +363,6 @@ def vocabulary_loss__blocks_of_ceil(logits, targets, vocabulary):
 
 def vocabulary_loss__blocks_of_floor(logits, targets, vocabulary):
     return equal_blocks(logits, targets, vocabulary // dist.get_world_size())
-
-
-def vocabulary_loss__never_written(logits, targets, vocabulary):
-    return torch.tensor(torch.nan, dtype=logits.dtype)
 
 
 def vocabulary_loss__n_times(logits, targets, vocabulary):
