@@ -256,11 +256,17 @@ def bias_n_times(part: int) -> Misconception:
     )
 
 
-def graph_cut(weight: Callable[[Any], Any]) -> Misconception:
-    """weight: of a rank's result, the gradient of what comes right before the message."""
+def graph_cut(
+    weight: Callable[[Any], Any],
+    sent: Callable[[Trial], int] = lambda trial: sent_in(trial, "forward"),
+) -> Misconception:
+    """weight: of a rank's result, the gradient of what comes right before the message.
+
+    sent: the bytes of a run's messages. Without any, no message cuts the graph.
+    """
 
     def seen(trial: Trial) -> bool:
-        return sent_in(trial, "forward") > 0 and all(
+        return sent(trial) > 0 and all(
             same(found[0], expected[0]) and weight(found) is None
             for found, expected in zip(trial.results, trial.case.expected, strict=True)
         )
