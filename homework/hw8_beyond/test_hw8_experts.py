@@ -28,7 +28,7 @@ from parallel101.grade.exercise_checks import (
     same,
     value,
 )
-from parallel101.grade.tensor_parallel_exercises import GRAPH_CUT, is_close, wrong_trials
+from parallel101.grade.tensor_parallel_exercises import graph_cut, is_close, wrong_trials
 from parallel101.record.errors import DeadlockError
 from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
@@ -443,7 +443,10 @@ EXERCISES = [
                     fails_only_where(trials, fact, holds=False) for fact in ("symmetric", "equal")
                 ),
             ),
-            GRAPH_CUT,
+            graph_cut(
+                lambda result: result[1] if result[1] is not None and result[1].numel() else None,
+                lambda trial: max(communicated(trial)),
+            ),
             Misconception(
                 "gradients of the gate lost",
                 "y is right, but gate gets no gradient, so the router never learns. The product "

@@ -164,6 +164,8 @@ def _kind(value: Any) -> str:
 
 
 def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
+    if expected.numel() == 1:
+        return f"{found.item():.6g}; expected {expected.item():.6g}"
     k = factor(found, expected)
     if found.numel() and not bool(found.any()):
         return f"zeros only; expected values up to {expected.abs().max().item():.4g}"

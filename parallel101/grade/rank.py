@@ -319,6 +319,17 @@ class ChangedWhileSent(RuntimeError):
     """
 
 
+def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
+    """What tells whether somebody has written into a tensor: its bytes.
+
+    NaN divided by 2 is NaN: for a tensor of nothing else, with memory of its own, how often it was
+    written to tells it.
+    """
+    alone = tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.is_inference()
+    countable = alone and tensor.is_floating_point() and bool(tensor.isnan().all())
+    return frames.tensor_bytes(tensor), tensor._version if countable else 0
+
+
 class RelayWork(dist.Work):
     """What isend, irecv and the collectives return.
 
@@ -335,8 +346,8 @@ class RelayWork(dist.Work):
     ):
         super().__init__()
         self.name = name  # of the call, for the learner
-        # tensors that must not change before wait(), and their bytes when the call was posted
-        self.kept = [(tensor, frames.tensor_bytes(tensor)) for tensor in kept]
+        # tensors that must not change before wait(), as they were when the call was posted
+        self.kept = [(tensor, _state(tensor)) for tensor in kept]
         connection.under_way.append(self)
         self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
         self.future: torch.futures.Future | None = None
@@ -358,7 +369,7 @@ class RelayWork(dist.Work):
     def _check_kept(self) -> None:
         """Raise ChangedWhileSent if the program has written into a tensor of this call."""
         kept, self.kept = self.kept, []
-        if any(frames.tensor_bytes(tensor) != was for tensor, was in kept):
+        if any(_state(tensor) != was for tensor, was in kept):
             raise ChangedWhileSent(
                 f"a tensor was changed between {self.name} and its wait(): it may still have been "
                 "read, or be written later"
@@ -396,7 +407,7 @@ class RelayWork(dist.Work):
         for other in under_way if self.name not in messages else ():
             if other.name not in messages:
                 other.kept = [
-                    (t, frames.tensor_bytes(t) if t.untyped_storage().data_ptr() in memory else was)
+                    (t, _state(t) if t.untyped_storage().data_ptr() in memory else was)
                     for t, was in other.kept
                 ]
 
