@@ -255,6 +255,12 @@ def _parser() -> argparse.ArgumentParser:
     release.add_argument(
         "--out", metavar="DIR", type=Path, required=True, help="the folder for the bundles"
     )
+    release.add_argument(
+        "--library",
+        metavar="ADDRESS",
+        help="where autograders get parallel101, e.g. git+https://github.com/me/parallel101@v1 "
+        "(default: a wheel in the bundle)",
+    )
     for sub in (grade, release):
         sub.add_argument(
             "--seed-file", metavar="FILE", type=Path, help="a file with the teacher's secret seed"
@@ -530,7 +536,7 @@ def _release(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.grade import command
 
     try:
-        return command.release_set(args.path, args.out, args.seed_file)
+        return command.release_set(args.path, args.out, args.seed_file, args.library)
     except (FileNotFoundError, ValueError) as error:
         return args.parser.error(str(error))  # exits
 

@@ -17,7 +17,7 @@ from parallel101.grade.gradescope import exercise_text, write_gradescope
 from parallel101.grade.grading import PUBLIC_SEED
 from parallel101.grade.homework import HomeworkSet, find_homework, find_sets
 from parallel101.grade.learner import check_file
-from parallel101.grade.release import release
+from parallel101.grade.release import left_out, release
 from parallel101.grade.submissions import (
     class_table,
     grade_class,
@@ -121,11 +121,16 @@ def handed_in(
     return 0
 
 
-def release_set(path: Path, out: Path, seed_file: Path | None = None) -> int:
+def release_set(
+    path: Path, out: Path, seed_file: Path | None = None, library: str | None = None
+) -> int:
     """Write the learners' bundle, the autograder for Gradescope and the GitHub Classroom folder."""
     seed = None if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
-    for written in release(one_set(path), out, seed):
+    homework = one_set(path)
+    for written in release(homework, out, seed, library):
         print(f"  {written}")
+    if kept := left_out(homework):
+        print(f"Not handed out: {', '.join(kept)}.")
     print("seed.txt draws the cases of the Gradescope autograder. Keep it to yourself.")
     return 0
 
