@@ -289,7 +289,8 @@ def test_the_release_has_no_solutions_and_only_the_autograder_has_the_seed(homew
     with zipfile.ZipFile(learners) as bundle:
         assert sorted(bundle.namelist()) == ["hw9_swap/hw9.py", "hw9_swap/test_hw9.py"]
         assert not any(seed in bundle.read(name).decode() for name in bundle.namelist())
-    assert not any(seed.encode() in file.read_bytes() for file in github.rglob("*") if file.is_file())
+    files = [file for file in github.rglob("*") if file.is_file()]
+    assert not any(seed.encode() in file.read_bytes() for file in files)
     with zipfile.ZipFile(gradescope) as bundle:
         names = bundle.namelist()
         assert {"setup.sh", "run_autograder", "seed.txt", "hw9_swap/test_hw9.py"} <= set(names)
