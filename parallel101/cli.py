@@ -235,7 +235,24 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="write the result to this file; of a class, to a file each in this folder",
     )
-    grade.add_argument("--csv", metavar="FILE", type=Path, help="write the points as a table")
+    grade.add_argument(
+        "--csv",
+        metavar="FILE",
+        type=Path,
+        help="write a table: points, and why points are missing",
+    )
+    grade.add_argument(
+        "--feedback",
+        metavar="DIR",
+        type=Path,
+        help="write a web page for each learner: verdicts, and pictures of their own runs",
+    )
+    grade.add_argument(
+        "--class-list",
+        metavar="FILE",
+        type=Path,
+        help="a name in each line: who handed in nothing has a row, too",
+    )
     grade.add_argument(
         "--jobs",
         metavar="N",
@@ -518,7 +535,8 @@ def _network(text: str) -> Network:
 def _grade(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.grade import command
 
-    files = {name: getattr(args, name) for name in ("gradescope", "json", "csv", "seed_file")}
+    names = ("gradescope", "json", "csv", "feedback", "class_list", "seed_file")
+    files = {name: getattr(args, name) for name in names}
     try:
         if args.submission is None and not any(files.values()):
             return command.main(args.path)

@@ -243,9 +243,9 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
         "chunks, so that they work for any ring. In which order does a rank call them, and on "
         "which ring?",
         "The ranks of a node share rank // k, and those of a rail share rank % k. Make three calls "
-        "on the flat x: scatter its k chunks inside, all-reduce on the rail the chunk that you then "
-        "have (cut into N chunks, again by tensor_split), and gather inside. A rank's place in a "
-        "ring is not its number.",
+        "on the flat x: scatter its k chunks inside, all-reduce on the rail the chunk that you "
+        "then have (cut into N chunks, again by tensor_split), and gather inside. A rank's place "
+        "in a ring is not its number.",
     ),
     questions=(
         Question(

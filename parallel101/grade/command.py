@@ -11,6 +11,7 @@ homework/hw1_moving --submission DIR   one submission, or a class: a table, JSON
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from parallel101.grade.gradescope import exercise_text, write_gradescope
@@ -57,6 +58,8 @@ def handed_in(
     gradescope: Path | None = None,
     json: Path | None = None,
     csv: Path | None = None,
+    feedback: Path | None = None,
+    class_list: Path | None = None,
     jobs: int = 1,
     seed_file: Path | None = None,
 ) -> int:
@@ -70,6 +73,9 @@ def handed_in(
         json: of one submission the file, of a class the folder for its results (default: results/
             and the set's name).
         csv: the file for the table.
+        feedback: the folder for a page of feedback for each learner.
+        class_list: a file with the names of all learners, one in each line, as their submissions
+            are named. Those who handed in nothing then have a row, too.
         jobs: how many submissions are graded at a time.
         seed_file: the file with the secret seed; None: the public cases.
 
@@ -86,9 +92,18 @@ def handed_in(
         if submission is None or gradescope is not None
         else submissions_in(submission, homework)
     )
+    if class_list is not None:
+        if submission is None or entries is None:
+            raise ValueError("--class-list needs --submission with a folder for a whole class")
+        entries = [*entries, *missing(class_list, submission, entries)]
     if submission is not None and entries is not None and len(entries) != 1:
         results = grade_class(
-            entries, homework, json or Path("results") / homework.folder.name, seed=seed, jobs=jobs
+            entries,
+            homework,
+            json or Path("results") / homework.folder.name,
+            seed=seed,
+            jobs=jobs,
+            feedback=feedback,
         )
         print(class_table(results))
         left_out = sorted(
@@ -105,7 +120,11 @@ def handed_in(
             if gradescope is not None
             else (lambda result: None)
         )
-        results = [grade_submission(one, homework, seed, write)]
+        page = None
+        if feedback is not None:
+            feedback.mkdir(parents=True, exist_ok=True)
+            page = feedback / f"{one.stem if one.is_file() else one.name}.html"
+        results = [grade_submission(one, homework, seed, write, page)]
         for entry in results[0]["exercises"]:
             points = f"{entry['points']:g} of {entry['out_of']:g} points"
             print(
@@ -119,6 +138,21 @@ def handed_in(
     if csv is not None:
         write_csv(csv, results)
     return 0
+
+
+def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:
+    """Where the submissions of those learners would be who handed in nothing.
+
+    Raises ValueError for a name that can't be that of a file.
+    """
+    there = {entry.stem if entry.is_file() else entry.name for entry in entries}
+    names = [line.strip() for line in class_list.read_text(encoding="utf-8-sig").splitlines()]
+    for name in names:
+        if name != Path(name).name:
+            raise ValueError(
+                f"{class_list} has the line {name!r}; expected a name, as submissions are named"
+            )
+    return [submissions / name for name in dict.fromkeys(names) if name and name not in there]
 
 
 def release_set(

@@ -13,13 +13,11 @@ from typing import Any
 
 from parallel101.grade.exercise import Case, Exercise, Trial
 from parallel101.grade.exercise_report import ExerciseReport, Prediction, Predictions
-from parallel101.grade.grading import grade_on, run_cases
+from parallel101.grade.grading import SHOWN_SECONDS, grade_on, run_cases
 from parallel101.grade.homework import HomeworkSet, Progress
 from parallel101.grade.picture import draw
 from parallel101.grade.remote import SubmissionRanks
 from parallel101.grade.submissions import read
-
-SHOWN_SECONDS = 20.0  # of wall time for the runs that are only shown
 
 
 def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> ExerciseReport:

@@ -168,7 +168,7 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
         ("bob", 0),
         ("carol", 0),
     ]
-    assert "2 × 1: everyone sends first" in class_table(graded)
+    assert "2 of 3 learners: everyone sends first (exercise 1)" in class_table(graded)
     stamps = {file.name: file.stat().st_mtime_ns for file in results.iterdir()}
     (folder / "bob.py").write_text(HEAD + RIGHT)
     assert [
@@ -181,7 +181,7 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
     assert command.handed_in(homework.folder, folder, json=results, csv=tmp_path / "class.csv") == 0
     assert (tmp_path / "class.csv").read_text().splitlines()[
         1
-    ] == "alice,4.0,8,4.0,,0.0,everyone sends first"
+    ] == "alice,4.0,8,4.0,,,0.0,deadlock,everyone sends first"
     assert "3 submissions, 2.7 of 8 points on average" in capsys.readouterr().out
 
 
