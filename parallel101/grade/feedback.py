@@ -77,7 +77,7 @@ def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]
     )
     return offline_html(
         f"{title}: {student}",
-        f'<main class="run"><h1>{escape(title)}</h1><p>{escape(student)}: <b>{total} points</b></p>'
+        f"<main><h1>{escape(title)}</h1><p>{escape(student)}: <b>{total} points</b></p>"
         f"{problem}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         f"{body}</main>",
     )
