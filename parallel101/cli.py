@@ -130,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
         help="build a course of these lessons alone, e.g. 01,04; the index lists no others",
     )
     lessons.add_argument(
+        "--syllabus",
+        metavar="FILE",
+        type=Path,
+        help="build the course of this syllabus: title, weeks, dates, lessons, goals, homework",
+    )
+    lessons.add_argument(
         "--out",
         metavar="FOLDER",
         type=Path,
@@ -320,11 +326,22 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     _import_no_grammars()
-    from parallel101.publish import make_output_folder, publish, select_lessons
+    from parallel101.publish import make_output_folder, publish, read_syllabus, select_lessons
 
+    folder, syllabus = _lessons_folder(args), None
     try:
         names = [*args.names, *(args.only or "").replace(",", " ").split()]
-        notebooks = select_lessons(_lessons_folder(args), names)
+        notebooks = select_lessons(folder, names)
+        if args.syllabus is not None:
+            if args.only is not None:
+                raise ValueError("the syllabus names the lessons; leave out --only")
+            syllabus = read_syllabus(args.syllabus, folder)
+            other = [path.stem for path in notebooks if path.stem not in syllabus.lessons]
+            if names and other:
+                raise ValueError(f"{other[0]} is not in {args.syllabus}")
+            notebooks = [path for path in notebooks if path.stem in syllabus.lessons]
+            if not notebooks:
+                raise ValueError(f"{args.syllabus} names no lesson")
         make_output_folder(args.out)
     except ValueError as error:
         args.parser.error(str(error))
@@ -333,7 +350,13 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         f"{', '.join(n.stem for n in notebooks)}",
         flush=True,
     )
-    done = publish(notebooks, args.out, only=args.only is not None, timeout=args.timeout)
+    done = publish(
+        notebooks,
+        args.out,
+        only=args.only is not None,
+        syllabus=syllabus,
+        timeout=args.timeout,
+    )
     print(
         "Wrote",
         *(f"  {page}  {page.stat().st_size / 1000:,.0f} kB" for page in done.written),
