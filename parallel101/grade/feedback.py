@@ -44,7 +44,8 @@ class Feedback:
                 (watched,) = run_cases(ranks, [exercise.watch()], until)
         report = ExerciseReport(verdict, submission.path.name)
         if not verdict.not_written:
-            report.picture = draw(exercise, verdict.shown, watched)
+            with suppress(Exception):  # a picture that can't be drawn costs no points
+                report.picture = draw(exercise, verdict.shown, watched)
         self.reports[exercise.function] = report._repr_html_()
         return verdict
 
@@ -52,7 +53,8 @@ class Feedback:
         """Write the page of a graded submission: all of it, or nothing."""
         partial = path.with_name(f".{path.name}.part")
         page = feedback_page(title(homework), result, self.reports)
-        partial.write_text(page, encoding="utf-8")
+        # a name may have characters that UTF-8 lacks
+        partial.write_text(page, encoding="utf-8", errors="replace")
         partial.replace(path)
 
 

@@ -5,12 +5,13 @@ for each learner.
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
 
-from parallel101.grade import command
+from parallel101.grade import command, feedback
 from parallel101.grade.homework import HomeworkSet, find_sets
 from parallel101.grade.submissions import class_table
 from parallel101.publish.page import external_addresses
@@ -133,6 +134,20 @@ def test_a_page_that_is_gone_is_written_again_and_others_are_kept(graded, homewo
     options = {"json": graded / "results", "feedback": pages}
     command.handed_in(homework.folder, graded / "all", **options)
     assert (pages / "dan.html").exists() and (pages / "ann.html").stat().st_mtime_ns == kept
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_points(homework, tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no picture")
+
+    monkeypatch.setattr(feedback, "draw", fails)
+    (tmp_path / "jo.py").write_text(CLASS["ann"][0])
+    command.handed_in(
+        homework.folder, tmp_path / "jo.py", json=tmp_path / "jo.json", feedback=tmp_path
+    )
+    assert json.loads((tmp_path / "jo.json").read_text())["points"] == 4
+    page = (tmp_path / "jo.html").read_text()
+    assert "Everyone sends first." in page and "<figure" not in page
 
 
 def test_a_class_list_with_a_path_is_refused(graded, homework, tmp_path):

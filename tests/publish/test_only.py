@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from parallel101 import cli, publish
 from parallel101.publish.execute import read_notebook
 from parallel101.publish.syllabus import read_syllabus
 
+ROOT = Path(__file__).parents[2]
 LESSONS = {
     "00_ranks": "# Ranks\n\nA rank is a process. It takes about 40 minutes.\n\n"
     "Go on with [sharding](05_sharding.ipynb) or [costs](01_costs.ipynb). "
@@ -148,6 +150,14 @@ def test_a_syllabus_that_cannot_be_followed_says_where(lessons, tmp_path, text, 
     (tmp_path / "course.toml").write_text(text)
     with pytest.raises(ValueError, match=rf"course\.toml.*{message}"):
         read_syllabus(tmp_path / "course.toml", lessons)
+
+
+def test_the_syllabus_of_the_readme_can_be_followed(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "course.toml").write_text(text)
+    syllabus = read_syllabus(tmp_path / "course.toml", ROOT / "lessons")
+    assert [week.lessons for week in syllabus.weeks] == [("00_ranks",), ("01_collectives",), ()]
+    assert syllabus.homework == {1}
 
 
 def test_options_that_contradict_the_syllabus_are_refused(lessons, tmp_path, capsys):
