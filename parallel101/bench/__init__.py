@@ -10,6 +10,7 @@ training      time and memory of a training step      DDP and FSDP2
 tensor        the same with tensor parallelism        DTensor
 pipeline      the same in a pipeline                  torch.distributed.pipelining
 verify        the comparison before the first step    a step of one process
+attention     ring attention and Ulysses              torch's attention and context parallel
 recompute     time and activations of a step          keeping all activations
 sim           messages per second, ranks, memory      nothing
 pictures      pictures, pages and a first notebook    matplotlib, a page without scripts, spawn
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel101.bench import (
+    attention_speed,
     collective_speed,
     launch_time,
     pictures,
@@ -42,6 +44,7 @@ SECTIONS = {
     "tensor": training_speed.measure_tensor,
     "pipeline": training_speed.measure_pipeline,
     "verify": verify_cost.measure,
+    "attention": attention_speed.measure,
     "recompute": recompute_cost.measure,
     "sim": simulator_speed.measure,
     "pictures": pictures.measure,

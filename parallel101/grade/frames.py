@@ -44,7 +44,7 @@ DTYPES = {
 JOB, CASE, REPLY, REFUSED = b"J", b"C", b"D", b"X"
 # From a rank to the grader
 READY, SEND, RECV, COLLECTIVE, NEW_GROUP, WAIT, TEST = b"K", b"S", b"R", b"A", b"G", b"W", b"T"
-FORBIDDEN, RESULT, FAILED = b"F", b"Y", b"E"
+FORBIDDEN, RESULT, FAILED, CLOCK = b"F", b"Y", b"E", b"N"
 # Notes, which travel with such a frame
 BEGIN, END, COMPUTE = "begin", "end", "compute"
 

@@ -217,6 +217,11 @@ class Connection:
         self.notes.append([BEGIN, self.spans])
         return self.spans
 
+    def seconds(self) -> float:
+        """The time on this rank's virtual clock, which only the grader knows."""
+        self.send(frames.CLOCK, {"where": caller()})
+        return float(frames.receive(self.sock).text["seconds"])
+
     def add_span(
         self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False
     ) -> None:

@@ -483,6 +483,10 @@ class VirtualEnd:
         call = self.calls[frame.text["call"]]
         self._answer(call, call.work.is_completed())
 
+    def _clock(self, frame: Frame, place: str) -> None:
+        with contextlib.suppress(OSError):  # it has died: the next receive says so
+            frames.send(self.rank.process.control, frames.REPLY, {"seconds": clock().now()})
+
     def _answer(self, call: RelayedCall, done: bool) -> None:
         call.waited = call.waited or done
         data = b"".join(frames.tensor_bytes(output) for output in call.outputs) if done else b""
@@ -564,6 +568,7 @@ ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
     frames.COLLECTIVE: VirtualEnd._collective,
     frames.WAIT: VirtualEnd._wait,
     frames.TEST: VirtualEnd._test,
+    frames.CLOCK: VirtualEnd._clock,
     frames.NEW_GROUP: VirtualEnd._new_group,
     frames.FORBIDDEN: VirtualEnd._forbidden,
     frames.FAILED: VirtualEnd._failed,

@@ -1,12 +1,12 @@
 """Ring attention: each rank has a part of the time. Queries stay, keys and values go round.
 
-          ┌─────────────────────────────────────────────────────┐
-          ▼         K₀ V₀             K₁ V₁             K₂ V₂   │ K₃ V₃
-        Q₀ O₀ ──────────────▶ Q₁ O₁ ──────────▶ Q₂ O₂ ───────▶ Q₃ O₃
+    ┌──▶ Q₀ O₀ ── K₀ V₀ ──▶ Q₁ O₁ ── K₁ V₁ ──▶ Q₂ O₂ ── K₂ V₂ ──▶ Q₃ O₃ ──┐
+    └──────────────────────────────────────────────────────────── K₃ V₃ ──┘
 
-What a rank computes, step after step, and with whose keys. A causal mask leaves a triangle (◣) of a
-rank's own block, and in the contiguous layout nothing (.) of those of later ranks. In zigzag each
-rank has an early and a late chunk of the time, and half (½) is left of all other blocks.
+The blocks that a rank computes, step after step; the number says whose keys. A causal mask leaves a
+triangle (◣) of a rank's own block, and in the contiguous layout nothing (.) of later ranks' blocks.
+In zigzag each rank has an early and a late chunk of the time, and half (½) of every other block is
+left.
 
     contiguous   rank 0   ◣0  .   .   .          zigzag   rank 0   ◣0  ½3  ½2  ½1
                  rank 1   ◣1  ■0  .   .                   rank 1   ◣1  ½0  ½3  ½2
@@ -14,7 +14,7 @@ rank has an early and a late chunk of the time, and half (½) is left of all oth
                  rank 3   ◣3  ■2  ■1  ■0                  rank 3   ◣3  ½2  ½1  ½0
 
 Sources: Liu et al., "Ring Attention" (arXiv 2310.01889). Brandon et al., "Striped Attention"
-(2311.09431), balance it by dealing out single positions. Zigzag's chunks are those of Llama 3
+(2311.09431), balance it by dealing out positions one by one. Zigzag's chunks are those of Llama 3
 (2407.21783, section 3.3.2), which gathers all keys and values instead of passing them on.
 """
 
@@ -34,7 +34,7 @@ from parallel101.trainers.context.attention_arguments import checked
 from parallel101.trainers.context.attention_blocks import attend, attend_backward, by_kv_head
 from parallel101.trainers.context.attention_call import AttentionCall, begin_ring, computing
 from parallel101.trainers.context.attention_call import without_autocast as exact
-from parallel101.trainers.context.passing import Passing, pass_on
+from parallel101.trainers.context.passing import Passing
 
 
 def ring_attention(
@@ -51,19 +51,19 @@ def ring_attention(
 ) -> Tensor:
     """Return softmax(scale · Q Kᵀ) V over the whole time, for this rank's queries.
 
-    Every rank calls it, and its backward: n − 1 blocks go on to the next rank, and 2n − 1 then.
+    Every rank of n calls it, and its backward: it passes on n − 1 blocks, and 2n − 1 in backward.
 
     Args:
         q: (batch, heads, this rank's part of the time, d).
-        k, v: (batch, kv heads, the same time, d). Each serves as many heads of q.
+        k, v: (batch, kv heads, the same time, d). Their heads divide those of q.
         group: see `group_of`; None is all ranks. An idle rank gets a zero-volume tensor.
         causal: whether each position sees only itself and those before it, else all.
         layout: "contiguous" or "zigzag": which positions are here. See `p101.context_positions`.
         sizes: the time of each rank. None: the ranks tell each other, 8 bytes each.
         scale: of the scores, by default 1/√d.
-        seconds_per_pair: what a query and a key take on a virtual rank's clock, for each head.
+        seconds_per_pair: of a query and a key in one head, on a virtual rank's clock.
 
-    Returns a tensor like q. Raises TypeError or ValueError before any block is sent.
+    Returns a tensor like q, differentiable once. Raises TypeError or ValueError for wrong calls.
     """
     (q, k, v), call = checked(
         "ring_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair
@@ -78,13 +78,13 @@ class RingAttention(Function):
         comm = begin_ring(q, k, call, forward=True, requires_grad=any(ctx.needs_input_grad))
         wide = torch.promote_types(q.dtype, torch.float32)  # in which sums are kept
         y = torch.zeros_like(q, dtype=wide)
-        queries, out = by_kv_head(q.to(wide), k.shape[1]), by_kv_head(y, k.shape[1])
+        queries, out = (by_kv_head(x, k.shape[1]) for x in (q.to(wide) * call.scale, y))
         lse = out.new_full(out.shape[:-1], -torch.inf)  # log Σ exp(scores), of no keys yet
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             if seen := call.visible(source):
                 with computing(seen.pairs, source, q, call):
                     rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(wide)
-                    block = attend(queries[..., rows, :], keys, values, call.scale, seen.diagonal)
+                    block = attend(queries[..., rows, :], keys, values, causal=seen.diagonal)
                     merge(out[..., rows, :], lse[..., rows], *block)
         ctx.call, y = call, y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
@@ -98,22 +98,23 @@ class RingAttention(Function):
         comm = begin_ring(dy, k, call, forward=False)
         queries, do, out = (by_kv_head(x.to(lse.dtype), k.shape[1]) for x in (q, dy, y))
         dq, delta, lse = torch.zeros_like(queries), (do * out).sum(-1, True), lse[..., None]
+        queries = queries * call.scale
         returning: Passing | None = None
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)  # what this rank's queries add to it
             if seen := call.visible(source):
                 with computing(seen.pairs, source, q, call, backward=True):
                     rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(lse.dtype)
-                    query, g, D, L = (x[..., rows, :] for x in (queries, do, delta, lse))
-                    block = attend_backward(query, keys, values, g, D, L, call.scale, seen.diagonal)
+                    of_rows = [x[..., rows, :] for x in (queries, do, delta, lse)]
+                    block = attend_backward(keys, values, *of_rows, causal=seen.diagonal)
                     dq[..., rows, :] += block[0]
                     dkv[..., seen.columns, :] = torch.stack(block[1:])
             if returning:  # what the ranks before have found for the same keys
                 dkv += returning.wait("wait for gradients")
             returning = pass_on(dkv, source, call.sizes, comm)
         assert returning is not None
-        dk, dv = returning.wait("wait for gradients").to(q.dtype)  # n steps: home
-        return dq.flatten(1, 2).to(q.dtype), dk, dv, None
+        dk, dv = returning.wait("wait for gradients").to(q.dtype)  # back after n steps
+        return (dq * call.scale).flatten(1, 2).to(q.dtype), dk, dv, None
 
 
 def go_round(kv: Tensor, call: AttentionCall, comm: Comm) -> Iterator[tuple[int, Tensor]]:
@@ -127,8 +128,19 @@ def go_round(kv: Tensor, call: AttentionCall, comm: Comm) -> Iterator[tuple[int,
             kv = arriving.wait("wait for keys and values")
 
 
+def pass_on(block: Tensor, source: int, sizes: list[int], comm: Comm) -> Passing:
+    """Begin to pass on a block about the time of `source`. That of the rank before it arrives."""
+    if comm.size == 1:
+        return Passing(block, [])
+    arriving = block.new_empty(*block.shape[:-2], sizes[source - 1], block.shape[-1])
+    received = comm.irecv(arriving, source=(comm.rank - 1) % comm.size)
+    sent = comm.isend(block, to=(comm.rank + 1) % comm.size)
+    comm.flush()  # under NCCL's rules the two start together, now
+    return Passing(arriving, [received, sent])
+
+
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add a block to what is in `out` and `lse` of other keys, each weighed by its sum of exp."""
+    """Add the attention to more keys to `out` and `lse`, each weighed by its sum of exp."""
     total = torch.logaddexp(lse, block_lse)
     finite = total.clamp(min=torch.finfo(total.dtype).min)  # if no keys yet: −∞ + ∞ is NaN
     old, new = ((x - finite).exp()[..., None] for x in (lse, block_lse))

@@ -36,7 +36,8 @@ LEFT, RIGHT, TOP = 92.0, 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
 TALL, ROW, HEAD, BETWEEN = 11.0, 13.0, 22.0, 10.0
 MOST_RANKS = 16
-AXIS_CLASSES = {"dp": "dp", "pp": "pp", "tp": "f3"}  # not the colours of compute
+# not the colours of compute
+AXIS_CLASSES = {"dp": "dp", "cp": "f2", "ep": "f4", "pp": "pp", "tp": "f3"}
 OTHER_CLASSES = ("f6", "f5")
 
 

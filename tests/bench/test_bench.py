@@ -2,6 +2,7 @@
 its sides.
 """
 
+import math
 import multiprocessing
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench import pictures
+from parallel101.bench import attention_speed, pictures
 from parallel101.bench.collective_speed import COMPARISONS, time_rounds, time_torchs
 from parallel101.bench.sides import TABLES, alone, batch_of_rank, whole_model
 from parallel101.bench.spawned import ask, spawned_ranks
@@ -87,6 +88,38 @@ def test_all_sides_of_a_training_table_train_the_same_thing() -> None:
             # the ranks' equal shares of the batch, or the same loss
             mean = [sum(of_step) / len(known) for of_step in zip(*known)]
             assert mean == pytest.approx(expected, rel=1e-6), name
+
+
+def largest_differences() -> dict[str, float]:
+    """Of each way's result and gradients from those of one process, or NaN if it doesn't run."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 4, 16, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    found = {}
+    for name, side in attention_speed.SIDES.items():
+        y = attention_speed.torchs(*whole, causal=side.causal)
+        expected = [y.detach(), *torch.autograd.grad(y.square().sum(), whole)]
+        mine = [attention_speed.part_of(x.detach(), side.part).requires_grad_() for x in whole]
+        try:
+            with side.around(16):
+                part = side.attend(*mine, causal=side.causal)
+                parts = [part.detach(), *torch.autograd.grad(part.square().sum(), mine)]
+        except (NotImplementedError, RuntimeError):
+            found[name] = math.nan
+        else:
+            found[name] = max(
+                float((x - attention_speed.part_of(of_all, side.part)).abs().max())
+                for x, of_all in zip(parts, expected, strict=True)
+            )
+    return found
+
+
+def test_all_ways_of_the_attention_table_compute_the_same_thing() -> None:
+    for found in p101.launch(largest_differences, world_size=2).results:
+        # torch's context parallel has no rule for a causal mask on a CPU, and may get one
+        assert {name for name in found if found[name] != found[name]} <= {
+            "torch's context parallel, causal"
+        }
+        assert all(not error > 1e-12 for error in found.values()), found
 
 
 def test_the_animation_of_14_steps_is_measured_beside_matplotlibs_and_keeps_its_size() -> None:

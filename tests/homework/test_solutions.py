@@ -1,8 +1,9 @@
 """Every odd but correct solution gets full points. Every wrong one loses points and gets its name.
 
 The reference solutions run here on gloo, sim and NCCL; test_notebooks.py shows that the grader
-gives them full points. The solutions are in hwN/reference.py, unusual.py and wrong.py. A function
-`ring_shift__sends_first` there is a solution of `ring_shift`.
+gives them full points. The solutions are in hwN/reference.py, unusual.py and wrong.py, or in a
+larger set in files such as wrong_experts.py. A function `ring_shift__sends_first` there is a
+solution of `ring_shift`.
 """
 
 from __future__ import annotations
@@ -41,35 +42,40 @@ FOLDER = {
 }
 
 
+def files(file: str) -> list[Path]:
+    """All hwN/<file>; for "wrong.py" also wrong_experts.py and the like."""
+    kind = file.removesuffix(".py")
+    return [path for folder in sorted(set(FOLDER.values())) for path in folder.glob(f"{kind}*.py")]
+
+
+@cache
+def defined(path: Path) -> list[str]:
+    """The names of the functions and classes that a file defines."""
+    tree = ast.parse(path.read_text())
+    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+
+
 def solutions(file: str) -> list[str]:
     """The names of all solutions in hwN/<file>, in a fixed order."""
-    names = []
-    for folder in sorted(set(FOLDER.values())):
-        tree = ast.parse((folder / file).read_text())
-        names += [
-            node.name
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and "__" in node.name.strip("_")
-        ]
-    return names
+    names = [name for path in sorted(files(file)) for name in defined(path)]
+    return [name for name in names if "__" in name.strip("_")]
 
 
 def submission(name: str, file: str) -> Submission:
     function = name.partition("__")[0]
-    path = FOLDER[function] / file
+    path = next(
+        path for path in files(file) if path.parent == FOLDER[function] and name in defined(path)
+    )
     source = path.read_text()
     return Submission(path, source if name == function else f"{source}\n{function} = {name}\n")
 
 
 def expected_names() -> dict[str, str]:
     found: dict[str, str] = {}
-    for folder in sorted(set(FOLDER.values())):
-        namespace = {}
-        tree = ast.parse((folder / "wrong.py").read_text())
-        for node in tree.body:
+    for path in files("wrong.py"):
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECTED":
-                namespace = ast.literal_eval(node.value)
-        found |= namespace
+                found |= ast.literal_eval(node.value)
     return found
 
 

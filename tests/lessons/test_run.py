@@ -463,6 +463,32 @@ PRINTED = {
         "breaks-fp16": [r"0\.0\]\n\[.*, 9\.9\d+e-09\]"],
         "breaks-norm-run": ["'blocks.0.1' is a BatchNorm1d", "running statistics"],
     },
+    "10_sequences_and_experts": {
+        "problem-run": [r"scores of one head .* 32 GiB\ninput of one layer .* 4 GiB"],
+        "merge-run": [r"the mean is off by 26%"],
+        "merge-check": ["not right yet"],
+        "ring-run": [rf"sent: 3 messages, 3,072 bytes\noff by {TINY}"],
+        "triangle-run": [r"busy: 53\.5%\n1\.93 s;  without a mask 2\.05 s"],
+        "zigzag-run": [r"busy: 100\.0%   1\.03 s"],
+        "ulysses-run": [
+            r"16 key and value heads: ring 12,288 bytes, Ulysses 6,144",
+            r" 4 key and value heads: ring 3,072 bytes, Ulysses 3,840",
+        ],
+        "cp-step": [EQUAL],
+        "cp-bytes": [r"the run: 8\.00 A\n.*'dp_cp': \d+, 'cp': 262144"],
+        "experts-run": [r"46\.7 billion\nused by a token .* 12\.9 billion"],
+        "dispatch-check": [r"not right yet: off by \d\d+%"],
+        "hot-run": [r"tokens of each expert: \[24, 146, 71, 15\]   146 ms"],
+        "balance-code": [r"alike: 1   one expert: 4"],
+        "balance-train": [
+            r"step   0: 1\.40(.|\n)*step 200: 1\.0[12]",
+            r"tokens of each expert: \[55, 55, 71, 75\]   75 ms",
+        ],
+        "ep-program": [EQUAL],
+        "ep-bytes": [r"the run: (3\.9|4\.0)\d A\n.*'dp': \d+, 'dp_ep': \d+, 'ep': \d+"],
+        "breaks-mask-run": [r"rank 0: off by 0%\nrank 1: off by \d\d+%"],
+        "breaks-mix-run": [r"^this layout does not compute what one process does", "Along cp"],
+    },
     "08_three_axes": {
         "pain-run": [r" 2 +16\.0 +3\d +11%\n +4 +16\.0 +10\d +27%\n +8 +16\.0 +25\d +47%"],
         "mesh-run": [r"rank 5 = dp 1, pp 0, tp 1: +dp \[1, 5\] +pp \[5, 7\] +tp \[4, 5\]"],
@@ -624,6 +650,13 @@ IN_PICTURES = {  # text in a picture
         "price-run": ["One step: time against memory"],
         "pipeline-run": ["1F1B on four ranks, eight microbatches"],
         "sums-picture": ["The error of a ring"],
+    },
+    "10_sequences_and_experts": {
+        "ring-watch": ["Keys and values go round", "all-gather"],
+        "triangle-run": ["Causal ring attention, contiguous"],
+        "zigzag-run": ["Causal ring attention, zigzag"],
+        "hot-run": ["Dispatch with an untrained router"],
+        "balance-train": ["Dispatch with a balanced router"],
     },
 }
 

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import parallel101 as p101
 from parallel101.cost import AttentionShape, ring_attention_bytes, ulysses_bytes
 from parallel101.sim.network import Network
-from parallel101.trainers.context.time_layout import local_positions, time_sizes
+from parallel101.trainers.context.time_layout import local_positions, time_sizes, visible
 from parallel101.trainers.context_parallel import merge
 from tests.collectives.cases import on_backends
 
@@ -39,6 +39,26 @@ def one_process(time, heads, kv_heads, causal, dtype=torch.float64, scale=None, 
     )
     y.backward(g)
     return (q, k, v, g), (y.detach(), *(x.grad for x in leaves))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_rank_sees_is_what_the_positions_say(layout):
+    """Every rank has positions, and the block that it computes has no pair too many."""
+    for n, causal in product((1, 2, 3, 5), (True, False)):
+        for time in range(n, 4 * n + 2):
+            sizes = time_sizes(time, n, layout)
+            positions = [local_positions(time, n, rank, layout) for rank in range(n)]
+            assert torch.cat(positions).sort().values.tolist() == list(range(time))
+            assert sizes == [len(of_rank) for of_rank in positions] and min(sizes) > 0
+            for me, source in product(range(n), repeat=2):
+                later = positions[source][None, :] > positions[me][:, None]
+                seen = visible(me, source, sizes, layout, causal)
+                block = torch.zeros_like(later)
+                if seen:
+                    block[seen.rows, seen.columns] = True
+                    block = block.tril() if seen.diagonal else block
+                    assert seen.pairs == block.sum()
+                assert torch.equal(block, ~later if causal else torch.ones_like(later))
 
 
 def here(x, layout, n, position):
@@ -110,6 +130,26 @@ def test_equal_to_one_process(backend, world_size):
 def test_equal_under_nccl_rules(world_size):
     run = p101.launch(errors_of_all_cases, world_size=world_size, backend="sim", rules="nccl")
     assert run.results == [{}] * world_size
+
+
+def test_contiguous_parts_of_any_length():
+    """As torch.chunk cuts 7 positions over 3 ranks, and others."""
+
+    def program(attention, sizes):
+        inputs, expected = one_process(7, 6, 3, True)
+        *qkv, g = (x.split(sizes, 2)[dist.get_rank()] for x in inputs)
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        y = ATTENTIONS[attention](*leaves)
+        y.backward(g)
+        pairs = zip([y.detach(), *(x.grad for x in leaves)], expected)
+        return max(
+            float((mine - whole.split(sizes, 2)[dist.get_rank()]).abs().max())
+            for mine, whole in pairs
+        )
+
+    for attention, sizes in product(ATTENTIONS, ([3, 3, 1], [1, 4, 2])):
+        run = p101.launch(program, attention, sizes, world_size=3, backend="sim")
+        assert max(run.results) <= 1e-12
 
 
 def test_16_bit_inputs_are_summed_in_32():
@@ -297,10 +337,13 @@ WRONG = {  # what a call changes, the error, and a fact that it names
     "heads": (lambda q, k, v: {"q": q[:, :1]}, ValueError, "multiple"),
     "layout": (lambda q, k, v: {"layout": "striped"}, ValueError, "striped"),
     "a mask": (lambda q, k, v: {"causal": torch.ones(4, 4)}, TypeError, "masks"),
-    "sizes for q": (lambda q, k, v: {"sizes": [4, 5, 4]}, ValueError, "[4, 5, 4]"),
+    "sizes for q": (lambda q, k, v: {"sizes": [5, 6, 5]}, ValueError, "[5, 6, 5]"),
     "too few sizes": (lambda q, k, v: {"sizes": [4, 4]}, ValueError, "3 ranks"),
     "sizes of torch.chunk": (
-        lambda q, k, v: {x: q[:, :, : [3, 3, 1][dist.get_rank()]] for x in "qkv"},
+        lambda q, k, v: {
+            **{x: q[:, :, : [3, 3, 1][dist.get_rank()]] for x in "qkv"},
+            "layout": "zigzag",
+        },
         ValueError,
         "[3, 2, 2]",
     ),
@@ -397,6 +440,21 @@ def timed(n, c, layout, causal, attention="ring"):
 def test_causal_attention_of_contiguous_parts_leaves_half_of_the_ranks_idle(n, c):
     expected = Fraction(n * c + 1, (2 * n - 1) * c + 1)  # 8/15 for 8 ranks and many positions
     assert timed(n, c, "contiguous", True) == [expected, expected]
+
+
+@pytest.mark.parametrize("transfer", [0.5, 1, 2])
+def test_the_next_block_is_in_flight_while_one_is_computed(transfer):
+    """A block's message takes `transfer` times as long as the attention to it."""
+    n, c = 4, 4
+
+    def program():
+        x = torch.zeros(1, 1, c, 2, dtype=torch.float64)
+        p101.ring_attention(x, x, x, causal=False, sizes=[c] * n, seconds_per_pair=1.0)
+
+    block, message = c * c, 2 * c * 2 * 8
+    network = Network(latency=0.0, bandwidth=message / (transfer * block))
+    trace = p101.launch(program, world_size=n, backend="sim", network=network).trace
+    assert trace.makespan == (n - 1) * max(1, transfer) * block + block
 
 
 def test_the_picture_says_whose_keys_and_values_a_block_is_about():

@@ -1,8 +1,10 @@
 """The checks of a call of ring_attention or ulysses_attention, before its first message.
 
-rank 0   time here 5     ┐ 8 bytes a rank: all know that the whole time is 9
-rank 1   time here 4     ┘
-rank 1   a wrong shape   → sends −1 instead: rank 1 raises its error, the others one that names it
+    rank 0   time here 5     ┐ 8 bytes a rank: all know that the whole time is 9
+    rank 1   time here 4     ┘
+    rank 1   a wrong shape   → sends −1: it raises its error, and the others one that names it
+
+With `sizes=` nothing is sent, and an error in one rank's tensors is an error on that rank only.
 """
 
 from __future__ import annotations
@@ -33,8 +35,7 @@ def checked(
 ) -> tuple[Sequence[Tensor], AttentionCall]:
     """Return q, k and v in one dtype, and the rest of the call.
 
-    Without `sizes` the ranks tell each other their time, and an error on one rank is an error on
-    all. Raises TypeError or ValueError.
+    Without `sizes` the ranks tell each other their time. Raises TypeError or ValueError.
     """
     members, error, time = group_of(group), None, -1
     try:
@@ -114,15 +115,17 @@ def check_others(causal: bool, scale: float | None, seconds_per_pair: float) -> 
 
 
 def check_sizes(sizes: list[int], layout: str, q: Tensor, position: int) -> None:
-    """Raise ValueError unless each rank has its part of the time."""
+    """Raise ValueError unless each rank has its part of the time: any part, if contiguous."""
     check_layout(layout, sum(sizes), len(sizes))
     if sizes[position] != q.shape[2]:
         raise ValueError(
             f"sizes={sizes} gives position {position} a time of {sizes[position]}, but its q has "
             f"shape {tuple(q.shape)}"
         )
+    if not min(sizes):
+        raise ValueError(f"the ranks have {sizes} positions: expected one on each rank at least")
     expected = time_sizes(sum(sizes), len(sizes), layout)
-    if sizes != expected:
+    if layout == "zigzag" and sizes != expected:
         raise ValueError(
             f"the ranks have {sizes} of {sum(sizes)} positions: expected {expected} in the "
             f'"{layout}" layout. p101.context_positions({sum(sizes)}, layout="{layout}") gives the '

@@ -1,7 +1,9 @@
 """What a call of context-parallel attention says on all ranks, and how the record sees it.
 
-span "attention"            one block: pairs= its unmasked (query, key) pairs, of all heads and
-span "attention backward"   the batch, keys= the position whose keys and values these are
+    span "attention"            block="K₂ V₂": with keys and values of position 2 of the group
+    span "attention backward"   pairs=512: unmasked (query, key) pairs, in all heads and texts
+
+An all-gather of lengths and the waits are spans, too. The messages belong to "ring_attention".
 """
 
 from __future__ import annotations

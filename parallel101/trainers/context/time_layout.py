@@ -1,12 +1,12 @@
 """Which positions of a sequence each rank of a context-parallel group has.
 
-    9 positions, 2 ranks   contiguous          zigzag: four chunks, the first and the last …
-    rank 0                 0 1 2 3 4           0 1 2 | 7 8
-    rank 1                 5 6 7 8             3 4 | 5 6
+    9 positions, 2 ranks   contiguous     zigzag: four chunks
+    rank 0                 0 1 2 3 4      0 1 2 | 7 8           the first and the last
+    rank 1                 5 6 7 8        3 4 | 5 6             the second, and the last but one
 
-Under a causal mask, position t attends to t + 1 positions, so the last rank of a contiguous layout
-has the most to compute. In zigzag every rank has a cheap chunk and an expensive one. Source: Llama
-Team, "The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.3.2, cuts the time in the same way.
+Under a causal mask, position t attends to t + 1 positions, so the last rank of the contiguous
+layout has the most to compute. In zigzag every rank has a cheap chunk and an expensive one. Source:
+"The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.3.2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel101.mesh import GroupLike, group_of, split_ranges
+from parallel101.mesh import GroupLike, group_of, split_ranges, split_sizes
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -38,7 +38,11 @@ def time_sizes(time: int, n: int, layout: str) -> list[int]:
 
     Raises ValueError as `pieces`.
     """
-    return [sum(map(len, pieces(time, n, position, layout))) for position in range(n)]
+    check_layout(layout, time, n)
+    if layout == "contiguous":
+        return split_sizes(time, n)
+    chunks = split_sizes(time, 2 * n)
+    return [early + late for early, late in zip(chunks[:n], reversed(chunks[n:]))]
 
 
 def local_positions(
@@ -48,8 +52,12 @@ def local_positions(
 
     Raises ValueError as `pieces`.
     """
-    mine = [t for piece in pieces(time, n, position, layout) for t in piece]
-    return torch.tensor(mine, dtype=torch.int64, device=device)
+    return torch.cat(
+        [
+            torch.arange(piece.start, piece.stop, device=device)
+            for piece in pieces(time, n, position, layout)
+        ]
+    )
 
 
 def context_positions(

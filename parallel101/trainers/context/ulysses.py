@@ -4,10 +4,10 @@
                                                       │ attention of one process, torch's own
     (batch, heads, time here, d)  ◀──all_to_all──  (batch, heads here, time, d)
 
-Each all-to-all is the other's adjoint, so backward needs nothing of its own. Every rank computes
-the same number of pairs, also with a causal mask. The number of ranks divides the heads of k and v.
-cost/attention_forms.py says when ring attention sends less. Source: Jacobs et al., "DeepSpeed
-Ulysses" (arXiv 2309.14509).
+Each all-to-all is the other's adjoint, so backward needs no code of its own. Every rank computes as
+many pairs as the others, even under a causal mask. The number of ranks must divide the heads of k
+and v. cost/attention_forms.py says when ring attention sends less. Source: Jacobs et al.,
+"DeepSpeed Ulysses" (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def ulysses_attention(
 ) -> Tensor:
     """Return this rank's part of softmax(scale · Q Kᵀ) V over the whole time.
 
-    The arguments, result and errors are those of `ring_attention`. Besides, it raises ValueError on
-    all ranks if their number doesn't divide the heads of q, or those of k and v. Every rank calls
-    it, and its backward. It sends q, k, v and the result, in an all-to-all each, and in backward
-    their gradients.
+    Every rank calls it, and its backward. Four all-to-alls send q, k, v and the result, and in
+    backward their gradients. The arguments, result and errors are those of `ring_attention`. It
+    also raises ValueError if the ranks don't divide the heads of q evenly, or those of k and v.
     """
     (q, k, v), call = checked(
         "ulysses_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair

@@ -214,7 +214,8 @@ def of_the_layout(trainer: Trainer, kinds: set[str], gradients: Sequence[str]) -
             "Along cp a rank has some positions of each sequence. Code that looks at other "
             "positions must call torch's scaled_dot_product_attention itself (the calls of "
             "nn.MultiheadAttention aren't seen), and what counts positions (an embedding, a "
-            "router's balance or capacity) must not count those of one rank alone."
+            "router's balance or capacity) must not count those of one rank alone. A loss must be "
+            "a mean over all positions; if some don't count, return (sum of losses, their number)."
             f"{'' if takes else NO_POSITIONS}{where}"
         )
     if sizes.get("tp", 1) > 1 and any(
