@@ -21,9 +21,9 @@ from typing import Any
 
 from parallel101.grade.exercise import Exercise
 from parallel101.grade.exercise_report import ExerciseReport, capital, number
-from parallel101.grade.grading import SHOWN_SECONDS, ExerciseVerdict, grade_on, run_cases
+from parallel101.grade.grading import ExerciseVerdict, grade_on, run_cases
 from parallel101.grade.homework import HomeworkSet
-from parallel101.grade.picture import draw
+from parallel101.grade.picture import SHOWN_SECONDS, draw
 from parallel101.grade.remote import Submission, SubmissionRanks
 from parallel101.publish.page import offline_html
 

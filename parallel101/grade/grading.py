@@ -32,7 +32,6 @@ PUBLIC_SEED = "parallel101"
 SHARES = {"value": 0.5, "bytes": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
-SHOWN_SECONDS = 20.0  # for the runs that are only shown
 # after these the other cases would tell nothing new, and take long
 ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from parallel101.grade.exercise import Case, Exercise, Trial
 from parallel101.grade.exercise_report import ExerciseReport, Prediction, Predictions
-from parallel101.grade.grading import SHOWN_SECONDS, ExerciseVerdict, grade_on, run_cases
+from parallel101.grade.grading import ExerciseVerdict, grade_on, run_cases
 from parallel101.grade.homework import HomeworkSet, Progress, set_name
-from parallel101.grade.picture import draw
+from parallel101.grade.picture import SHOWN_SECONDS, draw
 from parallel101.grade.remote import SubmissionRanks
 from parallel101.grade.submissions import read
 
