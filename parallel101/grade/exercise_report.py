@@ -393,4 +393,5 @@ section.p101g.p101g td.p101g-fails { color: #d9570f }
   font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace }
 .p101g-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
   clip-path: inset(50%); white-space: nowrap }
+@media print { .p101g pre { white-space: pre-wrap; overflow-wrap: anywhere } }
 </style>"""
