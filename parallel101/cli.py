@@ -557,7 +557,10 @@ def _network(text: str) -> Network:
 
 def _grade(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.grade import command
+    from parallel101.grade.users import hide_arguments
 
+    if args.submission is not None:
+        hide_arguments()
     names = ("gradescope", "json", "csv", "feedback", "class_list", "seed_file")
     files = {name: getattr(args, name) for name in names}
     try:

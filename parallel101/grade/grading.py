@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
 from parallel101.grade.exercise_checks import everywhere, never_waited, too_few_bytes
 from parallel101.grade.failure_text import explain_error
+from parallel101.grade.plain_text import plain
 from parallel101.grade.remote import (
+    CalledFromThread,
     ForbiddenCall,
     LearnerError,
     NotStarted,
@@ -33,7 +35,7 @@ SHARES = {"value": 0.5, "bytes": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
 # after these the other cases would tell nothing new, and take long
-ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)
+ENDS = (CalledFromThread, ForbiddenCall, PrintedTooMuch, TimeOver)
 
 NOT_LOADED = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 
@@ -48,6 +50,9 @@ class Finding:
     points: float
     out_of: float
     message: str = ""  # what is wrong, and in which case
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", plain(self.message))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from parallel101.grade.remote import (
 )
 from parallel101.record.errors import DeadlockError
 
-NOT_HANDED_IN, NOT_READABLE, NOT_GRADED = "not handed in", "not readable", "not graded"
+NOT_GRADED = "not graded"
 SYNTAX = ("SyntaxError", "IndentationError", "TabError")
 ENDED = {
     TimeOver: "time",
