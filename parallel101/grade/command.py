@@ -82,6 +82,8 @@ def handed_in(
     Raises ValueError for what can't be graded.
     """
     homework = one_set(path)
+    if feedback is not None:
+        make_folder("--feedback", feedback)
     seed = PUBLIC_SEED if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
     if submission is not None and not submission.exists():
         raise ValueError(
@@ -122,7 +124,6 @@ def handed_in(
         )
         page = None
         if feedback is not None:
-            feedback.mkdir(parents=True, exist_ok=True)
             page = feedback / f"{one.stem if one.is_file() else one.name}.html"
         results = [grade_submission(one, homework, seed, write, page)]
         for entry in results[0]["exercises"]:
@@ -138,6 +139,17 @@ def handed_in(
     if csv is not None:
         write_csv(csv, results)
     return 0
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder. Raises ValueError if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"{option} {folder} can't be written; expected a folder")
 
 
 def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:
