@@ -93,14 +93,14 @@ def handed_in(
     seed = PUBLIC_SEED if seed_file is None else read_seed(seed_file)
     for option, file in (("--gradescope", gradescope), ("--csv", csv)):
         _can_be_written(option, file)
+    if feedback is not None:
+        make_folder("--feedback", feedback)
     folder = homework.code if submission is None else handed_in_at(submission)
     entries = submissions_in(folder, homework) if submission and gradescope is None else None
     if class_list is not None:
         if entries is None:
             raise ValueError("--class-list needs --submission with a folder for a whole class")
         entries = [*entries, *missing(class_list, folder, entries)]
-    if feedback is not None:
-        feedback.mkdir(parents=True, exist_ok=True)
     if entries is None or len(entries) == 1:
         _can_be_written("--json", json)
         one = (entries or [folder])[0]
@@ -129,6 +129,17 @@ def handed_in(
     if csv is not None:
         write_csv(csv, results)
     return 0
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder. Raises ValueError if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"{option} {folder} can't be written; expected a folder")
 
 
 def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:

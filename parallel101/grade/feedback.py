@@ -50,12 +50,16 @@ class Feedback:
         return verdict
 
     def write(self, path: Path, homework: HomeworkSet, result: dict[str, Any]) -> None:
-        """Write the page of a graded submission: all of it, or nothing."""
+        """Write the page of a graded submission: all of it, or nothing.
+
+        A full disk costs the page and no points. It is written when the class is graded again.
+        """
         partial = path.with_name(f".{path.name}.part")
         page = feedback_page(title(homework), result, self.reports)
         # a name may have characters that UTF-8 lacks
-        partial.write_text(page, encoding="utf-8", errors="replace")
-        partial.replace(path)
+        with suppress(OSError):
+            partial.write_text(page, encoding="utf-8", errors="replace")
+            partial.replace(path)
 
 
 def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]) -> str:

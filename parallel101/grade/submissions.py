@@ -294,13 +294,12 @@ def grade_class(
         submissions: a file or a folder for each learner.
         results: the folder for the results; it is made.
         jobs: how many are graded at a time, each in a process of its own.
-        feedback: the folder for a page for each learner; None: no pages.
+        feedback: the folder for a page for each learner, which exists; None: no pages.
     """
     results.mkdir(parents=True, exist_ok=True)
     names = _result_names(submissions)
     pages: dict[Path, Path | None] = dict.fromkeys(submissions)
     if feedback is not None:
-        feedback.mkdir(parents=True, exist_ok=True)
         pages = {path: feedback / f"{names[path].removesuffix('.json')}.html" for path in names}
     done = {
         path: found

@@ -150,9 +150,11 @@ def test_a_picture_that_cannot_be_drawn_costs_no_points(homework, tmp_path, monk
     assert "Everyone sends first." in page and "<figure" not in page
 
 
-def test_a_class_list_with_a_path_is_refused(graded, homework, tmp_path):
+def test_wrong_files_are_refused(graded, homework, tmp_path):
     (tmp_path / "names.txt").write_text("../ann")
     with pytest.raises(ValueError, match="expected a name"):
         command.handed_in(homework.folder, graded / "all", class_list=tmp_path / "names.txt")
+    with pytest.raises(ValueError, match=r"--feedback .*names.txt can't be written"):
+        command.handed_in(homework.folder, graded / "all", feedback=tmp_path / "names.txt")
     with pytest.raises(ValueError, match="--class-list needs --submission"):
         command.handed_in(homework.folder, None, class_list=tmp_path / "names.txt")
