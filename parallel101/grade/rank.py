@@ -127,6 +127,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
                 frames.tensor_bytes(part) if isinstance(part, torch.Tensor) else None
                 for part in arguments
             ]
+            connection.under_way = []
             random.seed(case.text["seed"])
             torch.manual_seed(case.text["seed"])
             if "numpy.random" in sys.modules:  # forked ranks would all have the same numbers
@@ -164,6 +165,7 @@ class Connection:
         # of spans and compute(): they need no answer, and travel with the next frame
         self.notes: list[list] = []
         self.replies: dict[int, Frame] = {}
+        self.under_way: list[RelayWork] = []  # of the present case
         self.closed = False
         self.thread = threading.get_ident()
         self.sending = threading.Lock()
@@ -327,10 +329,14 @@ class RelayWork(dist.Work):
         connection: Connection,
         call: int,
         outputs: list[torch.Tensor],
-        sent: tuple[torch.Tensor, bytes] | None = None,
+        name: str,
+        kept: Sequence[torch.Tensor] = (),
     ):
         super().__init__()
-        self.sent = sent  # the tensor of a send, and its bytes when it was posted
+        self.name = name  # of the call, for the learner
+        # tensors that must not change before wait(), and their bytes when the call was posted
+        self.kept = [(tensor, frames.tensor_bytes(tensor)) for tensor in kept]
+        connection.under_way.append(self)
         self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
         self.future: torch.futures.Future | None = None
         # of a receive from any rank: the rank that sent, in the group
@@ -343,15 +349,19 @@ class RelayWork(dist.Work):
         return self.source
 
     def wait(self, timeout: object = None) -> bool:
+        self._check_kept()
         if not self.done:
             self._take(self.connection.ask(frames.WAIT, self.call))
-        if self.sent is not None and frames.tensor_bytes(self.sent[0]) != self.sent[1]:
-            raise ChangedWhileSent(
-                "the tensor was changed after isend, before the send's wait(): the receiver may "
-                "get old or new values"
-            )
-        self.sent = None
         return True
+
+    def _check_kept(self) -> None:
+        """Raise ChangedWhileSent if the program has written into a tensor of this call."""
+        kept, self.kept = self.kept, []
+        if any(frames.tensor_bytes(tensor) != was for tensor, was in kept):
+            raise ChangedWhileSent(
+                f"a tensor was changed between {self.name} and its wait(): it may still have been "
+                "read, or be written later"
+            )
 
     def is_completed(self) -> bool:
         if not self.done:
@@ -368,8 +378,26 @@ class RelayWork(dist.Work):
             with torch.no_grad():
                 output.copy_(frames.tensor_from(frames.tensor_text(output), own))
         self.done = True
+        self._written()
         if self.future is not None:
             self.future.set_result(self.outputs)
+
+    def _written(self) -> None:
+        """Two collectives may be under way with one tensor: then it wasn't the program that wrote.
+
+        A receive must not write into a tensor that another call still uses.
+        """
+        self.kept = []
+        under_way = [work for work in self.connection.under_way if work is not self]
+        self.connection.under_way = under_way
+        memory = {output.untyped_storage().data_ptr() for output in self.outputs}
+        messages = ("isend", "irecv")
+        for other in under_way if self.name not in messages else ():
+            if other.name not in messages:
+                other.kept = [
+                    (t, frames.tensor_bytes(t) if t.untyped_storage().data_ptr() in memory else was)
+                    for t, was in other.kept
+                ]
 
     def is_success(self) -> bool:
         return self.done
@@ -464,7 +492,11 @@ class RelayGroup(torch_private.PythonGroup):
         data = frames.tensor_bytes(tensor) if sends else b""
         call = self.connection.post(kind, text, data)
         return RelayWork(
-            self.connection, call, [] if sends else [tensor], (tensor, data) if sends else None
+            self.connection,
+            call,
+            [] if sends else [tensor],
+            "isend" if sends else "irecv",
+            [tensor] if sends else [],
         )
 
     def _collective(self, method: str, args: tuple[Any, ...]) -> dist.Work:
@@ -484,7 +516,10 @@ class RelayGroup(torch_private.PythonGroup):
         )
         # the outputs are always the first argument
         outputs = [] if spec.kind == "barrier" or not given else flat(given[0])
-        return RelayWork(self.connection, call, outputs)
+        tensors = [tensor for part in given for tensor in flat(part)]
+        return RelayWork(
+            self.connection, call, outputs, spec.kind, [] if spec.kind == "barrier" else tensors
+        )
 
 
 def _collective_method(method: str) -> Any:

@@ -20,7 +20,15 @@ from parallel101.analysis.unwritten import Watched
 from parallel101.analysis.verdict import Verdict
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
-from parallel101.viz.captions import NO_DATA, NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions, fitted
+from parallel101.viz.captions import (
+    NEVER_WRITTEN,
+    NO_DATA,
+    NO_ORIGIN,
+    NOT_KEPT,
+    TOO_MANY,
+    Captions,
+    fitted,
+)
 from parallel101.viz.graph import draw_graph
 from parallel101.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
 from parallel101.viz.matrix import draw_matrix, draw_traffic
@@ -102,9 +110,8 @@ def collective_scene(
         draw_matrix(scene, replay, timing, captions.legend)
     elif not many:
         kept = any(m.payload for m in replay.messages)
-        note = (
-            TOO_MANY if too_many else NO_DATA if replay.no_data else NO_ORIGIN if kept else NOT_KEPT
-        )
+        unknown = NEVER_WRITTEN if any(replay.unwritten) else NO_ORIGIN if kept else NOT_KEPT
+        note = TOO_MANY if too_many else NO_DATA if replay.no_data else unknown
         draw_traffic(scene, replay, timing, note)
     if replay.messages:
         _draw_sends(scene, replay, timing, many)

@@ -157,7 +157,7 @@ ENDINGS = {
     "a send changed": (
         "w = dist.isend(x, 1 - rank()); x += 1; dist.recv(x.clone(), 1 - rank()); w.wait()",
         LearnerError,
-        "after isend",
+        "between isend and its wait",
     ),
     "endless loop": ("while True: pass", TimeOver, ""),
     "a collective that is not allowed": ("dist.all_reduce(x)", ForbiddenCall, "all_reduce"),

@@ -243,7 +243,7 @@ def test_what_a_learner_returns_and_prints_is_said_in_few_plain_words(homework, 
     code += "def swap_again(x): raise ValueError('\\x1b[2J' + '\\u202e' + 'y' * 9_000)\n"
     result = grade_submission(handed_in(tmp_path / "a", {"hw9.py": code}), homework, "a seed")
     first, second = result["exercises"]
-    assert "characters left out" in first["findings"][0]["message"]
+    assert "xxx…; expected None" in first["findings"][0]["message"]
     assert r"\x1b[2J\u202eyyy" in second["problem"]
     verdict = grading.grade(homework.exercises[0], read(tmp_path / "a", homework))
     assert r"\x1b[2J" in str(ExerciseReport(verdict, "hw9.py")) and not verdict.points
