@@ -130,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
         help="build a course of these lessons alone, e.g. 01,04; the index lists no others",
     )
     lessons.add_argument(
+        "--syllabus",
+        metavar="FILE",
+        type=Path,
+        help="build the course of this syllabus: title, weeks, dates, lessons, goals, homework",
+    )
+    lessons.add_argument(
         "--out",
         metavar="FOLDER",
         type=Path,
@@ -235,7 +241,24 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="write the result to this file; of a class, to a file each in this folder",
     )
-    grade.add_argument("--csv", metavar="FILE", type=Path, help="write the points as a table")
+    grade.add_argument(
+        "--csv",
+        metavar="FILE",
+        type=Path,
+        help="write a table: points, and why points are missing",
+    )
+    grade.add_argument(
+        "--feedback",
+        metavar="DIR",
+        type=Path,
+        help="write a web page for each learner: verdicts, and pictures of their own runs",
+    )
+    grade.add_argument(
+        "--class-list",
+        metavar="FILE",
+        type=Path,
+        help="a name in each line: who handed in nothing has a row, too",
+    )
     grade.add_argument(
         "--jobs",
         metavar="N",
@@ -254,6 +277,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     release.add_argument(
         "--out", metavar="DIR", type=Path, required=True, help="the folder for the bundles"
+    )
+    release.add_argument(
+        "--library",
+        metavar="ADDRESS",
+        help="where autograders get parallel101, e.g. git+https://github.com/me/parallel101@v1 "
+        "(default: a wheel in the bundle)",
     )
     for sub in (grade, release):
         sub.add_argument(
@@ -297,11 +326,22 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     _import_no_grammars()
-    from parallel101.publish import make_output_folder, publish, select_lessons
+    from parallel101.publish import make_output_folder, publish, read_syllabus, select_lessons
 
+    folder, syllabus = _lessons_folder(args), None
     try:
         names = [*args.names, *(args.only or "").replace(",", " ").split()]
-        notebooks = select_lessons(_lessons_folder(args), names)
+        notebooks = select_lessons(folder, names)
+        if args.syllabus is not None:
+            if args.only is not None:
+                raise ValueError("the syllabus names the lessons; leave out --only")
+            syllabus = read_syllabus(args.syllabus, folder)
+            other = [path.stem for path in notebooks if path.stem not in syllabus.lessons]
+            if names and other:
+                raise ValueError(f"{other[0]} is not in {args.syllabus}")
+            notebooks = [path for path in notebooks if path.stem in syllabus.lessons]
+            if not notebooks:
+                raise ValueError(f"{args.syllabus} names no lesson")
         make_output_folder(args.out)
     except ValueError as error:
         args.parser.error(str(error))
@@ -310,7 +350,13 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         f"{', '.join(n.stem for n in notebooks)}",
         flush=True,
     )
-    done = publish(notebooks, args.out, only=args.only is not None, timeout=args.timeout)
+    done = publish(
+        notebooks,
+        args.out,
+        only=args.only is not None,
+        syllabus=syllabus,
+        timeout=args.timeout,
+    )
     print(
         "Wrote",
         *(f"  {page}  {page.stat().st_size / 1000:,.0f} kB" for page in done.written),
@@ -515,7 +561,8 @@ def _grade(args: argparse.Namespace, extra: list[str]) -> int:
 
     if args.submission is not None:
         hide_arguments()
-    files = {name: getattr(args, name) for name in ("gradescope", "json", "csv", "seed_file")}
+    names = ("gradescope", "json", "csv", "feedback", "class_list", "seed_file")
+    files = {name: getattr(args, name) for name in names}
     try:
         if args.submission is None and not any(files.values()):
             return command.main(args.path)
@@ -533,7 +580,7 @@ def _release(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.grade import command
 
     try:
-        return command.release_set(args.path, args.out, args.seed_file)
+        return command.release_set(args.path, args.out, args.seed_file, args.library)
     except (FileNotFoundError, ValueError) as error:
         return args.parser.error(str(error))  # exits
 

@@ -106,9 +106,11 @@ RING_SHIFT = Exercise(
         "for it.",
         "dist.isend and dist.irecv return at once, with a work. Start both, then wait for both. "
         "Receive into a tensor of your own: torch.empty(x.shape, dtype=x.dtype).",
-        "received = torch.empty(x.shape, dtype=x.dtype); sending = dist.isend(x.contiguous(), "
-        "(rank + 1) % n); dist.recv(received, (rank - 1) % n); sending.wait(). With one rank there "
-        "is nobody to send to.",
+        (
+            "The neighbours are (rank + 1) % n and (rank - 1) % n. Only the call that "
+            "comes first has to be asynchronous. What must you still call before you "
+            "return? And whom does a single rank send to?"
+        ),
     ),
     questions=(
         Question(
@@ -246,9 +248,11 @@ FLAT_BROADCAST = Exercise(
             "The root loops over all ranks except itself and sends x. Every other rank receives "
             "once, from the root."
         ),
-        "if rank == root: for other in range(n): if other != root: dist.send(x.contiguous(), "
-        "other), and return x.clone(). Otherwise: received = torch.empty(x.shape, dtype=x.dtype); "
-        "dist.recv(received, root); return received.",
+        (
+            "Only the root may return a copy of its own x. What do the others receive "
+            "into, of which shape and dtype? A message must be contiguous, but x may be "
+            "transposed."
+        ),
     ),
     questions=(
         Question(
@@ -325,9 +329,11 @@ TREE_BROADCAST = Exercise(
         "You need it again only where you send.",
         "Let the distance be 1, 2, 4, … below n. In each step the positions below the distance "
         "have x. Position p sends to p + distance, if there is one.",
-        "for distance 1, 2, 4, … < n: if position < distance and position + distance < n: send to "
-        "(position + distance + root) % n; elif distance <= position < 2 * distance: receive from "
-        "(position - distance + root) % n.",
+        (
+            "So each position receives exactly once: position p does in the step with "
+            "distance ≤ p < 2 · distance. From which position? To turn positions back "
+            "into ranks, recall which rank has position 0."
+        ),
     ),
     questions=(
         Question(
@@ -491,9 +497,11 @@ SCATTER = Exercise(
             "The root sends chunk r to rank r, for every r except itself. Rank r receives into a "
             "new tensor of the shape of its chunk."
         ),
-        "chunks = torch.tensor_split(x, n). On the root: dist.send(chunks[r].contiguous(), r) for "
-        "each r != root; return chunks[root].clone(). Elsewhere: mine = "
-        "torch.empty(chunks[rank].shape, dtype=x.dtype); dist.recv(mine, root); return it.",
+        (
+            "The chunks are views of x. Which of them must be made contiguous before it "
+            "is sent, and which copied before it is returned? A chunk may have no rows at "
+            "all; its sender and its receiver both know that."
+        ),
     ),
     questions=(
         Question(
@@ -654,9 +662,11 @@ GATHER = Exercise(
             "Give each rank a place in a list on the root: parts[r] is for rank r, whenever it "
             "arrives. The root's own x is parts[root]."
         ),
-        "On the root: parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(n)]; parts[root] "
-        "= x; dist.recv(parts[r], r) for each r != root; return torch.cat(parts). Elsewhere: "
-        "dist.send(x.contiguous(), root).",
+        (
+            "If the root names the source of each receive, it doesn't matter who is late. "
+            "Which function joins a list of tensors along dim 0? Every other rank makes "
+            "one call and returns None."
+        ),
     ),
     questions=(
         Question(

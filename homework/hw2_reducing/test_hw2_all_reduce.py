@@ -278,9 +278,12 @@ RING_ALL_REDUCE = Exercise(
         "does the all-gather need?",
         "The chunks differ in size by one: cut the elements with torch.tensor_split(x.flatten(), "
         "n), and let both loops send and receive these chunks. Divide once, between the halves.",
-        "mine = ring_reduce_scatter(x.flatten()); divide mine by n for the mean; total = "
-        "torch.empty(x.numel(), dtype=x.dtype); blocks = torch.tensor_split(total, n); "
-        "blocks[rank].copy_(mine); then ring_all_gather's loop; return total.view(x.shape).",
+        (
+            "You have written both loops, as ring_reduce_scatter and ring_all_gather. The "
+            "second needs a change, because the chunks may differ in size: let it receive "
+            "into views of the result, which torch.tensor_split gives. Which chunk of the "
+            "result do you know already?"
+        ),
     ),
     questions=(
         Question(
@@ -422,9 +425,11 @@ DOUBLING_ALL_REDUCE = Exercise(
         "Both partners send their sum and add what they receive, which needs a second tensor. For "
         "n = 3, rank 2 gives its x to rank 0 and waits; ranks 0 and 1 do the rest; rank 0 sends "
         "the result back.",
-        "m = 1 << (n.bit_length() - 1). Rank ≥ m: send total to rank − m, then receive it. rank + "
-        "m < n: first receive from it and add. Then for distance 1, 2, … < m exchange with rank ^ "
-        "distance and add. At the end send total to rank + m, if there is such a rank.",
+        (
+            "The largest power of two in n is 1 << (n.bit_length() - 1). A rank at or "
+            "above it has two messages only, one before the loop and one after it. With "
+            "which rank are they, for any n?"
+        ),
     ),
     questions=(
         Question(

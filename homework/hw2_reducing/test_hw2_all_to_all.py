@@ -146,9 +146,10 @@ ALL_TO_ALL = Exercise(
             "In step s, send to rank + s and receive from rank − s, mod n: then in each step every "
             "rank sends one row and receives one."
         ),
-        "result = torch.empty(x.shape, dtype=x.dtype); result[rank] = x[rank]. For step 1 … n − 1: "
-        "to, source = (rank + step) % n, (rank - step) % n; sending = "
-        "dist.isend(x[to].contiguous(), to); dist.recv(result[source], source); sending.wait().",
+        (
+            "A new tensor holds what arrives. One row needs no message. In each step the "
+            "send must not wait, or all ranks would wait at once."
+        ),
     ),
     questions=(
         Question(

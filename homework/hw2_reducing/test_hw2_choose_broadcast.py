@@ -210,9 +210,11 @@ CHOOSE_BROADCAST = Exercise(
         "link? You can write down all three from lesson 02's table.",
         "Two of them have a fixed cost, steps · latency + bytes / bandwidth. The time of the chain "
         "depends on m: first find the best m, as in lesson 02.",
-        "For the chain, m = √((n − 2) · nbytes / (latency · bandwidth)), rounded, and at least 1; "
-        "its time is (n − 2 + m) · (latency + nbytes / m / bandwidth). Put the three times into a "
-        "dict by name, and return the name with the least.",
+        (
+            "With m segments, the chain takes (n − 2 + m) · (latency + nbytes / m / "
+            "bandwidth). Multiply it out: one term grows with m, another shrinks. For "
+            "which m is their sum least? m must be a whole number."
+        ),
     ),
     questions=(
         Question(

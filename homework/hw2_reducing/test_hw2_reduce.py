@@ -126,10 +126,11 @@ REDUCE = Exercise(
             "The root adds what it receives to a clone of its own x: x itself must stay as it is. "
             "It divides once, at the end."
         ),
-        "On the root: total, arriving = x.clone(), torch.empty(x.shape, dtype=x.dtype); for "
-        "each other rank: dist.recv(arriving, other); "
-        'total += arriving. Return total / n if op == "mean" else total. Elsewhere: '
-        "dist.send(x.contiguous(), root).",
+        (
+            "Every other rank makes one call. The root makes n − 1, and has two tensors "
+            "of its own: the total, and one to receive into, which it can use again and "
+            "again. When is the total complete, and so when may it be divided?"
+        ),
     ),
     questions=(
         Question(

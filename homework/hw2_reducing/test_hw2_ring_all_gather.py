@@ -207,9 +207,11 @@ RING_ALL_GATHER = Exercise(
             "In step s, rank r sends the block of rank r − s and receives that of rank r − s − 1, "
             "all mod n. Keep a list of n blocks."
         ),
-        "blocks[rank] = x. In each step: sending = dist.isend(blocks[(rank - step) % n], (rank + "
-        "1) % n); dist.recv(blocks[(rank - step - 1) % n], (rank - 1) % n); sending.wait(). At the "
-        "end torch.cat(blocks).",
+        (
+            "Each block that arrives needs a tensor of its own. In each step, start the "
+            "send and don't wait for it before you have received. Every rank gets the "
+            "blocks in another order: where does each belong in the result?"
+        ),
     ),
     questions=(
         Question(

@@ -162,9 +162,11 @@ RING_REDUCE_SCATTER = Exercise(
         "The sum of chunk c starts at rank c + 1 and goes round the ring to rank c. So in step 1 "
         "rank r sends its part of chunk r − 1. In each step it adds its own part to what has "
         "arrived, and sends that on in the next step.",
-        "partial = chunks[rank - 1].clone(). For step 1 … n − 1: send partial to rank + 1; receive "
-        "`arriving`, as large as mine = chunks[(rank - step - 1) % n], from rank − 1; then partial "
-        "= arriving + mine. At the end partial is chunk `rank`.",
+        (
+            "A rank has one partial sum, and one tensor for what arrives. Chunks may "
+            "differ in size: in step s it is chunk r − s − 1 that arrives. Which chunk "
+            "does a rank begin with, and which one does it have at the end?"
+        ),
     ),
     questions=(
         Question(

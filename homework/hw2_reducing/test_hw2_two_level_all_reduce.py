@@ -245,10 +245,10 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
         "Write the two loops of the ring all-reduce as functions of a list of ranks and a list of "
         "chunks, so that they work for any ring. In which order does a rank call them, and on "
         "which ring?",
-        "The ring inside is [rank − rank % k + i for i in range(k)], that of the rail is "
-        "range(rank % k, n, k). Three calls on the flat x: scatter its k chunks inside, all-reduce "
-        "the chunk that you then have on the rail (cut into N chunks, again by tensor_split), "
-        "gather inside. A rank's place in a ring is ring.index(rank).",
+        "The ranks of a node share rank // k, and those of a rail share rank % k. Make three calls "
+        "on the flat x: scatter its k chunks inside, all-reduce on the rail the chunk that you "
+        "then have (cut into N chunks, again by tensor_split), and gather inside. A rank's place "
+        "in a ring is not its number.",
     ),
     questions=(
         Question(

@@ -453,8 +453,9 @@ EXERCISES = [
                 "uses. The x of the others is used nowhere."
             ),
             (
-                "Sum g to the root: clone g, because dist.reduce writes into it. The other ranks "
-                "return zeros of the shape of x."
+                "Every rank's g is added up on one rank. Which collective does that? It "
+                "writes into its argument, so give it a copy of g. And what do the other "
+                "ranks return?"
             ),
         ),
         ALL_REDUCE_EVERYWHERE,
@@ -469,7 +470,10 @@ EXERCISES = [
                 "The derivative of y by each x is 1. So the gradient of each x is the g that the "
                 "root has."
             ),
-            "Only the root has g, and every rank needs it: broadcast a copy of it from the root.",
+            (
+                "Only the root has g, and every rank needs it. Which collective does that? "
+                "Don't let it write into the g that you were given."
+            ),
         ),
     ),
     exercise(
@@ -479,8 +483,9 @@ EXERCISES = [
             "Which y does block r of the root's x go into?",
             "Block r of x is used once, by rank r. So block r of the gradient is rank r's g.",
             (
-                "Gather g at the root, in the order of the ranks. The other ranks send theirs and "
-                "return None."
+                "Each rank has one block of the gradient, and the root needs them all, in the "
+                "order of the ranks. Which collective does that? What is left for the other "
+                "ranks to return?"
             ),
         ),
     ),
@@ -490,7 +495,10 @@ EXERCISES = [
         (
             "Where in the root's y is this rank's x?",
             "x of rank r is block r of y. So its gradient is block r of the root's g.",
-            "Scatter the n blocks of g (g.chunk(n)) from the root.",
+            (
+                "The root has all blocks of the gradient, and each rank needs its own. Which "
+                "collective hands them out?"
+            ),
         ),
     ),
     exercise(
@@ -499,7 +507,10 @@ EXERCISES = [
         (
             "Rank 1's x is a block of every rank's y. How many losses depend on it?",
             "All n. The gradient of rank r's x is the sum over the ranks of block r of their g.",
-            "The sum of all g, of which rank r keeps block r: that is a reduce-scatter.",
+            (
+                "Rank r needs block r of the sum of all g, and nothing else of that sum. "
+                "Which collective computes a sum and leaves one block of it on each rank?"
+            ),
         ),
         SLICE_WITHOUT_SUM,
         ALL_REDUCE_THEN_SLICE,
@@ -513,7 +524,7 @@ EXERCISES = [
                 "Block j is a term of the sum that rank j gets. The derivative is 1, so its "
                 "gradient is rank j's g."
             ),
-            "Every rank needs the g of all ranks, in their order: that is an all-gather.",
+            ("Every rank needs the g of all ranks, in their order. Which collective does that?"),
         ),
     ),
     exercise(
@@ -522,7 +533,10 @@ EXERCISES = [
         (
             "Rank 1's x is a term of every rank's y. How many losses depend on it?",
             "All n, each with derivative 1. So the gradient of x is the sum of the g of all ranks.",
-            "All-reduce g: a copy of it, because dist.all_reduce writes into its argument.",
+            (
+                "Every rank needs the sum of all g. You know the collective well. It writes "
+                "into its argument, so give it a copy of g."
+            ),
         ),
     ),
     exercise(
@@ -531,7 +545,10 @@ EXERCISES = [
         (
             "Block j of rank i's x becomes block i of rank j's y. Where is its gradient?",
             "In block i of rank j's g. So it has to go back from rank j to rank i.",
-            "Sending block i of every g to rank i, for every i, is an all-to-all again.",
+            (
+                "Write down from where to where each block goes, first in forward and then in "
+                "backward. What do the two lists have in common?"
+            ),
         ),
     ),
 ]

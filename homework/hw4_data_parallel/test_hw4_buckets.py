@@ -322,10 +322,11 @@ EXERCISES = [
             "Go through the sorted names. Keep a list of the names in the open bucket, and its "
             "bytes. If the next gradient doesn't fit, all-reduce the bucket and open a new one. "
             "What is still open at the end?",
-            "flat = torch.cat([gradients[name].flatten() for name in names]); "
-            "dist.all_reduce(flat); flat /= n; flat.split(sizes) gives the pieces, "
-            "piece.view_as(gradients[name]) their shapes. Do it for each bucket, and once more "
-            "after the loop.",
+            (
+                "torch.cat joins the flattened gradients of a bucket, split cuts the sum "
+                "apart again, and view_as gives each piece its shape. All of that happens in "
+                "two places: where a bucket is full, and in one more."
+            ),
         ),
         questions=(
             Question(

@@ -188,9 +188,12 @@ EXERCISES = [
             "first step, and what before each step?",
             "Broadcast rank 0's parameters. After backward(), all-reduce each p.grad: that adds. "
             "The mean over all samples is Σ (sum of a rank's losses) / (samples of all ranks).",
-            "All-reduce len(inputs) into total. loss = loss_fn(…) * len(inputs) / total; "
-            "loss.backward(); dist.all_reduce(p.grad) for each p in model.parameters(), which "
-            "yields a tied parameter once; optimizer.step().",
+            (
+                "dist.all_reduce adds. So scale each rank's loss before backward(), such that "
+                "the sum of the ranks' gradients is already the right one. What must it be "
+                "scaled by, if one rank has 3 samples and another 5? Take care that a tied "
+                "parameter isn't added up twice."
+            ),
         ),
         questions=(
             Question(

@@ -345,9 +345,11 @@ EXERCISES = [
             "Register one hook for each parameter, once. In the last microbatch the hook starts "
             "dist.all_reduce(p.grad, async_op=True) and keeps the work that this returns. All "
             "works are waited for just before optimizer.step().",
-            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For each "
-            "step: zero_grad; for each microbatch set last, and (loss / (microbatches · "
-            "n)).backward(); for work in works: work.wait(); works.clear(); optimizer.step().",
+            (
+                "The hook runs in every microbatch, but it may start an all-reduce only in "
+                "the last one. How does it know? A microbatch's loss is divided by two "
+                "numbers before backward(). Forget the old works before the next step."
+            ),
         ),
         questions=(
             Question(

@@ -500,10 +500,13 @@ EXERCISES = [
             "Give make_optimizer an nn.Parameter for each piece. After backward: reduce-scatter "
             "each padded gradient into the piece's grad, divided by n; clip; step; all-gather the "
             "pieces into the parameters.",
-            "whole = F.pad(p.grad.flatten(), (0, -p.numel() % n)); "
-            "dist.reduce_scatter_single(piece.grad, whole). For the norm, all-reduce the sum of "
-            "the pieces' squares, and take its root. At the end dist.all_gather_single(whole, "
-            "piece.detach()).",
+            (
+                "F.pad fills a flat gradient up to a multiple of n. "
+                "dist.reduce_scatter_single and dist.all_gather_single take whole flat "
+                "tensors. The norm is that of the whole model, and each rank has the squares "
+                "of its own pieces. What do you add up over the ranks before you take the "
+                "root?"
+            ),
         ),
         weights={"value": 0.2, "bytes": 0.3, "memory": 0.5},
         questions=(
@@ -527,9 +530,11 @@ EXERCISES = [
                 "Register one hook for each parameter. It reduce-scatters p.grad into its piece's "
                 "grad, and sets p.grad to None."
             ),
-            "def ready(p): pieces[p].grad = (the reduce-scattered p.grad) / n; p.grad = None. "
-            "Register it once, before the first step. All the rest is train_zero1 without the loop "
-            "of reduce-scatters.",
+            (
+                "All the rest is train_zero1, without its loop of reduce-scatters. Register "
+                "the hooks before the first step: what would happen if each step registered "
+                "them again?"
+            ),
         ),
         checks=(replace(gradients_are_freed(), weight=4.0),),
         weights={"value": 0.15, "bytes": 0.15, "memory": 0.7},
@@ -577,9 +582,11 @@ EXERCISES = [
             "An autograd.Function that all-gathers a piece forward, and reduce-scatters the "
             "gradient backward. Run each layer under torch.utils.checkpoint, with the gathers "
             "inside: then only x is kept, and backward gathers again.",
-            "def run(layer, own, x): return functional_call(layer, "
-            "{name: Gather.apply(own[name], p.shape) for name, p in layer.named_parameters()}, "
-            "(x,)); for each layer x = checkpoint(run, layer, own, x, use_reentrant=False).",
+            (
+                "torch.func.functional_call runs a layer with other weights than its own: the "
+                "gathered ones, by name. What would torch.utils.checkpoint keep if you "
+                "gathered them outside of the function that it runs?"
+            ),
         ),
         questions=(
             Question(

@@ -135,9 +135,11 @@ PARALLEL_ATTENTION = Exercise(
         "and values, needs no message to attend.",
         "It is the same pair as the MLP: qkv is cut by its outputs, at the borders of heads, and "
         "out by its inputs. Cut each third of qkv alike.",
-        "qkv: torch.cat([part.chunk(n)[rank] for part in qkv.chunk(3)]); out: out.chunk(n, "
-        "1)[rank]. In forward: SumOfRanks.apply(attention(CopyToRanks.apply(x), self.qkv, "
-        "self.out, heads // n)).",
+        (
+            "qkv.chunk(3) gives all queries, all keys and all values. Each of the three "
+            "has whole heads in order. attention(…) works on your part as it is, with "
+            "fewer heads. Along which dim of out do the heads lie?"
+        ),
     ),
     questions=(
         Question(

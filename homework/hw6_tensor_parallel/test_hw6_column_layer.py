@@ -159,8 +159,11 @@ COLUMN_LAYER = Exercise(
         "can do all of it but the all-gather.",
         "Write a torch.autograd.Function: forward gathers all ranks' columns. Its backward is the "
         "adjoint of an all-gather; see lesson 03.",
-        "backward(ctx, g): cut g into n blocks of columns, make them contiguous, and "
-        "reduce-scatter them. Rank r returns the sum of block r.",
+        (
+            "The ranks' g differ, so block r of the gradient is a sum over all ranks, and "
+            "only rank r needs it. Which collective does that? Its blocks must be "
+            "contiguous, and yours are blocks of columns."
+        ),
     ),
     questions=(
         Question(

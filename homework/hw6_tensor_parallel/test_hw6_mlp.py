@@ -169,9 +169,11 @@ PARALLEL_MLP = Exercise(
         "Two autograd functions: one copies x into the ranks' work (its backward is an "
         "all-reduce), the other sums the partial outputs (its backward passes the gradient on). "
         "Add b2 after the sum.",
-        "Draw the whole matrices and keep one block: w1.tensor_split(n)[rank], w2.tensor_split(n, "
-        "1)[rank]. y = SumOfRanks.apply(F.linear(F.gelu(F.linear(CopyToRanks.apply(x), self.w1, "
-        "self.b1)), self.w2)) + self.b2.",
+        (
+            "Draw the whole matrices on every rank and keep this rank's block: rows of w1 "
+            "and b1, but columns of w2. In forward, each of your two functions is used "
+            "once. Which comes before the first layer, and which after the second?"
+        ),
     ),
     questions=(
         Question(

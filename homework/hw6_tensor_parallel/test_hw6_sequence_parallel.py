@@ -213,9 +213,12 @@ SEQUENCE_PARALLEL = Exercise(
         "Two autograd functions: all-gather along time (backward: reduce-scatter), and "
         "reduce-scatter along time (backward: all-gather). Then ask for each weight: on how many "
         "positions does this rank use it?",
-        "norm_weight, norm_bias and b2 see this rank's positions only: pass each through a "
-        "function that returns it in forward and all-reduces its gradient in backward (CopyToRanks "
-        "of 15b).",
+        (
+            "norm_weight, norm_bias and b2 meet only this rank's positions, so each rank "
+            "has a part of their gradient. In 15b you wrote a function that changes "
+            "nothing in forward and adds up gradients in backward. It can be applied to "
+            "weights, too."
+        ),
     ),
     questions=(
         Question(

@@ -218,9 +218,12 @@ VOCABULARY_LOSS = Exercise(
         "First all-reduce the largest logit of each position (it needs no gradient). Then sum two "
         "numbers over the ranks: Σ exp(logit − max), and the target's logit − max, which is 0 on "
         "ranks that don't have the target.",
-        "The first token of this rank is the sum of the widths before: sum(len(t) for t in "
-        "torch.arange(vocabulary).tensor_split(n)[:rank]). The sum over ranks passes its gradient "
-        "on unchanged (SumOfRanks). loss = (total.log() − chosen).mean().",
+        (
+            "torch.arange(vocabulary).tensor_split(n) gives the tokens of each rank. Find "
+            "out which targets are among your own, and let all others count 0. The sum "
+            "over ranks passes its gradient on unchanged, as in the MLP. How does the "
+            "loss follow from the two sums?"
+        ),
     ),
     questions=(
         Question(

@@ -44,10 +44,12 @@ EXERCISES = [
             "A received activation is a leaf: x.requires_grad_() before stage(x). After "
             "y.backward(dy), x.grad is what the rank before waits for. Keep (x, y) of each "
             "microbatch until its backward.",
-            "for i in range(M): x = inputs[i] or a received leaf; y = stage(x); send y.detach() "
-            "on, or loss_fn(y, targets[i]) / M on the last rank. Then for i in range(M): dy = "
-            "received, or None on the last rank; y.backward(dy); send x.grad back. Wait for the "
-            "sends at the end.",
+            (
+                "The two loops differ between ranks in three places: where x comes from, "
+                "where y goes, and what backward starts from. Only the last rank has a loss; "
+                "divide it so that the microbatches add up to the mean. Don't wait for a send "
+                "before the loops have ended."
+            ),
         ),
         picture="pipeline",
     ),

@@ -404,9 +404,11 @@ EXERCISES = [
             "which microbatch it is.",
             "k // (P·v) counts groups of P microbatches; the rest, divided by P, is the chunk. For "
             "backwards, count the chunks from the last.",
-            "Warm-up for v > 1: (v − 1)·P + 2·(P − rank − 1) + 1 forwards, for v = 1 P − rank; at "
-            "most v·M. Then one backward and one forward in turn. Chunk c of a rank is stage c·P + "
-            "rank.",
+            (
+                "The docstring says how many activations a rank may hold: so many forwards, "
+                "at most v·M, are its warm-up. After that, backward and forward take turns. "
+                "Which stage is chunk c of rank r?"
+            ),
         ),
         picture="pipeline",
     ),

@@ -109,8 +109,11 @@ EXERCISES = [
             "forward. When can the rank before it?",
             "Rank r can do P − r forwards before the first gradient comes back to it. Each "
             "backward then frees the activations of one microbatch.",
-            "warm_up = min(M, P − rank). Do that many forwards. Then for i in range(M): "
-            "backward(i), and forward(i + warm_up) if there is one.",
+            (
+                "After the warm-up, each backward makes room for one more forward. When are "
+                "there no forwards left? And how long is the warm-up if there are fewer "
+                "microbatches than stages?"
+            ),
         ),
         picture="pipeline",
     ),

@@ -201,9 +201,10 @@ EXERCISES = [
             "optimizer steps.",
             "Begin as in 1F1B. On rank r, let weight_gradient run r microbatches behind "
             "input_gradient; the r that are left come at the end.",
-            "for i in range(M): input_gradient(i); if i ≥ rank: weight_gradient(i − rank); if i + "
-            "warm_up < M: forward(i + warm_up). Then the last weight gradients, then "
-            "optimizer.step().",
+            (
+                "So the first r rounds on rank r have no weight gradient, and r are left when "
+                "the loop ends. Which call comes after them, and why not before?"
+            ),
         ),
         picture="pipeline",
     ),

@@ -304,10 +304,13 @@ EXERCISES = [
             "Make two groups: the ranks with this rank's tp coordinate, and those along tp. "
             "Average all gradients over the first. Then sum those in `partial` over the second. "
             "For the norm, add up the squares of `cut` over the second, and add the others once.",
-            "rank = (dp_i · cp + cp_i) · tp + tp_i. After backward: dist.all_reduce(p.grad, "
-            "group=data); p.grad /= dp · cp; if name in partial: dist.all_reduce(p.grad, "
-            "group=tensor). Then all-reduce Σ p.grad² of `cut` over `tensor`, add Σ p.grad² of "
-            "all others, and take the root.",
+            (
+                "The rank is (dp_i · cp + cp_i) · tp + tp_i: which ranks share this rank's "
+                "tp coordinate, and which differ in nothing else? Every rank must make all "
+                "groups, in the same order. The gradients are averaged before `partial` is "
+                "summed, and the norm comes last. A parameter that is not in `cut` has the "
+                "same squares on every rank of a tp group."
+            ),
         ),
         questions=(
             Question(

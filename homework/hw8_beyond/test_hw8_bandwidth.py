@@ -281,8 +281,12 @@ EXERCISES = [
             "busiest link for an array of S bytes?",
             "Call start().wait() once before the clock starts. S is max(given.nbytes, "
             "result.nbytes). The factors are in NVIDIA's nccl-tests, doc/PERFORMANCE.md.",
-            "t = (time of `repeats` calls, each waited for) / repeats. Return factor · S / t; the "
-            "factor is 2(n−1)/n for all_reduce, 1 for broadcast and reduce, (n−1)/n for the rest.",
+            (
+                "In an all-reduce, a rank of the ring sends 2(n − 1)/n of S, so that is its "
+                "factor. Work out those of the others in the same way. For two of them, n "
+                "doesn't matter. Each of the repeats must be waited for before the clock "
+                "stops."
+            ),
         ),
         questions=(
             Question(

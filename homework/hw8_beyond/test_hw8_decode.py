@@ -152,9 +152,12 @@ EXERCISES = [
             "Each rank needs two things of another: its result `out` (heads, d), and the log of "
             "its Σ exp(score), `lse` (heads). exp(lse) says how much of the whole denominator this "
             "rank has. torch.logsumexp never overflows.",
-            "out = Σ_r exp(lse_r − lse)·out_r, with lse = logsumexp of all lse_r. Join out and lse "
-            "to one tensor (heads, d + 1), and pass it round the ring n − 1 times, as in exercise "
-            "5.",
+            (
+                "A rank's result counts with its share of the whole denominator. The log of "
+                "the whole is the logsumexp of all ranks' lse; how do you get a share from "
+                "two logs? Join out and lse to one tensor (heads, d + 1), and pass it round "
+                "the ring, as in exercise 5."
+            ),
         ),
         questions=(
             Question(

@@ -252,10 +252,13 @@ EXERCISES = [
             "Write one function move(rows, sent, received) for the rows alone, without autograd. "
             "Forward first sends each other rank its count, then calls move(x, counts, received). "
             "Backward calls move(g, received, counts).",
-            "In move: blocks = rows.split(sent); buffers = [rows.new_empty(count, width) for count "
-            "in received]; buffers[rank] = blocks[rank]. For every other rank with a count above "
-            "0: irecv into its buffer, isend its block (contiguous). Wait for all, and return "
-            "torch.cat(buffers). Do this on all ranks, even with no rows.",
+            (
+                "torch.split cuts the rows into one block for each rank, and torch.cat "
+                "joins what arrives. Which block needs no message? A message of no rows can "
+                "be left out, if both sides leave it out. But every rank must call the "
+                "autograd function, also one with no rows at all, or backward would wait "
+                "for it."
+            ),
         ),
         questions=(
             Question(

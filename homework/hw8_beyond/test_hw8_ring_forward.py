@@ -311,9 +311,12 @@ EXERCISES = [
             "Before you compute a block, start to send it to rank + 1 and to receive the next one "
             "from rank − 1. Wait for both after the computation. In step s you hold the block of "
             "rank (rank − s) mod n. Its length is in sizes.",
-            "To merge (out, lse) with a block's (o, l): new = torch.logaddexp(lse, l); out = "
-            "out·exp(lse − new) + o·exp(l − new), with [..., None] on the factors. Skip blocks of "
-            "later ranks, but pass them on. kv = torch.stack([k, v]) is one message.",
+            (
+                "Two results are merged as the ranks' results were in 21a: torch.logaddexp "
+                "gives the log of the new denominator, and each result counts with its "
+                "share. A share has one dimension less than out. Blocks of later ranks are "
+                "passed on, but not computed. torch.stack makes one message of k and v."
+            ),
         ),
         questions=(
             Question(

@@ -14,7 +14,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from parallel101.grade.file_access import available
@@ -23,12 +23,13 @@ from parallel101.grade.grading import PUBLIC_SEED
 from parallel101.grade.homework import HomeworkSet, find_homework, find_sets
 from parallel101.grade.learner import check_file
 from parallel101.grade.plain_text import plain_name
-from parallel101.grade.release import release
+from parallel101.grade.release import left_out, release
 from parallel101.grade.submissions import (
     Result,
     class_table,
     grade_class,
     grade_submission,
+    student,
     submissions_in,
     write_csv,
     write_json,
@@ -65,6 +66,8 @@ def handed_in(
     gradescope: Path | None = None,
     json: Path | None = None,
     csv: Path | None = None,
+    feedback: Path | None = None,
+    class_list: Path | None = None,
     jobs: int = 1,
     seed_file: Path | None = None,
 ) -> int:
@@ -78,6 +81,9 @@ def handed_in(
         json: of one submission the file, of a class the folder for its results (default: results/
             and the set's name).
         csv: the file for the table.
+        feedback: the folder for a page of feedback for each learner.
+        class_list: a file with the names of all learners, one in each line, as their submissions
+            are named. Those who handed in nothing then have a row, too.
         jobs: how many submissions are graded at a time.
         seed_file: the file with the secret seed; None: the public cases.
 
@@ -87,12 +93,20 @@ def handed_in(
     seed = PUBLIC_SEED if seed_file is None else read_seed(seed_file)
     for option, file in (("--gradescope", gradescope), ("--csv", csv)):
         _can_be_written(option, file)
+    if feedback is not None:
+        make_folder("--feedback", feedback)
     folder = homework.code if submission is None else handed_in_at(submission)
     entries = submissions_in(folder, homework) if submission and gradescope is None else None
+    if class_list is not None:
+        if entries is None:
+            raise ValueError("--class-list needs --submission with a folder for a whole class")
+        entries = [*entries, *missing(class_list, folder, entries)]
     if entries is None or len(entries) == 1:
         _can_be_written("--json", json)
+        one = (entries or [folder])[0]
+        page = feedback / f"{student(one)}.html" if feedback is not None else None
         with _ended_by_sigterm():
-            results = [_grade_one((entries or [folder])[0], homework, seed, gradescope, json)]
+            results = [_grade_one(one, homework, seed, gradescope, json, page)]
     else:
         into = json or Path("results") / homework.folder.name
         if into.exists() and not into.is_dir():
@@ -103,7 +117,7 @@ def handed_in(
                 f"code that is graded. Run `chmod 700 {folder}`"
             )
         with _ended_by_sigterm():
-            results = grade_class(entries, homework, into, seed=seed, jobs=jobs)
+            results = grade_class(entries, homework, into, seed=seed, jobs=jobs, feedback=feedback)
         print(class_table(results))
         left_out = sorted(
             plain_name(entry)
@@ -117,12 +131,39 @@ def handed_in(
     return 0
 
 
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder. Raises ValueError if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"{option} {folder} can't be written; expected a folder")
+
+
+def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:
+    """Where the submissions of those learners would be who handed in nothing.
+
+    Raises ValueError for a name that can't be that of a file.
+    """
+    there = {student(entry) for entry in entries}
+    names = [line.strip() for line in class_list.read_text(encoding="utf-8-sig").splitlines()]
+    for name in names:
+        if name != Path(name).name:
+            raise ValueError(
+                f"{class_list} has the line {name!r}; expected a name, as submissions are named"
+            )
+    return [submissions / name for name in dict.fromkeys(names) if name and name not in there]
+
+
 def _grade_one(
     submission: Path,
     homework: HomeworkSet,
     seed: str,
     gradescope: Path | None,
     json: Path | None,
+    page: Path | None,
 ) -> Result:
     def write(result: Result) -> None:
         if gradescope is not None:
@@ -130,7 +171,7 @@ def _grade_one(
         if json is not None:
             write_json(json, result)
 
-    result = grade_submission(submission, homework, seed, write)
+    result = grade_submission(submission, homework, seed, write, page)
     for entry in result["exercises"]:
         points = f"{entry['points']:g} of {entry['out_of']:g} points"
         print(
@@ -205,11 +246,16 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def release_set(path: Path, out: Path, seed_file: Path | None = None) -> int:
+def release_set(
+    path: Path, out: Path, seed_file: Path | None = None, library: str | None = None
+) -> int:
     """Write the learners' bundle, the autograder for Gradescope and the GitHub Classroom folder."""
     seed = None if seed_file is None else read_seed(seed_file)
-    for written in release(one_set(path), out, seed):
+    homework = one_set(path)
+    for written in release(homework, out, seed, library):
         print(f"  {written}")
+    if kept := left_out(homework):
+        print(f"Not handed out: {', '.join(kept)}.")
     print("seed.txt draws the cases of the Gradescope autograder. Keep it to yourself.")
     return 0
 

@@ -221,7 +221,7 @@ class Exercise:
         least_received: for a case, the bytes by rank that every correct solution receives. A right
             value with fewer earns nothing.
         misconceptions: in the order in which they are tried; the first that is seen is named.
-        hints: three rungs, the last nearly the answer.
+        hints: three rungs. They name functions and ask; the last one stops short of the solution.
         questions: the predictions that the notebook asks for.
         program: what each rank runs: program(function, *arguments). Spans and compute() in it reach
             the record.

@@ -44,6 +44,7 @@ class ExerciseReport:
         predictions: next to what was measured.
         picture: of a run; None if there is nothing to draw.
         saved: the file that the picture was written to.
+        suggestion: a hint, after several failures.
     """
 
     verdict: ExerciseVerdict
@@ -52,6 +53,7 @@ class ExerciseReport:
     predictions: Predictions | None = None
     picture: Picture | None = None
     saved: Path | None = None
+    suggestion: str = ""
 
     @property
     def points(self) -> str:
@@ -129,8 +131,9 @@ class ExerciseReport:
             )
         if self.picture and self.saved:
             blocks.append(f"  {self.picture.caption}\n  {self.saved}")
-        if self.note:
-            blocks.append("\n".join(_wrapped(self.note, 2)))
+        for said in (self.suggestion, self.note):
+            if said:
+                blocks.append("\n".join(_wrapped(said, 2)))
         return "\n\n".join(blocks)
 
     __repr__ = __str__  # in a notebook, beside the HTML
@@ -167,6 +170,8 @@ class ExerciseReport:
             parts.append(
                 _fold(f"What the ranks printed, with {verdict.shown.case.label}", self.printed)
             )
+        if self.suggestion:
+            parts.append(f"<p>{escape(self.suggestion)}</p>")
         if self.note:
             parts.append(f'<p class="p101g-soft">{escape(self.note)}</p>')
         if self.picture:
@@ -390,4 +395,5 @@ section.p101g.p101g td.p101g-fails { color: #d9570f }
   font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace }
 .p101g-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
   clip-path: inset(50%); white-space: nowrap }
+@media print { .p101g pre { white-space: pre-wrap; overflow-wrap: anywhere } }
 </style>"""

@@ -6,6 +6,8 @@ is kept on disk.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import time
 from datetime import datetime
 from pathlib import Path
@@ -13,13 +15,13 @@ from typing import Any
 
 from parallel101.grade.exercise import Case, Exercise, Trial
 from parallel101.grade.exercise_report import ExerciseReport, Prediction, Predictions
-from parallel101.grade.grading import grade_on, run_cases
-from parallel101.grade.homework import HomeworkSet, Progress
-from parallel101.grade.picture import draw
+from parallel101.grade.grading import ExerciseVerdict, grade_on, run_cases
+from parallel101.grade.homework import HomeworkSet, Progress, set_name
+from parallel101.grade.picture import SHOWN_SECONDS, draw
 from parallel101.grade.remote import SubmissionRanks
 from parallel101.grade.submissions import read
 
-SHOWN_SECONDS = 20.0  # of wall time for the runs that are only shown
+FAILURES = 2  # of different versions of the code, before a hint is suggested
 
 
 def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> ExerciseReport:
@@ -41,6 +43,8 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Exe
         failed = verdict.shown if verdict.points_lost("value") else None
         report.picture = draw(exercise, verdict.shown, watched_trial, failed)
         report.saved = _save(report, progress)
+    others = {other.function for other in homework.exercises} - {exercise.function}
+    report.suggestion = suggestion(verdict, progress, version(submission.source, others))
     progress.note(
         exercise.function,
         points=verdict.points,
@@ -50,6 +54,41 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Exe
         checked=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
     return report
+
+
+def suggestion(verdict: ExerciseVerdict, progress: Progress, source: str) -> str:
+    """Suggest the next hint if two versions of the code have failed since the last hint.
+
+    A version counts once, however often and by whichever command it is checked. `source` says
+    which version it is.
+    """
+    exercise = verdict.exercise
+    if verdict.not_written:
+        return ""
+    before = [] if verdict.passed else progress.get(exercise.function, "failed", [])
+    failed = [*before, *([] if verdict.passed or source in before else [source])][-FAILURES:]
+    progress.note(exercise.function, failed=failed)
+    taken, total = progress.get(exercise.function, "hints", 0), len(exercise.hints)
+    if len(failed) < FAILURES or taken >= total:
+        return ""
+    call = f"hint({set_name(Path(exercise.path))}.{exercise.function})"
+    return f"Stuck? In the notebook, {call} shows hint {taken + 1} of {total}. It costs nothing."
+
+
+def version(source: str, others: set[str]) -> str:
+    """Tells versions of a file apart, whatever `others` do in it: those are other exercises."""
+    try:
+        nodes = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        told = source
+    else:
+        kinds = ast.FunctionDef | ast.ClassDef
+        told = "".join(
+            ast.dump(node)
+            for node in nodes
+            if not (isinstance(node, kinds) and node.name in others)
+        )
+    return hashlib.sha256(told.encode(errors="replace")).hexdigest()[:16]
 
 
 def predicted(

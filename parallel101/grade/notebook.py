@@ -51,7 +51,7 @@ def hint(function: Callable[..., Any]) -> None:
     exercise, homework = exercise_of(function)
     progress = Progress(homework.folder)
     rung = min(progress.get(exercise.function, "hints", 0) + 1, len(exercise.hints))
-    progress.note(exercise.function, hints=rung)
+    progress.note(exercise.function, hints=rung, failed=[])
     _show(Hints(exercise, rung))
 
 

@@ -26,9 +26,19 @@ PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%writefile", "%%prun")
 # a line for IPython: %timeit f(), !ls, f?, ?f, files = !ls
 FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
 
+NOT_HANDED_IN, NOT_READABLE = "not handed in", "not readable"  # why there are no points
+
 
 class NoSubmission(ValueError):
     """What was handed in has no file that can be graded. The message says what was expected."""
+
+    reason = NOT_READABLE
+
+
+class NothingHandedIn(NoSubmission):
+    """There is no file at all."""
+
+    reason = NOT_HANDED_IN
 
 
 class _Cell(NamedTuple):

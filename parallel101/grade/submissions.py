@@ -2,7 +2,8 @@
 
     submissions/alice/hw1.py   ──▶  results/alice.json   a result for each exercise, written as
     submissions/bob/hw1.ipynb  ──▶  results/bob.json     soon as the exercise is graded
-                                    results.csv          the table of points
+                                    results.csv          points, and why points are missing
+                                    feedback/alice.html  a page for each learner (feedback.py)
 
 It also tells which misconceptions the class has. An interrupted run continues where it was: a
 submission whose result is on disk is not graded again, unless its file has changed.
@@ -31,8 +32,13 @@ from tqdm import tqdm
 from parallel101.grade.exercise import Exercise
 from parallel101.grade.grading import ExerciseVerdict, grade
 from parallel101.grade.homework import HomeworkSet, find_sets
-from parallel101.grade.notebook_functions import NoSubmission, functions_in_notebook
+from parallel101.grade.notebook_functions import (
+    NoSubmission,
+    NothingHandedIn,
+    functions_in_notebook,
+)
 from parallel101.grade.plain_text import cell, plain, plain_name
+from parallel101.grade.reason import NOT_GRADED, reason
 from parallel101.grade.remote import Submission
 from parallel101.grade.users import RANKS, end_processes_of, user_of
 
@@ -97,7 +103,7 @@ def _refuse_links(file: Path, path: Path) -> None:
 
 def _file_in(path: Path, name: str) -> Path:
     if not path.exists():
-        raise NoSubmission(
+        raise NothingHandedIn(
             f"{plain(str(path))} does not exist; expected {name}, or a folder with it"
         )
     if not path.is_dir():
@@ -116,7 +122,7 @@ def _file_in(path: Path, name: str) -> Path:
     if len(python) == 1:
         return python[0]
     there = ", ".join(sorted(plain_name(file) for file in path.iterdir())[:8]) or "nothing"
-    raise NoSubmission(f"there is no {name} in what was handed in; there is {there}")
+    raise NothingHandedIn(f"there is no {name} in what was handed in; there is {there}")
 
 
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
@@ -141,11 +147,18 @@ def grade_submission(
     homework: HomeworkSet,
     seed: str,
     written: Callable[[Result], object] = lambda result: None,
+    page: Path | None = None,
 ) -> Result:
     """Grade all exercises of a submission.
 
-    `written` is called with the result so far after each exercise.
+    `written` is called with the result so far after each exercise. `page` is the file for the
+    learner's page of feedback; None: no page is written.
     """
+    feedback = None
+    if page is not None:
+        from parallel101.grade.feedback import Feedback  # loads what draws the pictures
+
+        feedback = Feedback()
     result = empty_result(path, homework, seed)
     written(result)
     submission: Submission | None = None
@@ -156,15 +169,20 @@ def grade_submission(
         complete = isinstance(error, NoSubmission)
         for entry in result["exercises"]:
             entry["problem"] = str(error) if complete else _grader_failed(error)
+            if isinstance(error, NoSubmission):
+                entry["reason"] = error.reason
+    run = grade if feedback is None else feedback.grade
     for place, exercise in enumerate(homework.exercises):
         if submission is not None:
             try:
-                result["exercises"][place] = exercise_result(grade(exercise, submission, seed))
+                result["exercises"][place] = exercise_result(run(exercise, submission, seed))
             except Exception as error:
                 complete = False
                 result["exercises"][place]["problem"] = _grader_failed(error)
         result["points"] = round(sum(entry["points"] for entry in result["exercises"]), 2)
         written(result)
+    if feedback is not None and page is not None:
+        feedback.write(page, homework, result)
     result["complete"] = complete  # otherwise it is graded again the next time
     written(result)
     return result
@@ -198,6 +216,7 @@ def _entry(exercise: Exercise) -> dict[str, Any]:
         "out_of": exercise.points,
         "graded": False,
         "not_written": False,
+        "reason": NOT_GRADED,  # why points are missing, in a word or two
         "misconception": None,
         "problem": "",
         "findings": [],
@@ -223,6 +242,7 @@ def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
         "points": verdict.points,
         "graded": True,
         "not_written": verdict.not_written,
+        "reason": plain(reason(verdict)),
         "problem": plain(verdict.problem),
         "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
         "findings": findings,
@@ -264,6 +284,7 @@ def grade_class(
     seed: str,
     jobs: int = 1,
     progress: bool = True,
+    feedback: Path | None = None,
 ) -> list[Result]:
     """Grade many submissions into `results`, one JSON file each.
 
@@ -273,13 +294,18 @@ def grade_class(
         submissions: a file or a folder for each learner.
         results: the folder for the results; it is made.
         jobs: how many are graded at a time, each in a process of its own.
+        feedback: the folder for a page for each learner, which exists; None: no pages.
     """
     results.mkdir(parents=True, exist_ok=True)
     names = _result_names(submissions)
+    pages: dict[Path, Path | None] = dict.fromkeys(submissions)
+    if feedback is not None:
+        pages = {path: feedback / f"{names[path].removesuffix('.json')}.html" for path in names}
     done = {
         path: found
         for path in submissions
         if (found := _finished(path, homework, results / names[path], seed)) is not None
+        and ((page := pages[path]) is None or page.exists())
     }
     left = [path for path in submissions if path not in done]
     with tqdm(
@@ -287,17 +313,27 @@ def grade_class(
     ) as bar:
         if jobs == 1:
             for path in left:
-                done[path] = _grade_into(path, homework.tests[0], results / names[path], seed)
+                done[path] = _grade_into(
+                    path, homework.tests[0], results / names[path], seed, pages[path]
+                )
                 bar.update()
         else:
-            for path, result in _by_pool(left, homework.tests[0], results, names, seed, jobs):
+            for path, result in _by_pool(
+                left, homework.tests[0], results, names, pages, seed, jobs
+            ):
                 done[path] = result
                 bar.update()
     return [done[path] for path in submissions]
 
 
 def _by_pool(
-    left: Sequence[Path], tests: Path, results: Path, names: dict[Path, str], seed: str, jobs: int
+    left: Sequence[Path],
+    tests: Path,
+    results: Path,
+    names: dict[Path, str],
+    pages: dict[Path, Path | None],
+    seed: str,
+    jobs: int,
 ) -> Iterator[tuple[Path, Result]]:
     """The same in several processes. If one of them is killed, what is left has a second try."""
     context = multiprocessing.get_context("spawn")
@@ -305,7 +341,9 @@ def _by_pool(
         killed: list[Path] = []
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
             running = {
-                pool.submit(_grade_into, path, tests, results / names[path], seed): path
+                pool.submit(
+                    _grade_into, path, tests, results / names[path], seed, pages[path]
+                ): path
                 for path in left
             }
             try:
@@ -356,13 +394,13 @@ def _end_when_told() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _grade_into(path: Path, tests: Path, file: Path, seed: str) -> Result:
+def _grade_into(path: Path, tests: Path, file: Path, seed: str, page: Path | None) -> Result:
     """Grade one submission of a class. Whatever goes wrong costs this submission only."""
     if _told_to_end:
         raise SystemExit(1)
     try:
         (homework,) = find_sets(tests)
-        return grade_submission(path, homework, seed, lambda result: write_json(file, result))
+        return grade_submission(path, homework, seed, lambda result: write_json(file, result), page)
     except Exception as error:
         return _not_graded(path, tests, file, error)
 
@@ -423,7 +461,10 @@ def earned(entry: dict[str, Any]) -> float | str:
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """Write one line for each learner: points by exercise, and the misconception that was named."""
+    """Write one line for each learner.
+
+    It has for each exercise the points, why points are missing, and the misconception.
+    """
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         columns = [
@@ -435,21 +476,32 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
                 "student",
                 "points",
                 "out_of",
-                *(text for name, n in columns for text in (name, f"{n} misconception")),
+                *(
+                    text
+                    for name, n in columns
+                    for text in (name, f"{n} reason", f"{n} misconception")
+                ),
             ]
         )
         for result in results:
             cells = [
                 value
                 for entry in result["exercises"]
-                for value in (earned(entry), (entry["misconception"] or {}).get("name", ""))
+                for value in (
+                    earned(entry),
+                    entry.get("reason", ""),  # not in results of an older version
+                    (entry["misconception"] or {}).get("name", ""),
+                )
             ]
             row = [result["student"], result["points"], result["out_of"], *cells]
             writer.writerow([cell(value) for value in row])
 
 
 def class_table(results: Sequence[Result]) -> str:
-    """The class as text: each learner's points by exercise, and each misconception's count."""
+    """The class as text: each learner's points by exercise, and the misconceptions.
+
+    A learner with the same misconception in several exercises counts once.
+    """
     if not results:
         return "no submissions"
     numbers = [entry["number"] for entry in results[0]["exercises"]]
@@ -465,16 +517,23 @@ def class_table(results: Sequence[Result]) -> str:
     lines.append(
         f"{len(results)} submissions, {mean:.1f} of {results[0]['out_of']:g} points on average"
     )
-    seen = Counter(
-        (entry["number"], entry["misconception"]["name"])
-        for result in results
-        for entry in result["exercises"]
-        if entry["misconception"]
-    )
-    if seen:
-        lines += ["", "Misconceptions:"] + [
-            f"{count:>6} × {number}: {name}" for (number, name), count in seen.most_common()
-        ]
+    who: dict[str, set[str]] = {}  # by misconception: the learners, and the exercises
+    where: dict[str, list[str]] = {}
+    for result in results:
+        for entry in result["exercises"]:
+            if entry["misconception"]:
+                name = entry["misconception"]["name"]
+                who.setdefault(name, set()).add(result["student"])
+                where.setdefault(name, []).append(entry["number"])
+    learners = len({result["student"] for result in results})
+    if who:
+        lines += ["", "Misconceptions, most frequent first:"]
+    for name in sorted(who, key=lambda name: (-len(who[name]), name)):
+        found = [number for number in dict.fromkeys(numbers) if number in where[name]]
+        lines.append(
+            f"{len(who[name]):>6} of {learners} learners: {name} "
+            f"(exercise{'s' * (len(found) > 1)} {', '.join(found)})"
+        )
     return "\n".join(lines)
 
 

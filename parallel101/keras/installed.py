@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name == "keras":
         raise ModuleNotFoundError(
-            "p101.keras needs Keras 3: pip install 'parallel101[keras]'", name="keras"
+            "p101.keras needs Keras 3: pip install 'keras>=3.10'", name="keras"
         ) from error
     raise ImportError(
         f"keras cannot import its backend {os.environ.get('KERAS_BACKEND', 'tensorflow')!r}: "

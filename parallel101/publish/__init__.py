@@ -3,6 +3,7 @@
     lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
                     ── page.py ──▶ site/*.html
     routes.json     ── index.py ─▶ site/index.html
+    course.toml     ── syllabus.py: a teacher's course, in place of routes.json
 
 `parallel101 lessons` and `make lessons` call `publish`.
 """
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
-from parallel101.publish.glossary import read_terms
+from parallel101.publish.find import find_lessons, homework_notebooks, select_lessons
+from parallel101.publish.glossary import PAGE, read_terms
 from parallel101.publish.index import Opening, index_page, read_opening
 from parallel101.publish.page import (
     Lesson,
@@ -30,6 +32,7 @@ from parallel101.publish.page import (
     lesson_page,
     moving_picture_of,
 )
+from parallel101.publish.syllabus import Syllabus, read_syllabus
 
 __all__ = [
     "LessonFailed",
@@ -37,6 +40,7 @@ __all__ = [
     "find_lessons",
     "make_output_folder",
     "publish",
+    "read_syllabus",
     "select_lessons",
 ]
 
@@ -49,57 +53,6 @@ class Published(NamedTuple):
 
     written: list[Path]
     failed: list[LessonFailed]
-
-
-def find_lessons(folder: Path | str | None = None) -> Path:
-    """Return the folder with the lessons.
-
-    That is `folder` if given. Otherwise it is the nearest lessons/ in the working directory or
-    above it, or the one of an editable install.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
-    if folder is not None:
-        if Path(folder).is_dir():
-            return Path(folder).resolve()
-        raise FileNotFoundError(
-            f"{folder} is not a folder; give a folder with notebooks, e.g. --lessons lessons"
-        )
-    here = Path.cwd()
-    for place in (here, *here.parents, Path(__file__).parents[2]):
-        if (place / "lessons").is_dir() and (place / "parallel101").is_dir():
-            return place / "lessons"
-    raise FileNotFoundError(
-        f"there is no lessons/ in {here} or above it; run this in a clone of parallel101, or give "
-        "--lessons FOLDER"
-    )
-
-
-def select_lessons(folder: Path, names: Sequence[str] = ()) -> list[Path]:
-    """Return the notebooks of `folder` in order: all, or those in `names`.
-
-    A name is 01, 01_collectives or 01_collectives.ipynb.
-
-    Raises:
-        ValueError: the folder has no notebooks, or a name matches no notebook or more than one.
-    """
-    notebooks = sorted(folder.glob("*.ipynb"))
-    if not notebooks:
-        raise ValueError(f"there is no notebook (*.ipynb) in {folder}")
-    chosen = []
-    for name in names:
-        stem = Path(name).name.removesuffix(".ipynb")
-        matches = [n for n in notebooks if n.stem == stem] or [
-            n for n in notebooks if n.stem.startswith(stem)
-        ]
-        if len(matches) != 1:
-            problem = "matches more than one lesson" if matches else "is not a lesson"
-            raise ValueError(
-                f"{name!r} {problem}; the lessons are: {', '.join(n.stem for n in notebooks)}"
-            )
-        chosen += matches
-    return sorted(set(chosen)) or notebooks
 
 
 def make_output_folder(out: Path) -> None:
@@ -120,11 +73,22 @@ def make_output_folder(out: Path) -> None:
         ) from error
 
 
+class Course(NamedTuple):
+    """What the pages of a course have in common."""
+
+    lessons: list[Path]  # in order
+    homework: dict[int, Lesson]  # those that have a page
+    whole: bool  # whether the glossary has all terms, or only those that are linked
+    opening: Opening
+    syllabus: Syllabus | None = None
+
+
 def publish(
     notebooks: Sequence[Path],
     out: Path,
     *,
     only: bool = False,
+    syllabus: Syllabus | None = None,
     timeout: float = 600.0,
     report: Callable[[str], None] = print,
 ) -> Published:
@@ -137,7 +101,9 @@ def publish(
         out: the folder for the pages and index.html; it is created if it is missing. The old page
             of a lesson that fails is deleted.
         only: whether these lessons are the whole course. If not, the index also lists the folder's
-            lessons that have a page in `out`.
+            lessons that have a page in `out`. A course of some lessons has only the homework that
+            they name, and only the terms of the glossary that they use.
+        syllabus: the same, for the lessons and the homework that it names. It becomes the index.
         timeout: time limit for each cell, in seconds.
         report: called with one line of progress per lesson. Progress bars go to standard error if
             that is a terminal.
@@ -149,11 +115,9 @@ def publish(
     """
     make_output_folder(out)
     folder = notebooks[0].parent
-    course = list(notebooks) if only else select_lessons(folder)
-    homework = _write_homework(folder, out)
-    terms, opening = read_terms(folder), read_opening(folder)
-    if terms:
-        _write(out / "glossary.html", glossary_page(terms))
+    course = _course(notebooks, folder, only, syllabus)
+    _write_homework(course, folder, out)
+    names = None if course.whole else {path.stem for path in course.lessons}
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
     try:
@@ -162,7 +126,7 @@ def publish(
             try:
                 notebook = run_notebook(path, timeout=timeout)
                 seconds = time.perf_counter() - began
-                ran[path] = lesson_body(notebook, path.parent, homework), seconds
+                ran[path] = lesson_body(notebook, path.parent, course.homework, names), seconds
             except (LessonFailed, ValueError) as error:
                 failed.append(
                     error
@@ -172,27 +136,42 @@ def publish(
                 (out / f"{path.stem}.html").unlink(missing_ok=True)
                 report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
             else:
-                _write_pages(course, out, {path: ran[path]}, homework, bool(terms), opening)
+                _write_pages(course, out, {path: ran[path]})
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
-        written = _write_pages(course, out, ran, homework, bool(terms), opening)
+        written = _write_pages(course, out, ran)
     return Published(written, failed)
 
 
-def _write_pages(
-    course: Sequence[Path],
-    out: Path,
-    ran: Mapping[Path, tuple[str, float]],
-    homework: Mapping[int, Lesson],
-    glossary: bool,
-    opening: Opening,
-) -> list[Path]:
-    """Write the pages of the lessons that ran, and the index; return the paths.
+def _course(
+    notebooks: Sequence[Path], folder: Path, only: bool, syllabus: Syllabus | None
+) -> Course:
+    found = homework_notebooks(folder)
+    lessons, wanted = select_lessons(folder), set(found)
+    if syllabus is not None:
+        lessons = [path for path in lessons if path.stem in syllabus.lessons]
+        wanted = syllabus.homework
+    elif only:
+        lessons, wanted = list(notebooks), set()
+        for path in lessons:
+            with suppress(LessonFailed):  # it is reported when it runs
+                wanted |= {*Lesson.of(path.stem, read_notebook(path)).homework}
+    homework = {
+        number: Lesson.of(path.parent.name, read_notebook(path))
+        for number, path in found.items()
+        if number in wanted
+    }
+    whole = not only and syllabus is None
+    return Course(lessons, homework, whole, read_opening(folder), syllabus)
+
+
+def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]]) -> list[Path]:
+    """Write the pages of the lessons that ran, the glossary and the index; return the paths.
 
     The index lists all lessons of the course that have a page.
     """
     lessons = {}
-    for path in course:
+    for path in course.lessons:
         if path in ran or (out / f"{path.stem}.html").exists():
             # a notebook that did not run now and that has become unreadable
             with suppress(LessonFailed):
@@ -204,27 +183,42 @@ def _write_pages(
     for page, html in pages.items():
         _write(page, html)
     shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
+    glossary = _write_glossary(course, out, [*shown.values()])
     covers = {name: cover_of(page) for name, page in shown.items()}
+    opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    index = index_page([*lessons.values()], covers, homework, glossary, opening, moving)
+    index = index_page(
+        [*lessons.values()], covers, course.homework, glossary, opening, moving, course.syllabus
+    )
     _write(out / "index.html", index)
     return [*pages, out / "index.html"]
 
 
-def _write_homework(folder: Path, out: Path) -> dict[int, Lesson]:
-    """Write a page for each homework in the folder homework/ beside the lessons.
+def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
+    """Write the glossary, and return whether there is one.
 
-    Returns them by number.
+    In a course of some lessons it has the terms that they and the homework link to.
     """
-    written = {}
-    for path in sorted((folder.parent / "homework").glob("hw*_*/hw*.ipynb")):
-        notebook, name = read_notebook(path), path.parent.name
-        if number := re.match(r"hw(\d+)_", name):
-            homework = written[int(number[1])] = Lesson.of(name, notebook)
-            _write(
-                out / f"{name}.html", homework_page(homework, lesson_body(notebook, path.parent))
-            )
-    return written
+    terms = read_terms(course.lessons[0].parent)
+    if not course.whole:
+        homework = [
+            (out / f"{task.name}.html").read_text(encoding="utf-8")
+            for task in course.homework.values()
+        ]
+        links = re.findall(rf'"{re.escape(PAGE)}#([^"]+)"', "".join([*lessons, *homework]))
+        terms = [term for term in terms if term.anchor in links]
+    if terms:
+        _write(out / PAGE, glossary_page(terms))
+    return bool(terms)
+
+
+def _write_homework(course: Course, folder: Path, out: Path) -> None:
+    """Write a page for each homework of the course."""
+    found = homework_notebooks(folder)
+    for number, homework in course.homework.items():
+        path = found[number]
+        body = lesson_body(read_notebook(path), path.parent)
+        _write(out / f"{homework.name}.html", homework_page(homework, body))
 
 
 def _write(page: Path, html: str) -> None:

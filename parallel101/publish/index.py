@@ -15,14 +15,22 @@ from the lessons. A route appears if all its lessons have a page.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel101.publish.page import NONE, Lesson, offline_html, page_name, to_html
+from parallel101.publish.page import (
+    NONE,
+    Lesson,
+    numbered,
+    offline_html,
+    page_name,
+    short_title,
+    to_html,
+)
+from parallel101.publish.syllabus import Syllabus, syllabus_table
 
 FILE = "routes.json"
 DATES = files("parallel101.publish").joinpath("dates.js").read_text(encoding="utf-8")
@@ -96,6 +104,7 @@ def index_page(
     glossary: bool = False,
     opening: Opening = NO_OPENING,
     moving: str = "",
+    syllabus: Syllabus | None = None,
 ) -> str:
     """Return the page that opens the course and lists the lessons in order.
 
@@ -104,6 +113,7 @@ def index_page(
         homework: by number, the homeworks that have a page.
         glossary: whether the glossary has a page.
         moving: the picture that moves at the top, as a <picture>.
+        syllabus: a teacher's, which opens the page in place of `opening`.
     """
     rows = []
     for lesson in lessons:
@@ -114,19 +124,22 @@ def index_page(
             f'<span class="cover">{covers[lesson.name]}</span>' if covers.get(lesson.name) else ""
         )
         rows.append(
-            f'<li><a href="{page_name(lesson)}">{picture}<h2>{escape(_numbered(lesson))}</h2></a>'
+            f'<li><a href="{page_name(lesson)}">{picture}<h2>{escape(numbered(lesson))}</h2></a>'
             f"<p>{escape(lesson.sentence)}</p><small>{' · '.join(facts)}</small></li>"
         )
-    if opening.text:
+    by_name = {lesson.name: lesson for lesson in lessons}
+    title = "parallel101"
+    if syllabus is not None:
+        title, intro = syllabus.title, syllabus_table(syllabus, by_name, homework)
+    elif opening.text:
         intro = f'<div class="opening">{to_html(opening.text)}</div>'
     else:
         intro = "<p>How neural networks are trained on many GPUs and machines.</p>"
-    by_name = {lesson.name: lesson for lesson in lessons}
     if moving:
         shown = by_name[opening.picture]
         intro += (
             f'<figure class="moving" aria-label="{escape(shown.title)}">{moving}<figcaption>'
-            f"One run of lesson {_link(shown, _short_title(shown))}, drawn from its messages."
+            f"One run of lesson {_link(shown, short_title(shown))}, drawn from its messages."
             "</figcaption></figure>"
         )
     possible = [
@@ -137,14 +150,16 @@ def index_page(
     routes = "".join(_route(route, by_name, homework) for route in possible)
     if routes:
         routes = f'<h2>Where to start</h2><div class="routes">{routes}</div><h2>All lessons</h2>'
+    elif syllabus is not None:
+        routes = "<h2>Lessons</h2>"
     listing = (
         f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
     )
     terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
     script = f"<script>{DATES}</script>" if any(route.dates for route in possible) else ""
     return offline_html(
-        "parallel101",
-        f"<main><h1>parallel101</h1>{intro}{routes}{listing}{terms}</main>{script}",
+        title,
+        f"<main><h1>{escape(title)}</h1>{intro}{routes}{listing}{terms}</main>{script}",
     )
 
 
@@ -166,12 +181,12 @@ def _list(route: CourseRoute, lessons: Mapping[str, Lesson], homework: Mapping[i
         when = f"<b>{escape(part.when)}</b> " if part.when else ""
         if part.short:  # each lesson has a way of its own
             rows += [
-                f"<li>{_link(lessons[name], _short_title(lessons[name]))}, the short way: "
+                f"<li>{_link(lessons[name], short_title(lessons[name]))}, the short way: "
                 f"{_time(int(lessons[name].short or 0))}</li>"
                 for name in part.lessons
             ]
         else:
-            named = [_link(lessons[name], _short_title(lessons[name])) for name in part.lessons]
+            named = [_link(lessons[name], short_title(lessons[name])) for name in part.lessons]
             facts = [_time(minutes(part, lessons)), *_tasks(part, homework)]
             rows.append(f"<li>{when}{', '.join(named)}: {' · '.join(facts)}</li>")
     return f"<ul>{''.join(rows)}</ul>"
@@ -182,7 +197,7 @@ def _table(
 ) -> str:
     rows = []
     for part in route.parts:
-        named = [_link(lessons[name], _short_title(lessons[name])) for name in part.lessons]
+        named = [_link(lessons[name], short_title(lessons[name])) for name in part.lessons]
         due = _date(f"Week {part.when}, homework due")
         tasks = [f'<div class="due">{task} {due}</div>' for task in _tasks(part, homework)]
         rows.append(
@@ -206,16 +221,6 @@ def _tasks(part: CoursePart, homework: Mapping[int, Lesson]) -> Iterator[str]:
 
 def _time(total: int) -> str:
     return f"{total}\u00a0minutes" if total <= 180 else f"{total / 60:.0f}\u00a0hours"
-
-
-def _numbered(lesson: Lesson) -> str:
-    number = re.match(r"\d+(?=_)", lesson.name)
-    return f"{number[0]} {lesson.title}" if number else lesson.title
-
-
-def _short_title(lesson: Lesson) -> str:
-    """The number and the title up to its colon, such as "00 Ranks"."""
-    return _numbered(lesson).partition(":")[0]
 
 
 def _link(lesson: Lesson, text: str) -> str:

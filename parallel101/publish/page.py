@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from html import escape
 from importlib.metadata import version
@@ -141,13 +141,19 @@ def _formula(tex: str, display: str) -> str:
     return mathml
 
 
-def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Lesson] = NONE) -> str:
+def lesson_body(
+    notebook: NotebookNode,
+    folder: Path,
+    homework: Mapping[int, Lesson] = NONE,
+    lessons: Collection[str] | None = None,
+) -> str:
     """Return the cells and outputs of a notebook that has run, as HTML that loads nothing.
 
     Args:
         folder: the notebook's folder. Images from this folder are embedded in the page, and terms
             of its glossary.md become links.
         homework: those that have a page, by number. Where the text names one, it becomes a link.
+        lessons: those of the course; a link to any other becomes text. None: all.
 
     Raises:
         ValueError: the page would load something, such as an image from the web, or a formula
@@ -172,7 +178,10 @@ def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Les
         if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
             text.wrap(soup.new_tag("a", href=page_name(task)))
     for link in soup.find_all("a", href=NOTEBOOK):  # beside the page is the other lesson's page
-        link["href"] = NOTEBOOK.sub(r"\1.html\2", str(link["href"]))
+        if lessons is not None and str(link["href"]).partition(".")[0] not in lessons:
+            link.unwrap()
+        else:
+            link["href"] = NOTEBOOK.sub(r"\1.html\2", str(link["href"]))
     glossary.link_first_uses(soup, glossary.read_terms(folder))
     return str(soup)
 
@@ -336,6 +345,17 @@ def offline_html(title: str, body: str) -> str:
 def page_name(lesson: Lesson) -> str:
     """Return the address of a lesson's page, from another page."""
     return quote(f"{lesson.name}.html")  # a teacher's file may be called "exercise #2"
+
+
+def numbered(lesson: Lesson) -> str:
+    """The title with the number of the lesson's name."""
+    number = re.match(r"\d+(?=_)", lesson.name)
+    return f"{number[0]} {lesson.title}" if number else lesson.title
+
+
+def short_title(lesson: Lesson) -> str:
+    """The number and the title up to its colon, such as "00 Ranks"."""
+    return numbered(lesson).partition(":")[0]
 
 
 def _machine() -> str:

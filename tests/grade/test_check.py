@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,8 +17,8 @@ from bs4 import BeautifulSoup
 import parallel101 as p101
 from parallel101 import cli
 from parallel101.grade import check, hint, predict
-from parallel101.grade.homework import find_sets
-from parallel101.grade.learner import check_file
+from parallel101.grade.homework import Progress, find_sets
+from parallel101.grade.learner import check_file, suggestion, version
 from parallel101.grade.notebook import _prepare
 from parallel101.grade.remote import imported_modules
 from parallel101.ranks.processes import start_method
@@ -222,6 +223,57 @@ def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_ans
     )
     noted = json.loads((homework / ".progress.json").read_text())["ring_shift"]
     assert noted["hints"] == 3 and noted["predictions"] == {"sent": 4000, "steps": 3}
+
+
+def verdict_in(text: str) -> str:
+    """The verdict in what a command prints, without its time."""
+    lines = text[text.index("1 · Ring shift: ") :].splitlines()
+    end = next(place for place, line in enumerate(lines) if line.startswith(("hw1_moving: ", "=")))
+    return re.sub(r"in \d+\.\d s", "in … s", "\n".join(lines[:end]).strip())
+
+
+def test_check_grade_and_pytest_say_the_same(homework, monkeypatch, capsys):
+    import hw1
+
+    shutil.copy(ROOT / "homework" / "conftest.py", homework.parent)
+    monkeypatch.chdir(homework.parent)
+    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(homework.parent)]
+    assert "Stuck?" not in str(graded(homework, TWICE))
+    (homework / "hw1.py").write_text(SENDS_FIRST)
+    check(hw1.ring_shift)
+    checked = re.split(r"\n\n  This is the\s+verdict on", capsys.readouterr().out)[0]
+    said = verdict_in(checked + "\n=")
+    assert "Stuck? In the notebook, hint(hw1.ring_shift) shows hint 1 of 3." in " ".join(
+        said.split()
+    )
+    cli.main(["grade", str(homework)])
+    assert verdict_in(capsys.readouterr().out) == said
+    pytest.main([*options, "--import-mode=importlib", "hw1_moving"])
+    assert verdict_in(capsys.readouterr().out) == said
+
+
+def test_a_hint_is_suggested_after_two_versions_that_fail(homework):
+    import hw1
+
+    failed, passed = graded(homework, TWICE), graded(homework, RIGHT)
+    assert "Stuck?" not in str(failed) and "Stuck?" not in str(passed)
+
+    def suggests(report, source: str) -> str:
+        return suggestion(report.verdict, Progress(homework), source)
+
+    assert not suggests(failed, "a") and not suggests(failed, "a")  # one version, checked twice
+    assert "shows hint 1 of 3" in suggests(failed, "b") == suggests(failed, "a")
+    hint(hw1.ring_shift)
+    assert not suggests(failed, "b") and "shows hint 2 of 3" in suggests(failed, "c")
+    assert not suggests(passed, "d") and not suggests(failed, "e")
+    for _ in range(2):
+        hint(hw1.ring_shift)
+    assert not suggests(failed, "f") and not suggests(failed, "g")  # there is none left
+    failed.suggestion = "Stuck?"
+    assert "Stuck?" in failed._repr_html_()
+    one, other = "def f(): 1\ndef g(): 2", "def f(): 1\n\ndef g(): 3"
+    assert version(one, {"g"}) == version(other, {"g"}) != version(other, {"f"})
+    assert version("def f(:", set()) != version("def g(:", set())
 
 
 @pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")

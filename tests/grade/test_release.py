@@ -1,0 +1,171 @@
+"""A release gives no solutions away, and installs nothing under a name that isn't ours."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel101 import cli
+from parallel101.grade.homework import find_sets
+from parallel101.grade.release import ADDRESS, release
+from parallel101.grade.stubs import filled_in
+
+ROOT = Path(__file__).parents[2]
+SETS = sorted((ROOT / "homework").glob("hw*_*"))
+SOLUTIONS = ROOT / "tests" / "homework"
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """Makes a copy of a set."""
+
+    def copy(folder: Path) -> Path:
+        ignored = shutil.ignore_patterns(".progress.json", "pictures", "__pycache__")
+        return Path(shutil.copytree(folder, tmp_path / "homework" / folder.name, ignore=ignored))
+
+    return copy
+
+
+def found(folder: Path) -> list[str]:
+    return filled_in(find_sets(folder)[0])
+
+
+@pytest.mark.parametrize("folder", SETS, ids=[folder.name for folder in SETS])
+def test_the_sets_of_this_repository_are_stubs_and_a_solved_one_is_found_out(clone, folder):
+    copy = clone(folder)
+    assert found(copy) == []
+    (homework,) = find_sets(copy)
+    reference = SOLUTIONS / folder.name.partition("_")[0] / "reference.py"
+    shutil.copy(reference, homework.code)
+    text = "\n".join(filled_in(homework))
+    for exercise in homework.exercises:
+        assert re.search(rf"\b{exercise.function}\b.* is filled in", text), exercise.function
+
+
+def test_a_solved_set_is_refused_with_the_names_of_its_functions(clone, tmp_path, capsys):
+    copy = clone(SETS[0])
+    code = copy / "hw1.py"
+    stub = '    raise NotImplementedError("ring_shift is not written yet")\n'
+    code.write_text(code.read_text().replace(stub, "    return x.clone()\n"))
+    with pytest.raises(SystemExit):
+        cli.main(["release", str(copy), "--out", str(tmp_path / "out")])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ring_shift is filled in" in said and "git checkout" in said
+    assert "flat_broadcast" not in said and not (tmp_path / "out").exists()
+
+
+STUB = "def ring_shift(x):\n    raise NotImplementedError\n"
+REST = (SETS[0] / "hw1.py").read_text().replace("def ring_shift", "def _other")
+HIDDEN = {
+    "a helper": ("def _pass_on(x):\n    return x\n", "_pass_on"),
+    "another name for it": ("ring_shift = lambda x: x\n", "ring_shift"),
+    "commented out": ("#     y = torch.empty_like(x)\n", "a comment is code"),
+    "imported": ("from mine import *\n", "imports \\*"),
+    "defined again": ("def ring_shift(x):\n    return x\n", "ring_shift is filled in"),
+    "a method": ("class Mine:\n    def forward(self, x):\n        return x\n", "Mine"),
+    "at import": ("import os\nos.environ['x'] = '1'\n", "runs code"),
+}
+
+
+@pytest.mark.parametrize(("more", "named"), HIDDEN.values(), ids=HIDDEN)
+def test_solutions_elsewhere_in_the_file_are_found(clone, more, named):
+    copy = clone(SETS[0])
+    with (copy / "hw1.py").open("a") as code:
+        code.write("\n\n" + more)
+    assert re.search(named, "\n".join(found(copy)))
+
+
+def test_a_stub_that_is_missing_is_named(clone):
+    copy = clone(SETS[0])
+    (copy / "hw1.py").write_text("import torch\n")
+    assert "hw1.py has no stub of ring_shift" in found(copy)
+
+
+def change_cell(notebook: Path, name: str, **changes: object) -> None:
+    content = json.loads(notebook.read_text())
+    for cell in content["cells"]:
+        if cell["id"] == name:
+            cell.update(changes)
+    notebook.write_text(json.dumps(content))
+
+
+def test_answers_in_the_notebook_are_found_and_its_outputs_stay_at_home(clone, tmp_path):
+    copy = clone(SETS[0])
+    output = {"output_type": "stream", "name": "stdout", "text": "10 of 10 points"}
+    change_cell(copy / "hw1.ipynb", "shift-check", outputs=[output], execution_count=3)
+    (copy / "solution.py").write_text("def ring_shift(x):\n    return x\n")
+    (copy / "notes.md").write_text("```\ndef gather(x, root):\n```\n")
+    learners, _, github, _ = release(find_sets(copy)[0], tmp_path / "out")
+    with zipfile.ZipFile(learners) as bundle:
+        names = sorted(Path(name).name for name in bundle.namelist())
+        assert "10 of 10" not in bundle.read("hw1_moving/hw1.ipynb").decode()
+    assert names == ["hw1.ipynb", "hw1.py", "test_hw1.py"]
+    assert sorted(file.name for file in (github / "hw1_moving").iterdir()) == names
+    change_cell(copy / "hw1.ipynb", "shift-guess", source="predict(hw1.ring_shift, sent=4000)")
+    assert found(copy) == ["hw1.ipynb, cell shift-guess: sent is answered"]
+    change_cell(copy / "hw1.ipynb", "shift-check", source="def gather(x, root):\n    return x")
+    assert "hw1.ipynb, cell shift-check: gather is filled in" in found(copy)
+
+
+def test_what_it_writes_installs_from_the_bundled_wheel(clone, tmp_path):
+    homework = find_sets(clone(SETS[0]))[0]
+    out = tmp_path / "out"
+    kept = out / "github" / ".git" / "config"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("the teacher's")
+    _, gradescope, github, _ = release(homework, out)
+    assert kept.read_text() == "the teacher's"  # a repository made of the folder stays one
+    with zipfile.ZipFile(gradescope) as bundle:
+        bundle.extractall(tmp_path / "source")
+    setup = (tmp_path / "source" / "setup.sh").read_text()
+    steps = yaml.safe_load((github / ".github" / "workflows" / "grade.yml").read_text())
+    lines = [line for line in setup.splitlines() if "pip install" in line]
+    lines += [step["run"] for step in steps["jobs"]["grade"]["steps"] if "run" in step]
+    for line in lines:  # torch from an index; parallel101 from a file that is there
+        for word in line.split():
+            if "parallel101" in word and "bin" not in word and line.split()[0] != "parallel101":
+                word = word.strip('"').removeprefix("/autograder/source/")
+                assert (github / word).is_file() or (tmp_path / "source" / word).is_file(), word
+    (wheel,) = github.glob("*.whl")
+    target = tmp_path / "target"
+    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
+    installed = {str(file.relative_to(target)) for file in target.glob("parallel101/**/*.*")}
+    here = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "parallel101").rglob("*.*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert installed == here
+    with zipfile.ZipFile(wheel) as bundle:
+        record = next(name for name in bundle.namelist() if name.endswith("/RECORD"))
+        for line in bundle.read(record).decode().splitlines():
+            name, digest, size = line.rsplit(",", 2)
+            if digest:
+                data = bundle.read(name)
+                hashed = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
+                assert (digest, int(size)) == (f"sha256={hashed.decode()}", len(data))
+
+
+def test_it_installs_from_the_teachers_address(clone, tmp_path):
+    homework, mine = find_sets(clone(SETS[0]))[0], "git+https://example.org/me/parallel101@v1"
+    _, gradescope, github, _ = release(homework, tmp_path / "out", library=mine)
+    workflow = (github / ".github" / "workflows" / "grade.yml").read_text()
+    assert f'"{mine}"' in workflow and not list(github.glob("*.whl"))
+    with zipfile.ZipFile(gradescope) as bundle:
+        assert f'"{mine}"' in bundle.read("setup.sh").decode()
+        assert not any(name.endswith(".whl") for name in bundle.namelist())
+    for other in ("parallel101", "parallel101==0.1.0", 'https://a.org/"; rm -rf /', "http://a.org"):
+        assert not ADDRESS.fullmatch(other)
+        with pytest.raises(ValueError, match="expected an address"):
+            release(homework, tmp_path / "out", library=other)
