@@ -29,7 +29,7 @@ Point = tuple[float, float]  # (x, y), in units of the picture
 MODES = ("linear", "discrete", "ease")
 HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" '
+    'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--hatch)" '
     'stroke-width="1.6"/></pattern>'
 )
 
