@@ -174,6 +174,7 @@ EXACT = [
     ([3, 2, 1], "3, 2, 1", "3, 2, 2", "different"),
     ([2, 1], "2, 1", "2,1", "right"),
     ([6], "6", "many", ""),
+    ([300 / 19], "15.8 %", "0.16 %", "too low"),
     ([100 * 3 / 35], "8.6 %", "8-9 %", ""),
     ([100 * 3 / 35], "8.6 %", "8.6 GB", ""),
     ([], "–", "6", ""),
@@ -190,6 +191,18 @@ def test_a_prediction_is_compared_with_the_exact_result(exact, shown, typed, exp
         shown.rpartition(" ")[2], ""
     )
     assert verdict(typed, unit, shown, exact) == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown", "said"),
+    [("0.16", "16 %", "right"), (".158", "15.8 %", "right"), ("0,5", "50 %", "too high")]
+    + [("0.16 %", "0.16 %", "too low"), ("16", "16 %", "right"), ("0", "0 %", "too low")],
+)
+def test_a_rate_written_as_a_part_of_one_is_shown_in_percent(typed, shown, said):
+    explorer = explore_schedule("1f1b", stages=4, microbatches=16)
+    predict(explorer, typed, "bubble rate")
+    explorer.run_button.click()
+    assert f"<strong>{shown}</strong>" in explorer.html and f" {said}</td>" in explorer.html
 
 
 @pytest.mark.parametrize(
