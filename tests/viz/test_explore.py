@@ -395,6 +395,38 @@ def test_worlds(collective):
     move(collective, world="sim")
 
 
+def test_sizes_up_to_a_gibibyte_on_up_to_64_ranks_equal_their_closed_forms():
+    explorer = explore_collective(
+        "all_reduce", ranks=64, size="1 GiB", world="sim", latency="5 µs", bandwidth="50 GB/s"
+    )
+    assert rows(explorer)["busiest rank sends"] == ["2.0 GiB", "2.0 GiB"]
+    assert explorer.controls["numbers"].disabled and "all_reduce, ring" in explorer.html
+    move(explorer, ranks=6)
+    for operation, algorithm in (("all_reduce", "ring"), ("broadcast", "pipelined_chain")):
+        move(explorer, operation=operation, algorithm=algorithm)
+        assert all(run == form for run, form in rows(explorer).values()), rows(explorer)
+    move(explorer, network="two nodes", operation="all_gather", algorithm="ring", ranks=4)
+    assert rows(explorer)["time"][0] == "64.4 ms", "3 GiB from node to node, at 50 GB/s"
+    move(explorer, world="gloo")
+    assert explorer.controls["size"].disabled and explorer.controls["size"].value == "the numbers"
+
+
+def test_the_crossing_of_lesson_02_is_found():
+    links = {"latency": "20 µs", "bandwidth": "1.25 GB/s"}
+    explorer = explore_collective("all_reduce", ranks=8, size="64 KiB", world="sim", **links)
+    found = {}
+    for size in ("64 KiB", "1 MiB"):
+        for algorithm in ("recursive_doubling", "ring"):
+            move(explorer, size=size, algorithm=algorithm)
+            time, form = rows(explorer)["time"]
+            assert time == form
+            found[size, algorithm] = explorer.run(
+                **{name: control.value for name, control in explorer.controls.items()}
+            ).exact["time"]
+    assert found["64 KiB", "recursive_doubling"] < found["64 KiB", "ring"]
+    assert found["1 MiB", "ring"] < found["1 MiB", "recursive_doubling"]
+
+
 def test_a_function_of_your_own_shows_what_would_hang_on_nccl():
     def swap(x):
         peer, got = 1 - dist.get_rank(), torch.empty_like(x)
