@@ -10,6 +10,7 @@ one. A page that would still load something is refused.
 
 from __future__ import annotations
 
+import base64
 import os
 import platform
 import re
@@ -193,7 +194,27 @@ def cover_of(page: str) -> str:
         page,
         re.DOTALL,
     )
-    return f'<img src="{found[1]}" alt="" loading="lazy">' if found else ""
+    return f'<img src="{cropped(found[1])}" alt="" loading="lazy">' if found else ""
+
+
+def cropped(image: str) -> str:
+    """A picture, as a data URI, that is at most 2/3 as high as wide, as the index shows covers.
+
+    A taller one ends between two of its parts, at the last of its cuts (see `Scene`) that fits. One
+    without cuts stays whole, and the index shows it smaller.
+    """
+    head, _, data = image.partition(",")
+    svg = base64.b64decode(data).decode()
+    size = re.search(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', svg)
+    cuts = re.search(r'data-cuts="([^"]+)"', svg)
+    if size is None or cuts is None or 3 * int(size[2]) <= 2 * int(size[1]):
+        return image
+    fitting = [y for y in map(float, cuts[1].split()) if 3 * y <= 2 * int(size[1])]
+    if not fitting:
+        return image
+    width, height = size[1], f"{max(fitting):g}"
+    shown = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return f"{head},{base64.b64encode(svg.replace(size[0], shown, 1).encode()).decode()}"
 
 
 def moving_picture_of(page: str) -> str:

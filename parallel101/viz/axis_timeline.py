@@ -95,6 +95,7 @@ def axes_scene(
             draw_span(scene, Bar(event), x, y + HEAD - 6 + event.rank * ROW, TALL + 1, colours)
         y += high
     for of in traffic:
+        scene.cuts.append(y - BETWEEN / 2)
         _axis(scene, of, y, n, x)
         y += high
     time_axis(scene, span, y, LEFT, RIGHT)

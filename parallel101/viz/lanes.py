@@ -117,6 +117,8 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
             flows[window.name],
             n,
         )
+        rows = range(n) if len(windows) == 1 else (n - 1,)
+        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in rows]
     time_axis(scene, longest, TOP + len(windows) * high, LEFT, RIGHT)
     draw_notes(scene, notes)
     return scene
