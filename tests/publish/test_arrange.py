@@ -220,6 +220,6 @@ def test_covers_end_between_two_parts_of_a_picture_that_is_too_tall():
         svg = base64.b64decode(cropped(data_uri(scene.svg())).partition(",")[2]).decode()
         return re.search(r'viewBox="([^"]+)"', svg)[1]
 
-    assert shown(500, 300.0) == "0 0 960 500"
-    assert shown(826, 300.0, 612.5, 700.0) == "0 0 960 612.5"
-    assert shown(826) == shown(826, 700.0) == "0 0 960 826"
+    assert shown(500, 300.0) == "2 2 956 496"
+    assert shown(826, 300.0, 612.5, 700.0) == "2 2 956 610.5"
+    assert shown(826) == shown(826, 700.0) == "2 2 956 822"
