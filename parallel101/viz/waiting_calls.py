@@ -50,6 +50,11 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
             mine = [(m, event) for m, event in sides if event.rank == rank]
             for message, event in mine:
                 _call(panel, message, event, x, y + 2 + low * (row - 4), row / 2 - 2, len(mine))
+    waits = [(m.start - e.posted, e) for m in messages for e in (m.send, m.recv)]
+    longest, event = max(waits, key=lambda wait: wait[0], default=(0.0, None))
+    if event is not None and longest > 0:
+        where = f"rank {event.rank}, {_words(event)}"
+        scene.description += f" The longest wait: {where}, {human_seconds(longest)}."
     if messages:
         cursor = panel.add("path", d=f"M0 {top - 2:.1f}v{row * n + 4:.1f}", class_="now")
         frames = [(t, (x(recorded), 0.0)) for t, recorded in timing.cursor()]
@@ -74,7 +79,6 @@ def _call(
     named = calls == 1 and lane >= LABELLED
     low, tall = (y + lane - 13, 10.0) if named else (y + 0.15 * lane, 0.7 * lane)
     moves = max(message.start, event.posted)
-    word = "send to" if event.kind == "send" else "recv from"
     waited = human_seconds(max(moves - event.posted, 0.0))
     for start, end, look in (
         (event.posted, moves, "waits"),
@@ -83,10 +87,14 @@ def _call(
         if end > start:
             width = max(x(end) - x(start), 1.5)
             bar = panel.add("rect", x=x(start), y=low, width=width, height=tall, class_=look)
-            bar.add("title", f"rank {event.rank}, {word} rank {event.peer}: waits {waited}")
+            bar.add("title", f"rank {event.rank}, {_words(event)}: waits {waited}")
     if named:
         right = x(event.posted) > LEFT + 0.75 * WIDTH
         at = x(max(event.end, moves)) if right else x(event.posted)
-        text = f"{word} {event.peer}"
-        class_ = "m e" if right else "m"
-        panel.add("text", text, x=at + (-2 if right else 2), y=low - 4, font_size=11, class_=class_)
+        text, class_ = _words(event), "m e" if right else "m"
+        panel.add("text", text, x=at + (-4 if right else 2), y=low - 4, font_size=11, class_=class_)
+
+
+def _words(event: Event) -> str:
+    """ "send to rank 1", "recv from rank 0"."""
+    return f"{'send to' if event.kind == 'send' else 'recv from'} rank {event.peer}"

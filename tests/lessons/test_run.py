@@ -540,7 +540,7 @@ PRINTED = {
 }
 IN_PICTURES = {  # text in a picture
     "00_ranks": {
-        "message-picture": ["Messages between two ranks", "Hatched: a call waits"],
+        "message-picture": ["Messages between two ranks", "The longest wait: rank "],
         "deadlock-picture": ["Deadlock: who waits for whom"],
         "nccl-picture": ["Deadlock: who waits for whom"],
     },
