@@ -13,15 +13,16 @@ from collections.abc import Callable
 from parallel101.analysis.replay import Replay
 from parallel101.record.events import Event, Message
 from parallel101.record.units import human_seconds
-from parallel101.viz.matrix import HEIGHT, LEFT, MIDDLE, NARROW, WIDTH
+from parallel101.viz.matrix import LEFT, MIDDLE, NARROW, WIDTH
 from parallel101.viz.scene import HATCHING, Node, Scene
 from parallel101.viz.timing import Timing
 
 LEGEND = (
     "Hatched: a call waits for the other rank's call.",
-    "Filled: both have called, and the bytes move.",
+    "Filled: the bytes move. Sends are above, receives below.",
 )
-TALL, LABELLED = 66.0, 26.0  # the most for a rank; the least for a call with its name
+# heights: the most for a rank and for all; the least for a call with its name
+TALL, ALL, LABELLED = 66.0, 232.0, 26.0
 STYLE = ".waits{fill:url(#hatching);stroke:var(--hatch)}.takes{fill:var(--mute)}"
 
 
@@ -31,7 +32,7 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
     scene.definitions.append(HATCHING)
     panel = scene.panel(narrow=NARROW)
     n, messages = len(replay.ranks), replay.messages
-    row = min(TALL, HEIGHT / n)
+    row = min(TALL, ALL / n)
     top = MIDDLE - row * n / 2
     begin = min((e.posted for m in messages for e in (m.send, m.recv)), default=0.0)
     span = max((e.end for m in messages for e in (m.send, m.recv)), default=begin) - begin

@@ -19,11 +19,11 @@ from parallel101.analysis.provenance import decode, origin_tensor
 from parallel101.analysis.replay import replay_of
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
-from parallel101.viz.collective import collective_scene
+from parallel101.viz.collective import TOP, collective_scene
 from parallel101.viz.matrix import CellGrid
 from parallel101.viz.waiting_calls import LEGEND
 from tests.viz import programs as p
-from tests.viz.drawn import SVG, titled
+from tests.viz.drawn import SVG, text_boxes, titled
 from tests.viz.programs import exchange, me, recorded
 
 # program, elements per rank on n ranks, steps, operation, topology
@@ -277,6 +277,9 @@ def test_without_contents_the_waits_are_drawn():
     trace, results = recorded(p.ring_all_reduce, 4, 8, payload=False)
     scene = collective_scene(trace, results)
     assert len(titled(scene, "send to")) >= 4 * 6
+    crowded = collective_scene(*recorded(p.ring_all_reduce, 16, 16, payload=False))
+    low = [bottom for text, *_, bottom in text_boxes(crowded, 0.0) if text in LEGEND]
+    assert len(low) == 2 and max(low) < TOP - 5, "above the bars of the sends"
     assert scene.stops[2].label == "Step 3 of 6: Each rank sends 16 B to its right neighbour."
 
 
