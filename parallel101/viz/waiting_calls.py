@@ -52,10 +52,9 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
             for message, event in mine:
                 _call(panel, message, event, x, y + 2 + low * (row - 4), row / 2 - 2, len(mine))
     waits = [(m.start - e.posted, e) for m in messages for e in (m.send, m.recv)]
-    longest, event = max(waits, key=lambda wait: wait[0], default=(0.0, None))
-    if event is not None and longest > 0:
-        where = f"rank {event.rank}, {_words(event)}"
-        scene.description += f" The longest wait: {where}, {human_seconds(longest)}."
+    if waits and (wait := max(waits, key=lambda wait: wait[0]))[0] > 0:
+        where = f"rank {wait[1].rank}, {_words(wait[1])}"
+        scene.description += f" The longest wait: {where}, {human_seconds(wait[0])}."
     if messages:
         cursor = panel.add("path", d=f"M0 {top - 2:.1f}v{row * n + 4:.1f}", class_="now")
         frames = [(t, (x(recorded), 0.0)) for t, recorded in timing.cursor()]
