@@ -511,7 +511,10 @@ def _network(text: str) -> Network:
 
 def _grade(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.grade import command
+    from parallel101.grade.users import hide_arguments
 
+    if args.submission is not None:
+        hide_arguments()
     files = {name: getattr(args, name) for name in ("gradescope", "json", "csv", "seed_file")}
     try:
         if args.submission is None and not any(files.values()):

@@ -11,6 +11,9 @@ from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconceptio
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    NOT_NONE_ELSEWHERE,
+    ROOT_IS_ZERO,
+    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
@@ -77,6 +80,7 @@ RING_SHIFT = Exercise(
     function="ring_shift",
     title="Ring shift",
     points=10,
+    weights={"value": 0.4, "bytes": 0.3, "steps": 0.3},
     cases=ring_shift_cases,
     checks=(
         value("every rank returns the x of the rank before it", keeps="x"),
@@ -95,6 +99,7 @@ RING_SHIFT = Exercise(
             shifted_backwards,
         ),
         CHANGES_ITS_INPUT,
+        SENDS_UNWRITTEN,
     ),
     hints=(
         "If every rank calls dist.send first, who receives? Start one of the two without waiting "
@@ -155,6 +160,12 @@ def broadcast_cases(draw: Draw) -> list[Case]:
     return [*cases, broadcast_case(draw.tensors(5, rows, 2), draw.integer(1, 4))]
 
 
+def tree_cases(draw: Draw) -> list[Case]:
+    """And with seven ranks: up to six, a tree in which ranks stop sending early is fast enough."""
+    seven = broadcast_case(draw.tensors(7, 40, 2), draw.integer(0, 6))
+    return [*broadcast_cases(draw), seven]
+
+
 def x_except_on_root(case: Case) -> list[int]:
     return [
         0 if rank == case.facts["root"] else case.facts["x"].nbytes
@@ -171,18 +182,13 @@ def tree_bytes(case: Case) -> list[int]:
     return [log2_up(case.world_size) * case.facts["x"].nbytes] * case.world_size
 
 
-def only_root_zero(trials: Sequence[Trial]) -> bool:
-    """Right wherever the root is 0, wrong wherever it is not."""
-    several = [trial for trial in trials if trial.world_size > 1]
-    zero = [trial for trial in several if trial.case.facts["root"] == 0]
-    other = [trial for trial in several if trial.case.facts["root"] != 0]
-    return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
-
-
 def only_powers_of_two(trials: Sequence[Trial]) -> bool:
-    """Right wherever n is a power of two, and wrong somewhere else."""
+    """Right wherever n is a power of two, four too, and wrong somewhere else."""
     wrong = failed(trials)
-    return bool(wrong) and all(trial.world_size & (trial.world_size - 1) for trial in wrong)
+    four = [trial for trial in trials if trial.world_size == 4]
+    return bool(wrong and four) and all(
+        trial.world_size & (trial.world_size - 1) for trial in wrong
+    )
 
 
 def root_sends_to_all(trials: Sequence[Trial]) -> bool:
@@ -191,6 +197,17 @@ def root_sends_to_all(trials: Sequence[Trial]) -> bool:
     return bool(several) and all(
         right(trial) and sum(communicated(trial)) == communicated(trial)[trial.case.facts["root"]]
         for trial in several
+    )
+
+
+def stops_sending(trials: Sequence[Trial]) -> bool:
+    """Right, and too slow only with seven ranks: no rank sends x more than twice."""
+    several = [trial for trial in trials if trial.world_size > 2]
+    slow = [trial for trial in several if trial.trace.makespan > log2_up(trial.world_size) + 0.5]
+    return (
+        bool(slow)
+        and all(right(trial) and max(trial.trace.messages_sent) <= 2 for trial in several)
+        and all(trial.world_size > 5 for trial in slow)
     )
 
 
@@ -205,14 +222,6 @@ def one_after_the_other(trials: Sequence[Trial]) -> bool:
     )
 
 
-ROOT_IS_ZERO = Misconception(
-    "root hard-coded to 0",
-    (
-        "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the "
-        "root."
-    ),
-    only_root_zero,
-)
 BROADCAST_QUESTION = lambda: broadcast_case([torch.ones(1000)] * 8, 0)  # noqa: E731
 
 FLAT_BROADCAST = Exercise(
@@ -220,6 +229,7 @@ FLAT_BROADCAST = Exercise(
     function="flat_broadcast",
     title="Broadcast, flat",
     points=10,
+    weights={"value": 0.4, "bytes": 0.3, "steps": 0.3},
     cases=broadcast_cases,
     checks=(
         value("every rank returns the root's x", keeps="x"),
@@ -229,7 +239,7 @@ FLAT_BROADCAST = Exercise(
         ),
     ),
     least_received=x_except_on_root,
-    misconceptions=(*MESSAGES, ROOT_IS_ZERO, CHANGES_ITS_INPUT),
+    misconceptions=(*MESSAGES, ROOT_IS_ZERO, CHANGES_ITS_INPUT, SENDS_UNWRITTEN),
     hints=(
         "What does the root do, and what do the others do? The two halves of an if.",
         (
@@ -264,7 +274,8 @@ TREE_BROADCAST = Exercise(
     function="tree_broadcast",
     title="Broadcast, along a tree",
     points=10,
-    cases=broadcast_cases,
+    weights={"value": 0.3, "bytes": 0.2, "steps": 0.5},
+    cases=tree_cases,
     checks=(
         value("every rank returns the root's x", keeps="x"),
         bytes_sent(tree_bytes, "no rank sends more than ⌈log₂ n⌉ times x"),
@@ -291,6 +302,14 @@ TREE_BROADCAST = Exercise(
             root_sends_to_all,
         ),
         Misconception(
+            "ranks stop sending",
+            (
+                "Each rank sends x to two others and is then idle, as in a heap. In every step, "
+                "every rank that has x must send it, or the tree grows too slowly."
+            ),
+            stops_sending,
+        ),
+        Misconception(
             "chain in place of a tree",
             (
                 "Every rank passes x on once, so only one message is under way at a time, and it "
@@ -299,6 +318,7 @@ TREE_BROADCAST = Exercise(
             one_after_the_other,
         ),
         CHANGES_ITS_INPUT,
+        SENDS_UNWRITTEN,
     ),
     hints=(
         "Count the ranks from the root: position = (rank − root) mod n. The root has position 0. "
@@ -401,6 +421,25 @@ def others_chunks(trials: Sequence[Trial]) -> bool:
     )
 
 
+def as_chunk_cuts(trials: Sequence[Trial]) -> bool:
+    """Wrong only where torch.chunk cuts otherwise than torch.tensor_split, and as it cuts."""
+
+    def pieces(trial: Trial) -> Sequence[torch.Tensor]:
+        return trial.case.facts["x"].chunk(trial.world_size)
+
+    wrong = failed(trials)
+    returned = [trial for trial in wrong if trial.error is None]
+    return (
+        bool(returned)
+        and not any(same(list(pieces(trial)), trial.case.facts["chunks"]) for trial in wrong)
+        and all(
+            same(result, piece)
+            for trial in returned
+            for result, piece in zip(trial.results, pieces(trial))
+        )
+    )
+
+
 SCATTER_QUESTION = lambda: scatter_case([torch.ones(1000)] * 4, 0)  # noqa: E731
 
 SCATTER = Exercise(
@@ -408,6 +447,7 @@ SCATTER = Exercise(
     function="scatter",
     title="Scatter",
     points=10,
+    weights={"value": 0.4, "bytes": 0.4, "steps": 0.2},
     cases=scatter_cases,
     checks=(
         value("every rank returns its own rows", keeps="x"),
@@ -428,12 +468,21 @@ SCATTER = Exercise(
             whole_scattered,
         ),
         Misconception(
+            "chunk in place of tensor_split",
+            (
+                "The rows are cut as torch.chunk cuts them: the last rank gets fewer, and with few "
+                "rows some ranks have no chunk at all. torch.tensor_split gives n parts, always."
+            ),
+            as_chunk_cuts,
+        ),
+        Misconception(
             "chunks in the wrong order",
             "Ranks get rows of x, but not their own: the chunks are not dealt out by rank.",
             others_chunks,
         ),
         ROOT_IS_ZERO,
         CHANGES_ITS_INPUT,
+        SENDS_UNWRITTEN,
     ),
     hints=(
         "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root only "
@@ -540,12 +589,12 @@ def everybody_gathers(trials: Sequence[Trial]) -> bool:
 
 def another_order(trials: Sequence[Trial]) -> bool:
     """The root has every rank's x once, in another order than that of the ranks."""
-    wrong = failed(trials)
+    wrong = [trial for trial in failed(trials) if trial.world_size > 1]
     found = [
         origins(trial.results[trial.case.facts["root"]], trial.case.facts["xs"]) for trial in wrong
     ]
     return bool(wrong) and all(
-        order is not None and set(order) == set(range(trial.world_size))
+        order is not None and set(order) == set(range(trial.world_size)) and order != sorted(order)
         for order, trial in zip(found, wrong, strict=True)
     )
 
@@ -557,6 +606,7 @@ GATHER = Exercise(
     function="gather",
     title="Gather",
     points=10,
+    weights={"value": 0.4, "bytes": 0.4, "steps": 0.2},
     cases=gather_cases,
     program=call_late,
     checks=(
@@ -593,8 +643,10 @@ GATHER = Exercise(
             ),
             another_order,
         ),
+        NOT_NONE_ELSEWHERE,
         ROOT_IS_ZERO,
         CHANGES_ITS_INPUT,
+        SENDS_UNWRITTEN,
     ),
     hints=(
         "It is a scatter backwards: every arrow turns round.",

@@ -9,7 +9,7 @@ numbers may be in any order.
 
 In one step, a rank sends at most one message and receives at most one. The steps given here are the
 fewest. A solution with somewhat more, such as one with blocking sends in a safe order, keeps its
-points.
+points; `check` then says so.
 """
 
 import torch
@@ -30,6 +30,8 @@ def reduce(x: torch.Tensor, root: int, op: str) -> torch.Tensor | None:
         On the root a new tensor of x's shape and dtype. On the other ranks None.
 
     Every other rank sends S bytes, where x has S, and the root sends nothing. At most n − 1 steps.
+
+    Points: 40 % value, 30 % bytes, 30 % steps.
     """
     raise NotImplementedError("reduce is not written yet")
 
@@ -49,6 +51,8 @@ def ring_all_gather(x: torch.Tensor) -> torch.Tensor:
 
     Every rank sends (n − 1)·S bytes, where x has S: that is (n − 1)/n of the result. It takes n − 1
     steps.
+
+    Points: 30 % value, 20 % bytes, 30 % peers, 20 % steps.
     """
     raise NotImplementedError("ring_all_gather is not written yet")
 
@@ -72,6 +76,8 @@ def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
 
     Every rank sends about (n − 1)·S/n bytes, where x has S: every chunk but one, once. It takes
     n − 1 steps.
+
+    Points: 40 % value, 40 % bytes, 20 % steps.
     """
     raise NotImplementedError("ring_reduce_scatter is not written yet")
 
@@ -95,6 +101,8 @@ def ring_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
     Every rank sends about 2·(n − 1)·S/n bytes, where x has S, and no rank sends more. It takes
     2·(n − 1) steps. The chunks are made of elements, not of rows:
     torch.tensor_split(x.flatten(), n).
+
+    Points: 30 % value, 50 % bytes, 20 % steps.
     """
     raise NotImplementedError("ring_all_reduce is not written yet")
 
@@ -119,6 +127,8 @@ def doubling_all_reduce(x: torch.Tensor) -> torch.Tensor:
 
     If n is a power of two, every rank sends log₂(n)·S bytes, where x has S, in log₂ n steps.
     Otherwise no rank sends more than (⌊log₂ n⌋ + 1)·S, and it takes ⌊log₂ n⌋ + 2 steps.
+
+    Points: 30 % value, 20 % bytes, 50 % steps.
     """
     raise NotImplementedError("doubling_all_reduce is not written yet")
 
@@ -138,6 +148,8 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
         A new tensor of the same shape. Row i came from rank i: it is row `rank` of that rank's x.
 
     Every rank sends (n − 1)·S/n bytes, where x has S. At most n − 1 steps.
+
+    Points: 40 % value, 40 % bytes, 20 % steps.
     """
     raise NotImplementedError("all_to_all is not written yet")
 
@@ -163,6 +175,8 @@ def chain_broadcast(x: torch.Tensor, root: int, m: int) -> torch.Tensor:
 
     No rank sends more than S bytes, where x has S, and the last one sends nothing. It takes
     n − 2 + m steps of S/m bytes. Here a rank that sends and receives by turns is too slow.
+
+    Points: 30 % value, 20 % bytes, 50 % steps.
     """
     raise NotImplementedError("chain_broadcast is not written yet")
 
@@ -188,6 +202,8 @@ def two_level_all_reduce(x: torch.Tensor, k: int) -> torch.Tensor:
 
     With N = n/k nodes and S bytes in x, every rank sends about 2·(k − 1)·S/k bytes inside its node,
     and about 2·(N − 1)/N·S/k bytes to other nodes. It takes 2·(k − 1) + 2·(N − 1) steps.
+
+    Points: 30 % value, 50 % bytes, 20 % steps.
     """
     raise NotImplementedError("two_level_all_reduce is not written yet")
 
@@ -214,5 +230,7 @@ def choose_broadcast(n: int, nbytes: int, latency: float, bandwidth: float) -> t
 
     The broadcast may take 5 % longer than with the best choice. Lesson 02 has a table of what these
     algorithms cost.
+
+    Points: 20 % value, 80 % steps.
     """
     raise NotImplementedError("choose_broadcast is not written yet")

@@ -10,6 +10,7 @@ from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Ques
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    SENDS_UNWRITTEN,
     bytes_sent,
     close,
     communicated,
@@ -21,7 +22,9 @@ from parallel101.grade.exercise_checks import (
     value,
 )
 from parallel101.grade.sums import (
+    EVERYTHING_TO_EVERYONE,
     SUM_FOR_MEAN,
+    WHOLE_ROUND_RING,
     counted_twice,
     divided_too_often,
     facts,
@@ -31,9 +34,15 @@ from parallel101.grade.sums import (
 
 
 def only_powers_of_two(trials: Sequence[Trial]) -> bool:
-    """Right wherever n is a power of two, and wrong somewhere else."""
+    """Right wherever n is a power of two, four too, and wrong for n = 3 and other n."""
     wrong = failed(trials)
-    return bool(wrong) and all(trial.world_size & (trial.world_size - 1) for trial in wrong)
+    four = [trial for trial in trials if trial.world_size == 4]
+    return bool(four) and {3} < {trial.world_size for trial in wrong} <= {3, 5, 6, 7}
+
+
+def one_extra_rank(trials: Sequence[Trial]) -> bool:
+    """Right for n = 3 and n = 5, and wrong for n = 7."""
+    return {trial.world_size for trial in failed(trials)} == {7}
 
 
 def all_reduce_case(xs: Sequence[torch.Tensor], op: str | None = "sum", note: str = "") -> Case:
@@ -69,6 +78,8 @@ def all_reduce_cases(draw: Draw) -> list[Case]:
             draw.tensors(5, 3, dtype=torch.int64), "sum", "3 whole numbers, fewer than ranks"
         )
     )
+    cases.append(all_reduce_case(draw.tensors(4, 2, 40), "sum", "2 rows, fewer than ranks"))
+    cases.append(all_reduce_case(draw.tensors(3, 0, 4), "mean", "no rows"))
     return [
         *cases,
         all_reduce_case(draw.tensors(5, 40, 3), "mean"),
@@ -94,13 +105,29 @@ def flat_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]
             yield from zip(torch.tensor_split(result.flatten(), n), map(list, parts), strict=True)
 
 
-def whole_round_ring(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends n − 1 times the whole x."""
-    large = several_ranks(trials, least=3)
-    return bool(large) and all(
-        right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
-        for t in large
+def chunks_of_rows(trials: Sequence[Trial]) -> bool:
+    """Right, and too many bytes only where there are fewer rows than ranks."""
+    check = bytes_sent(ring_bytes, "")
+    many = [trial for trial in trials if trial.error is None and check.wrong(trial) is not None]
+    return (
+        not failed(trials)
+        and bool(many)
+        and all(
+            trial.case.facts["xs"][0].dim() > 1
+            and trial.case.facts["xs"][0].shape[0] < trial.world_size
+            for trial in many
+        )
     )
+
+
+CHUNKS_OF_ROWS = Misconception(
+    "chunks of rows",
+    (
+        "The code cuts x by rows. With fewer rows than ranks some ranks have no chunk, and others "
+        "send far more than their part. The chunks must be made of elements."
+    ),
+    chunks_of_rows,
+)
 
 
 def reduce_broadcast(trials: Sequence[Trial]) -> bool:
@@ -178,6 +205,7 @@ RING_ALL_REDUCE = Exercise(
     function="ring_all_reduce",
     title="Ring all-reduce",
     points=20,
+    weights={"value": 0.3, "bytes": 0.5, "steps": 0.2},
     cases=all_reduce_cases,
     checks=(
         value("every rank returns the sum, or the mean", keeps="x"),
@@ -191,6 +219,7 @@ RING_ALL_REDUCE = Exercise(
     least_received=x_each,
     misconceptions=(
         *MESSAGES,
+        SENDS_UNWRITTEN,
         SUM_FOR_MEAN,
         Misconception(
             "scaled",
@@ -229,14 +258,9 @@ RING_ALL_REDUCE = Exercise(
             ),
             lambda trials: bool(failed(trials)) and all(map(not_divided, failed(trials))),
         ),
-        Misconception(
-            "whole tensor round the ring",
-            (
-                "Every rank's whole x goes round the ring, so each rank sends (n − 1)·S bytes. In "
-                "chunks it stays below 2·S."
-            ),
-            whole_round_ring,
-        ),
+        CHUNKS_OF_ROWS,
+        WHOLE_ROUND_RING,
+        EVERYTHING_TO_EVERYONE,
         Misconception(
             "reduce then broadcast",
             (
@@ -289,7 +313,7 @@ def doubling_cases(draw: Draw) -> list[Case]:
         )
     )
     cases.append(all_reduce_case(draw.tensors(3, 2, dtype=torch.int64), None, "2 whole numbers"))
-    return [*cases, all_reduce_case(draw.tensors(5, rows, 2), None)]
+    return [*cases, *(all_reduce_case(draw.tensors(n, rows, 2), None) for n in (5, 7))]
 
 
 def log2_down(n: int) -> int:
@@ -316,12 +340,20 @@ def ring_in_place(trials: Sequence[Trial]) -> bool:
     )
 
 
-def everything_to_everyone(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends x to every other."""
-    large = several_ranks(trials, least=4)
-    return bool(large) and all(
-        right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
-        for t in large
+def all_exchange(trial: Trial) -> bool:
+    """Whether the ranks below the power of two all send in every step of the doubling."""
+    steps_of_doubling = log2_down(trial.world_size)
+    sent = trial.trace.messages_sent[: 1 << steps_of_doubling]
+    return min(sent) >= steps_of_doubling
+
+
+def two_trees(trials: Sequence[Trial]) -> bool:
+    """Right, but in twice the steps, and some ranks send x only once."""
+    four = [trial for trial in several_ranks(trials, least=4) if trial.world_size == 4]
+    return (
+        bool(four)
+        and not failed(trials)
+        and all(t.trace.makespan >= 4 - 0.5 and min(t.trace.messages_sent) == 1 for t in four)
     )
 
 
@@ -331,6 +363,7 @@ DOUBLING_ALL_REDUCE = Exercise(
     function="doubling_all_reduce",
     title="All-reduce by recursive doubling",
     points=10,
+    weights={"value": 0.3, "bytes": 0.2, "steps": 0.5},
     cases=doubling_cases,
     checks=(
         value("every rank returns the sum", keeps="x"),
@@ -342,16 +375,24 @@ DOUBLING_ALL_REDUCE = Exercise(
             lambda case: log2_down(case.world_size) + (0 if power_of_two(case.world_size) else 2),
             "log₂ n steps (⌊log₂ n⌋ + 2 if n isn't a power of two)",
             slack=lambda case: log2_down(case.world_size),
+            only=all_exchange,
         ),
     ),
     least_received=x_each,
     misconceptions=(
         *MESSAGES,
+        SENDS_UNWRITTEN,
         Misconception(
             "breaks at n = 3",
             "The code is right if n is a power of two, and only then. For other n, a partner is "
             "missing, or some ranks are left out or counted twice.",
             only_powers_of_two,
+        ),
+        Misconception(
+            "one extra rank only",
+            "The code is right for n = 3 and n = 5, where one rank is above the power of two, and "
+            "wrong for n = 7, where three are: some are left out, or have no partner.",
+            one_extra_rank,
         ),
         Misconception(
             "ring in place of doubling",
@@ -361,13 +402,15 @@ DOUBLING_ALL_REDUCE = Exercise(
             ),
             ring_in_place,
         ),
+        WHOLE_ROUND_RING,
+        EVERYTHING_TO_EVERYONE,
         Misconception(
-            "everything to everyone",
+            "reduce then broadcast",
             (
-                "Every rank sends its x to every other rank: n − 1 messages a rank, where log₂ n "
-                "are enough."
+                "The sum goes along a tree to one rank, and back along a tree: twice the steps, "
+                "and half of the ranks are idle in each. In doubling, all ranks exchange."
             ),
-            everything_to_everyone,
+            two_trees,
         ),
         counted_twice(flat_pieces),
         left_out(flat_pieces),

@@ -9,6 +9,7 @@ from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Ques
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
@@ -100,6 +101,7 @@ ALL_TO_ALL = Exercise(
     function="all_to_all",
     title="All-to-all",
     points=10,
+    weights={"value": 0.4, "bytes": 0.4, "steps": 0.2},
     cases=all_to_all_cases,
     checks=(
         value("row i of the result is what rank i had for this rank", keeps="x"),
@@ -113,6 +115,7 @@ ALL_TO_ALL = Exercise(
     least_received=rows_for_others,
     misconceptions=(
         *MESSAGES,
+        SENDS_UNWRITTEN,
         Misconception(
             "whole tensor shipped",
             "Every rank sends all of x to every other rank, which needs only one row of it.",

@@ -167,7 +167,7 @@ CHOOSE_BROADCAST = Exercise(
     function="choose_broadcast",
     title="The fastest broadcast for a size and a network",
     points=10,
-    value_share=0.2,
+    weights={"value": 0.2, "steps": 0.8},
     cases=choice_cases,
     checks=(
         value("every rank gets the root's x"),

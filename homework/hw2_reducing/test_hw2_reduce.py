@@ -9,8 +9,10 @@ from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Ques
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    NOT_NONE_ELSEWHERE,
+    ROOT_IS_ZERO,
+    SENDS_UNWRITTEN,
     bytes_sent,
-    failed,
     received,
     steps,
     value,
@@ -80,19 +82,13 @@ def root_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]
     yield trial.results[trial.case.facts["root"]], trial.case.facts["xs"]
 
 
-def only_root_zero(trials: Sequence[Trial]) -> bool:
-    """Right wherever the root is 0, wrong wherever it is not."""
-    zero = [trial for trial in trials if trial.world_size > 1 and trial.case.facts["root"] == 0]
-    other = [trial for trial in trials if trial.case.facts["root"] != 0]
-    return not failed(zero) and len(failed(other)) == len(other)
-
-
 REDUCE_QUESTION = lambda: reduce_case([torch.ones(1000)] * 4, 0)  # noqa: E731
 REDUCE = Exercise(
     number="4",
     function="reduce",
     title="Reduce",
     points=10,
+    weights={"value": 0.4, "bytes": 0.3, "steps": 0.3},
     cases=reduce_cases,
     checks=(
         value(
@@ -107,6 +103,8 @@ REDUCE = Exercise(
     least_received=x_at_root,
     misconceptions=(
         *MESSAGES,
+        SENDS_UNWRITTEN,
+        NOT_NONE_ELSEWHERE,
         Misconception(
             "mean divides on every rank",
             (
@@ -119,14 +117,7 @@ REDUCE = Exercise(
         CHANGES_ITS_INPUT,
         counted_twice(root_pieces),
         left_out(root_pieces),
-        Misconception(
-            "root hard-coded to 0",
-            (
-                "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 "
-                "for the root."
-            ),
-            only_root_zero,
-        ),
+        ROOT_IS_ZERO,
     ),
     hints=(
         "It is a gather with an addition in place of each copy. Where is the one place at which "

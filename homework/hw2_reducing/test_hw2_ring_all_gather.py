@@ -9,11 +9,13 @@ from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Ques
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
     origins,
     right,
+    ring_neighbours,
     steps,
     value,
 )
@@ -92,7 +94,7 @@ def another_order(trials: Sequence[Trial]) -> bool:
 
 
 def own_every_time(trials: Sequence[Trial]) -> bool:
-    """All that a rank has received is the x of one neighbour."""
+    """All that a rank has received is the x of one neighbour, which sent the same again."""
     wrong = [trial for trial in failed(trials) if trial.world_size > 2]
     for trial in wrong:
         n = trial.world_size
@@ -100,7 +102,34 @@ def own_every_time(trials: Sequence[Trial]) -> bool:
             found = origins(result, trial.case.facts["xs"])
             if found is None or not any(set(found) == {rank, (rank + way) % n} for way in (1, -1)):
                 return False
-    return bool(wrong)
+    return bool(wrong) and all(sends_the_same(trial) for trial in wrong)
+
+
+def sends_the_same(trial: Trial) -> bool:
+    """Whether every rank sends one neighbour the same values in all messages."""
+    sent: dict[int, list] = {}
+    for message in trial.trace.messages():
+        sent.setdefault(message.src, []).append((message.dst, message.payload))
+    return all(all(same == messages[0] for same in messages) for messages in sent.values())
+
+
+def one_buffer(trials: Sequence[Trial]) -> bool:
+    """On every rank, all slots but its own hold the same, though different values arrived."""
+    wrong = [trial for trial in failed(trials) if trial.world_size > 2]
+    for trial in wrong:
+        for rank, result in enumerate(trial.results):
+            found = origins(result, trial.case.facts["xs"])
+            others = set(found or ()) - {rank}
+            if found is None or len(others) != 1 or None in others:
+                return False
+    return bool(wrong) and not any(sends_the_same(trial) for trial in wrong)
+
+
+def past_the_neighbours(trials: Sequence[Trial]) -> bool:
+    """Right, but in larger rings some rank sends to one that is not its neighbour."""
+    large = [trial for trial in trials if trial.world_size > 3]
+    neighbours = ring_neighbours("")
+    return bool(large) and all(right(t) and neighbours.wrong(t) is not None for t in large)
 
 
 GATHER_QUESTION = lambda: all_gather_case([torch.ones(250)] * 4)  # noqa: E731
@@ -109,10 +138,12 @@ RING_ALL_GATHER = Exercise(
     function="ring_all_gather",
     title="Ring all-gather",
     points=10,
+    weights={"value": 0.3, "bytes": 0.2, "peers": 0.3, "steps": 0.2},
     cases=all_gather_cases,
     checks=(
         value("every rank returns all x, in the order of the ranks", keeps="x"),
         bytes_sent(all_but_own, "every rank sends (n − 1)/n of the result"),
+        ring_neighbours("each rank talks to its two neighbours only"),
         steps(
             lambda case: case.world_size - 1,
             "n − 1 steps",
@@ -122,6 +153,7 @@ RING_ALL_GATHER = Exercise(
     least_received=all_but_own,
     misconceptions=(
         *MESSAGES,
+        SENDS_UNWRITTEN,
         Misconception(
             "gather then broadcast",
             (
@@ -129,6 +161,22 @@ RING_ALL_GATHER = Exercise(
                 "busy while theirs are idle."
             ),
             through_one_rank,
+        ),
+        Misconception(
+            "not a ring",
+            (
+                "Ranks send to ranks that are not their neighbours. In a ring each rank uses two "
+                "links only, and passes on what has come last."
+            ),
+            past_the_neighbours,
+        ),
+        Misconception(
+            "one buffer in all slots",
+            (
+                "All slots are one and the same tensor, so each receive overwrites what came "
+                "before: every slot but the own one ends with what came last."
+            ),
+            one_buffer,
         ),
         Misconception(
             "sends its own x every time",

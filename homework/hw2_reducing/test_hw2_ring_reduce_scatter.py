@@ -10,6 +10,7 @@ from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Ques
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
@@ -19,7 +20,14 @@ from parallel101.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.grade.sums import counted_twice, facts, left_out, several_ranks
+from parallel101.grade.sums import (
+    EVERYTHING_TO_EVERYONE,
+    WHOLE_ROUND_RING,
+    counted_twice,
+    facts,
+    left_out,
+    several_ranks,
+)
 
 
 def share(case: Case) -> float:
@@ -101,6 +109,7 @@ RING_REDUCE_SCATTER = Exercise(
     function="ring_reduce_scatter",
     title="Ring reduce-scatter",
     points=10,
+    weights={"value": 0.4, "bytes": 0.4, "steps": 0.2},
     cases=reduce_scatter_cases,
     checks=(
         value("rank r returns its rows of the sum", keeps="x"),
@@ -116,6 +125,9 @@ RING_REDUCE_SCATTER = Exercise(
     least_received=own_chunk,
     misconceptions=(
         *MESSAGES,
+        SENDS_UNWRITTEN,
+        WHOLE_ROUND_RING,
+        EVERYTHING_TO_EVERYONE,
         Misconception(
             "all-reduce then slice",
             (

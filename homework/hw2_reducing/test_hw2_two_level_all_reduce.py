@@ -10,6 +10,7 @@ from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconceptio
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
@@ -57,6 +58,7 @@ def two_level_cases(draw: Draw) -> list[Case]:
             draw.tensors(4, 3, dtype=torch.int64), 2, "3 whole numbers, fewer than ranks"
         )
     )
+    cases.append(two_level_case(draw.tensors(4, 1, 80), 2, "1 row"))
     return [
         *cases,
         two_level_case(draw.tensors(8, draw.integer(90, 110), 2), 4),
@@ -180,7 +182,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
     function="two_level_all_reduce",
     title="All-reduce over two levels",
     points=10,
-    value_share=0.4,
+    weights={"value": 0.3, "bytes": 0.5, "steps": 0.2},
     cases=two_level_cases,
     checks=(
         value("every rank returns the sum", keeps="x"),
@@ -195,6 +197,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
     least_received=x_each,
     misconceptions=(
         *MESSAGES,
+        SENDS_UNWRITTEN,
         Misconception(
             "sum of one node only",
             "Every rank has the sum of its own node. What the other nodes have is never added.",

@@ -40,6 +40,8 @@ def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Ten
         The gradient of this rank's x, on every rank, also where x was not used.
 
     The ranks send at most (n − 1)·S bytes in total.
+
+    Points: 50 % value, 50 % bytes.
     """
     raise NotImplementedError("broadcast_backward is not written yet")
 
@@ -62,6 +64,8 @@ def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch
         The gradient of this rank's x.
 
     The ranks send at most (n − 1)/n·S bytes in total.
+
+    Points: 50 % value, 50 % bytes.
     """
     raise NotImplementedError("gather_backward is not written yet")
 
@@ -81,6 +85,8 @@ def all_to_all_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         The gradient of this rank's x.
 
     The ranks send at most (n − 1)·S bytes in total.
+
+    Points: 50 % value, 50 % bytes.
     """
     raise NotImplementedError("all_to_all_backward is not written yet")
 
@@ -110,6 +116,8 @@ def shift(x: torch.Tensor, k: int, dim: int) -> torch.Tensor:
         torch.roll(whole, k, dim) is the shifted whole in one process.
 
     Each rank sends k entries along dim in forward, and k in backward. One rank sends nothing.
+
+    Points: 50 % value, 50 % bytes.
     """
     raise NotImplementedError("shift is not written yet")
 
@@ -131,6 +139,8 @@ def all_gather_uneven(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
     The losses differ, so each rank has its own g. The gradient of x has the shape of x. If y has S
     bytes, the ranks send at most (n − 1)·S bytes in total in forward, and as many in backward.
+
+    Points: 50 % value, 50 % bytes.
     """
     raise NotImplementedError("all_gather_uneven is not written yet")
 
@@ -159,6 +169,8 @@ def halo_exchange(x: torch.Tensor, width: int, sizes: list[int]) -> torch.Tensor
 
     H is the number of bytes of one halo. The ranks send at most 2·(n − 1)·H bytes in total in
     forward, and as many in backward.
+
+    Points: 50 % value, 50 % bytes.
     """
     raise NotImplementedError("halo_exchange is not written yet")
 

@@ -262,6 +262,8 @@ def own_only(trials: Sequence[Trial]) -> bool:
     """Whether every wrong gradient comes from the rank's own g, perhaps times a number."""
 
     def comes_from(found: Any, mine: Any) -> bool:
+        if not isinstance(found, torch.Tensor):
+            return False
         return same(found, mine) or factor(found, mine) is not None
 
     wrong = gradients(trials)
@@ -289,8 +291,20 @@ def off_by(k: Callable[[int], float]) -> Callable[[Sequence[Trial]], bool]:
 def not_where_unused(trials: Sequence[Trial]) -> bool:
     wrong = gradients(trials)
     return bool(wrong) and all(
-        trial.case.facts["F"] is broadcast and rank != trial.case.facts["root"]
-        for trial, rank, _, _ in wrong
+        trial.case.facts["F"] is broadcast
+        and rank != trial.case.facts["root"]
+        and isinstance(found, torch.Tensor)
+        and found.shape == expected.shape
+        for trial, rank, found, expected in wrong
+    )
+
+
+def none_returned(trials: Sequence[Trial]) -> bool:
+    """Every wrong gradient is None, on some ranks of every run but not on all ranks."""
+    wrong = gradients(trials)
+    return bool(wrong) and all(
+        found is None and any(result is not None for result in trial.results)
+        for trial, _, found, _ in wrong
     )
 
 
@@ -349,6 +363,14 @@ UNUSED_GETS_GRADIENT = Misconception(
     ),
     not_where_unused,
 )
+NONE_RETURNED = Misconception(
+    "None in place of a gradient",
+    (
+        "Some ranks return None. Every rank that has an x returns its gradient. Where x is not "
+        "used, that is a tensor of zeros."
+    ),
+    none_returned,
+)
 ROOT_ZERO = Misconception(
     "root hard-coded to 0",
     "The code treats rank 0 as the root. It is right where the root is 0, and wrong elsewhere.",
@@ -364,6 +386,8 @@ ROOT_ZERO = Misconception(
 )
 # ---- the exercises ----
 
+WEIGHTS = {"value": 0.5, "bytes": 0.5}
+
 
 def exercise(
     number: str, F: Callable, hints: tuple[str, ...], *own_misconceptions: Misconception
@@ -374,6 +398,7 @@ def exercise(
         function=f"{name}_backward",
         title=f"The backward of {name}",
         points=5 if F in (broadcast, gather, all_to_all) else 0,
+        weights=WEIGHTS if F in (broadcast, gather, all_to_all) else {},
         cases=cases_of(F),
         checks=(
             Check(
@@ -390,6 +415,7 @@ def exercise(
         misconceptions=(
             *MESSAGES,
             CHANGED_IN_PLACE,
+            NONE_RETURNED,
             *(ROOT_ZERO,) * (F in ROOTED),
             *own_misconceptions,
             N_TIMES,

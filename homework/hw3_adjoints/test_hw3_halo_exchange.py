@@ -163,6 +163,7 @@ EXERCISES = [
         function="halo_exchange",
         title="A halo exchange, with its backward",
         points=10,
+        weights={"value": 0.5, "bytes": 0.5},
         cases=halo_cases,
         checks=(
             right_both_ways(

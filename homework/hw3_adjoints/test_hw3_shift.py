@@ -97,6 +97,7 @@ EXERCISES = [
         function="shift",
         title="A shift, with its backward",
         points=10,
+        weights={"value": 0.5, "bytes": 0.5},
         cases=shift_cases,
         checks=(
             right_both_ways("y and the gradient of x are right on every rank, and y is new"),

@@ -128,6 +128,7 @@ EXERCISES = [
         function="all_gather_uneven",
         title="An all-gather of uneven blocks, with its backward",
         points=10,
+        weights={"value": 0.5, "bytes": 0.5},
         cases=uneven_cases,
         checks=(
             right_both_ways("y and the gradient of x are right on every rank, and y is new"),

@@ -40,6 +40,8 @@ def train_naive(
     ranks. With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes per step. The
     first weights are a broadcast: every rank but rank 0 receives them once, and no rank sends them
     more than once. A few bytes more, such as the number of samples, don't count.
+
+    Points: 50 % value, 50 % bytes.
     """
     raise NotImplementedError("train_naive is not written yet")
 
@@ -62,6 +64,8 @@ def average_in_buckets(gradients: dict[str, Tensor], cap: int) -> dict[str, Tens
 
     Put gradients into a bucket as long as they fit: no two neighbouring buckets would fit into one.
     With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes.
+
+    Points: 30 % value, 10 % bytes, 40 % steps, 20 % memory.
     """
     raise NotImplementedError("average_in_buckets is not written yet")
 
@@ -95,5 +99,7 @@ def train_overlapped(
     first message starts before the last gradient is ready, and backward doesn't wait.
     p.register_post_accumulate_grad_hook(f) makes torch call f(p) each time backward has added to
     p.grad.
+
+    Points: 30 % value, 20 % bytes, 50 % overlap.
     """
     raise NotImplementedError("train_overlapped is not written yet")

@@ -21,6 +21,7 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import (
     MESSAGES,
+    NOT_EVERY_RANK,
     bytes_sent,
     close,
     difference,
@@ -288,6 +289,7 @@ EXERCISES = [
         function="average_in_buckets",
         title="Buckets",
         points=10,
+        weights={"value": 0.3, "bytes": 0.1, "steps": 0.4, "memory": 0.2},
         cases=bucket_cases,
         program=average,
         allowed=P2P | COLLECTIVES,
@@ -308,6 +310,7 @@ EXERCISES = [
         ),
         misconceptions=(
             *MESSAGES,
+            NOT_EVERY_RANK,
             NEVER_FLUSHED,
             BUCKETS_SUMMED,
             OWN_ORDER,

@@ -17,7 +17,13 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated, right
+from parallel101.grade.exercise_checks import (
+    MESSAGES,
+    NOT_EVERY_RANK,
+    bytes_sent,
+    communicated,
+    right,
+)
 from parallel101.grade.harness import count_weights, gradients_of, make_model
 from parallel101.grade.training_exercises import (
     ITEM,
@@ -26,6 +32,7 @@ from parallel101.grade.training_exercises import (
     NEVER_REDUCED,
     NO_FIRST_SYNCHRONISATION,
     NO_ZERO_GRAD,
+    OTHER_START,
     SUM_FOR_MEAN,
     alike,
     all_reduce_bytes,
@@ -157,6 +164,7 @@ EXERCISES = [
         function="train_naive",
         title="Naive data parallel",
         points=10,
+        weights={"value": 0.5, "bytes": 0.5},
         cases=naive_cases,
         program=train,
         allowed=P2P | COLLECTIVES,
@@ -165,7 +173,9 @@ EXERCISES = [
         least_received=naive_least,
         misconceptions=(
             *MESSAGES,
+            NOT_EVERY_RANK,
             NO_FIRST_SYNCHRONISATION,
+            OTHER_START,
             NEVER_REDUCED,
             SUM_FOR_MEAN,
             MEAN_TWICE,

@@ -20,7 +20,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, right
+from parallel101.grade.exercise_checks import MESSAGES, NOT_EVERY_RANK, bytes_sent, right
 from parallel101.grade.harness import (
     BACKWARD,
     FORWARD,
@@ -46,6 +46,7 @@ from parallel101.grade.training_exercises import (
 )
 
 LAYERS = 4
+MOST_EXPOSED = 0.6  # of the messages' time, in a right solution
 
 
 def train_in_microbatches(
@@ -114,6 +115,7 @@ class StepRecord(NamedTuple):
     seconds: float
     first_sent: float | None  # when the first gradients were sent
     last_ready: float  # when backward had made the last gradient
+    ready_after: float  # the same, in seconds since the step began
     last_forward: float  # when the last microbatch's forward began
     sent: int  # bytes of messages and collectives, counted as calls count them
 
@@ -143,6 +145,7 @@ def steps_of(trial: Trial) -> list[StepRecord]:
                     mark.start - begin,
                     first,
                     max(ready, default=0.0),
+                    max(ready, default=begin) - begin,
                     max(forwards, default=0.0),
                     sum(e.nbytes for e in sent),
                 )
@@ -153,7 +156,11 @@ def steps_of(trial: Trial) -> list[StepRecord]:
 
 def starts_early() -> Check:
     def wrong(trial: Trial) -> str | None:
+        facts = trial.case.facts
         for step in steps_of(trial) if trial.world_size > 1 else []:
+            waits = step.ready_after - facts["compute"]
+            if waits > MOST_EXPOSED * facts["communication"]:
+                return f"in step {step.step}, rank {step.rank}'s backward waits {waits:g} s"
             if step.first_sent is None or step.first_sent >= step.last_ready:
                 when = (
                     "never"
@@ -163,7 +170,12 @@ def starts_early() -> Check:
                 return f"in step {step.step}, rank {step.rank} sends the first gradient {when}"
         return None
 
-    return Check("overlap", "the first message starts before the last gradient is ready", wrong)
+    says = "the first message starts before the last gradient is ready; backward doesn't wait"
+    return Check("overlap", says, wrong)
+
+
+def started_early(trial: Trial) -> bool:
+    return all(s.first_sent is not None and s.first_sent < s.last_ready for s in steps_of(trial))
 
 
 def exposed(trial: Trial) -> float:
@@ -182,7 +194,7 @@ def hidden() -> Check:
         part = exposed(trial)
         return (
             None
-            if part <= 0.6
+            if part <= MOST_EXPOSED
             else (
                 f"{part:.0%} of the messages' time is added to the step; with one message for each "
                 "layer it is 25%"
@@ -195,7 +207,7 @@ def hidden() -> Check:
 def waits_at_once(trials: Sequence[Trial]) -> bool:
     several = [trial for trial in trials if trial.world_size > 1]
     return bool(several) and all(
-        right(t) and starts_early().wrong(t) is None and exposed(t) > 0.9 for t in several
+        right(t) and started_early(t) and exposed(t) > 0.9 for t in several
     )
 
 
@@ -294,6 +306,7 @@ EXERCISES = [
         function="train_overlapped",
         title="Overlapped",
         points=10,
+        weights={"value": 0.3, "bytes": 0.2, "overlap": 0.5},
         cases=overlap_cases,
         program=train_in_microbatches,
         allowed=P2P | COLLECTIVES,
@@ -315,6 +328,7 @@ EXERCISES = [
         misconceptions=(
             HOOKS_PILE_UP,
             *MESSAGES,
+            NOT_EVERY_RANK,
             EVERY_MICROBATCH,
             NEVER_REDUCED,
             SUMMED_TWICE,

@@ -49,7 +49,10 @@ def train_zero1(
 
     A rank's optimizer holds 1/n of the state, and at most one parameter more. Which rank has which
     piece is up to you. With S bytes of weights and n ranks, each rank sends 2(n−1)/n · S bytes per
-    step: a reduce-scatter and an all-gather. Padding and norms don't count.
+    step: a reduce-scatter and an all-gather. Padding and norms don't count. A parameter may have
+    fewer than n numbers.
+
+    Points: 20 % value, 30 % bytes, 50 % memory.
     """
     raise NotImplementedError("train_zero1 is not written yet")
 
@@ -72,6 +75,9 @@ def train_zero2(
     (p.grad = None). Whole gradients of at most two layers are in memory at once, and all of them
     are gone at optimizer.step(). p.register_post_accumulate_grad_hook(f) makes torch call f(p) each
     time backward has added to p.grad.
+
+    Points: 15 % value, 15 % bytes, 70 % memory. Of the memory, the gradients count four times as
+    much as the optimizer's state.
     """
     raise NotImplementedError("train_zero2 is not written yet")
 
@@ -108,6 +114,9 @@ def train_mixed(
     With N weights and n ranks, each rank sends (n−1)/n · (4 + 2) N bytes per step. Its optimizer
     holds 1/n of the master weights, and at most one parameter more. Which rank has which piece is
     up to you. Padding doesn't count.
+
+    Points: 70 % value, 15 % bytes, 15 % memory. Of the values, the master weights count six times
+    as much as the model's.
     """
     raise NotImplementedError("train_mixed is not written yet")
 
@@ -146,6 +155,9 @@ def train_zero3(
     forward to backward, either: torch.utils.checkpoint runs a forward again when backward needs it
     (see the warm-up in the notebook). With S bytes of weights and n ranks, each rank sends
     3(n−1)/n · S bytes per step: the weights twice and the gradients once.
+
+    Points: 15 % value, 20 % bytes, 65 % memory. Of the memory, the gathered weights count four
+    times as much as the optimizer's state.
     """
     raise NotImplementedError("train_zero3 is not written yet")
 
@@ -169,5 +181,7 @@ def recompute(block: nn.Module, x: Tensor) -> Tensor:
 
     Activations from inside at most one block are in memory at once. The forward's messages are sent
     twice. torch.utils.checkpoint is what you are about to write, so don't use it.
+
+    Points: 30 % value, 10 % bytes, 60 % memory.
     """
     raise NotImplementedError("recompute is not written yet")

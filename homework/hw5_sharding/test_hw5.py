@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from parallel101.grade.exercise_checks import (
     communicated,
     difference,
     failed,
+    received,
     right,
 )
 from parallel101.grade.harness import (
@@ -42,14 +44,24 @@ from parallel101.grade.harness import (
     make_model,
 )
 from parallel101.grade.training_exercises import ended, measured
+from parallel101.record.trace import Trace
 
 LAYERS, WIDTH, STEPS = 5, 6, 2
-SIZES = [WIDTH] * (LAYERS + 1)
-COUNT = count_weights(SIZES)
 ITEM = 8  # bytes of a float64
-# bytes: of the model, of a layer, of its weight
-WHOLE, LAYER, PARAMETER = COUNT * ITEM, COUNT * ITEM // LAYERS, WIDTH * WIDTH * ITEM
-NETWORK = Network(latency=0.0, bandwidth=LAYER)  # a layer's weights take a second
+NARROW = 3  # features, fewer than the four ranks
+
+
+def sizes_of(width: int) -> dict[str, int]:
+    """Bytes of a model of this width, of a layer, and of a layer's weight."""
+    count = count_weights([width] * (LAYERS + 1))
+    return {
+        "whole": count * ITEM,
+        "layer": count * ITEM // LAYERS,
+        "parameter": width * width * ITEM,
+    }
+
+
+WHOLE, LAYER, PARAMETER = sizes_of(WIDTH).values()  # those of the questions
 
 
 def norm_of(named: dict[str, Tensor]) -> float:
@@ -67,7 +79,7 @@ def train_whole(
 
     By hand: at the first optimizer, torch imports its compiler.
     """
-    model, momentum = make_model(SIZES, weights), {}
+    model, momentum = make_model([inputs.shape[-1]] * (LAYERS + 1), weights), {}
     for x, y in zip(inputs, targets):
         gradients = clipped(gradients_of(model, F.mse_loss(model(x), y)), max_norm)
         for name, p in model.named_parameters():
@@ -89,7 +101,8 @@ def train_sharded(
     function, weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float
 ) -> dict[str, Any]:
     """inputs: (steps, samples of this rank, features)."""
-    model, optimizers, whole = make_model(SIZES, weights), Optimizers(), PeakBytes()
+    model = make_model([inputs.shape[-1]] * (LAYERS + 1), weights)
+    optimizers, whole = Optimizers(), PeakBytes()
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: whole.watch(p.grad))
     function(model, F.mse_loss, optimizers.make, list(zip(inputs, targets)), max_norm)
@@ -102,12 +115,12 @@ def train_in_pieces(
     function, weights: Tensor, rank: int, n: int, inputs: Tensor, targets: Tensor
 ) -> dict[str, Any]:
     """The same for ZeRO-3: the layers have no weights, and this rank has its pieces."""
-    optimizers, whole = Optimizers(), PeakBytes()
+    optimizers, whole, width = Optimizers(), PeakBytes(), inputs.shape[-1]
     shards = [
         {name: pieces_of(p, n)[rank].clone() for name, p in layer.named_parameters()}
-        for layer in make_model(SIZES, weights)
+        for layer in make_model([width] * (LAYERS + 1), weights)
     ]
-    layers = [TanhLinear(number, WIDTH, WIDTH, device="meta") for number in range(LAYERS)]
+    layers = [TanhLinear(number, width, width, device="meta") for number in range(LAYERS)]
     for layer in layers:
         layer.uses = whole.watch
     found = function(layers, shards, F.mse_loss, optimizers.make, list(zip(inputs, targets)))
@@ -117,10 +130,13 @@ def train_in_pieces(
 # ---- cases ----
 
 
-def sharded_case(draw: Draw, n: int, clip: bool, in_pieces: bool = False) -> Case:
-    weights = 0.7 * draw.tensor(COUNT, dtype=torch.float64)
-    inputs, targets = (draw.tensors(n, STEPS, 2, WIDTH, dtype=torch.float64) for _ in range(2))
-    model = make_model(SIZES, weights)
+def sharded_case(
+    draw: Draw, n: int, clip: bool, in_pieces: bool = False, width: int = WIDTH
+) -> Case:
+    sizes = sizes_of(width)
+    weights = 0.7 * draw.tensor(sizes["whole"] // ITEM, dtype=torch.float64)
+    inputs, targets = (draw.tensors(n, STEPS, 2, width, dtype=torch.float64) for _ in range(2))
+    model = make_model([width] * (LAYERS + 1), weights)
     local = [gradients_of(model, F.mse_loss(model(x[0]), y[0])) for x, y in zip(inputs, targets)]
     norm = norm_of(_mean(local))
     max_norm = 0.4 * norm if clip else math.inf
@@ -141,14 +157,16 @@ def sharded_case(draw: Draw, n: int, clip: bool, in_pieces: bool = False) -> Cas
     return Case(
         arguments,
         [{"weights": mine, **others} for mine in after],
-        note="gradients clipped" if clip else "",
+        note=f"{width} features" + (", gradients clipped" if clip else ""),
         facts={
+            **sizes,
+            "width": width,
             "state": torch.cat([values.flatten() for values in momentum.values()]),
             "norm": min(norm, max_norm),
             "max_norm": max_norm,
             "clipped locally": norm_of(_mean([clipped(own, max_norm) for own in local])),
         },
-        network=NETWORK,
+        network=Network(latency=0.0, bandwidth=sizes["layer"]),  # a layer's weights take a second
         seconds=20.0,
     )
 
@@ -158,13 +176,15 @@ def _mean(local: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sharded_cases(draw: Draw) -> list[Case]:
-    return [
-        sharded_case(draw, n, clip) for n, clip in ((1, True), (2, False), (3, True), (4, True))
-    ]
+    few = sharded_case(draw, 4, True, width=NARROW)  # a bias has fewer numbers than there are ranks
+    return [*(sharded_case(draw, n, clip) for n, clip in ((1, True), (2, False), (3, True))), few]
 
 
 def zero3_cases(draw: Draw) -> list[Case]:
-    return [sharded_case(draw, n, False, in_pieces=True) for n in (1, 2, 3, 4)]
+    return [
+        sharded_case(draw, n, False, in_pieces=True, width=width)
+        for n, width in ((1, WIDTH), (2, WIDTH), (3, WIDTH), (4, NARROW))
+    ]
 
 
 # ---- checks ----
@@ -173,7 +193,8 @@ def zero3_cases(draw: Draw) -> list[Case]:
 def shared_bytes(times: int):
     """So many times (n−1)/n of the weights' bytes per step, by rank."""
     return lambda case: (
-        [STEPS * round(times * (case.world_size - 1) / case.world_size * WHOLE)] * case.world_size
+        [STEPS * round(times * (case.world_size - 1) / case.world_size * case.facts["whole"])]
+        * case.world_size
     )
 
 
@@ -185,7 +206,7 @@ def slack(case: Case) -> int:
 def least(case: Case) -> list[int]:
     """A rank needs the others' part of the gradients of its pieces, and the others' pieces."""
     n = case.world_size
-    return [STEPS * (n - 1) * WHOLE // n - 64 if n > 1 else 0] * n
+    return [STEPS * (n - 1) * case.facts["whole"] // n - 64 if n > 1 else 0] * n
 
 
 def weights_equal() -> Check:
@@ -211,12 +232,13 @@ def optimizer_is_sharded() -> Check:
     """
 
     def wrong(trial: Trial) -> str | None:
-        most = WHOLE / trial.world_size + (PARAMETER if trial.world_size > 1 else 0)
+        part = trial.case.facts["whole"] / trial.world_size
+        most = part + (trial.case.facts["parameter"] if trial.world_size > 1 else 0)
         for rank, nbytes in enumerate(state_bytes(trial)):
             if nbytes > most:
                 return (
                     f"rank {rank}'s optimizer holds {nbytes} bytes; 1/{trial.world_size} is "
-                    f"{WHOLE / trial.world_size:g}"
+                    f"{part:g}"
                 )
         states = [state for state in measured(trial, "state") if isinstance(state, Tensor)]
         found = torch.cat([torch.zeros(0), *(state.flatten() for state in states)]).double()
@@ -233,19 +255,20 @@ def optimizer_is_sharded() -> Check:
 
 def gradients_are_freed() -> Check:
     def wrong(trial: Trial) -> str | None:
-        n = trial.world_size
+        n, facts = trial.world_size, trial.case.facts
         for rank, (peak, kept) in enumerate(
             zip(measured(trial, "peak"), measured(trial, "gradient bytes"))
         ):
-            if not isinstance(peak, int) or peak > 2 * LAYER:
+            if not isinstance(peak, int) or peak > 2 * facts["layer"]:
                 return (
                     f"rank {rank} had {peak} bytes of whole gradients at once; those of two layers "
-                    f"are {2 * LAYER}"
+                    f"are {2 * facts['layer']}"
                 )
-            if not isinstance(kept, int) or kept > WHOLE / n + (PARAMETER if n > 1 else 0):
+            most = facts["whole"] / n + (facts["parameter"] if n > 1 else 0)
+            if not isinstance(kept, int) or kept > most:
                 return (
                     f"at optimizer.step(), rank {rank} had {kept} bytes of gradients; 1/{n} is "
-                    f"{WHOLE / n:g}"
+                    f"{facts['whole'] / n:g}"
                 )
         return None
 
@@ -257,10 +280,11 @@ def two_layers() -> Check:
         if trial.world_size == 1:
             return None
         for rank, peak in enumerate(measured(trial, "peak")):
-            if not isinstance(peak, int) or peak > 2 * (LAYER + 2 * ITEM * trial.world_size):
+            layer = trial.case.facts["layer"]
+            if not isinstance(peak, int) or peak > 2 * (layer + 2 * ITEM * trial.world_size):
                 return (
                     f"rank {rank} had {peak} bytes of whole weights at once; those of two layers "
-                    f"are {2 * LAYER}"
+                    f"are {2 * layer}"
                 )
         return None
 
@@ -317,23 +341,29 @@ def summed(trials: Sequence[Trial]) -> bool:
 
 
 def whole_optimizer(trials: Sequence[Trial]) -> bool:
+    """All else is right: with wrong values, this is not what to mend first."""
     found = ended(trials, 2)
-    return bool(found) and all(min(state_bytes(trial)) >= WHOLE for trial in found)
+    return bool(found) and all(
+        right(trial) and min(state_bytes(trial)) >= trial.case.facts["whole"] for trial in found
+    )
 
 
 def times_sent(trial: Trial) -> float:
     """How many times (n−1)/n of the weights' bytes the ranks sent per step."""
     n = trial.world_size
-    return min(communicated(trial)) / (STEPS * (n - 1) / n * WHOLE)
+    return min(communicated(trial)) / (STEPS * (n - 1) / n * trial.case.facts["whole"])
 
 
 def all_reduced(times: int):
-    """One time more than needed, on every rank."""
+    """One time more than needed, on every rank, wherever padding is a small part."""
 
     def seen(trials: Sequence[Trial]) -> bool:
         found = ended(trials, 2)
-        return bool(found) and all(
-            right(trial) and times + 0.9 < times_sent(trial) < times + 1.4 for trial in found
+        wide = [trial for trial in found if trial.case.facts["width"] == WIDTH]
+        return (
+            bool(wide)
+            and all(map(right, found))
+            and all(times + 0.9 < times_sent(trial) < times + 1.4 for trial in wide)
         )
 
     return seen
@@ -341,11 +371,30 @@ def all_reduced(times: int):
 
 def peak_of(trials: Sequence[Trial], part: float) -> bool:
     found = ended(trials, 2)
-    peaks = [peak for trial in found for peak in measured(trial, "peak")]
-    return (
-        bool(peaks)
-        and all(right(trial) for trial in found)
-        and all(isinstance(p, int) and p >= part * WHOLE for p in peaks)
+    return bool(found) and all(
+        right(trial) and isinstance(peak, int) and peak >= part * trial.case.facts["whole"]
+        for trial in found
+        for peak in measured(trial, "peak")
+    )
+
+
+def gathered_first(trials: Sequence[Trial]) -> bool:
+    """All values are right, and each rank receives all weights before its first forward."""
+
+    def share(trial: Trial, rank: int) -> float:
+        first = min(e.start for e in trial.trace.spans("forward") if e.rank == rank)
+        before = [
+            e for e in trial.trace.events if e.rank == rank and e.kind != "span" and e.start < first
+        ]
+        n = trial.world_size
+        got = received(Trial(trial.case, [], Trace(before, n, trial.trace.backend)))[rank]
+        return got / ((n - 1) / n * trial.case.facts["whole"])
+
+    found = ended(trials, 2)
+    return bool(found) and all(
+        right(trial) and share(trial, rank) > 0.95
+        for trial in found
+        for rank in range(trial.world_size)
     )
 
 
@@ -399,6 +448,14 @@ NEVER_FREED = Misconception(
     "been used: a list, an attribute, or autograd's graph, which keeps what backward needs.",
     lambda trials: peak_of(trials, 0.6),
 )
+GATHERED_FIRST = Misconception(
+    "all layers gathered at once",
+    (
+        "Every rank gathers the weights of all layers before the first layer computes. Each layer "
+        "needs only its own, at the moment when it computes."
+    ),
+    gathered_first,
+)
 ALL_REDUCED_3 = Misconception(ALL_REDUCED.name, ALL_REDUCED.says, all_reduced(3))
 
 
@@ -448,6 +505,7 @@ EXERCISES = [
             "the pieces' squares, and take its root. At the end dist.all_gather_single(whole, "
             "piece.detach()).",
         ),
+        weights={"value": 0.2, "bytes": 0.3, "memory": 0.5},
         questions=(
             Question(
                 "state",
@@ -473,7 +531,8 @@ EXERCISES = [
             "Register it once, before the first step. All the rest is train_zero1 without the loop "
             "of reduce-scatters.",
         ),
-        checks=(gradients_are_freed(),),
+        checks=(replace(gradients_are_freed(), weight=4.0),),
+        weights={"value": 0.15, "bytes": 0.15, "memory": 0.7},
         misconceptions=(ALL_GRADIENTS,),
         questions=(
             Question(
@@ -499,11 +558,19 @@ EXERCISES = [
         checks=(
             weights_equal(),
             bytes_sent(shared_bytes(3), "3(n−1)/n of the weights' bytes per step", slack),
-            two_layers(),
+            replace(two_layers(), weight=4.0),
             optimizer_is_sharded(),
         ),
+        weights={"value": 0.15, "bytes": 0.2, "memory": 0.65},
         least_received=least,
-        misconceptions=(*MESSAGES, SUM_FOR_MEAN, DISGUISED, NEVER_FREED, ALL_REDUCED_3),
+        misconceptions=(
+            *MESSAGES,
+            SUM_FOR_MEAN,
+            DISGUISED,
+            GATHERED_FIRST,
+            NEVER_FREED,
+            ALL_REDUCED_3,
+        ),
         hints=(
             "What is the backward of an all-gather? Lesson 03 shows it. And what does autograd "
             "keep of y = x Wᵀ + b? The warm-up in the notebook counts it.",

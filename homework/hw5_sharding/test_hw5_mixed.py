@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ from parallel101.grade.harness import LEARNING_RATE, MOMENTUM
 from parallel101.grade.training_exercises import ended, measured
 
 WIDTH, STEPS, MICROBATCHES = 6, 4, 16
-SIZES = (WIDTH, 8, WIDTH)
+OUTPUTS = 2  # fewer than three or four ranks
+SIZES = (WIDTH, 8, OUTPUTS)
 COUNT = sum(a * b + b for a, b in zip(SIZES, SIZES[1:]))
 PARAMETER = max(a * b for a, b in zip(SIZES, SIZES[1:]))
 # A rounded master weight is wrong by up to 2⁻⁸ of itself; a bf16 weight that is rounded the other
 # way, since a sum was taken in another order, changes a master weight by far less.
 TOLERANCE = 4e-4
+TRAINED = 2e-2  # more than rounding, wherever it is done, and less than any other gradient
 
 
 def make_model(weights: Tensor) -> nn.Sequential:
@@ -116,7 +119,9 @@ def train(function, weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[st
 
 def mixed_case(draw: Draw, n: int) -> Case:
     weights = 0.7 * draw.tensor(COUNT)
-    inputs, targets = (draw.tensors(n, STEPS, MICROBATCHES, 2, WIDTH) for _ in range(2))
+    inputs, targets = (
+        draw.tensors(n, STEPS, MICROBATCHES, 2, features) for features in (WIDTH, OUTPUTS)
+    )
     masters, rounded, norm = train_one_process(weights, torch.cat(inputs, 1), torch.cat(targets, 1))
     others = dict.fromkeys(("masters", "rounded", "gradients", "norm"), ANYTHING)
     return Case(
@@ -138,6 +143,11 @@ def masters_of(trial: Trial) -> Tensor | None:
     return found.sort().values if len(found) == COUNT else None
 
 
+def masters_right(trial: Trial) -> bool:
+    found = masters_of(trial)
+    return found is not None and far(found, trial.case.facts["masters"].sort().values) <= TOLERANCE
+
+
 def far(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest number."""
     return float((found.double() - expected.double()).abs().max() / expected.abs().max())
@@ -151,15 +161,15 @@ def weights_equal() -> Check:
                     f"rank {rank}'s model has weights of "
                     f"{getattr(found, 'dtype', 'no dtype')}; expected torch.bfloat16"
                 )
-            # one bf16 number further: 2⁻⁸ of a number just above a power of two
-            if not far(found, trial.case.facts["weights"]) <= 2**-8 + TOLERANCE:
+            # small mistakes show in the master weights, and here with some numbers only
+            if not far(found, trial.case.facts["weights"]) <= TRAINED:
                 return (
                     f"rank {rank}'s weights after {STEPS} steps are up to "
                     f"{far(found, trial.case.facts['weights']):.1%} off"
                 )
         return None
 
-    return Check("value", "the bfloat16 weights are those of one process", wrong)
+    return Check("value", "the bfloat16 weights are those of one process, up to rounding", wrong)
 
 
 def masters_equal() -> Check:
@@ -188,7 +198,7 @@ def shared_bytes(case: Case) -> list[int]:
 
 
 def slack(case: Case) -> int:
-    return STEPS * 4 * 4 * (4 + 2) * (case.world_size - 1)  # padding of four parameters
+    return 64 + STEPS * 4 * (4 + 2) * (case.world_size - 1)  # padding of four parameters
 
 
 def optimizer_is_sharded() -> Check:
@@ -248,13 +258,15 @@ def rounded_gradients(trials: Sequence[Trial]) -> bool:
 
 def gathers_masters(trials: Sequence[Trial]) -> bool:
     found = ended(trials, 2)
-    return bool(found) and all(right(trial) and 7.6 < bytes_a_weight(trial) < 9 for trial in found)
+    return bool(found) and all(
+        right(trial) and masters_right(trial) and 7.6 < bytes_a_weight(trial) < 9 for trial in found
+    )
 
 
 def whole_masters(trials: Sequence[Trial]) -> bool:
     found = ended(trials, 2)
     return bool(found) and all(
-        isinstance(held, Tensor) and len(held) >= COUNT
+        right(trial) and isinstance(held, Tensor) and len(held) >= COUNT
         for trial in found
         for held in measured(trial, "masters")
     )
@@ -291,10 +303,11 @@ EXERCISES = [
         imports=OPTIM,
         checks=(
             weights_equal(),
-            masters_equal(),
+            replace(masters_equal(), weight=6.0),
             bytes_sent(shared_bytes, "(n−1)/n of 4 + 2 bytes for each weight, per step", slack),
             optimizer_is_sharded(),
         ),
+        weights={"value": 0.7, "bytes": 0.15, "memory": 0.15},
         least_received=least,
         misconceptions=(
             *MESSAGES,

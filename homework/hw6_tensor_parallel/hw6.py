@@ -39,6 +39,8 @@ def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
     comes through this rank's outputs. These parts are not added up here: the layer below does that
     in its own backward. Forward sends at most (n − 1)/n·S bytes from each rank, and so does
     backward.
+
+    Points: 40 % value, 60 % bytes. Of the bytes, backward's count twice as much as forward's.
     """
     raise NotImplementedError("column_layer is not written yet")
 
@@ -74,10 +76,12 @@ class ParallelMLP(nn.Module):
 
     Attributes:
         w1: (hidden / n, width), an nn.Parameter: this rank's rows, as torch.tensor_split cuts them
-            (n need not divide hidden).
+            (n need not divide hidden, and may be larger).
         b1: (hidden / n), the same.
         w2: (width, hidden / n): this rank's columns, cut the same way.
         b2: (width), the same on every rank.
+
+    Points: 40 % value, 40 % bytes, 20 % memory.
     """
 
     def __init__(self, width: int, hidden: int, seed: int):
@@ -132,6 +136,8 @@ class ParallelAttention(nn.Module):
         qkv: (3·width / n, width), an nn.Parameter: the queries' rows of this rank's heads, then
             their keys', then their values'.
         out: (width, width / n), an nn.Parameter: the columns of this rank's heads.
+
+    Points: 40 % value, 40 % bytes, 20 % memory.
     """
 
     def __init__(self, qkv: torch.Tensor, out: torch.Tensor, heads: int):
@@ -159,7 +165,7 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int
         logits: (positions, vocabulary / n), this rank's tokens, as torch.tensor_split cuts them (n
             need not divide vocabulary).
         targets: (positions), numbers from 0 to vocabulary − 1, the same on every rank.
-        vocabulary: the number of tokens.
+        vocabulary: the number of tokens, at least n.
 
     Returns:
         A scalar: what F.cross_entropy gives for the joined logits. Logits may be large: exp(1000)
@@ -168,6 +174,9 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int
     Backward: the loss is the same on every rank and counts once. logits gets this rank's block of
     the gradient. Forward and backward together send at most the bytes of four all-reduces of one
     number for each position. A rank keeps two numbers for each of its logits for backward, at most.
+
+    Points: 30 % value, 50 % bytes, 20 % memory. Of the bytes, forward's count four times as much as
+    backward's.
     """
     raise NotImplementedError("vocabulary_loss is not written yet")
 
@@ -209,5 +218,7 @@ def sequence_parallel_mlp(
     sends as many, and the gradients of norm_weight, norm_bias and b2. It may gather a second time,
     for another (n − 1)/n·S. For backward, a rank keeps time / n positions, the gathered input of
     w1, and hidden / n features of each position.
+
+    Points: 30 % value, 30 % bytes, 40 % memory.
     """
     raise NotImplementedError("sequence_parallel_mlp is not written yet")

@@ -18,13 +18,13 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import MESSAGES, value
 from parallel101.grade.tensor_parallel_exercises import (
-    GRAPH_CUT,
     MLP_PARTS,
     NUMBER,
     WHOLE_ON_EVERY_RANK,
     costs,
     gives_one_of,
     gradients_of,
+    graph_cut,
     keeps_at_most,
     least_received,
     missing_dx,
@@ -97,6 +97,7 @@ PARALLEL_ATTENTION = Exercise(
     function="ParallelAttention",
     title="Attention, cut by heads",
     points=10,
+    weights={"value": 0.4, "bytes": 0.4, "memory": 0.2},
     cases=lambda draw: [
         attention_case(draw, n, *sizes)
         for n, sizes in ((1, (3, 2, 2)), (2, (4, 4, 3)), (3, (5, 6, 2)), (4, (3, 8, 2)))
@@ -110,7 +111,7 @@ PARALLEL_ATTENTION = Exercise(
     least_received=least_received,
     misconceptions=(
         *MESSAGES,
-        GRAPH_CUT,
+        graph_cut(lambda result: result[2].get("out")),
         WHOLE_ON_EVERY_RANK,
         Misconception(
             "fused QKV cut contiguously",

@@ -5,6 +5,7 @@ Each rank has columns of the weight; GELU, then an all-gather.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import MESSAGES, value
 from parallel101.grade.tensor_parallel_exercises import (
-    GRAPH_CUT,
     NUMBER,
     costs,
     forward_backward,
     gives,
+    graph_cut,
     leaf,
     least_received,
     ring,
@@ -112,6 +113,7 @@ COLUMN_LAYER = Exercise(
     function="column_layer",
     title="The lecture's layer: column, GELU, all-gather",
     points=10,
+    weights={"value": 0.4, "bytes": 0.6},
     cases=lambda draw: [
         column_case(draw, n, samples) for n, samples in ((1, 3), (2, 4), (3, 2), (4, 5))
     ],
@@ -121,12 +123,15 @@ COLUMN_LAYER = Exercise(
             parts=("y", "the gradients of two layers"),
         ),
         sends_at_most("forward", "forward: one all-gather, (n − 1)/n·S bytes a rank"),
-        sends_at_most("backward", "backward: one reduce-scatter, (n − 1)/n·S bytes a rank"),
+        replace(
+            sends_at_most("backward", "backward: one reduce-scatter, (n − 1)/n·S bytes a rank"),
+            weight=2.0,
+        ),
     ),
     least_received=least_received,
     misconceptions=(
         *MESSAGES,
-        GRAPH_CUT,
+        graph_cut(lambda result: result[1][2]),
         Misconception(
             "slice of the gradient without the sum",
             "Each rank keeps its columns of its own gradient of y. But all ranks went on with "

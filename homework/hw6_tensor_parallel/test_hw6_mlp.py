@@ -20,7 +20,6 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import MESSAGES, same, value
 from parallel101.grade.tensor_parallel_exercises import (
-    GRAPH_CUT,
     MLP_PARTS,
     NUMBER,
     WHOLE_ON_EVERY_RANK,
@@ -28,6 +27,7 @@ from parallel101.grade.tensor_parallel_exercises import (
     cut_mlp,
     gives_one_of,
     gradients_of,
+    graph_cut,
     keeps_at_most,
     least_received,
     missing_dx,
@@ -57,16 +57,16 @@ def gelu_of_partial_sums(
 ) -> list[Tensor]:
     """The first layer cut by its inputs, with GELU on each rank's partial sum.
 
-    The biases are on every rank, on one rank, or in parts.
+    The biases are on every rank, on one rank, in parts, or nowhere.
     """
     partial = [
         F.linear(mine, block) for mine, block in zip(x.tensor_split(n, 1), w1.tensor_split(n, 1))
     ]
-    shares = [[b1] * n, [b1, *[torch.zeros_like(b1)] * (n - 1)], [b1 / n] * n]
+    zero = torch.zeros_like(b1)
+    shares = [[b1] * n, [b1, *[zero] * (n - 1)], [b1 / n] * n, [zero] * n]
     hidden = [[F.gelu(z + b) for z, b in zip(partial, bias)] for bias in shares]
     sums = [F.linear(torch.stack(parts).sum(0), w2) for parts in hidden]
-    after = F.linear(F.gelu(torch.stack(partial).sum(0)), w2)
-    return [total + k * b2 for total in (*sums, after) for k in (1, n)]
+    return [total + k * b2 for total in sums for k in (1, n)]
 
 
 def mlp_case(draw: Draw, n: int, samples: int, width: int, hidden: int) -> Case:
@@ -120,9 +120,16 @@ PARALLEL_MLP = Exercise(
     function="ParallelMLP",
     title="MLP: column, then row",
     points=10,
+    weights={"value": 0.4, "bytes": 0.4, "memory": 0.2},
     cases=lambda draw: [
         mlp_case(draw, n, *sizes)
-        for n, sizes in ((1, (3, 6, 8)), (2, (4, 6, 11)), (3, (2, 7, 13)), (4, (5, 8, 32)))
+        for n, sizes in (
+            (1, (3, 6, 8)),
+            (2, (4, 6, 11)),
+            (3, (2, 7, 13)),
+            (4, (5, 8, 32)),
+            (4, (2, 4, 3)),
+        )
     ],
     checks=(
         value("y, the ranks' weights and all gradients are those of one process", parts=MLP_PARTS),
@@ -133,7 +140,7 @@ PARALLEL_MLP = Exercise(
     least_received=least_received,
     misconceptions=(
         *MESSAGES,
-        GRAPH_CUT,
+        graph_cut(lambda result: result[2].get("w2")),
         WHOLE_ON_EVERY_RANK,
         Misconception(
             "GELU on partial sums",

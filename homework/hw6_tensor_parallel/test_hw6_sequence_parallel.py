@@ -20,7 +20,6 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import MESSAGES, failed, value
 from parallel101.grade.tensor_parallel_exercises import (
-    GRAPH_CUT,
     NUMBER,
     bias_n_times,
     costs,
@@ -29,6 +28,7 @@ from parallel101.grade.tensor_parallel_exercises import (
     gives,
     gradients_of,
     gradients_times,
+    graph_cut,
     keeps_at_most,
     leaf,
     least_received,
@@ -123,6 +123,7 @@ SEQUENCE_PARALLEL = Exercise(
     function="sequence_parallel_mlp",
     title="Sequence parallel: the norm on its own positions",
     points=10,
+    weights={"value": 0.3, "bytes": 0.3, "memory": 0.4},
     cases=lambda draw: [
         block_case(draw, n, *sizes)
         for n, sizes in ((1, (3, 6, 8)), (2, (2, 6, 5)), (3, (1, 5, 4)), (4, (3, 8, 4)))
@@ -148,7 +149,7 @@ SEQUENCE_PARALLEL = Exercise(
     least_received=least_received,
     misconceptions=(
         *MESSAGES,
-        GRAPH_CUT,
+        graph_cut(lambda result: result[3][2]),
         bias_n_times(0),
         Misconception(
             "slice of the gradient without the sum",

@@ -42,7 +42,9 @@ def gpipe_step(
 
     A forward takes one slot and a backward another. The step takes 2(M + P − 1) slots. Between two
     neighbours go M activations forward and M gradients back, and nothing else. With one rank there
-    are no messages.
+    are no messages. M may be less than P.
+
+    Points: 30 % value, 10 % bytes, 60 % steps. Steps are slots here.
     """
     raise NotImplementedError("gpipe_step is not written yet")
 
@@ -61,6 +63,9 @@ def one_f_one_b_step(
     end the backwards that are left. Arguments, result and gradients are those of gpipe_step, and
     the step takes the same 2(M + P − 1) slots. But rank r never holds the activations of more than
     P − r microbatches: those whose forward it has begun and whose backward it has not finished.
+
+    Points: 20 % value, 10 % bytes, 20 % steps, 50 % memory. Steps are slots. Memory, which is how
+    many microbatches are held, counts only within these slots.
     """
     raise NotImplementedError("one_f_one_b_step is not written yet")
 
@@ -90,6 +95,9 @@ def interleaved_schedule(rank: int, ranks: int, microbatches: int, chunks: int) 
     P microbatches pass the first chunk of a rank, then the same P the second, and so on; then the
     next P. Backwards go through the chunks from the last to the first. (Narayanan et al., arXiv
     2104.04473, section 2.2.)
+
+    Points: 20 % value, 40 % steps, 40 % memory. Steps are slots. Memory, which is how many
+    activations are held, counts only within these slots.
     """
     raise NotImplementedError("interleaved_schedule is not written yet")
 
@@ -122,9 +130,12 @@ def zero_bubble_step(
         The loss, as gpipe_step returns it. On the last rank, the gradient of the loss with respect
         to y comes from torch.autograd.grad.
 
-    The step takes 3M + (P − 1) slots if M ≥ P, where 1F1B takes 3M + 3(P − 1). No rank holds more
-    than P microbatches: those whose forward it has begun and whose weight gradient is not finished.
-    How long each rank puts off its weight gradients is for you to find out. (Qi et al., arXiv
-    2401.10241, section 2.)
+    The step takes 3M + (P − 1) slots if M ≥ P, where 1F1B takes 3M + 3(P − 1). If M < P, it takes
+    2M + 2(P − 1) + 1. No rank holds more than P microbatches: those whose forward it has begun and
+    whose weight gradient is not finished. How long each rank puts off its weight gradients is for
+    you to find out. (Qi et al., arXiv 2401.10241, section 2.)
+
+    Points: 20 % value, 10 % bytes, 40 % steps, 30 % memory. Steps are slots. Memory, which is how
+    many microbatches are held, counts only within these slots.
     """
     raise NotImplementedError("zero_bubble_step is not written yet")

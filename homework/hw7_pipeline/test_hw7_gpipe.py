@@ -9,8 +9,8 @@ from parallel101.grade.pipeline_exercises import (
     HELD,
     LAST_ONLY,
     NO_AVERAGE,
+    ONE_AT_A_TIME,
     SLOTS,
-    holds_at_most,
     messages_of,
     run_step,
     slots,
@@ -33,10 +33,10 @@ EXERCISES = [
             ),
             bytes_sent(messages_of, "M activations forward and M gradients back, and nothing else"),
             slots(two_halves, "2(M + P − 1) slots"),
-            holds_at_most(lambda case, rank: case.facts["m"], "at most M microbatches in flight"),
         ),
+        weights={"value": 0.3, "bytes": 0.1, "steps": 0.6},
         least_received=messages_of,
-        misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED),
+        misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED, ONE_AT_A_TIME),
         questions=(SLOTS, HELD),
         hints=(
             "Write down what rank 1 of 3 does for one microbatch: what it receives, from whom, "

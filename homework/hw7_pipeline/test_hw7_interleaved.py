@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel101 import DeadlockError, compute, span
+from parallel101 import compute, span
 from parallel101.grade.exercise import (
     AUTOGRAD,
     Case,
@@ -21,6 +24,7 @@ from parallel101.grade.exercise import (
 )
 from parallel101.grade.exercise_checks import failed, value
 from parallel101.grade.pipeline_exercises import (
+    ONE_AT_A_TIME,
     ROWS,
     WIDTH,
     example,
@@ -31,6 +35,7 @@ from parallel101.grade.pipeline_exercises import (
     slots,
     stage_of,
 )
+from parallel101.record.units import listed
 
 
 def run_order(
@@ -40,13 +45,20 @@ def run_order(
     targets: Any,
     microbatches: int,
     chunks: int,
-) -> list[Any]:
+) -> list[Any] | None:
     """Run the order of work that the learner's function gives for this rank.
 
     Returns the order, the loss and the gradients by stage.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
-    actions = order(rank, n, microbatches, chunks)
+    actions, orders, wrong = all_orders(order, rank, n, microbatches, chunks)
+    with span("order", warm_ups=[warm_up(of_rank) for of_rank in orders]):
+        pass
+    if wrong:  # one rank says so, and always the same one
+        if rank == min(wrong):
+            raise wrong[rank]
+        return None
+    stuck = where_stuck(orders, n * chunks - 1)
     last = n * chunks - 1
     stages = {number: stage_of(seed, number) for number in range(rank, n * chunks, n)}
     held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -64,18 +76,9 @@ def run_order(
             local[tag] = tensor
 
     local: dict[int, Tensor] = {}
-    for text in actions:
-        number, kind, i = _parsed(text)
-        if number not in stages:
-            raise ValueError(
-                f"rank {rank} is told {text}, but stage {number} is on rank {number % n} (stage s "
-                f"is on rank s mod {n})"
-            )
-        if kind == "B" and (number, i) not in held:
-            raise ValueError(
-                f"rank {rank} is told {text} before {number}F{i}: the backward of a microbatch "
-                "comes after its forward"
-            )
+    for number, kind, i in orders[rank]:
+        if stuck.get(rank) == (number, kind, i) and rank == min(stuck):
+            raise ValueError(f"{WAITING}: {waiting(stuck, last)}")
         if kind == "F":
             x = (
                 inputs[i]
@@ -99,8 +102,8 @@ def run_order(
                 y.backward(dy)
             if number:
                 send(x.grad, number - 1, 100_000 + 1000 * number + i)
-    for work, _ in sends:
-        work.wait()
+    for message, _ in sends:
+        message.wait()
     return [
         actions,
         sum(losses) if losses else None,
@@ -108,13 +111,126 @@ def run_order(
     ]
 
 
-def _parsed(text: str) -> tuple[int, str, int]:
+Action = tuple[int, str, int]  # stage, "F" or "B", microbatch
+OTHER_STAGE, ORDER_OF_CHUNKS = "stage s is on rank s mod", "passes the chunks of a rank from"
+TOO_EARLY, WAITING = "comes after its forward", "the ranks wait for each other"
+
+
+def text_of(action: Action) -> str:
+    """ "4F1" for (4, "F", 1)."""
+    return f"{action[0]}{action[1]}{action[2]}"
+
+
+def parsed(text: str) -> Action:
     """ "4F1" as (4, "F", 1)."""
     for kind in "FB":
         stage, found, i = str(text).partition(kind)
         if found and stage.isdigit() and i.isdigit():
             return int(stage), kind, int(i)
     raise ValueError(f"{text!r} is not an action: expected, for example, '4F1' or '4B1'")
+
+
+def listed_actions(given: Any, rank: int) -> Sequence[Any]:
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"rank {rank}'s order is {given!r}; expected a list such as ['4F1', …]")
+    return given
+
+
+def check_order(work: list[Action], rank: int, n: int, microbatches: int, chunks: int) -> None:
+    """Raises ValueError if this rank's order can't be right, whatever the others do."""
+    for action in work:
+        if action[0] % n != rank or action[0] >= n * chunks:
+            raise ValueError(
+                f"rank {rank} is told {text_of(action)}, but it has the stages "
+                f"{listed(range(rank, n * chunks, n))} ({OTHER_STAGE} {n})"
+            )
+    due = [
+        (stage, kind, i)
+        for kind in "FB"
+        for i in range(microbatches)
+        for stage in range(rank, n * chunks, n)
+    ]
+    if Counter(work) != Counter(due):
+        extra, lacking = Counter(work) - Counter(due), Counter(due) - Counter(work)
+        what = (
+            f"has {text_of(next(iter(extra)))} too often"
+            if extra
+            else f"lacks {text_of(next(iter(lacking)))}"
+        )
+        raise ValueError(
+            f"rank {rank}'s order of {len(work)} actions {what}; expected {microbatches * chunks} "
+            f"forwards and {microbatches * chunks} backwards, each once"
+        )
+    place = {action: k for k, action in enumerate(work)}
+    for stage, kind, i in work:
+        way, before = "first to the last", (stage - n, kind, i)
+        if kind == "B":
+            way, before = "last to the first", (stage + n, kind, i)
+        if place.get(before, -1) > place[stage, kind, i]:
+            what = "forward" if kind == "F" else "backward"
+            raise ValueError(
+                f"rank {rank} is told {stage}{kind}{i} before {text_of(before)}: the {what} of a "
+                f"microbatch {ORDER_OF_CHUNKS} the {way}"
+            )
+        if kind == "B" and place[stage, "F", i] > place[stage, "B", i]:
+            raise ValueError(
+                f"rank {rank} is told {stage}B{i} before {stage}F{i}: the backward of a microbatch "
+                f"{TOO_EARLY}"
+            )
+
+
+def needs(action: Action, last: int) -> list[Action]:
+    """What must be done before this action."""
+    stage, kind, i = action
+    if kind == "F":
+        return [(stage - 1, "F", i)] if stage else []
+    return [(stage, "F", i), *([(stage + 1, "B", i)] if stage < last else [])]
+
+
+def all_orders(
+    order: Callable[..., list[str]], rank: int, n: int, microbatches: int, chunks: int
+) -> tuple[Any, list[list[Action]], dict[int, Exception]]:
+    """What the function returns on this rank, the orders of all ranks, and what is wrong with them.
+
+    What it prints when it is called for another rank is not shown: that rank calls it too.
+    """
+    mine = order(rank, n, microbatches, chunks)
+    orders, wrong = [], {}
+    for other in range(n):
+        work: list[Action] = []
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                given = mine if other == rank else order(other, n, microbatches, chunks)
+            work = [parsed(text) for text in listed_actions(given, other)]
+            check_order(work, other, n, microbatches, chunks)
+        except Exception as error:
+            wrong[other] = error
+        orders.append(work)
+    return mine, orders, wrong
+
+
+def warm_up(work: list[Action]) -> int:
+    """The forwards before the first backward."""
+    return next((k for k, (_, kind, _) in enumerate(work) if kind == "B"), len(work))
+
+
+def where_stuck(orders: Sequence[list[Action]], last: int) -> dict[int, Action]:
+    """By rank, the action at which it would wait forever; empty if the ranks' orders fit."""
+    left, done, before = [list(work) for work in orders], set[Action](), -1
+    while len(done) > before:
+        before = len(done)
+        for work in left:
+            while work and done.issuperset(needs(work[0], last)):
+                done.add(work.pop(0))
+    return {rank: work[0] for rank, work in enumerate(left) if work}
+
+
+def waiting(stuck: dict[int, Action], last: int) -> str:
+    """ "rank 0 at 0B0 for 1B0, rank 1 at 1B0 for 2B0"."""
+    return ", ".join(
+        f"rank {rank} at {text_of(action)} for {text_of(needs(action, last)[-1])}"
+        for rank, action in stuck.items()
+    )
 
 
 def order_cases(draw: Draw) -> list[Case]:
@@ -144,20 +260,37 @@ def interleaved_slots(case: Case) -> float:
 
 
 def interleaved_peak(case: Case, rank: int) -> int:
-    p, m, v = case.facts["p"], case.facts["m"], case.facts["chunks"]
-    return min(m * v, (v - 1) * p + 2 * (p - rank - 1) + 1 if v > 1 else p - rank)
+    m, v = case.facts["m"], case.facts["chunks"]
+    return min(m * v, longest(case, rank))
 
 
-def _chunk_map(trials: Sequence[Trial]) -> bool:
-    wrong = [t.error for t in trials if t.error is not None]
-    return bool(wrong) and all("stage s is on rank s mod" in str(error) for error in wrong)
+def longest(case: Case, rank: int) -> int:
+    """The forwards of a warm-up, if there are as many."""
+    p, v = case.facts["p"], case.facts["chunks"]
+    return (v - 1) * p + 2 * (p - rank - 1) + 1 if v > 1 else p - rank
+
+
+def errors_say(*words: str) -> Callable[[Sequence[Trial]], bool]:
+    """Whether there are errors, and each has some of these words."""
+
+    def seen(trials: Sequence[Trial]) -> bool:
+        wrong = [str(trial.error) for trial in trials if trial.error is not None]
+        return bool(wrong) and all(any(word in text for word in words) for text in wrong)
+
+    return seen
 
 
 CHUNK_MAP = Misconception(
     "wrong chunk map",
     "A rank's order has stages of other ranks, such as the neighbours of its first. Stage s is on "
     "rank s mod P: the stages of a rank are P apart.",
-    _chunk_map,
+    errors_say(OTHER_STAGE),
+)
+WRONG_WAY = Misconception(
+    "chunks in the wrong order",
+    "A microbatch goes forward through a rank's chunks from the first to the last, and backward "
+    "from the last to the first. In your order it does so in another way.",
+    errors_say(ORDER_OF_CHUNKS),
 )
 ALL_FORWARDS = Misconception(
     "GPipe with a new name",
@@ -172,14 +305,44 @@ ALL_FORWARDS = Misconception(
 )
 
 
-def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
-    """It waits forever as soon as a rank has several chunks, and only then."""
-    stuck = {
-        t.case.facts["chunks"] > 1
+def warm_ups(trial: Trial) -> list[int]:
+    """By rank, the forwards before the first backward, in the order that the function gives."""
+    return next(((e.args or {})["warm_ups"] for e in trial.trace.spans("order")), [])
+
+
+def begins_with(trials: Sequence[Trial], expected: Callable[[Case, int], int]) -> bool:
+    """Whether in each of these runs, all ranks begin with so many forwards."""
+    return bool(trials) and all(
+        bool(warm_ups(t)) and all(k == expected(t.case, r) for r, k in enumerate(warm_ups(t)))
         for t in trials
-        if isinstance(t.error, DeadlockError) or "comes after its forward" in str(t.error)
-    }
-    return stuck == {True} and not any(t.error for t in trials if t.case.facts["chunks"] == 1)
+    )
+
+
+def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
+    """With several chunks, ranks begin as if they had one, and the orders then don't fit."""
+    wrong = [t for t in trials if t.error is not None]
+    return (
+        errors_say(TOO_EARLY, WAITING)(trials)
+        and all(t.case.facts["chunks"] > 1 for t in wrong)
+        and begins_with(
+            [t for t in wrong if t.world_size > 1],
+            lambda case, rank: min(case.facts["m"] * case.facts["chunks"], case.facts["p"] - rank),
+        )
+    )
+
+
+def _warm_up_off(trials: Sequence[Trial]) -> bool:
+    """One forward too many on every rank that has so many, or one too few."""
+    many = [t for t in trials if t.world_size > 1]
+    return any(
+        begins_with(
+            many,
+            lambda case, rank, more=more: min(
+                case.facts["m"] * case.facts["chunks"], max(1, longest(case, rank) + more)
+            ),
+        )
+        for more in (1, -1)
+    )
 
 
 SHORT_WARM_UP = Misconception(
@@ -187,6 +350,14 @@ SHORT_WARM_UP = Misconception(
     "The warm-up is that of plain 1F1B. With several chunks a backward is then due before the "
     "forward through the later chunks: the ranks wait.",
     _warm_up_of_one_chunk,
+)
+WARM_UP = Misconception(
+    "warm-up off by one",
+    (
+        "The warm-up has one forward too many or one too few. One too many holds another "
+        "activation; one too few lets the ranks wait."
+    ),
+    _warm_up_off,
 )
 
 
@@ -205,10 +376,20 @@ EXERCISES = [
                 parts=("the order", "the loss", "the gradients"),
             ),
             slots(interleaved_slots, "2M + 2(P − 1)/v slots"),
-            holds_at_most(interleaved_peak, "few activations in flight"),
+            holds_at_most(
+                interleaved_peak, "few activations in flight", in_slots=interleaved_slots
+            ),
         ),
+        weights={"value": 0.2, "steps": 0.4, "memory": 0.4},
         least_received=messages_between_chunks,
-        misconceptions=(CHUNK_MAP, SHORT_WARM_UP, ALL_FORWARDS),
+        misconceptions=(
+            CHUNK_MAP,
+            WRONG_WAY,
+            SHORT_WARM_UP,
+            ONE_AT_A_TIME,
+            ALL_FORWARDS,
+            WARM_UP,
+        ),
         questions=(
             Question(
                 "slots",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from parallel101.grade.exercise import AUTOGRAD, Case, Exercise, Misconception, Trial
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, right, value
 from parallel101.grade.pipeline_exercises import (
     DETACHED,
     HELD,
     LAST_ONLY,
     NO_AVERAGE,
+    ONE_AT_A_TIME,
     SLOTS,
     holds_at_most,
     in_flight,
@@ -23,11 +24,11 @@ from parallel101.grade.pipeline_exercises import (
 
 
 def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> bool:
-    """Whether each rank of each run with many microbatches held exactly so many.
+    """Whether each rank of each right run with many microbatches held exactly so many.
 
     Somewhere that is more than P − rank.
     """
-    many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
+    many = [t for t in trials if right(t) and t.case.facts["m"] > t.world_size > 1]
     return bool(many) and all(
         in_flight(t) == [held(t.case, rank) for rank in range(t.world_size)] for t in many
     )
@@ -44,15 +45,14 @@ RENAMED = Misconception(
 
 
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
-    """One forward too many or too few before the first backward.
-
-    It is on some rank that should have more than one.
-    """
+    """One forward too many before the first backward on every rank, or one too few."""
     many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
-    return bool(many) and all(
-        any(abs(_warm_up(t, rank) - (t.world_size - rank)) == 1 for rank in range(t.world_size))
-        for t in many
-    )
+
+    def has(trial: Trial, more: int) -> bool:
+        n, m = trial.world_size, trial.case.facts["m"]
+        return all(_warm_up(trial, r) == min(m, max(1, n - r + more)) for r in range(n))
+
+    return bool(many) and any(all(has(trial, more) for trial in many) for more in (1, -1))
 
 
 def _warm_up(trial: Trial, rank: int) -> int:
@@ -89,10 +89,20 @@ EXERCISES = [
             holds_at_most(
                 lambda case, rank: min(case.facts["m"], case.facts["p"] - rank),
                 "at most P − rank microbatches in flight",
+                in_slots=two_halves,
             ),
         ),
+        weights={"value": 0.2, "bytes": 0.1, "steps": 0.2, "memory": 0.5},
         least_received=messages_of,
-        misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED, RENAMED, WARM_UP),
+        misconceptions=(
+            *MESSAGES,
+            NO_AVERAGE,
+            LAST_ONLY,
+            DETACHED,
+            ONE_AT_A_TIME,
+            RENAMED,
+            WARM_UP,
+        ),
         questions=(HELD, SLOTS),
         hints=(
             "Draw the last rank first: it can do the backward of a microbatch right after its "

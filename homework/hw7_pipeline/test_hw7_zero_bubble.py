@@ -14,6 +14,7 @@ from parallel101.grade.exercise import OPTIM, Case, Draw, Exercise, Misconceptio
 from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
 from parallel101.grade.pipeline_exercises import (
     LEARNING_RATE,
+    ONE_AT_A_TIME,
     ROWS,
     WIDTH,
     example,
@@ -89,7 +90,7 @@ def run_split_step(
 
 
 def split_cases(draw: Draw) -> list[Case]:
-    return [make_case(draw, p, m, split=True) for p, m in ((1, 2), (2, 4), (3, 3), (4, 6))]
+    return [make_case(draw, p, m, split=True) for p, m in ((1, 2), (2, 4), (3, 3), (4, 2), (4, 6))]
 
 
 def zero_bubble_slots(case: Case) -> float:
@@ -106,8 +107,11 @@ def _stepped_early(trials: Sequence[Trial]) -> bool:
                 and ends.get("weight gradient", (-1.0, 0)) > ends["optimizer step"]
             ):
                 return True
-            done = sum(e.rank == rank and e.name == "weight gradient" for e in trial.trace.spans())
-            if trial.error is None and "optimizer step" in ends and done < trial.case.facts["m"]:
+            begun, done = (
+                sum(e.rank == rank for e in trial.trace.spans(name))
+                for name in ("input gradient", "weight gradient")
+            )
+            if trial.error is None and "optimizer step" in ends and done < begun:
                 return True
     return False
 
@@ -138,7 +142,8 @@ def _never_apart(trials: Sequence[Trial]) -> bool:
         for rank in range(trial.world_size)
     }
     return bool(order) and all(
-        all(
+        ("weight gradient" in dict(names))
+        and all(
             names[k - 1] == ("input gradient", i)
             for k, (name, i) in enumerate(names)
             if name == "weight gradient"
@@ -173,10 +178,15 @@ EXERCISES = [
             ),
             bytes_sent(messages_of, "M activations forward and M gradients back, and nothing else"),
             slots(zero_bubble_slots, "3M + (P − 1) slots"),
-            holds_at_most(lambda case, rank: case.facts["p"], "at most P microbatches in flight"),
+            holds_at_most(
+                lambda case, rank: case.facts["p"],
+                "at most P microbatches in flight",
+                in_slots=zero_bubble_slots,
+            ),
         ),
+        weights={"value": 0.2, "bytes": 0.1, "steps": 0.4, "memory": 0.3},
         least_received=messages_of,
-        misconceptions=(*MESSAGES, EARLY_STEP, NOT_SPLIT),
+        misconceptions=(*MESSAGES, EARLY_STEP, ONE_AT_A_TIME, NOT_SPLIT),
         questions=(
             Question(
                 "slots",

@@ -10,7 +10,7 @@
 Forward, ring attention sends less if n < 1 + h/g. With as many heads of keys as of queries, h = g,
 both send the same at n = 2, and beyond that Ulysses sends less. Grouped queries often reverse it:
 Ulysses needs n to divide g, so the 64 heads and 8 kv heads of Llama 3 70B allow n ≤ 8, and ring
-attention sends less up to there. Tests compare these bytes with those of a run.
+attention sends less up to there (forward alone). Tests compare these bytes with those of a run.
 """
 
 from __future__ import annotations

@@ -10,15 +10,22 @@ homework/hw1_moving --submission DIR   one submission, or a class: a table, JSON
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+from parallel101.grade.file_access import available
 from parallel101.grade.gradescope import exercise_text, write_gradescope
 from parallel101.grade.grading import PUBLIC_SEED
 from parallel101.grade.homework import HomeworkSet, find_homework, find_sets
 from parallel101.grade.learner import check_file
+from parallel101.grade.plain_text import plain_name
 from parallel101.grade.release import release
 from parallel101.grade.submissions import (
+    Result,
     class_table,
     grade_class,
     grade_submission,
@@ -27,6 +34,7 @@ from parallel101.grade.submissions import (
     write_json,
 )
 from parallel101.grade.table import ExerciseRow, next_to_do, row, table
+from parallel101.grade.users import readable_by_all, separate_users
 
 
 def main(path: Path | None = None) -> int:
@@ -76,54 +84,130 @@ def handed_in(
     Raises ValueError for what can't be graded.
     """
     homework = one_set(path)
-    seed = PUBLIC_SEED if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
-    if submission is not None and not submission.exists():
-        raise ValueError(
-            f"{submission} does not exist; expected what was handed in: a file, or a folder"
-        )
-    entries = (
-        None
-        if submission is None or gradescope is not None
-        else submissions_in(submission, homework)
-    )
-    if submission is not None and entries is not None and len(entries) != 1:
-        results = grade_class(
-            entries, homework, json or Path("results") / homework.folder.name, seed=seed, jobs=jobs
-        )
+    seed = PUBLIC_SEED if seed_file is None else read_seed(seed_file)
+    for option, file in (("--gradescope", gradescope), ("--csv", csv)):
+        _can_be_written(option, file)
+    folder = homework.code if submission is None else handed_in_at(submission)
+    entries = submissions_in(folder, homework) if submission and gradescope is None else None
+    if entries is None or len(entries) == 1:
+        _can_be_written("--json", json)
+        with _ended_by_sigterm():
+            results = [_grade_one((entries or [folder])[0], homework, seed, gradescope, json)]
+    else:
+        into = json or Path("results") / homework.folder.name
+        if into.exists() and not into.is_dir():
+            raise ValueError(f"{into} is a file; of a class, --json is a folder for its results")
+        if separate_users() and not available() and readable_by_all(folder):
+            print(
+                f"Every user of this machine can read {folder}, and without Landlock so can the "
+                f"code that is graded. Run `chmod 700 {folder}`"
+            )
+        with _ended_by_sigterm():
+            results = grade_class(entries, homework, into, seed=seed, jobs=jobs)
         print(class_table(results))
         left_out = sorted(
-            entry.name
-            for entry in submission.iterdir()
+            plain_name(entry)
+            for entry in folder.iterdir()
             if entry not in entries and entry.name[0] != "."
         )
         if left_out:
             print(f"\nNot graded, being no Python file, notebook or folder: {', '.join(left_out)}")
-    else:
-        one = homework.code if submission is None else submission if entries is None else entries[0]
-        write = (
-            (lambda result: write_gradescope(gradescope, result))
-            if gradescope is not None
-            else (lambda result: None)
-        )
-        results = [grade_submission(one, homework, seed, write)]
-        for entry in results[0]["exercises"]:
-            points = f"{entry['points']:g} of {entry['out_of']:g} points"
-            print(
-                f"{entry['number']} {entry['title']}: "
-                f"{points if entry['out_of'] else 'optional practice'}"
-            )
-            print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
-        print(f"{results[0]['points']:g} of {results[0]['out_of']:g} points")
-        if json is not None:
-            write_json(json, results[0])
     if csv is not None:
         write_csv(csv, results)
     return 0
 
 
+def _grade_one(
+    submission: Path,
+    homework: HomeworkSet,
+    seed: str,
+    gradescope: Path | None,
+    json: Path | None,
+) -> Result:
+    def write(result: Result) -> None:
+        if gradescope is not None:
+            write_gradescope(gradescope, result)
+        if json is not None:
+            write_json(json, result)
+
+    result = grade_submission(submission, homework, seed, write)
+    for entry in result["exercises"]:
+        points = f"{entry['points']:g} of {entry['out_of']:g} points"
+        print(
+            f"{entry['number']} {entry['title']}: "
+            f"{points if entry['out_of'] else 'optional practice'}"
+        )
+        print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
+    print(f"{result['points']:g} of {result['out_of']:g} points")
+    return result
+
+
+def handed_in_at(path: Path) -> Path:
+    """The file or folder that was named, links followed: this one is the teacher's own.
+
+    Raises ValueError if it can't be read.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; expected what was handed in: a file, or a folder")
+    try:
+        path = path.resolve()
+        if path.is_dir():
+            next(path.iterdir(), None)
+        return path
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+
+
+def read_seed(path: Path) -> str:
+    """The secret seed in a file. Raises ValueError for one that every user can read."""
+    try:
+        if readable_by_all(path):
+            raise ValueError(
+                f"every user of this machine can read {path}, and so could the code that is "
+                f"graded. Run `chmod 600 {path}`"
+            )
+        seed = path.read_text(encoding="utf-8").strip()
+    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no file with a seed that can be read: {error}") from None
+    if not seed:
+        raise ValueError(f"{path} is empty; expected the secret seed, any text")
+    return seed
+
+
+def _can_be_written(option: str, file: Path | None) -> None:
+    """Raises ValueError for a file that can't be written, before anything is graded."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder; name the file to write")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {file} can't be written: {error.strerror}") from None
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{option} {file} can't be written: permission denied")
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what is being graded, with its processes and folders, as Ctrl-C does."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def release_set(path: Path, out: Path, seed_file: Path | None = None) -> int:
     """Write the learners' bundle, the autograder for Gradescope and the GitHub Classroom folder."""
-    seed = None if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
+    seed = None if seed_file is None else read_seed(seed_file)
     for written in release(one_set(path), out, seed):
         print(f"  {written}")
     print("seed.txt draws the cases of the Gradescope autograder. Keep it to yourself.")

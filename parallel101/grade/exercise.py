@@ -16,7 +16,7 @@ import hashlib
 import linecache
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ class _Anything:
 
 ANYTHING: Any = _Anything()  # an expected result that is not looked at
 # what checks look at, in the order in which they are shown
-KINDS = ("value", "bytes", "steps", "memory", "overlap")
+KINDS = ("value", "bytes", "peers", "steps", "memory", "overlap")
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,20 @@ class Check:
     """One property of a run.
 
     Attributes:
-        kind: "value", "bytes", "steps", "memory" or "overlap". It decides the points, and "value"
-            comes first.
+        kind: one of KINDS. It decides the points, and "value" comes first.
         says: what must be true, as the report shows it, e.g. "every rank sends x once".
         wrong: None for a run that has the property; otherwise a sentence with what was found and
             what was expected.
+        allowed: for a run that has it by a tolerance only, a sentence with what was found and why
+            that is allowed; None for any other.
+        weight: against the other checks of its kind, with which it shares the points.
     """
 
     kind: str
     says: str
     wrong: Callable[[Trial], str | None]
+    allowed: Callable[[Trial], str | None] = lambda trial: None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,9 @@ class Exercise:
         points: for the whole exercise; 0 for optional practice, which is checked in the same way.
         value_share: the part of the points that right values earn, if there are other checks. It
             is less than half where bytes and steps are what the exercise teaches.
+        weights: the part of the points for each kind of check, if it is not as `value_share` and
+            SHARES in grading.py say. What the exercise teaches weighs most. The stub's docstring
+            says it.
         cases: makes the cases from a `Draw`, which gives other numbers for each seed.
         checks: the properties. `value_share` of the points are for "value"; the others share the
             rest (see `share` in grading.py).
@@ -238,6 +245,7 @@ class Exercise:
     hints: tuple[str, ...] = ()
     questions: Sequence[Question] = ()
     value_share: float = 0.5
+    weights: Mapping[str, float] = field(default_factory=dict)
     program: Callable[..., Any] = call
     allowed: frozenset[str] = P2P
     imports: tuple[str, ...] = ()

@@ -6,6 +6,8 @@ DEADLOCK_SENDS_FIRST · WAIT_FORGOTTEN · WORKS_THROWN_AWAY · …         misco
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 
 from parallel101.analysis.steps import steps_of
 from parallel101.grade.exercise import ANYTHING, Case, Check, Exercise, Misconception, Trial
-from parallel101.record.errors import DeadlockError
+from parallel101.record.errors import DeadlockError, MisuseError
 from parallel101.record.events import Event
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
@@ -50,14 +52,14 @@ def difference(found: Any, expected: Any) -> str | None:
             return f"{_kind(found)}; expected {_kind(expected)}"
         for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             if (what := difference(mine, theirs)) is not None:
-                return f"in place {number}, {what}"
+                return f"in place {number}: {what}"
         return None
     if isinstance(expected, dict):
         if not isinstance(found, dict) or set(found) != set(expected):
             return f"{_kind(found)}; expected a dict with the keys {sorted(map(str, expected))}"
         for key, theirs in expected.items():
             if (what := difference(found[key], theirs)) is not None:
-                return f"at {key!r}, {what}"
+                return f"at {key!r}: {what}"
         return None
     if isinstance(expected, float) and isinstance(found, int | float):
         return (
@@ -68,7 +70,7 @@ def difference(found: Any, expected: Any) -> str | None:
     return (
         None
         if type(found) is type(expected) and found == expected
-        else f"{found!r}; expected {expected!r}"
+        else f"{_kind(found)}; expected {_kind(expected)}"
     )
 
 
@@ -89,7 +91,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None =
 
 
 def factor(found: Any, expected: Any) -> float | None:
-    """k if `found` is k times `expected`, element by element, and k is not 1.
+    """k if `found` is k times `expected`, element by element, and k is neither 0 nor 1.
 
     None if there is no such factor.
     """
@@ -101,7 +103,7 @@ def factor(found: Any, expected: Any) -> float | None:
         return None
     mine, theirs = found.double().flatten(), expected.double().flatten()
     norm = float(theirs @ theirs)
-    if not norm or not bool(torch.isfinite(mine).all()):
+    if not norm or not bool(mine.any()) or not bool(torch.isfinite(mine).all()):
         return None
     k = float(mine @ theirs) / norm
     return k if abs(k - 1) > 1e-6 and close(mine, k * theirs, 1e-4) else None
@@ -153,28 +155,37 @@ def _kind(value: Any) -> str:
         return "None"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}…"
     return f"{type(value).__name__} {value!r}"[:80]
 
 
 def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
+    if expected.numel() == 1:
+        return f"{found.item():.6g}; expected {expected.item():.6g}"
     k = factor(found, expected)
+    if found.numel() and not bool(found.any()):
+        return f"zeros only; expected values up to {expected.abs().max().item():.4g}"
     if k is not None:
         return f"{k:.4g} times the right values"
     if found.dtype.is_floating_point and bool(found.isnan().any()):
         return (
-            f"values that were never written ({int(found.isnan().sum())} of {found.numel()} are "
-            "NaN)"
+            f"NaN in {int(found.isnan().sum())} of {found.numel()} values; memory that was never "
+            "written is NaN here"
         )
     limit = TOLERANCE.get(expected.dtype, 0.0) * max(expected.double().abs().max().item(), 1e-30)
     wrong = (
         ((found.double() - expected.double()).abs() > limit).flatten().nonzero().flatten().tolist()
     )
     first = wrong[0]
+    mine, theirs = (tensor.flatten()[first].item() for tensor in (found, expected))
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), expected.shape)]
     return (
-        f"{len(wrong)} wrong of {expected.numel()} values; the first is element {first}: "
-        f"{found.flatten()[first].item():.6g}, expected {expected.flatten()[first].item():.6g}"
+        f"{len(wrong)} wrong of {expected.numel()} values; the first is element "
+        f"{place if len(place) > 1 else first}: {mine:.6g}, expected {theirs:.6g}"
     )
 
 
@@ -209,46 +220,110 @@ def value(
     return Check("value", says, wrong)
 
 
+SMALL = 64  # bytes that a rank may send besides, such as a shape
+
+
 def bytes_sent(
     expected: Callable[[Case], Sequence[int]],
     says: str,
-    slack: Callable[[Case], int] = lambda case: 64,
+    slack: Callable[[Case], int] | None = None,
 ) -> Check:
     """A check: every rank sends at most these bytes, by rank, and `slack` more.
 
-    A small message, such as a shape, costs nothing.
+    Without `slack`, a small message, such as a shape, costs nothing, and the verdict says so.
     """
 
     def wrong(trial: Trial) -> str | None:
         most = expected(trial.case)
         for rank, sent in enumerate(communicated(trial)):
-            if sent > most[rank] + slack(trial.case):
+            if sent > most[rank] + (SMALL if slack is None else slack(trial.case)):
                 return f"rank {rank} sent {sent} bytes; {most[rank]} are enough"
         return None
 
-    return Check("bytes", says, wrong)
+    def allowed(trial: Trial) -> str | None:
+        for rank, (sent, most) in enumerate(zip(communicated(trial), expected(trial.case))):
+            if slack is None and sent > most:
+                return (
+                    f"rank {rank} sent {sent} bytes, where {most} are enough: allowed, since small "
+                    "messages, such as a shape, cost nothing here"
+                )
+        return None
+
+    return Check("bytes", says, wrong, allowed)
+
+
+SAFE_ORDER = "blocking sends in a safe order take longer than isend and irecv"
 
 
 def steps(
-    expected: Callable[[Case], float], says: str, slack: Callable[[Case], float] = lambda case: 0
+    expected: Callable[[Case], float],
+    says: str,
+    slack: Callable[[Case], float] = lambda case: 0,
+    only: Callable[[Trial], bool] = lambda trial: True,
 ) -> Check:
     """A check: the run takes at most this many steps, messages that follow one another.
 
     On the network of these runs each message takes one second. A few small messages, such as
     shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order take
-    up to three steps where isend and irecv take one, and a tensor may be sent in two halves.
+    up to three steps where isend and irecv take one. It is not for a rank that sends or receives
+    more messages than there are steps, nor for runs that are not as `only` says. The verdict then
+    says how many steps they were, and why they are allowed.
     """
 
-    def wrong(trial: Trial) -> str | None:
-        most = expected(trial.case) + slack(trial.case)
-        took = steps_taken(trial) - small_messages(trial)
-        return (
-            None
-            if took <= most + 1e-9
-            else f"took {took:g} steps; {expected(trial.case):g} are enough"
-        )
+    def took(trial: Trial) -> float:
+        return steps_taken(trial) - small_messages(trial)
 
-    return Check("steps", says, wrong)
+    def wrong(trial: Trial) -> str | None:
+        fewest = expected(trial.case)
+        tolerant = _most_messages(trial) <= math.ceil(fewest) and only(trial)
+        more = slack(trial.case) if tolerant else 0.0
+        if took(trial) <= fewest + more + 1e-9:
+            return None
+        return f"took {_steps(took(trial))}; {_enough(fewest)}"
+
+    def allowed(trial: Trial) -> str | None:
+        fewest, found = math.ceil(expected(trial.case)), math.floor(took(trial) + 1e-9)
+        if found <= fewest:
+            return None
+        return f"{_steps(found)}, where {_enough(fewest)}: allowed, since {SAFE_ORDER}"
+
+    return Check("steps", says, wrong, allowed)
+
+
+def _most_messages(trial: Trial) -> int:
+    """The number of messages that a rank sends, or receives, on the rank with the most."""
+    counts = Counter(
+        (event.rank, event.kind)
+        for event in trial.trace.events
+        if event.kind in ("send", "recv") and event.nbytes > 16
+    )
+    return max(counts.values(), default=0)
+
+
+def _steps(count: float) -> str:
+    return f"{count:g} step{'s' * (count != 1)}"
+
+
+def _enough(count: float) -> str:
+    return f"{count:g} {'is' if count == 1 else 'are'} enough"
+
+
+def ring_neighbours(says: str) -> Check:
+    """A check: every rank sends to the rank after it and to the rank before it, and to no other."""
+
+    def wrong(trial: Trial) -> str | None:
+        n = trial.world_size
+        for event in trial.trace.events:
+            if event.kind != "send" or event.peer is None:
+                continue
+            if (event.peer - event.rank) % n not in (1, n - 1):
+                return (
+                    f"rank {event.rank} sent to rank {event.peer}; its neighbours are ranks "
+                    f"{(event.rank - 1) % n} and {(event.rank + 1) % n}"
+                )
+        return None
+
+    return Check("peers", says, wrong)
 
 
 def steps_taken(trial: Trial) -> float:
@@ -329,19 +404,38 @@ def _wrong(check: Check, trial: Trial) -> str | None:
         return f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
 
 
-def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
+def everywhere(
+    check: Check, trials: Sequence[Trial], in_short: Callable[[Trial], str]
+) -> tuple[str, Trial | None]:
     """What is wrong in a trial that lacks the property, and that trial; "" and None if all have it.
 
-    That is the first such trial with several ranks, if there is one: its picture shows more.
+    That is the first such trial with several ranks, if there is one: its picture shows more. What
+    ended a run early (`in_short` says it) is said of the value alone.
     """
     found = []
     for trial in trials:
-        what = "the run did not end" if trial.error is not None else _wrong(check, trial)
+        if trial.error is not None:
+            what = in_short(trial) if check.kind == "value" else None
+        else:
+            wrong = _wrong(check, trial)
+            what = None if wrong is None else f"{trial.case.label}: {wrong}"
         if what is not None:
-            found.append((f"{trial.case.label}: {what}", trial))
+            found.append((what, trial))
             if trial.world_size > 1:
                 return found[-1]
-    return found[0] if found else ("", None) if trials else ("no case has run", None)
+    if found:
+        return found[0]
+    if any(trial.error is not None for trial in trials):
+        return "counts only with the right value", None
+    return ("", None) if trials else ("no case has run", None)
+
+
+def tolerated(check: Check, trials: Sequence[Trial]) -> str:
+    """What is not as `check` says, and allowed all the same; "" if nothing is."""
+    for trial in reversed(trials):
+        if (what := check.allowed(trial)) is not None:
+            return f"{trial.case.label}: {what}"
+    return ""
 
 
 def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
@@ -465,8 +559,8 @@ SEND_WAIT_FORGOTTEN = Misconception(
 CHANGED_WHILE_SENT = Misconception(
     "changed while it is sent",
     (
-        "A tensor is written to between isend and the send's wait(). The message may still be read "
-        "from it: the receiver may get new values."
+        "A tensor is written to between isend, or a collective with async_op=True, and its wait(). "
+        "It may still be read, or be written later: what arrives may be old or new values."
     ),
     lambda trials: any(getattr(trial.error, "kind", "") == "ChangedWhileSent" for trial in trials),
 )
@@ -497,6 +591,88 @@ CHANGES_ITS_INPUT = Misconception(
         "example as its own gradient."
     ),
     lambda trials: any(0 in places for trial in trials for places in trial.changed),
+)
+
+
+def only_root_zero(trials: Sequence[Trial]) -> bool:
+    """Right wherever the root is 0, wrong wherever it is not."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    zero = [trial for trial in several if trial.case.facts["root"] == 0]
+    other = [trial for trial in several if trial.case.facts["root"] != 0]
+    return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
+
+
+ROOT_IS_ZERO = Misconception(
+    "root hard-coded to 0",
+    (
+        "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the "
+        "root."
+    ),
+    only_root_zero,
+)
+
+
+def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
+    """Every wrong result is something in place of None."""
+    wrong = failed(trials)
+    pairs = [
+        pair for trial in wrong for pair in zip(trial.results, trial.case.expected, strict=True)
+    ]
+    return (
+        bool(wrong)
+        and all(trial.error is None for trial in wrong)
+        and all(same(found, expected) or expected is None for found, expected in pairs)
+    )
+
+
+def not_every_rank(trials: Sequence[Trial]) -> bool:
+    """Ranks wait in a collective, while others have returned or call something else."""
+    return any(rank_missing(trial.error) for trial in trials)
+
+
+def rank_missing(error: BaseException | None) -> bool:
+    """Whether not all ranks have called the collective that ended the run."""
+    if isinstance(error, DeadlockError):
+        kinds = {kind for kind, _, _ in error.waiting.values()} - {"send", "recv"}
+        return bool(kinds) and (bool(error.returned) or len(kinds) > 1)
+    return isinstance(error, MisuseError) and "call different operations" in str(error)
+
+
+NOT_EVERY_RANK = Misconception(
+    "collective not called on every rank",
+    (
+        "A collective is called on some ranks only, such as inside `if rank == 0`. Every rank must "
+        "call it, also one that only receives, and in the same order as the others."
+    ),
+    not_every_rank,
+)
+NOT_NONE_ELSEWHERE = Misconception(
+    "other ranks return something",
+    "The root's result is right. The other ranks must return None, and they return something else.",
+    only_where_none_is_due,
+)
+
+
+def unwritten_was_sent(trials: Sequence[Trial]) -> bool:
+    """Wrong values, and in a message what torch.empty gives on these ranks."""
+    return any(
+        value != value or value in NEVER_WRITTEN
+        for trial in failed(trials)
+        for message in trial.trace.messages()
+        for value in (message.payload or ())[:64]
+        if not isinstance(value, bool)
+    )
+
+
+# what fill_new_tensors puts into whole numbers; floating-point numbers become NaN
+NEVER_WRITTEN = {torch.iinfo(dtype).max for dtype in (torch.int64, torch.int32)}
+SENDS_UNWRITTEN = Misconception(
+    "sends what was never written",
+    (
+        "A tensor of torch.empty is sent before anything was put into it. The block that a rank "
+        "sends must be one that it has: look at the index, which may be off by one."
+    ),
+    unwritten_was_sent,
 )
 
 

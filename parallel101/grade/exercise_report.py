@@ -10,6 +10,7 @@ A terminal shows the text, and a notebook the HTML.
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Sequence
@@ -222,7 +223,7 @@ class Prediction(NamedTuple):
         if self.said is None:
             return (f"predict({set_name(Path(exercise.path))}.{exercise.function}, {self.name}=…)",)
         if self.measured is None:
-            return self._with_unit(self.said), "did not end"
+            return self._with_unit(self.said), "it ended early"
         return self._with_unit(
             self.said
         ), f"{self._with_unit(self.measured)} {'✓' if self.agrees else '≠'}"
@@ -305,13 +306,14 @@ class Hints:
 def _own_calls(traceback: str) -> list[str]:
     """The lines of a traceback in the learner's own files, except the last one.
 
-    The message names that one. Of a long traceback, these are the last five.
+    The message names that one. Of a long traceback, these are the last five. Learner's files have
+    no folder there: see `Submission`.
     """
     calls = re.findall(r'^  File "([^"]+)", line (\d+), in (\w+)\n +(.+)$', traceback, re.M)
     own = [
         f"  {file}:{line} in {function}: {source}"
         for file, line, function, source in calls
-        if "site-packages" not in file
+        if not os.path.isabs(file) and not file.startswith("<")
     ]
     return own[:-1][-5:]
 

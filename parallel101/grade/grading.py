@@ -9,13 +9,21 @@ cases ──▶ trials ──▶ a Finding for each check: passed, or the senten
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
-from parallel101.grade.exercise_checks import everywhere, never_waited, too_few_bytes
-from parallel101.grade.failure_text import explain_error
+from parallel101.grade.exercise import KINDS, Case, Check, Draw, Exercise, Misconception, Trial
+from parallel101.grade.exercise_checks import (
+    everywhere,
+    never_waited,
+    tolerated,
+    too_few_bytes,
+)
+from parallel101.grade.failure_text import NOT_LOADED, explain_error, in_short
+from parallel101.grade.plain_text import plain
 from parallel101.grade.remote import (
+    CalledFromThread,
     ForbiddenCall,
     LearnerError,
     NotStarted,
@@ -29,13 +37,11 @@ from parallel101.grade.remote import (
 # of the cases that everybody sees; a teacher's own seed is in no public file
 PUBLIC_SEED = "parallel101"
 # of the points, if an exercise has all kinds
-SHARES = {"value": 0.5, "bytes": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}
+SHARES = {"value": 0.5, "bytes": 0.15, "peers": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
-# after these the other cases would tell nothing new, and take long
-ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)
-
-NOT_LOADED = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
+# of a run: each other one would end so too
+ENDS = (CalledFromThread, ForbiddenCall, PrintedTooMuch, TimeOver)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,10 @@ class Finding:
     passed: bool
     points: float
     out_of: float
-    message: str = ""  # what is wrong, and in which case
+    message: str = ""  # what is wrong, and in which case; or what is tolerated, and why
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", plain(self.message))
 
 
 @dataclass
@@ -82,6 +91,15 @@ class ExerciseVerdict:
     def out_of(self) -> float:
         return self.exercise.points
 
+    def points_lost(self, kind: str) -> bool:
+        """Whether a check of this kind failed."""
+        return any(finding.kind == kind and not finding.passed for finding in self.findings)
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the last run ended in a way in which every other one would end too."""
+        return bool(self.trials) and _ends_all(self.trials[-1].error)
+
     @property
     def passed(self) -> bool:
         return all(finding.passed for finding in self.findings)
@@ -110,6 +128,8 @@ def grade_on(ranks: SubmissionRanks, seed: str = PUBLIC_SEED) -> ExerciseVerdict
 def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> list[Trial]:
     """Run the cases, one after the other. Stops where more runs would tell nothing new."""
     trials: list[Trial] = []
+    if (error := syntax_error(ranks.submission)) is not None:
+        return [not_run(case, error) for case in cases[:1]]
     for case in cases:
         if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
             trials.append(
@@ -122,12 +142,30 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
             )
             break
         trials.append(ranks.run(case))
-        error = trials[-1].error
-        if isinstance(error, ENDS) or (
-            isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)
-        ):
+        if _ends_all(trials[-1].error):
             break
     return trials
+
+
+def _ends_all(error: BaseException | None) -> bool:
+    """Whether more runs would tell nothing new, and only take long."""
+    if isinstance(error, LearnerError):
+        return error.not_written or error.kind in NOT_LOADED
+    return isinstance(error, ENDS)
+
+
+def syntax_error(submission: Submission) -> LearnerError | None:
+    """The first syntax error of what was handed in, found without running any of it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(submission.source, str(submission.path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{submission.path}:{error.lineno}"
+        return LearnerError(str(error), 0, where, type(error).__name__, "", not_written=False)
+    except (ValueError, RecursionError, MemoryError, OverflowError):
+        pass  # the ranks, which have less to lose, will find it too
+    return None
 
 
 def judge(
@@ -148,8 +186,8 @@ def judge(
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
         if kinds is not None and check.kind not in kinds:
             continue
-        out_of = exercise.points * share(exercise, check.kind)
-        message, trial = everywhere(check, trials)
+        out_of = exercise.points * share(exercise, check)
+        message, trial = everywhere(check, trials, in_short)
         if check.kind == "value" and not message:
             message, trial = too_few_bytes(exercise, trials)
             if not message:
@@ -158,15 +196,15 @@ def judge(
             message = "counts only with the right value"
         value_is_right = value_is_right or (check.kind == "value" and not message)
         shown = shown or trial
-        findings.append(
-            Finding(
-                check.kind, check.says, not message, 0.0 if message else out_of, out_of, message
-            )
-        )
+        points = 0.0 if message else out_of
+        note = message or tolerated(check, trials)
+        findings.append(Finding(check.kind, check.says, not message, points, out_of, note))
     wrong = not all(finding.passed for finding in findings)
+    # one rank alone tells little: most mistakes look the same there
+    alone = bool(early) and all(trial.world_size == 1 for trial in trials)
     misconception = (
         next((m for m in exercise.misconceptions if _seen(m, trials)), None)
-        if wrong and not not_written
+        if wrong and not not_written and not alone
         else None
     )
     problem = explain_error(exercise, ended) if ended is not None else ""
@@ -188,14 +226,19 @@ def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
         return False
 
 
-def share(exercise: Exercise, kind: str) -> float:
-    """The part of the points that one check of this kind earns.
+def share(exercise: Exercise, check: Check) -> float:
+    """The part of the points that a check earns.
 
-    `value_share` is for the value. The other kinds share the rest.
+    For its kind, it is as the exercise's `weights` say. Without them, `value_share` is for the
+    value, and the other kinds share the rest.
     """
-    kinds = {check.kind for check in exercise.checks}
-    same = sum(check.kind == kind for check in exercise.checks)
-    others = sum(SHARES[k] for k in kinds if k != "value")
-    if kind == "value":
-        return (exercise.value_share if others else 1.0) / same
-    return (1 - exercise.value_share) * SHARES[kind] / others / same
+    kinds = {other.kind for other in exercise.checks}
+    others = sum(SHARES[kind] for kind in kinds if kind != "value")
+    if exercise.weights:
+        of_kind = exercise.weights[check.kind]
+    elif check.kind == "value":
+        of_kind = exercise.value_share if others else 1.0
+    else:
+        of_kind = (1 - exercise.value_share) * SHARES[check.kind] / others
+    alike = sum(other.weight for other in exercise.checks if other.kind == check.kind)
+    return of_kind * check.weight / alike

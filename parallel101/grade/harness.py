@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.record.spans import compute, span
+from parallel101.record.spans import compute, recorder, span
 
 FORWARD, BACKWARD = 1.0, 2.0  # seconds that a layer takes on the virtual clock
 LEARNING_RATE, MOMENTUM = 0.1, 0.9  # of the optimizers that the learner's code makes
@@ -152,6 +153,15 @@ class PeakBytes:
             if (storage := ref()) is not None
         }
         return sum(alive.values())
+
+
+def clock_seconds() -> float:
+    """What this rank's clock shows: virtual on sim and under the grader, otherwise real time."""
+    found = recorder()
+    if found is not None and hasattr(found, "seconds"):  # the grader's: see rank.py
+        return found.seconds()
+    now = found.now() if found is not None else None
+    return now if isinstance(now, float) else time.perf_counter()
 
 
 class Optimizers:

@@ -34,11 +34,12 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Exe
         verdict = grade_on(ranks)
         report = ExerciseReport(verdict, homework.code.name, note)
         watched_trial = None
-        if not verdict.not_written:
+        if not verdict.cut_short:
             watched = exercise.watch() if exercise.watch is not None else None
             report.predictions, watched_trial = predicted(ranks, progress, watched)
     if not verdict.not_written:
-        report.picture = draw(exercise, verdict.shown, watched_trial)
+        failed = verdict.shown if verdict.points_lost("value") else None
+        report.picture = draw(exercise, verdict.shown, watched_trial, failed)
         report.saved = _save(report, progress)
     progress.note(
         exercise.function,

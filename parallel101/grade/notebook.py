@@ -121,7 +121,7 @@ def _changed(path: Path) -> bool:
     )
     try:
         code = compile(path.read_text(encoding="utf-8-sig"), str(path), "exec")
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
         return False  # the verdict says so
     on_disk = {
         const.co_name: const for const in code.co_consts if isinstance(const, types.CodeType)

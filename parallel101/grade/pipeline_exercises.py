@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel101.grade.exercise import ANYTHING, Case, Check, Draw, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import close, failed
+from parallel101.grade.exercise_checks import close, failed, received
 from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
 
@@ -135,7 +135,7 @@ def make_case(draw: Draw, p: int, m: int, chunks: int | None = None, split: bool
         ]
         expected: list[Any] = [[ANYTHING, losses[rank], grouped[rank]] for rank in range(p)]
         arguments = [(*given, chunks) for given in arguments]
-        note += f", {chunks} chunks"
+        note += f", {chunks} chunk{'s' * (chunks != 1)}"
     elif split:
         weights = [
             [
@@ -151,7 +151,7 @@ def make_case(draw: Draw, p: int, m: int, chunks: int | None = None, split: bool
 
 
 def step_cases(draw: Draw) -> list[Case]:
-    return [make_case(draw, p, m) for p, m in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 6))]
+    return [make_case(draw, p, m) for p, m in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (4, 6))]
 
 
 def example(maker: Callable[..., Case], *size: Any, **kind: Any) -> Callable[[], Case]:
@@ -186,7 +186,16 @@ def in_flight(trial: Trial) -> list[int]:
     return peak
 
 
-def holds_at_most(limit: Callable[[Case, int], int], says: str) -> Check:
+def holds_at_most(
+    limit: Callable[[Case, int], int],
+    says: str,
+    in_slots: Callable[[Case], float] = lambda case: math.inf,
+) -> Check:
+    """A check: no rank holds more microbatches than this, in a run of at most `in_slots` slots.
+
+    To hold few is easy if microbatches go one after the other.
+    """
+
     def wrong(trial: Trial) -> str | None:
         for rank, held in enumerate(in_flight(trial)):
             if held > limit(trial.case, rank):
@@ -194,6 +203,9 @@ def holds_at_most(limit: Callable[[Case, int], int], says: str) -> Check:
                     f"rank {rank} held {held} microbatches at once; {limit(trial.case, rank)} are "
                     "enough"
                 )
+        took, enough = trial.trace.makespan, in_slots(trial.case)
+        if took > enough + 1e-9:
+            return f"few are held, but the step took {took:g} slots; it counts with {enough:g}"
         return None
 
     return Check("memory", says, wrong)
@@ -260,20 +272,33 @@ def last_only(trial: Trial) -> bool:
 
 
 def detached(trial: Trial) -> bool:
+    """The last stage has its gradients, and a stage before it has none or can't send x.grad."""
     if trial.error is not None:
-        after_backward = any(
-            span.rank == getattr(trial.error, "rank", None)
-            for span in trial.trace.spans("backward")
-        )
-        # it sends x.grad
-        return "does not require grad" in str(trial.error) or (
-            after_backward and "NoneType" in str(trial.error)
-        )
+        failed_at = getattr(trial.error, "rank", 0)
+        went_backward = any(span.rank == failed_at for span in trial.trace.spans("backward"))
+        return failed_at > 0 and went_backward and "NoneType" in str(trial.error)
     without = [
         all(g is None or not g.any() for g in returned(trial, rank))
         for rank in range(trial.world_size)
     ]
-    return any(without[:-1])
+    return any(without[:-1]) and not without[-1] and all(received(trial)[1:])
+
+
+def one_at_a_time(trials: Sequence[Trial]) -> bool:
+    """Rank 0 never has two microbatches under way, in runs that end, of several stages."""
+
+    def most(trial: Trial) -> int:
+        last_half = "weight gradient" if trial.trace.spans("weight gradient") else "backward"
+        under_way: dict[Any, list[float]] = {}
+        for event in trial.trace.spans():
+            if event.rank == 0 and event.name in ("forward", last_half):
+                own = under_way.setdefault((event.args or {}).get("microbatch"), [])
+                own += [event.start, event.end]
+        spans = [(min(own), max(own)) for own in under_way.values()]
+        return max(sum(a <= start < b for a, b in spans) for start, _ in spans)
+
+    found = [trial for trial in trials if trial.world_size > 1 and several(trial)]
+    return bool(found) and not failed(trials) and all(most(trial) == 1 for trial in found)
 
 
 NO_AVERAGE = Misconception(
@@ -299,6 +324,14 @@ DETACHED = Misconception(
         "nothing goes back to the stage before."
     ),
     lambda trials: every(trials, lambda trial: trial.world_size > 1, detached),
+)
+ONE_AT_A_TIME = Misconception(
+    "no pipelining",
+    (
+        "Each microbatch goes all the way forward and back before the next one begins. At any "
+        "time, one rank computes and all others wait."
+    ),
+    one_at_a_time,
 )
 HELD = Question(
     "held",

@@ -27,6 +27,9 @@ import site
 import socket
 import sys
 import sysconfig
+import tempfile
+import threading
+import time
 import traceback
 import types
 from collections.abc import Sequence
@@ -35,7 +38,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel101.grade import frames
+from parallel101.grade import file_access, frames
 from parallel101.grade.exercise import exercises_in, find, module_of
 from parallel101.grade.frames import BEGIN, COMPUTE, END, Frame
 from parallel101.grade.users import use_library_copy
@@ -43,10 +46,19 @@ from parallel101.ranks.watcher import exit_process
 from parallel101.ranks.worker import inherited, open_streams
 from parallel101.record import torch_private
 from parallel101.record.calls import rank_at
+from parallel101.record.overloads import as_torch_calls_it
 from parallel101.record.signatures import COLLECTIVES, flat, op_name
 from parallel101.record.spans import record_into
 from parallel101.record.where import caller, is_inside
 
+PATIENCE = 0.5  # seconds
+PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+SUBJECT = os.path.join(PACKAGE, "")  # what the package teaches, beside the grader's own
+OF_THE_GRADER = tuple(os.path.join(PACKAGE, name, "") for name in ("grade", "record", "ranks"))
+LIBRARY = sysconfig.get_path("stdlib")
+NO_PARALLEL101 = (
+    "the homework is written with torch.distributed alone: parallel101 can't be imported in it"
+)
 MOST_WRITTEN = 1 << 28  # bytes of a file
 OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
 
@@ -67,7 +79,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
     gc.freeze()
     code = 0
     try:
-        _serve(sock, frames.receive(sock).text)
+        _serve(sock, frames.receive(sock, limited=False).text)
     except (EOFError, OSError):
         pass  # the grader is gone, or needs no more
     except BaseException:
@@ -78,7 +90,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 
 def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     _isolate(job)
-    connection = Connection(sock, job["rank"], job["allowed"], job["path"])
+    connection = Connection(sock, job)
     record_into(connection)  # so that the spans of the exercise's program reach the grader
     exercise = find(
         exercises_in(
@@ -88,11 +100,14 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     )
     _hide_parallel101(job["library"])
     _hide_ready_made()
+    file_access.refuse_package_files(PACKAGE, NO_PARALLEL101)
+    if job["closed"]:
+        file_access.only_own_files(job["scratch"], PACKAGE)
     sys.meta_path.append(_Neighbours(job["files"]))
     connection.send(frames.READY, {})
     submission: types.ModuleType | None = None
     while True:
-        case = frames.receive(sock)
+        case = frames.receive(sock, limited=False)
         if case.kind == frames.JOB:  # another submission
             job, submission, connection.path = case.text, None, case.text["path"]
             continue
@@ -112,14 +127,19 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
                 frames.tensor_bytes(part) if isinstance(part, torch.Tensor) else None
                 for part in arguments
             ]
+            connection.under_way = []
             random.seed(case.text["seed"])
             torch.manual_seed(case.text["seed"])
+            if "numpy.random" in sys.modules:  # forked ranks would all have the same numbers
+                sys.modules["numpy.random"].seed(case.text["seed"])
+            connection.patience = PATIENCE
             text, data = frames.encode(exercise.program(function, *arguments))
             changed = [
                 i
                 for i, was in enumerate(before)
                 if was is not None and frames.tensor_bytes(arguments[i]) != was
             ]
+            connection.let_threads_call()
             connection.send(frames.RESULT, {"result": text, "changed": changed}, data)
         except (EOFError, OSError) as error:
             if isinstance(error, EOFError) or connection.closed:
@@ -135,26 +155,32 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
 class Connection:
     """This rank's connection to the grader. It is also the rank's recorder: see record/spans.py."""
 
-    def __init__(self, sock: socket.socket, rank: int, allowed: Sequence[str], path: str):
-        self.sock, self.rank, self.allowed = sock, rank, frozenset(allowed)
+    def __init__(self, sock: socket.socket, job: dict[str, Any]):
+        self.sock, self.rank, self.allowed = sock, job["rank"], frozenset(job["allowed"])
         self.world_size = 0  # of the present case
-        self.path = path  # the learner's file
+        self.path = job["path"]  # the learner's file
+        self.program = job["exercise_path"]  # the file with the exercise's program
         self.calls = 0
         self.spans = 0
         # of spans and compute(): they need no answer, and travel with the next frame
         self.notes: list[list] = []
         self.replies: dict[int, Frame] = {}
+        self.under_way: list[RelayWork] = []  # of the present case
         self.closed = False
+        self.thread = threading.get_ident()
+        self.sending = threading.Lock()
+        self.patience = 0.0  # seconds of the present case in which other threads may still call
 
     def send(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> None:
         """Send a frame, with the notes that were written since the last one."""
-        if self.notes:
-            text, self.notes = {**text, "notes": self.notes}, []
-        try:
-            frames.send(self.sock, kind, text, data)
-        except OSError:
-            self.closed = True
-            raise
+        with self.sending:
+            if self.notes:
+                text, self.notes = {**text, "notes": self.notes}, []
+            try:
+                frames.send(self.sock, kind, text, data)
+            except OSError:
+                self.closed = True
+                raise
 
     def post(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> int:
         """Tell the grader of a call. Returns the call's number."""
@@ -167,6 +193,8 @@ class Connection:
 
         Raises RuntimeError if the grader refuses the call.
         """
+        self.check_thread("wait")
+        self.let_threads_call()
         self.send(kind, {"call": call, "where": caller()})
         reply = frames.receive(self.sock)
         if reply.kind == frames.REFUSED:
@@ -178,12 +206,53 @@ class Connection:
 
         The grader is told first.
         """
+        self.check_thread(operation)
+        if self.called_by_parallel101():
+            operation = "parallel101"
         if operation not in self.allowed:
             self.send(frames.FORBIDDEN, {"operation": operation, "where": caller()})
             raise RuntimeError(
                 f"this exercise does not allow {operation}; it allows "
                 f"{', '.join(sorted(self.allowed))}"
             )
+
+    def check_thread(self, operation: str) -> None:
+        """Raise RuntimeError for a call from a thread that the learner's code has started.
+
+        The calls of several threads would reach the grader in an order that changes from run to
+        run, and so would the steps. The grader is told first.
+        """
+        if threading.get_ident() != self.thread:
+            self.send(frames.FROM_THREAD, {"operation": operation, "where": caller()})
+            raise RuntimeError(
+                f"{operation} was called from a thread. Threads aren't relayed: call "
+                "torch.distributed where the function itself runs"
+            )
+
+    def called_by_parallel101(self) -> bool:
+        """Whether the learner's code let the package's own collectives make this call."""
+        through = False
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
+            file = frame.f_code.co_filename
+            if through and not is_inside(file) and not file.startswith(LIBRARY):
+                return file != self.program  # which may call them: it is the exercise's own
+            through |= file.startswith(SUBJECT) and not file.startswith(OF_THE_GRADER)
+        return False
+
+    def let_threads_call(self) -> None:
+        """Wait a little for the learner's threads: a call of theirs is told before this goes on.
+
+        Otherwise it would depend on chance whether a deadlock is found before.
+        """
+        for thread in threading.enumerate():
+            if (
+                thread.ident != self.thread
+                and not isinstance(thread, threading._DummyThread)
+                and self.patience > 0
+            ):
+                began = time.monotonic()
+                thread.join(self.patience)
+                self.patience -= time.monotonic() - began
 
     def fail(self, error: BaseException) -> None:
         """Tell the grader of an exception that the learner's code raised."""
@@ -203,7 +272,11 @@ class Connection:
             "where": place,
             "traceback": lines[-6000:],
         }
-        text["not_written"] = isinstance(error, NotImplementedError)
+        # torch raises it too, for an operation that a dtype or a device does not have
+        raised_in = traceback.extract_tb(error.__traceback__)[-1:]
+        text["not_written"] = isinstance(error, NotImplementedError) and any(
+            frame.filename == self.path for frame in raised_in
+        )
         self.send(frames.FAILED, text)
 
     # ---- the recorder's part ----
@@ -216,6 +289,12 @@ class Connection:
         self.spans += 1
         self.notes.append([BEGIN, self.spans])
         return self.spans
+
+    def seconds(self) -> float:
+        """The time on this rank's virtual clock, which only the grader knows."""
+        self.check_thread("the clock")
+        self.send(frames.CLOCK, {"where": caller()})
+        return float(frames.receive(self.sock).text["seconds"])
 
     def add_span(
         self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False
@@ -240,6 +319,17 @@ class ChangedWhileSent(RuntimeError):
     """
 
 
+def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
+    """What tells whether somebody has written into a tensor: its bytes.
+
+    NaN divided by 2 is NaN: for a tensor of nothing else, with memory of its own, how often it was
+    written to tells it.
+    """
+    alone = tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.is_inference()
+    countable = alone and tensor.is_floating_point() and bool(tensor.isnan().all())
+    return frames.tensor_bytes(tensor), tensor._version if countable else 0
+
+
 class RelayWork(dist.Work):
     """What isend, irecv and the collectives return.
 
@@ -251,10 +341,14 @@ class RelayWork(dist.Work):
         connection: Connection,
         call: int,
         outputs: list[torch.Tensor],
-        sent: tuple[torch.Tensor, bytes] | None = None,
+        name: str,
+        kept: Sequence[torch.Tensor] = (),
     ):
         super().__init__()
-        self.sent = sent  # the tensor of a send, and its bytes when it was posted
+        self.name = name  # of the call, for the learner
+        # tensors that must not change before wait(), as they were when the call was posted
+        self.kept = [(tensor, _state(tensor)) for tensor in kept]
+        connection.under_way.append(self)
         self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
         self.future: torch.futures.Future | None = None
         # of a receive from any rank: the rank that sent, in the group
@@ -267,15 +361,19 @@ class RelayWork(dist.Work):
         return self.source
 
     def wait(self, timeout: object = None) -> bool:
+        self._check_kept()
         if not self.done:
             self._take(self.connection.ask(frames.WAIT, self.call))
-        if self.sent is not None and frames.tensor_bytes(self.sent[0]) != self.sent[1]:
-            raise ChangedWhileSent(
-                "the tensor was changed after isend, before the send's wait(): the receiver may "
-                "get old or new values"
-            )
-        self.sent = None
         return True
+
+    def _check_kept(self) -> None:
+        """Raise ChangedWhileSent if the program has written into a tensor of this call."""
+        kept, self.kept = self.kept, []
+        if any(_state(tensor) != was for tensor, was in kept):
+            raise ChangedWhileSent(
+                f"a tensor was changed between {self.name} and its wait(): it may still have been "
+                "read, or be written later"
+            )
 
     def is_completed(self) -> bool:
         if not self.done:
@@ -292,8 +390,26 @@ class RelayWork(dist.Work):
             with torch.no_grad():
                 output.copy_(frames.tensor_from(frames.tensor_text(output), own))
         self.done = True
+        self._written()
         if self.future is not None:
             self.future.set_result(self.outputs)
+
+    def _written(self) -> None:
+        """Two collectives may be under way with one tensor: then it wasn't the program that wrote.
+
+        A receive must not write into a tensor that another call still uses.
+        """
+        self.kept = []
+        under_way = [work for work in self.connection.under_way if work is not self]
+        self.connection.under_way = under_way
+        memory = {output.untyped_storage().data_ptr() for output in self.outputs}
+        messages = ("isend", "irecv")
+        for other in under_way if self.name not in messages else ():
+            if other.name not in messages:
+                other.kept = [
+                    (t, _state(t) if t.untyped_storage().data_ptr() in memory else was)
+                    for t, was in other.kept
+                ]
 
     def is_success(self) -> bool:
         return self.done
@@ -348,6 +464,7 @@ class RelayGroup(torch_private.PythonGroup):
 
         A rank that is not in it gets None.
         """
+        self.connection.check_thread("new_group")
         self.connection.send(
             frames.NEW_GROUP, {"ranks": list(ranks), "group": group_name, "where": caller()}
         )
@@ -387,10 +504,14 @@ class RelayGroup(torch_private.PythonGroup):
         data = frames.tensor_bytes(tensor) if sends else b""
         call = self.connection.post(kind, text, data)
         return RelayWork(
-            self.connection, call, [] if sends else [tensor], (tensor, data) if sends else None
+            self.connection,
+            call,
+            [] if sends else [tensor],
+            "isend" if sends else "irecv",
+            [tensor] if sends else [],
         )
 
-    def _collective(self, method: str, *args: Any) -> dist.Work:
+    def _collective(self, method: str, args: tuple[Any, ...]) -> dist.Work:
         spec = COLLECTIVES[method]
         self.connection.check_allowed(spec.kind)
         *given, options = args
@@ -407,12 +528,15 @@ class RelayGroup(torch_private.PythonGroup):
         )
         # the outputs are always the first argument
         outputs = [] if spec.kind == "barrier" or not given else flat(given[0])
-        return RelayWork(self.connection, call, outputs)
+        tensors = [tensor for part in given for tensor in flat(part)]
+        return RelayWork(
+            self.connection, call, outputs, spec.kind, [] if spec.kind == "barrier" else tensors
+        )
 
 
 def _collective_method(method: str) -> Any:
     def call(self: RelayGroup, *args: Any, **options: Any) -> dist.Work:
-        return self._collective(method, *args, *options.values())
+        return self._collective(method, as_torch_calls_it(method, args, options))
 
     call.__name__ = method
     return call
@@ -456,6 +580,10 @@ def _isolate(job: dict[str, Any]) -> None:
         use_library_copy(*job["library"])
     with contextlib.suppress(OSError):
         os.chdir(job["scratch"])
+    for name in ("OLDPWD", "PWD", "SUDO_COMMAND", "_"):  # they may name the submissions' folder
+        os.environ.pop(name, None)
+    os.environ.update(HOME=job["scratch"], TMPDIR=job["scratch"])
+    tempfile.tempdir = None
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -465,6 +593,7 @@ def _isolate(job: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
     if job.get("user") is not None:
+        file_access.own_shared_memory()
         os.setgroups([])
         os.setgid(job["user"])
         os.setuid(job["user"])
@@ -473,33 +602,61 @@ def _isolate(job: dict[str, Any]) -> None:
             ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
 
 
-READY_MADE = ("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining")
 WRITE_IT = "it is what the homework asks you to write, so it can't be used here"
+# What torch has ready-made for training: these classes, by module, can't be made here. Their
+# modules can be imported, since torch imports some of them for other things.
+READY_MADE = {
+    "torch.nn.parallel.distributed": ("DistributedDataParallel",),
+    "torch.distributed._composable.replicate": ("_ReplicateState",),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState",),
+    "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer",),
+    "torch.distributed.pipelining.stage": ("_PipelineStageBase",),
+    "torch.distributed.pipelining.schedules": ("_PipelineSchedule",),
+}
 
 
 def _hide_ready_made() -> None:
-    """What torch has ready-made for training can't be made here.
+    """Refuse torch's own trainers, whether they are imported already or will be."""
+    for name in READY_MADE:
+        if name in sys.modules:
+            _refuse_classes(sys.modules[name])
+    sys.meta_path.insert(0, _ReadyMade())
 
-    (What torch has imported already can't be hidden from its imports.)
-    """
 
+def _refuse_classes(module: types.ModuleType) -> None:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"torch's {type(self).__name__}: {WRITE_IT}")
 
-    torch.nn.parallel.DistributedDataParallel.__init__ = refuse  # type: ignore[method-assign]
-    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
-        fsdp.FullyShardedDataParallel.__init__ = refuse
+    for name in READY_MADE[module.__name__]:
+        if hasattr(module, name):  # another version of torch may lack it
+            getattr(module, name).__init__ = refuse
+
+
+class _ReadyMade(importlib.abc.MetaPathFinder):
+    """Imports modules with torch's trainers, and refuses their classes at once."""
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in READY_MADE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _refuse_classes(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class _NoParallel101(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name in READY_MADE:
-            raise ImportError(f"{name}: {WRITE_IT}")
         if name.partition(".")[0] == "parallel101":
-            raise ImportError(
-                "the homework is written with torch.distributed alone: parallel101 can't be "
-                "imported in it"
-            )
+            raise ImportError(NO_PARALLEL101)
 
 
 class _Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):

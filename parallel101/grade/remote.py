@@ -19,7 +19,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,13 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.grade import frames
-from parallel101.grade.exercise import Case, Exercise, Trial, Unwaited
+from parallel101.grade import frames, users
+from parallel101.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
+from parallel101.grade.file_access import available
 from parallel101.grade.frames import Frame
-from parallel101.grade.users import end_processes_of, library_copy, user_of
+from parallel101.grade.plain_text import plain
+from parallel101.grade.users import end_processes_of, library_copy, remove_files_of, user_of
 from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
-from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.errors import DeadlockError, MisuseError, one_line
 from parallel101.record.overloads import SIGNATURES
 from parallel101.record.signatures import COLLECTIVES, flat
 from parallel101.record.spans import Recorder, compute, recorder
@@ -43,9 +45,14 @@ from parallel101.sim.simulate import simulate
 
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 KEPT_PRINTED = 20_000  # bytes of it that are kept
+MOST_SAID = 1 << 25  # bytes of text that a rank may send in one case
 MEMORY = 2 << 30  # bytes that a rank may allocate
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
+MOST_TRACEBACK = 6000  # characters
+NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
+MOST_MESSAGE = 2000  # characters of an error's text
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
 
@@ -72,12 +79,20 @@ class ForbiddenCall(GradedRunFailed):
     """The learner's code called an operation that the exercise does not allow."""
 
 
+class CalledFromThread(GradedRunFailed):
+    """The learner's code called torch.distributed from a thread that it had started."""
+
+
 class TimeOver(GradedRunFailed):
     """A rank was still running at the time limit."""
 
 
 class RankDied(GradedRunFailed):
     """A rank's process ended without a result."""
+
+
+class CallFailed(GradedRunFailed):
+    """The calls of several ranks raised an exception together, when the data was moved."""
 
 
 class NotStarted(GradedRunFailed):
@@ -174,13 +189,16 @@ class RemoteRank:
         return "?"
 
 
-def preload_for(exercises: Iterable[Exercise]) -> None:
+def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
     """Let the fork server import what the ranks of these exercises need, before they start."""
     preload(
         {
-            name
-            for exercise in exercises
-            for name in (*exercise.imports, *imported_modules(exercise.source))
+            *more,
+            *(
+                name
+                for exercise in exercises
+                for name in (*exercise.imports, *imported_modules(exercise.source))
+            ),
         }
     )
 
@@ -235,7 +253,7 @@ class SubmissionRanks:
         if self.scratch is None:
             self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
             os.chmod(self.scratch.name, 0o711)
-            preload_for([self.exercise])
+            preload_for([self.exercise], self._compiler())
         new = [
             RemoteRank(n, process)
             for n, process in zip(
@@ -256,6 +274,12 @@ class SubmissionRanks:
         until = time.monotonic() + 30
         for rank in new:
             rank.receive(until)
+
+    def _compiler(self) -> Sequence[str]:
+        """torch's compiler, if the code needs it: to import it in each rank would take seconds."""
+        sources = (self.submission.source, *self.submission.files.values())
+        needed = any(name in text for name in NEED_COMPILER for text in sources)
+        return OPTIM if needed and self.exercise.allowed > P2P else ()
 
     def take(self, submission: Submission) -> None:
         """From now on, run another submission on the same processes.
@@ -282,6 +306,7 @@ class SubmissionRanks:
             "module": submission.module,
             "files": submission.files,
             "library": library_copy(),
+            "closed": users.CLOSED,
         }
 
     def stop(self) -> None:
@@ -289,9 +314,10 @@ class SubmissionRanks:
             kill(rank.process)
         for rank in self.ranks:
             rank.process.close()
-        end_processes_of(
-            {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
-        )
+        own = {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
+        end_processes_of(own)
+        if not (users.CLOSED and available()):
+            remove_files_of(own)
         self.ranks = []
         if self.scratch is not None:
             self.scratch.cleanup()
@@ -333,7 +359,10 @@ class SubmissionRanks:
             unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
             changed=[end.changed for end in virtual],
             printed=[
-                "".join(part.decode(errors="replace") for part in rank.printed.values())
+                plain(
+                    "".join(part.decode(errors="replace") for part in rank.printed.values()),
+                    MOST_PRINTED,
+                )
                 for rank in ranks
             ],
         )
@@ -341,8 +370,8 @@ class SubmissionRanks:
             self.stop()
         if outcome.error is not None and not isinstance(
             outcome.error, GradedRunFailed | DeadlockError | MisuseError
-        ):
-            raise outcome.error
+        ):  # what the calls of several ranks together do: no rank's own fault is known
+            trial.error = CallFailed(plain(one_line(outcome.error)))
         return trial
 
 
@@ -367,6 +396,7 @@ class VirtualEnd:
     def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
         self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
         self.moved = 0  # bytes
+        self.said = 0  # bytes of text, such as the names of spans
         self.calls: dict[int, RelayedCall] = {}
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
@@ -393,6 +423,9 @@ class VirtualEnd:
         while True:
             frame = self.rank.receive(self.until)
             self._count(len(frame.data))
+            self.said += frame.size
+            if self.said > MOST_SAID:
+                raise RankDied(f"told more than {MOST_SAID >> 20} MiB of calls", self.rank.number)
             place = _place(frame.text.get("where"))
             try:
                 self._notes(frame.text.get("notes", []))
@@ -406,7 +439,7 @@ class VirtualEnd:
                 raise
             except Exception as error:  # whatever a rank sends, the grader goes on
                 raise RankDied(
-                    f"sent what the grader can't repeat: {str(error)[:300] or error!r}",
+                    f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}",
                     self.rank.number,
                 ) from error
 
@@ -427,9 +460,9 @@ class VirtualEnd:
         self._check("send", place)
         # flat: as on gloo, the two sides need not have the same shape
         text, tensor = frame.text, self._tensor(frame).flatten()
-        work = dist.isend(
-            tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"]
-        )
+        peer, group = self._peer(frame), self.groups[text["group"]]
+        with self._calls_of_the_learner(place):
+            work = dist.isend(tensor, peer, group=group, tag=text["tag"])
         self._keep(text["call"], work, [], "send", text["peer"], place)
 
     def _recv(self, frame: Frame, place: str) -> None:
@@ -437,9 +470,9 @@ class VirtualEnd:
         text = frame.text
         tensor = frames.empty_tensor(text).flatten()
         self._count(tensor.nbytes)
-        work = dist.irecv(
-            tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"]
-        )
+        peer, group = self._peer(frame), self.groups[text["group"]]
+        with self._calls_of_the_learner(place):
+            work = dist.irecv(tensor, peer, group=group, tag=text["tag"])
         self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
 
     def _peer(self, frame: Frame) -> int | None:
@@ -455,13 +488,32 @@ class VirtualEnd:
             raise KeyError(method)
         self._check(COLLECTIVES[method].kind, place)
         options = SIGNATURES[method].options()
-        if "reduceOp" in text["options"]:
-            options.reduceOp = getattr(dist.ReduceOp, str(text["options"]["reduceOp"]).upper())
         if "rootRank" in text["options"]:
             options.rootRank = int(text["options"]["rootRank"])
-        work = getattr(self.groups[text["group"]], method)(*given, options)
+        with self._calls_of_the_learner(place):
+            if "reduceOp" in text["options"]:
+                options.reduceOp = self._reduction(str(text["options"]["reduceOp"]))
+            work = getattr(self.groups[text["group"]], method)(*given, options)
         outputs = flat(given[0]) if given and "barrier" not in method else []
         self._keep(text["call"], work, outputs, method, None, place)
+
+    def _reduction(self, name: str) -> Any:
+        if name.upper() not in REDUCTIONS:
+            raise ValueError(f"the reduction {name} can't be used; use {', '.join(REDUCTIONS)}")
+        return getattr(dist.ReduceOp, name.upper())
+
+    @contextlib.contextmanager
+    def _calls_of_the_learner(self, place: str) -> Iterator[None]:
+        """What a repeated call raises is the learner's error, as if the rank had raised it."""
+        try:
+            yield
+        except (GradedRunFailed, DeadlockError, MisuseError):
+            raise
+        except Exception as error:
+            text = plain(str(error) or repr(error), MOST_MESSAGE)
+            raise LearnerError(
+                text, self.rank.number, place, type(error).__name__, "", False
+            ) from error
 
     def _keep(
         self,
@@ -482,6 +534,10 @@ class VirtualEnd:
     def _test(self, frame: Frame, place: str) -> None:
         call = self.calls[frame.text["call"]]
         self._answer(call, call.work.is_completed())
+
+    def _clock(self, frame: Frame, place: str) -> None:
+        with contextlib.suppress(OSError):  # it has died: the next receive says so
+            frames.send(self.rank.process.control, frames.REPLY, {"seconds": clock().now()})
 
     def _answer(self, call: RelayedCall, done: bool) -> None:
         call.waited = call.waited or done
@@ -507,7 +563,8 @@ class VirtualEnd:
             elif kind == frames.END:
                 start, name, labels, waiting, place = note
                 at_place(
-                    _place(place), partial(self._add_span, start, str(name)[:200], labels, waiting)
+                    _place(place),
+                    partial(self._add_span, start, plain(str(name), 200), labels, waiting),
                 )
 
     def _add_span(self, start: int, name: str, labels: Any, waiting: Any) -> None:
@@ -520,10 +577,23 @@ class VirtualEnd:
         )
 
     def _forbidden(self, frame: Frame, place: str) -> None:
-        raise ForbiddenCall(str(frame.text["operation"])[:100], self.rank.number, place)
+        raise ForbiddenCall(plain(str(frame.text["operation"]), 100), self.rank.number, place)
+
+    def _from_thread(self, frame: Frame, place: str) -> None:
+        operation = plain(str(frame.text["operation"]), 100)
+        raise CalledFromThread(
+            f"rank {self.rank.number} called {operation} from a thread that it had started, at "
+            f"{where.shown(place)}. Threads aren't relayed: call torch.distributed where the "
+            "function itself runs. isend and irecv let messages travel at the same time",
+            self.rank.number,
+            place,
+        )
 
     def _failed(self, frame: Frame, place: str) -> None:
-        text = {key: str(frame.text[key])[:6000] for key in ("type", "message", "traceback")}
+        text = {
+            key: plain(str(frame.text[key]), MOST_TRACEBACK)
+            for key in ("type", "message", "traceback")
+        }
         not_written = frame.text["not_written"] is True
         raise LearnerError(
             text["message"], self.rank.number, place, text["type"], text["traceback"], not_written
@@ -564,7 +634,9 @@ ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
     frames.COLLECTIVE: VirtualEnd._collective,
     frames.WAIT: VirtualEnd._wait,
     frames.TEST: VirtualEnd._test,
+    frames.CLOCK: VirtualEnd._clock,
     frames.NEW_GROUP: VirtualEnd._new_group,
     frames.FORBIDDEN: VirtualEnd._forbidden,
+    frames.FROM_THREAD: VirtualEnd._from_thread,
     frames.FAILED: VirtualEnd._failed,
 }

@@ -10,7 +10,6 @@ submission whose result is on disk is not graded again, unless its file has chan
 
 from __future__ import annotations
 
-import ast
 import csv
 import hashlib
 import json
@@ -19,10 +18,11 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,15 @@ from tqdm import tqdm
 from parallel101.grade.exercise import Exercise
 from parallel101.grade.grading import ExerciseVerdict, grade
 from parallel101.grade.homework import HomeworkSet, find_sets
+from parallel101.grade.notebook_functions import NoSubmission, functions_in_notebook
+from parallel101.grade.plain_text import cell, plain, plain_name
 from parallel101.grade.remote import Submission
+from parallel101.grade.users import RANKS, end_processes_of, user_of
 
 # of one submission, as JSON: student, file, hash, exercises, points, out_of, complete
 Result = dict[str, Any]
 MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
-# of a notebook's cells
-KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-
-
-class NoSubmission(ValueError):
-    """What was handed in has no file that can be graded. The message says what was expected."""
+MOST_NOTEBOOK = 1 << 25  # of a notebook, which may have pictures
 
 
 # ---- one submission ----
@@ -54,29 +52,37 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
 
     Messages call it by its file name, and quote its lines.
     """
-    file = _file_in(path, homework.code.name)
-    _refuse_links(file, path)
     try:
-        if file.stat().st_size > MOST_SOURCE and file.suffix == ".py":
-            raise NoSubmission(
-                f"{file.name} has {file.stat().st_size:,} bytes; expected a program of at most "
-                f"{MOST_SOURCE:,}"
-            )
+        return _read(path, homework)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        why = getattr(error, "strerror", None) or str(error)
+        raise NoSubmission(f"{plain_name(path)} can't be read: {plain(why)}") from None
+
+
+def _read(path: Path, homework: HomeworkSet) -> Submission:
+    if path.is_symlink():
+        raise NoSubmission(f"{plain_name(path)} is a link; hand in the file or the folder itself")
+    file = _file_in(path, homework.code.name)
+    name = plain_name(file)
+    _refuse_links(file, path)
+    most = MOST_SOURCE if file.suffix == ".py" else MOST_NOTEBOOK
+    if (size := file.stat().st_size) > most:
+        raise NoSubmission(f"{name} has {size:,} bytes; expected a program of at most {most:,}")
+    try:
         text = file.read_text(encoding="utf-8-sig")  # line endings of Windows become \n
     except UnicodeDecodeError as error:
         raise NoSubmission(
-            f"{file.name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as "
-            "UTF-8"
+            f"{name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
         ) from None
     if file.suffix == ".ipynb":
-        text = _functions_in_notebook(
-            file.name, text, [exercise.function for exercise in homework.exercises]
+        text = functions_in_notebook(
+            name, text, [exercise.function for exercise in homework.exercises]
         )
     # None: not read from disk again
-    linecache.cache[file.name] = (len(text), None, text.splitlines(keepends=True), file.name)
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     # a file with another name may be among other learners' files
     own_folder = path.is_dir() or file.name == homework.code.name
-    return Submission(Path(file.name), text, dict(_neighbours(file, path)) if own_folder else {})
+    return Submission(Path(name), text, dict(_neighbours(file, path)) if own_folder else {})
 
 
 def _refuse_links(file: Path, path: Path) -> None:
@@ -86,15 +92,17 @@ def _refuse_links(file: Path, path: Path) -> None:
     """
     handed_in = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     if not file.resolve().is_relative_to(handed_in):
-        raise NoSubmission(f"{file.name} is a link to another file; hand in the file itself")
+        raise NoSubmission(f"{plain_name(file)} is a link to another file; hand in the file itself")
 
 
 def _file_in(path: Path, name: str) -> Path:
     if not path.exists():
-        raise NoSubmission(f"{path} does not exist; expected {name}, or a folder with it")
-    if path.is_file():
-        if path.suffix not in (".py", ".ipynb"):
-            raise NoSubmission(f"{path.name} is not a Python file; expected {name}")
+        raise NoSubmission(
+            f"{plain(str(path))} does not exist; expected {name}, or a folder with it"
+        )
+    if not path.is_dir():
+        if path.suffix not in (".py", ".ipynb") or not path.is_file():
+            raise NoSubmission(f"{plain_name(path)} is not a Python file; expected {name}")
         return path
     stem = Path(name).stem
     for pattern in (name, f"{stem}*.py", f"{stem}*.ipynb"):
@@ -104,60 +112,28 @@ def _file_in(path: Path, name: str) -> Path:
         )
         if found:
             return found[0]
-    python = sorted(path.rglob("*.py"))
+    python = sorted(file for file in path.rglob("*.py") if file.is_file())
     if len(python) == 1:
         return python[0]
-    there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
+    there = ", ".join(sorted(plain_name(file) for file in path.iterdir())[:8]) or "nothing"
     raise NoSubmission(f"there is no {name} in what was handed in; there is {there}")
 
 
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
     """Other Python files beside it, which it may import: (module, source)."""
+    left = MOST_SOURCE  # bytes of all of them
     for other in sorted(file.parent.glob("*.py"))[:50]:
-        if (
-            other != file
-            and not other.name.startswith(("test_", "conftest"))
-            and other.stat().st_size <= MOST_SOURCE
-        ):
-            try:
-                _refuse_links(other, path if path.is_dir() else other)
-                yield other.stem, other.read_text(encoding="utf-8-sig")
-            except (UnicodeDecodeError, NoSubmission):
-                continue
-
-
-def _functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
-    """The imports, functions and constants of a notebook's cells.
-
-    Cells that call something, such as check(…), are left out.
-    """
-    try:
-        cells = json.loads(text)["cells"]
-        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise NoSubmission(f"{name} is not a notebook that can be read: {error!r}") from None
-    parts: list[str] = []
-    found: set[str] = set()
-    for source in sources:
-        plain = "\n".join(
-            "" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n")
-        )
-        try:
-            nodes = [node for node in ast.parse(plain).body if isinstance(node, KEPT)]
-        except SyntaxError:
-            parts.append(plain)  # so that the learner is shown where it is
+        if other == file or other.name.startswith(("test_", "conftest")):
             continue
-        for node in nodes:
-            kept = ast.get_source_segment(plain, node)
-            if kept and "parallel101" not in kept.split("\n", 1)[0]:
-                parts.append(kept)
-                found |= {node.name} if isinstance(node, ast.FunctionDef) else set()
-    if not found & set(wanted):
-        raise NoSubmission(
-            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside "
-            "the notebook: hand in that file"
-        )
-    return "\n\n".join(parts) + "\n"
+        try:
+            _refuse_links(other, path if path.is_dir() else other)
+            # not a folder, nor a pipe, of which nobody would write the end
+            if other.is_file() and other.stat().st_size <= left:
+                source = other.read_text(encoding="utf-8-sig")
+                left -= len(source)
+                yield other.stem, source
+        except (OSError, RuntimeError, UnicodeDecodeError, NoSubmission):
+            continue
 
 
 def grade_submission(
@@ -171,20 +147,31 @@ def grade_submission(
     `written` is called with the result so far after each exercise.
     """
     result = empty_result(path, homework, seed)
+    written(result)
+    submission: Submission | None = None
+    complete = True
     try:
         submission = read(path, homework)
-    except NoSubmission as error:
+    except Exception as error:
+        complete = isinstance(error, NoSubmission)
         for entry in result["exercises"]:
-            entry["problem"] = str(error)
-        submission = None
+            entry["problem"] = str(error) if complete else _grader_failed(error)
     for place, exercise in enumerate(homework.exercises):
         if submission is not None:
-            result["exercises"][place] = exercise_result(grade(exercise, submission, seed))
+            try:
+                result["exercises"][place] = exercise_result(grade(exercise, submission, seed))
+            except Exception as error:
+                complete = False
+                result["exercises"][place]["problem"] = _grader_failed(error)
         result["points"] = round(sum(entry["points"] for entry in result["exercises"]), 2)
         written(result)
-    result["complete"] = True
+    result["complete"] = complete  # otherwise it is graded again the next time
     written(result)
     return result
+
+
+def _grader_failed(error: Exception) -> str:
+    return f"the grader failed: {plain(repr(error))}. Grade it again"
 
 
 def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
@@ -192,7 +179,7 @@ def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
     exercises = [_entry(exercise) for exercise in homework.exercises]
     out_of = sum(exercise.points for exercise in homework.exercises)
     return {
-        "student": path.stem if path.is_file() else path.name,
+        "student": student(path),
         "set": homework.folder.name,
         "hash": content_hash(path, homework, seed),
         "points": 0.0,
@@ -228,7 +215,7 @@ def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
             "passed": f.passed,
             "points": round(f.points, 2),
             "out_of": round(f.out_of, 2),
-            "message": f.message,
+            "message": plain(f.message),
         }
         for f in verdict.findings
     ]
@@ -236,27 +223,33 @@ def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
         "points": verdict.points,
         "graded": True,
         "not_written": verdict.not_written,
-        "problem": verdict.problem,
+        "problem": plain(verdict.problem),
         "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
         "findings": findings,
         "seconds": round(verdict.seconds, 2),
     }
 
 
+def student(path: Path) -> str:
+    """The learner's name: that of the file or folder."""
+    return plain_name(path.stem if path.is_file() else path.name)
+
+
 def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:
     """Changes if the submission, the exercises or the seed of the cases change."""
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(
-            file for file in path.rglob("*") if file.suffix in (".py", ".ipynb") and file.is_file()
-        )
-    )
     total = hashlib.sha256(b"".join(tests.read_bytes() for tests in homework.tests) + seed.encode())
+    try:
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+    except OSError:
+        files = []
     for file in files:
-        if file.is_symlink():
-            continue
-        total.update(file.name.encode() + b"\0" + file.read_bytes())
+        try:
+            if file.suffix in (".py", ".ipynb") and file.is_file() and not file.is_symlink():
+                total.update(os.fsencode(file.name) + b"\0")
+                with file.open("rb") as content:
+                    total.update(content.read(MOST_NOTEBOOK))
+        except OSError:  # it can't be read: the verdict says so
+            total.update(b"\0")
     return total.hexdigest()
 
 
@@ -297,26 +290,41 @@ def grade_class(
                 done[path] = _grade_into(path, homework.tests[0], results / names[path], seed)
                 bar.update()
         else:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
-                running = {
-                    pool.submit(
-                        _grade_into, path, homework.tests[0], results / names[path], seed
-                    ): path
-                    for path in left
-                }
-                try:
-                    for future in as_completed(running):
-                        done[running[future]] = future.result()
-                        bar.update()
-                except (
-                    BaseException
-                ):  # Ctrl-C: what is being graded ends now, and the rest is not begun
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    for process in multiprocessing.active_children():
-                        process.terminate()
-                    raise
+            for path, result in _by_pool(left, homework.tests[0], results, names, seed, jobs):
+                done[path] = result
+                bar.update()
     return [done[path] for path in submissions]
+
+
+def _by_pool(
+    left: Sequence[Path], tests: Path, results: Path, names: dict[Path, str], seed: str, jobs: int
+) -> Iterator[tuple[Path, Result]]:
+    """The same in several processes. If one of them is killed, what is left has a second try."""
+    context = multiprocessing.get_context("spawn")
+    for last in (False, True):
+        killed: list[Path] = []
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
+            running = {
+                pool.submit(_grade_into, path, tests, results / names[path], seed): path
+                for path in left
+            }
+            try:
+                for future in as_completed(running):
+                    try:
+                        yield running[future], future.result()
+                    except BrokenProcessPool as error:
+                        killed.append(running[future])
+                        if last:
+                            file = results / names[running[future]]
+                            yield running[future], _not_graded(running[future], tests, file, error)
+            except BaseException:  # Ctrl-C: what is being graded ends now; the rest is not begun
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                raise
+        left = killed
+        if not left:
+            return
 
 
 _told_to_end = False  # in a process of the pool
@@ -337,9 +345,10 @@ def _end_when_told() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        while True:  # again: the first one ends the submission, the next one the wait for another
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(1)
+        # At once: the main thread may wait in a call that no signal interrupts. The fork server
+        # ends with this process, and kills its ranks.
+        end_processes_of({user for rank in range(RANKS) if (user := user_of(rank)) is not None})
+        os._exit(1)
 
     # Ctrl-C reaches the process that grades, which tells this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -351,15 +360,22 @@ def _grade_into(path: Path, tests: Path, file: Path, seed: str) -> Result:
     """Grade one submission of a class. Whatever goes wrong costs this submission only."""
     if _told_to_end:
         raise SystemExit(1)
-    (homework,) = find_sets(tests)
     try:
+        (homework,) = find_sets(tests)
         return grade_submission(path, homework, seed, lambda result: write_json(file, result))
     except Exception as error:
-        result = empty_result(path, homework) | {"hash": ""}  # so that it is graded again
-        for entry in result["exercises"]:
-            entry["problem"] = f"the grader failed: {error!r}. Grade it again"
+        return _not_graded(path, tests, file, error)
+
+
+def _not_graded(path: Path, tests: Path, file: Path, error: Exception) -> Result:
+    """The result of a submission with which the grader failed. It will be graded again."""
+    (homework,) = find_sets(tests)
+    result = empty_result(path, homework) | {"hash": ""}
+    for entry in result["exercises"]:
+        entry["problem"] = _grader_failed(error)
+    with suppress(OSError):
         write_json(file, result)
-        return result
+    return result
 
 
 def _finished(path: Path, homework: HomeworkSet, file: Path, seed: str) -> Result | None:
@@ -380,15 +396,21 @@ def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
 
     If both were handed in, they are alice.py.json and alice.ipynb.json.
     """
-    short = {path: path.stem if path.is_file() else path.name for path in submissions}
+    short = {path: student(path) for path in submissions}
     often = Counter(short.values())
-    return {path: f"{path.name if often[name] > 1 else name}.json" for path, name in short.items()}
+    names = {path: plain_name(path) if often[name] > 1 else name for path, name in short.items()}
+    often = Counter(names.values())
+    for path, name in names.items():
+        if often[name] > 1 or "\\" in name or "…" in name:  # names that are shown alike
+            names[path] = f"{name} {hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+    return {path: f"{name}.json" for path, name in names.items()}
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write a file whole: a reader sees the old content or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial = path.with_name(f".{os.getpid()}.json")
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    partial.write_text(text, encoding="utf-8", errors="replace")
     partial.replace(path)
 
 
@@ -413,16 +435,17 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
                 "student",
                 "points",
                 "out_of",
-                *(cell for name, n in columns for cell in (name, f"{n} misconception")),
+                *(text for name, n in columns for text in (name, f"{n} misconception")),
             ]
         )
         for result in results:
             cells = [
-                cell
+                value
                 for entry in result["exercises"]
-                for cell in (earned(entry), (entry["misconception"] or {}).get("name", ""))
+                for value in (earned(entry), (entry["misconception"] or {}).get("name", ""))
             ]
-            writer.writerow([result["student"], result["points"], result["out_of"], *cells])
+            row = [result["student"], result["points"], result["out_of"], *cells]
+            writer.writerow([cell(value) for value in row])
 
 
 def class_table(results: Sequence[Result]) -> str:
@@ -463,4 +486,4 @@ def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
     if path.is_file() or not path.is_dir() or (path / homework.code.name).is_file():
         return None
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    return [entry for entry in entries if entry.is_dir() or entry.suffix in (".py", ".ipynb")]
+    return [entry for entry in entries if entry.suffix in (".py", ".ipynb") or entry.is_dir()]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from parallel101.grade.exercise import Misconception, Trial
-from parallel101.grade.exercise_checks import factor, failed, weights
+from parallel101.grade.exercise_checks import communicated, factor, failed, right, weights
 
 
 def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
@@ -20,6 +20,54 @@ def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
         for trial in trials
         if trial.world_size >= least and trial.case.facts["xs"][0].nbytes >= 100 * trial.world_size
     ]
+
+
+def sent_to(trial: Trial) -> list[set[int]]:
+    """The ranks that each rank sends to."""
+    found: list[set[int]] = [set() for _ in range(trial.world_size)]
+    for event in trial.trace.events:
+        if event.kind == "send" and event.peer is not None:
+            found[event.rank].add(event.peer)
+    return found
+
+
+def whole_round_ring(trials: Sequence[Trial]) -> bool:
+    """Right, but every rank sends n − 1 times the whole x, and to one other rank only."""
+    large = several_ranks(trials, least=3)
+    return _sends_everything(large) and all(max(map(len, sent_to(t))) == 1 for t in large)
+
+
+def everything_to_everyone(trials: Sequence[Trial]) -> bool:
+    """Right, but every rank sends its whole x to every other."""
+    large = several_ranks(trials, least=3)
+    return _sends_everything(large) and all(
+        min(map(len, sent_to(t))) == t.world_size - 1 for t in large
+    )
+
+
+def _sends_everything(large: Sequence[Trial]) -> bool:
+    return bool(large) and all(
+        right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
+        for t in large
+    )
+
+
+WHOLE_ROUND_RING = Misconception(
+    "whole tensor round the ring",
+    (
+        "Every rank's whole x goes round the ring, and each rank adds up by itself: it sends "
+        "(n − 1)·S bytes. As partial sums and in chunks it is less than 2·S."
+    ),
+    whole_round_ring,
+)
+EVERYTHING_TO_EVERYONE = Misconception(
+    "everything to everyone",
+    (
+        "Every rank sends its whole x to every other rank, which adds up by itself: n − 1 messages "
+        "of S bytes a rank."
+    ),
+    everything_to_everyone,
+)
 
 
 def facts(xs: Sequence[torch.Tensor], **more: object) -> dict:
@@ -35,7 +83,7 @@ def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[Trial, list
     found = [
         (trial, weights(piece, parts))
         for trial in trials
-        if trial.error is None
+        if trial.error is None and trial.world_size > 1
         for piece, parts in pieces(trial)
     ]
     return [(trial, [round(c, 3) for c in cs]) for trial, cs in found if cs is not None]

@@ -102,7 +102,12 @@ def equals_one_process() -> Check:
                 if (
                     what := difference(found["start"].get(name), expected["start"][name])
                 ) is not None:
-                    return f"rank {rank} began with other weights than rank 0: its {name}: {what}"
+                    began = (
+                        "rank 0 did not begin with its own weights"
+                        if rank == 0
+                        else f"rank {rank} began with other weights than rank 0 was given"
+                    )
+                    return f"{began}: {name}: {what}"
             if len(found["gradients"]) != len(expected["gradients"]):
                 return (
                     f"rank {rank} called optimizer.step() {len(found['gradients'])} times; "
@@ -191,10 +196,22 @@ def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
 
 
 def unsynchronised(trials: Sequence[Trial]) -> bool:
-    found = [(trial, rank) for trial, rank, _ in first_steps(trials) if rank > 0]
+    """Every rank begins with the weights that it was given."""
+    found = [(trial, rank) for trial, rank, _ in first_steps(trials)]
     return bool(found) and all(
         alike(trial.results[rank]["start"], trial.case.facts["first"][rank])
         for trial, rank in found
+    )
+
+
+def from_another_start(trials: Sequence[Trial]) -> bool:
+    """All ranks begin with the same weights, which are not those of rank 0."""
+    several = {id(trial): trial for trial, _, _ in first_steps(trials)}.values()
+    return bool(several) and all(
+        alike(found["start"], trial.results[0]["start"])
+        and not alike(found["start"], trial.case.facts["first"][0])
+        for trial in several
+        for found in trial.results
     )
 
 
@@ -249,6 +266,14 @@ NO_FIRST_SYNCHRONISATION = Misconception(
         "the replicas never become equal."
     ),
     unsynchronised,
+)
+OTHER_START = Misconception(
+    "begins with another rank's weights",
+    (
+        "All ranks begin with the same weights, but not with those of rank 0: they are another "
+        "rank's, or a mean."
+    ),
+    from_another_start,
 )
 SUM_FOR_MEAN = Misconception(
     "sum for mean",

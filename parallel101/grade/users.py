@@ -6,11 +6,16 @@ Such a user can read neither the grader's files nor another rank's.
     rank 0: user 20064, rank 1: user 20065, …     each with a scratch folder of its own
 
 Such a user must be able to read Python and torch. If only root can read Python's standard library
-(as with pyenv in /root), the ranks use a copy of it. What is and is not defended against is said
-here, and nowhere else:
+(as with pyenv in /root), the ranks use a copy of it. On Linux with Landlock, a rank also gives up
+all files but Python's and those of its scratch folder: see file_access.py. What is and is not
+defended against is said here, and nowhere else:
 
+    Landlock    as any user: other learners' files and the seed, the list of processes, other
+                processes' memory, signals to them; files in /tmp and shared memory, which the next
+                submission could read
     as root     what a rank can read, and signals to other processes: the system's rules for users
-                hold
+                hold. Without Landlock, what a rank leaves in the folders below is removed, and the
+                submissions must be in a folder that only root can read (chmod 700)
     otherwise   accidents only: a rank is this user's process, could read this user's files, or
                 leave a process in a session of its own
     never       - a rank that lies about its own memory or its own spans, which are measured inside
@@ -20,13 +25,14 @@ here, and nowhere else:
                 - bytes without meaning: data that goes around torch.distributed earns nothing
                   without the bytes that the result takes, but meaningless bytes could be sent along
                 - two learners who hand in the same code
-                - a clone with the solutions (tests/homework) that every user can read: grade from
-                  one without them, or in a folder that only root can read
+                - without Landlock, a clone with the solutions (tests/homework) that every user can
+                  read: grade from one without them, or in a folder that only root can read
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import shutil
 import socket
@@ -41,6 +47,8 @@ from pathlib import Path
 import psutil
 import torch
 
+CLOSED = True  # whether ranks give up the files of others, where Landlock allows it
+SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue")  # every user can write to them
 FIRST_USER = 20_000
 RANKS = 64  # users of one grader
 GRADERS = 500  # at the same time
@@ -106,6 +114,30 @@ def end_processes_of(users: Collection[int]) -> None:
                 process.kill()
 
 
+def remove_files_of(users: Collection[int]) -> None:
+    """Remove what these users have left in the folders that all users share."""
+    for folder in {*SHARED_FOLDERS, tempfile.gettempdir()} if users else ():
+        with suppress(OSError):
+            for entry in os.scandir(folder):
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_uid not in users:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        os.unlink(entry.path)
+
+
+def hide_arguments() -> None:
+    """Let the list of processes show this one without its arguments, which name folders (Linux)."""
+    with suppress(OSError, AttributeError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: proc(5)
+        shown = b"parallel101 grade"[: end - start - 1]
+        if start:
+            ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
 def library_copy() -> tuple[str, str] | None:
     """(folder of Python's standard library, copy of it), if a rank needs the copy.
 
@@ -162,9 +194,18 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def readable_by_all(path: Path) -> bool:
+    """Whether every user of this machine can read a file or folder, and reach it."""
+    path = path.resolve()
+    return bool(path.stat().st_mode & 0o004) and others_reach(path.parent)
+
+
+def others_reach(folder: Path) -> bool:
+    """Whether every user can use what is in a folder, if it may be read."""
+    return all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
+
+
 def _readable(folder: Path) -> bool:
     """Whether every user can read a folder and reach it."""
     folder = folder.resolve()
-    return folder.stat().st_mode & 0o005 == 0o005 and all(
-        parent.stat().st_mode & 0o001 for parent in folder.parents
-    )
+    return folder.stat().st_mode & 0o005 == 0o005 and others_reach(folder)

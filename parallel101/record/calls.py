@@ -165,9 +165,10 @@ def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
     """
     what = {"send": "sends to", "recv": "receives from"}.get(kind, f"calls {kind} with root")
     if not 0 <= position < len(ranks):
+        beyond_an_end = (position, rank) in ((-1, ranks[0]), (len(ranks), ranks[-1]))
         ring = (
             " On a ring, rank r's neighbours are (r + 1) % size and (r - 1) % size."
-            if kind in ("send", "recv")
+            if kind in ("send", "recv") and beyond_an_end
             else ""
         )
         raise ValueError(

@@ -39,6 +39,7 @@ from parallel101.sim.message_matching import (
 from parallel101.sim.torch_collectives import (
     Buffers,
     buffers_of,
+    check_counts,
     check_reduction,
     duration,
     execute,
@@ -222,6 +223,7 @@ class SimGroup(PointToPointGroup):
         if arguments.root is not None:
             rank_at(member.number, spec.kind, arguments.root, self.ranks)
         buffers = buffers_of(method, args, len(self.ranks)) if arguments.layout != "sparse" else []
+        check_counts(spec.kind, buffers, len(self.ranks), arguments.root == self.rank())
         self.posted += 1
         return self._begin(spec.kind, arguments, buffers, args, where)
 
@@ -454,6 +456,18 @@ class RunningCollective:
                 world.fail(tensor_changed(work.call()))
                 return
         first = works[0]
+        counts = {len(work.buffers): work for work in works}
+        if len(counts) > 1:
+            one, other = list(counts.values())[:2]
+            world.fail(
+                MisuseError(
+                    f"rank {one.rank.number} passes {len(one.buffers)} tensors to {first.kind}, "
+                    f"and rank {other.rank.number} passes {len(other.buffers)}: "
+                    f"{other.call().brief}. The lists must be equally long on all ranks.",
+                    other.rank.number,
+                )
+            )
+            return
         if first.arguments.layout == "sparse":
             sum_sparse([work.arguments.tensors for work in works])
         for buffers in zip(*(work.buffers for work in works), strict=True):

@@ -92,7 +92,7 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
         ]
     if method == "allgather_coalesced":  # the outputs are ordered by rank, then by tensor
         return [
-            Buffers([whole(given)], [whole(row[i]) for row in args[0]])
+            Buffers([whole(given)], [whole(row[i]) for row in args[0] if i < len(row)])
             for i, given in enumerate(args[1])
         ]
     if method == "gather":
@@ -105,6 +105,32 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
             for wanted, given in zip(*args[:2], strict=True)
         ]
     raise NotImplementedError(f"the sim backend does not have the collective {method}")
+
+
+def check_counts(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) -> None:
+    """Raises ValueError, as gloo does, for a list that hasn't one tensor for each rank."""
+    for given in buffers:
+        sides = {"inputs": given.inputs, "outputs": given.outputs}
+        for side in _SPREAD.get(kind, ()):
+            if len(sides[side]) != p and (at_root or kind not in ("gather", "scatter")):
+                raise ValueError(
+                    f"{kind}'s list of {side} has {_tensors(len(sides[side]))}, and the group has "
+                    f"{p} rank{'s' * (p != 1)}: pass one tensor for each rank"
+                )
+
+
+# the sides of a call that have a piece for each rank
+_SPREAD = {
+    "all_gather": ("outputs",),
+    "gather": ("outputs",),
+    "scatter": ("inputs",),
+    "reduce_scatter": ("inputs",),
+    "all_to_all": ("inputs", "outputs"),
+}
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
 
 
 def whole(tensor: torch.Tensor) -> Buffer:
@@ -160,29 +186,18 @@ def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move
         elif kind == "broadcast" and root is not None and me != root:
             moves.append(Move(me, mine.outputs[0], [ranks[root].inputs[0]]))
         elif kind == "scatter" and root is not None:
-            moves.append(Move(me, mine.outputs[0], [_piece(ranks[root].inputs, me)]))
+            moves.append(Move(me, mine.outputs[0], [ranks[root].inputs[me]]))
         elif kind == "reduce_scatter":
-            moves.append(Move(me, mine.outputs[0], [_piece(other.inputs, me) for other in ranks]))
+            moves.append(Move(me, mine.outputs[0], [other.inputs[me] for other in ranks]))
         elif kind == "all_gather" or (kind == "gather" and me == root):
             moves += [
-                Move(me, _piece(mine.outputs, them), [other.inputs[0]])
-                for them, other in enumerate(ranks)
+                Move(me, mine.outputs[them], [other.inputs[0]]) for them, other in enumerate(ranks)
             ]
         elif kind == "all_to_all":
             moves += [
-                Move(me, _piece(mine.outputs, them), [_piece(other.inputs, me)])
-                for them, other in enumerate(ranks)
+                Move(me, mine.outputs[them], [other.inputs[me]]) for them, other in enumerate(ranks)
             ]
     return moves
-
-
-def _piece(buffers: Sequence[Buffer], which: int) -> Buffer:
-    if which >= len(buffers):
-        raise ValueError(
-            f"a list of {len(buffers)} tensors has none for position {which} of the group: pass "
-            "one tensor for each rank"
-        )
-    return buffers[which]
 
 
 def execute(moves: Sequence[Move], op: str | None) -> None:
@@ -218,6 +233,9 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+_BITWISE = ("band", "bor", "bxor")
+
+
 def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
     """The all-reduce of sparse tensors: each rank's becomes the sum, coalesced, as on gloo."""
     for tensors in zip(*ranks, strict=True):
@@ -238,6 +256,11 @@ def check_reduction(op: str, tensors: Iterable[torch.Tensor]) -> None:
             raise ValueError(
                 f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use a "
                 "sum, and divide it"
+            )
+        if op in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"the reduction {op!r} works on the bits of whole numbers, and these are "
+                f"{str(tensor.dtype).removeprefix('torch.')}"
             )
 
 

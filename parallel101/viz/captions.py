@@ -29,6 +29,10 @@ NO_ORIGIN = (
     "These values do not show which rank they came from.",
     "p101.watch(fn) follows copies, sums and means, but not products.",
 )
+NEVER_WRITTEN = (
+    "The messages carry memory that was never written.",
+    "A tensor of torch.empty was sent before anything was put into it.",
+)
 TOO_MANY = (
     "There are too many ranks or chunks to draw them all.",
     "With fewer, the picture shows what is inside a message.",

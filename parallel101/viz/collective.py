@@ -20,7 +20,14 @@ from parallel101.analysis.unwritten import Watched
 from parallel101.analysis.verdict import Verdict
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
-from parallel101.viz.captions import NO_DATA, NO_ORIGIN, TOO_MANY, Captions, fitted
+from parallel101.viz.captions import (
+    NEVER_WRITTEN,
+    NO_DATA,
+    NO_ORIGIN,
+    TOO_MANY,
+    Captions,
+    fitted,
+)
 from parallel101.viz.graph import draw_graph
 from parallel101.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
 from parallel101.viz.matrix import draw_matrix, draw_traffic
@@ -104,8 +111,9 @@ def collective_scene(
         draw_matrix(scene, replay, timing, captions.legend)
     elif not many:
         kept = any(m.payload for m in replay.messages)
-        if kept or too_many or replay.no_data:
-            note = TOO_MANY if too_many else NO_DATA if replay.no_data else NO_ORIGIN
+        if kept or too_many or replay.no_data or any(replay.unwritten):
+            unknown = NEVER_WRITTEN if any(replay.unwritten) else NO_ORIGIN
+            note = TOO_MANY if too_many else NO_DATA if replay.no_data else unknown
             draw_traffic(scene, replay, timing, note)
         else:
             draw_waiting_calls(scene, replay, timing)

@@ -7,16 +7,21 @@ knows.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from parallel101.grade import grading
+import parallel101
+from parallel101.grade import grading, rank, users
 from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
+from parallel101.grade.file_access import _beside, available
 from parallel101.grade.grading import grade
 from parallel101.grade.remote import RankDied, Submission, SubmissionRanks, TimeOver
 from parallel101.grade.submissions import exercise_result
@@ -200,7 +205,23 @@ class Evil:
 def all_gather(x): return Evil()""",
 }
 
+UNHIDDEN = f"""
+sys.meta_path[:] = [f for f in sys.meta_path if "parallel101" not in type(f).__module__]
+sys.path.insert(0, {str(Path(parallel101.__file__).parents[1])!r})
+from parallel101.collectives.all_gather import all_gather"""
+WITH_THE_PACKAGE = {
+    "sys.meta_path and the package's own": UNHIDDEN,
+    "the same where files are not closed": UNHIDDEN,
+    "the package's own, from memory": """
+gc.unfreeze()
+functions = [f for f in gc.get_objects() if type(f) is type(rank)]
+name = "parallel101.collectives.all_gather", "all_gather"
+theirs = [f for f in functions if (f.__module__, f.__name__) == name][0]
+def all_gather(x): return theirs(x)""",
+}
+CHEATS |= WITH_THE_PACKAGE
 AROUND = {
+    "the same where files are not closed",
     "a file",
     "a file, on another thread",
     "a store",
@@ -235,10 +256,14 @@ def test_an_honest_solution_gets_all_points(exercise):
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_no_points(exercise, name):
+def test_no_points(exercise, name, monkeypatch):
+    if name in AROUND:  # where the files of others are closed, not even the values are right
+        monkeypatch.setattr(users, "CLOSED", False)
     verdict = grade(exercise, submission(CHEATS[name], name), "a secret")
     assert verdict.points == 0, verdict
-    if name in AROUND:  # the values are right, and earn nothing
+    if name in WITH_THE_PACKAGE:
+        assert "parallel101" in verdict.problem, verdict
+    elif name in AROUND:  # the values are right, and earn nothing
         assert "received 0 bytes in messages" in verdict.findings[0].message, (
             verdict.problem or verdict.findings[0].message
         )
@@ -307,10 +332,12 @@ def test_the_grader_survives(exercise, code, problem):
 
 READY_MADE = {
     "DDP": "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
-    "ZeRO": "from torch.distributed.optim import ZeroRedundancyOptimizer",
+    "replicate": "from torch.distributed._composable.replicate import replicate; "
+    "replicate(torch.nn.Linear(2, 2))",
     "FSDP": (
         "from torch.distributed.fsdp import FullyShardedDataParallel as F; F(torch.nn.Linear(2, 2))"
     ),
+    "FSDP2": "from torch.distributed.fsdp import fully_shard; fully_shard(torch.nn.Linear(2, 2))",
 }
 
 
@@ -321,6 +348,41 @@ def test_what_torch_has_ready_made_is_hidden(exercise, code):
         imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret"
     )
     assert verdict.points == 0 and "is what the homework asks you to write" in verdict.problem
+
+
+@pytest.mark.parametrize("module", rank.READY_MADE)
+def test_torch_has_what_is_hidden(module):
+    """The text is enough: to import all of them takes seconds."""
+    text = Path(torch.__path__[0], *module.split(".")[1:]).with_suffix(".py").read_text()
+    assert all(f"class {name}(" in text for name in rank.READY_MADE[module])
+
+
+def test_what_is_hidden_does_not_depend_on_what_was_loaded_before(tmp_path, monkeypatch):
+    """Alone, functional collectives had 0 points, since torch imports FSDP with them."""
+    for finder in (rank._ReadyMade(), rank._NoParallel101()):
+        assert finder.find_spec("torch.distributed.fsdp") is None  # it may be imported
+    (tmp_path / "ready_made.py").write_text("class Trainer:\n    weights = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rank, "READY_MADE", {"ready_made": ("Trainer",)})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for load in (lambda: None, lambda: importlib.import_module("ready_made")):
+        sys.modules.pop("ready_made", None)
+        load()
+        rank._hide_ready_made()
+        trainer = importlib.import_module("ready_made").Trainer
+        assert trainer.weights == 3
+        with pytest.raises(RuntimeError, match="is what the homework asks you to write"):
+            trainer()
+
+
+def test_functional_collectives_are_relayed(exercise):
+    code = """
+def all_gather(x):
+    from torch.distributed._functional_collectives import all_gather_tensor
+    return all_gather_tensor(x, 0, dist.group.WORLD) + 0
+"""
+    allowed = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
+    assert grade(allowed, submission(code, "functional"), "a secret").points == 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs names of sockets that are not files")
@@ -353,3 +415,80 @@ def all_gather(x):
 """
     verdict = grade(exercise, submission(code, "user"), "a secret")
     assert verdict.shown.printed == [f"{[True] * 6}\n"] * 2
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user can read, as submissions often are."""
+    with tempfile.TemporaryDirectory(prefix="parallel101_open_") as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "classmate.py").write_text("def all_gather(x): return x")
+        yield folder
+
+
+@pytest.mark.skipif(not available(), reason="needs Landlock")
+def test_a_rank_reaches_python_and_its_own_folder_and_nothing_else(exercise, open_folder):
+    code = f"""
+def refused(action, *arguments):
+    try: action(*arguments)
+    except PermissionError: return True
+def all_gather(x):
+    import wave, markupsafe, torch.distributed.nn  # of Python, and of its packages
+    with tempfile.NamedTemporaryFile() as file: file.write(b"my own")
+    open("notes.txt", "w").write(open(torch.__file__).read())
+    assert os.path.expanduser("~") == os.getcwd() and open("/proc/self/stat").read()
+    parent, left = os.getppid(), "left_{os.getpid()}"
+    checks = [refused(open, "{open_folder}/classmate.py"), refused(os.listdir, "{open_folder}")]
+    checks += [refused(os.listdir, "/proc"), refused(open, "/proc/%d/cmdline" % parent)]
+    checks += [refused(open, f"{{f}}/{{left}}", "w") for f in ("/tmp", "/dev/shm")]
+    checks += [refused(open, {str(Path(__file__).parents[1] / "homework/hw1/reference.py")!r})]
+    checks += [refused(os.kill, parent, 0), refused(os.kill, {os.getpid()}, 0)]
+    print(checks, [name for name in ("PWD", "OLDPWD", "SUDO_COMMAND") if name in os.environ])
+    return x
+"""
+    verdict = grade(exercise, submission(code, "files"), "a secret")
+    assert verdict.shown.printed == [f"{[True] * 9} []\n"] * 2, verdict.problem
+
+
+LEAVES = """
+def all_gather(x):
+    import ctypes
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+        try:
+            os.makedirs(f"{folder}/parallel101_side_{key}/deep", exist_ok=True)
+            open(f"{folder}/parallel101_side_{key}/deep/file", "w").write("answer")
+        except PermissionError: pass
+    ctypes.CDLL(None).shmget({number}, 100, 0o1666)
+    return x
+"""
+LOOKS = """
+def all_gather(x):
+    import ctypes
+    name, folders = "parallel101_side_{key}", ("/tmp", "/var/tmp", "/dev/shm")
+    found = [folder for folder in folders if name in os.listdir(folder)]
+    print(found, ctypes.CDLL(None).shmget({number}, 100, 0))
+    return x
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not separate_users(), reason="needs root, on Linux")
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "removed"])
+def test_nothing_is_left_for_the_next_submission(exercise, monkeypatch, closed):
+    if closed and not available():
+        pytest.skip("needs Landlock")
+    verdicts = []
+    for code, is_closed in ((LEAVES, closed), (LOOKS, False)):
+        monkeypatch.setattr(users, "CLOSED", is_closed)
+        code = code.replace("{number}", str(os.getpid()))
+        verdicts.append(grade(exercise, submission(code, "left"), "a secret"))
+    assert not verdicts[0].problem
+    assert verdicts[1].shown.printed == ["[] -1\n"] * 2, verdicts[1].problem
+
+
+def test_where_the_package_is_installed_only_what_is_beside_it_is_open(tmp_path):
+    for name in ("torch", "numpy", "parallel101/grade"):
+        (tmp_path / "lib" / "site-packages" / name).mkdir(parents=True)
+    (tmp_path / "lib" / "python.so").write_text("")
+    package = str(tmp_path / "lib" / "site-packages" / "parallel101")
+    found = {Path(path).name for path in _beside([str(tmp_path / "lib"), package], package)}
+    assert found == {"torch", "numpy", "python.so"}

@@ -114,7 +114,7 @@ def test_properties_are_judged_one_by_one(homework):
     report = graded(homework, TWICE)
     said = str(report)
     assert (
-        "7.5 of 10 points" in said
+        "4 of 10 points" in said
         and "✓ value" in said
         and "✗ bytes" in said
         and "are enough" in said
@@ -234,3 +234,37 @@ def test_what_ranks_need_is_imported_while_the_learner_reads(homework):
     _prepare(homework).join()
     assert p101.launch(lambda: "colorsys" in sys.modules, world_size=1).results == [True]
     _prepare(homework.parent / "empty").join()  # no homework: nothing to prepare, and no error
+
+
+def test_what_is_tolerated_is_said_and_what_ended_a_run_is_said_once(homework):
+    safe_order = HEAD + "    y, right, left = torch.empty_like(x), (rank + 1) % n, (rank - 1) % n\n"
+    safe_order += "    calls = [(dist.send, x, right), (dist.recv, y, left)]\n"
+    safe_order += "    for f, t, peer in calls[:: 1 - 2 * (rank % 2)] if n > 1 else []:\n"
+    safe_order += "        f(t, peer)\n    return y if n > 1 else x.clone()\n"
+    said = " ".join(str(graded(homework, safe_order)).split())
+    assert "10 of 10 points" in said
+    assert "3 steps, where 1 is enough: allowed, since blocking sends in a safe order" in said
+    said = str(graded(homework, HEAD + "    return x[rank + 99]\n"))
+    assert said.count("IndexError") == 3 and "did not end" not in said
+    said = str(graded(homework, HEAD.replace("rank, n", "rank, n = 1, 2\n    return x[")))
+    assert said.count("SyntaxError") == 2 and "in 0.0 s" in said and "did not end" not in said
+
+
+def test_a_traceback_has_the_learners_own_lines_only(homework):
+    said = str(graded(homework, HEAD + "    dist.send(x, rank + 1)\n"))
+    assert "sends to 2" in said and "rank.py" not in said and str(ROOT) not in said
+
+
+def test_a_large_result_is_not_printed(homework):
+    said = str(graded(homework, HEAD + "    return [x] * 3\n"))
+    assert "a list of 3; expected a tensor of shape" in said and "tensor(" not in said
+    report = graded(
+        homework, RIGHT.replace("    return y", "    y.view(-1)[7:8] += 1\n    return y")
+    )
+    assert "element [3, 1]: " in " ".join(str(report).split())
+
+
+def test_a_picture_does_not_say_right_beside_a_failed_value(homework):
+    report = graded(homework, RIGHT.replace("    return y", "    return y if n != 3 else x * 2"))
+    assert "✗ value" in str(report) and "values are right" not in str(report)
+    assert "Not right yet is the one with 3 ranks" in str(report)

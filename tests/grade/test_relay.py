@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from parallel101.grade.exercise import COLLECTIVES, P2P, Case, Exercise
+from parallel101.grade.failure_text import explain_error
 from parallel101.grade.remote import (
+    CalledFromThread,
     ForbiddenCall,
     LearnerError,
     PrintedTooMuch,
@@ -19,7 +21,7 @@ from parallel101.grade.remote import (
     SubmissionRanks,
     TimeOver,
 )
-from parallel101.record.errors import DeadlockError
+from parallel101.record.errors import DeadlockError, MisuseError
 
 HEAD = """import os, torch, torch.distributed as dist
 def rank(): return dist.get_rank()
@@ -155,7 +157,7 @@ ENDINGS = {
     "a send changed": (
         "w = dist.isend(x, 1 - rank()); x += 1; dist.recv(x.clone(), 1 - rank()); w.wait()",
         LearnerError,
-        "after isend",
+        "between isend and its wait",
     ),
     "endless loop": ("while True: pass", TimeOver, ""),
     "a collective that is not allowed": ("dist.all_reduce(x)", ForbiddenCall, "all_reduce"),
@@ -177,3 +179,70 @@ def test_every_end_is_named(body, error, text):
     trial = run(body, *tensors(2), seconds=1.0 if error is TimeOver else 10.0)
     assert isinstance(trial.error, error)
     assert text in str(trial.error)
+
+
+OUT = "torch.empty_like(x)"
+LISTS = "1 tensor, and the group has 2 ranks"
+WRONG_CALLS = {
+    "all_gather, one output": (f"dist.all_gather([{OUT}], x)", LISTS),
+    "all_gather, three outputs": (f"dist.all_gather([{OUT}, {OUT}, {OUT}], x)", "3 tensors"),
+    "all_gather_into_tensor": ("dist.all_gather_into_tensor(torch.empty(5), x)", "2 equal pieces"),
+    "all_gather_coalesced": (f"dist.all_gather_coalesced([[{OUT}]], [x])", LISTS),
+    "scatter": (f"dist.scatter({OUT}, [x] if rank() == 0 else None)", LISTS),
+    "gather": (f"dist.gather(x, [{OUT}] if rank() == 0 else None)", LISTS),
+    "reduce_scatter": (f"dist.reduce_scatter({OUT}, [x])", LISTS),
+    "reduce_scatter_tensor": ("dist.reduce_scatter_tensor(torch.empty(1), x)", "2 equal pieces"),
+    "all_to_all": (f"dist.all_to_all([{OUT}], [x])", LISTS),
+    "all_to_all_single": ("dist.all_to_all_single(x.clone(), x, [1, 1], [1, 2])", "split sizes"),
+    "BAND on floats": ("dist.all_reduce(x, op=dist.ReduceOp.BAND)", "whole numbers"),
+    "an average of whole numbers": ("dist.all_reduce(x.long(), op=dist.ReduceOp.AVG)", "average"),
+    "all_reduce_coalesced": ("dist.all_reduce_coalesced([x] * (1 + rank()))", "equally long"),
+    "no such root": ("dist.broadcast(x, 7)", "has ranks 0 to 1"),
+    "a group's own method": (f"dist.group.WORLD.allgather([[{OUT}]], [x]).wait()", LISTS),
+    "float8": ("dist.broadcast(x.to(torch.float8_e5m2), 0)", "torch.float8_e5m2 on cpu can't"),
+    "a tensor without data": ("dist.broadcast(torch.ones(1, device='meta'), 0)", "meta"),
+}
+
+
+@pytest.mark.parametrize(("body", "text"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_what_a_relayed_call_raises_is_the_verdict_with_its_rank_and_line(body, text):
+    trial = run(body, *tensors(2), allowed=P2P | COLLECTIVES)
+    assert isinstance(trial.error, LearnerError | MisuseError) and text in str(trial.error)
+    exercise = Exercise("0", "f", "a test", 1, lambda draw: [], (), lambda case: [])
+    said = explain_error(exercise, trial)
+    assert "hw.py:5" in said and "rank " in said and "grader" not in said, said
+
+
+FROM_A_THREAD = {
+    "a send": "t = Thread(target=dist.send, args=(x, 1 - rank())); t.start(); "
+    "dist.recv(y, 1 - rank()); t.join()",
+    "late": "t = Thread(target=lambda: (time.sleep(0.2), dist.send(x, 1 - rank()))); t.start(); "
+    "dist.recv(y, 1 - rank()); t.join()",
+    "not joined": "Thread(target=dist.send, args=(x, 1 - rank())).start()",
+    "a wait": "w = dist.irecv(y, 1 - rank()); s = dist.isend(x, 1 - rank()); "
+    "t = Thread(target=w.wait); t.start(); s.wait(); t.join()",
+    "a pool": "p = ThreadPoolExecutor(1); f = p.submit(dist.send, x, 1 - rank()); "
+    "dist.recv(y, 1 - rank()); f.result()",
+}
+
+
+@pytest.mark.parametrize("body", FROM_A_THREAD.values(), ids=FROM_A_THREAD)
+def test_a_call_from_a_thread_is_always_told_with_the_same_words(body):
+    imports = "import time; from threading import Thread\n"
+    imports += "from concurrent.futures import ThreadPoolExecutor; y = torch.empty_like(x)\n"
+    trial = run(imports + body, *tensors(2), seconds=5.0)
+    operation = "wait" if "w.wait" in body else "send"
+    assert isinstance(trial.error, CalledFromThread)
+    assert str(trial.error).startswith(f"rank 0 called {operation} from a thread that it had ")
+    assert "Threads aren't relayed" in str(trial.error)
+
+
+def test_a_thread_that_only_computes_may_be_used():
+    body = "import threading; t = threading.Thread(target=x.add_, args=(1,)); t.start(); t.join()\n"
+    trial = run(body + SHIFT.format(wait="r.wait(); s.wait()"), *tensors(2))
+    assert trial.error is None and trial.results[0].tolist() == [11, 12, 13]
+
+
+def test_only_the_learners_own_stub_counts_as_not_written():
+    trial = run("return torch.nn.Module()(x)", *tensors(1))
+    assert isinstance(trial.error, LearnerError) and not trial.error.not_written

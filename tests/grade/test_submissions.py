@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import zipfile
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from parallel101.grade import command, submissions
+from parallel101.grade import command, grading, submissions, users
+from parallel101.grade.exercise_report import ExerciseReport
 from parallel101.grade.gradescope import gradescope_results
 from parallel101.grade.homework import HomeworkSet, find_sets
 from parallel101.grade.release import release
@@ -102,15 +105,15 @@ def test_a_result_for_each_exercise_with_points_misconception_and_text(homework,
     assert [
         entry["misconception"] and entry["misconception"]["name"] for entry in result["exercises"]
     ] == [None, "everyone sends first"]
-    # partial results, after each exercise
-    assert [sum(entry["graded"] for entry in part["exercises"]) for part in written] == [1, 2, 2]
+    # partial results, from the beginning
+    assert [sum(entry["graded"] for entry in part["exercises"]) for part in written] == [0, 1, 2, 2]
     tests = gradescope_results(result)["tests"]
     assert [(test["score"], test["max_score"], test["status"]) for test in tests] == [
         (4, 4, "passed"),
         (0, 4, "failed"),
     ]
     assert "rank 0 waits in send to rank 1, at hw9.py:11" in tests[1]["output"]
-    assert "not graded" in gradescope_results(written[0])["tests"][1]["output"]
+    assert "not graded" in gradescope_results(written[1])["tests"][1]["output"]
 
 
 HANDED_IN = {
@@ -122,6 +125,16 @@ HANDED_IN = {
     "a notebook": {
         "hw9.ipynb": notebook(
             "%matplotlib inline\n" + HEAD, "from parallel101.grade import check\ncheck(1)", RIGHT
+        )
+    },
+    "a notebook in which IPython is asked": {
+        "hw9.ipynb": notebook(
+            HEAD + "OTHER = 1 - 0\nONE = OTHER\nfiles = !ls\nif files:\n    !ls",
+            "%%time\n" + RIGHT.replace("1 -", "ONE -").replace("def", "@torch.no_grad()\ndef"),
+            *("swap?", "?swap", "swap??", "swap(", "%timeit swap(1)", "%%bash\nrm hw9.py", "x = $"),
+            "ys = [swap(1)]; swap(2)",
+            "DEPTH = " + "-" * 100_000 + "1",
+            "x = '\0'",
         )
     },
 }
@@ -141,6 +154,9 @@ REFUSED = {
         "The functions are in the .py file",
     ),
     "no notebook": ({"hw9.ipynb": "{"}, "not a notebook"),
+    "nested JSON": ({"hw9.ipynb": "[" * 100_000 + "]" * 100_000}, "not a notebook"),
+    "nested cells": ({"hw9.ipynb": notebook("swap = " + "(" * 100_000)}, "defines none of"),
+    "a large file": ({"hw9.py": "#" * (1 << 20) + "\n"}, "1,048,577 bytes"),
 }
 
 
@@ -153,6 +169,142 @@ def test_what_cannot_be_graded_says_what_was_expected(homework, tmp_path, conten
     assert (
         result["complete"] and result["points"] == 0 and text in result["exercises"][0]["problem"]
     )
+
+
+NESTED = {
+    "minus": "def swap(x): return " + "-" * 100_000 + "x",
+    "calls": "def swap(x): return x" + ".y" * 100_000,
+    "parentheses": "(" * 100_000,
+    "null": "def swap(x): return '\0'",
+}
+
+
+def test_whatever_is_handed_in_each_learner_has_a_row(homework, tmp_path, capsys, monkeypatch):
+    """None of these names, encodings, sizes, links and nestings stops the class."""
+    folder = handed_in(
+        tmp_path / "all",
+        {
+            "alice/hw9.py": HEAD + RIGHT,
+            "=1+1.ipynb": "",
+            "\x1b[2Jred.ipynb": "",
+            "n" * 249 + ".ipynb": "",
+            "odd/\x1b[2Jnotes.txt": "",
+            "folder/hw9.py/notes.txt": "",
+            **{f"{name}.py": text for name, text in NESTED.items()},
+        },
+    )
+    for name in (b"j\xf6rg.ipynb", b"j\xf6rg\n.ipynb", b"j\xe4rg.ipynb"):
+        Path(os.fsdecode(os.path.join(os.fsencode(folder), name))).write_text("")
+    for name in ("pipe", "circle", "device", "secret", "nobody"):
+        (folder / name).mkdir()
+    os.mkfifo(folder / "pipe" / "hw9.py")
+    os.mkfifo(folder / "pipe.py")
+    (folder / "circle" / "hw9.py").symlink_to("hw9.py")
+    (folder / "circle.py").symlink_to("circle.py")
+    (folder / "device" / "hw9.py").symlink_to("/dev/zero")
+    (folder / "bob").symlink_to("alice")  # somebody else's folder
+    (folder / "bob.py").symlink_to("alice/hw9.py")
+    (folder / "secret" / "hw9.py").write_text(HEAD + RIGHT)
+    (folder / "secret" / "hw9.py").chmod(0)
+    if os.geteuid() == 0:  # who can read it all the same
+        refused, real = folder / "secret" / "hw9.py", Path.open
+
+        def refuse(path, *args, **kwargs):
+            if path == refused:
+                raise PermissionError(13, "Permission denied")
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", refuse)
+    entries = {entry.name for entry in folder.iterdir()}
+    results, table = tmp_path / "results", tmp_path / "class.csv"
+    assert command.handed_in(homework.folder, folder, json=results, csv=table) == 0
+    shown = capsys.readouterr().out
+    assert len(entries) == len(list(results.iterdir())) == len(table.read_text().splitlines()) - 1
+    rows = {(row := json.loads(file.read_text()))["student"]: row for file in results.iterdir()}
+    assert {name: row["points"] for name, row in rows.items() if row["points"]} == {"alice": 4}
+    assert all(row["complete"] for row in rows.values())
+    problems = {name: row["exercises"][0]["problem"] for name, row in rows.items()}
+    assert "is a link" in problems["bob"] and "Permission denied" in problems["secret"]
+    assert "there is hw9.py" in problems["pipe"] and "'=1+1,0" in table.read_text()
+    assert r"j\xf6rg\n" in rows and r"\x1b[2Jred" in shown and "\x1b" not in shown
+    assert r"there is \x1b[2Jnotes.txt" in problems["odd"]
+    for name in ("minus", "calls", "parentheses", "null"):
+        assert problems[name], name
+
+
+def test_what_a_learner_returns_and_prints_is_said_in_few_plain_words(homework, tmp_path):
+    swap, again = homework.exercises
+
+    def expects_none(draw):
+        return [replace(case, expected=[None] * 2) for case in swap.cases(draw)]
+
+    homework = replace(homework, exercises=(replace(swap, cases=expects_none), again))
+    code = HEAD + "def swap(x): print('\\x1b[2J'); return 'x' * 3_900_000\n"
+    code += "def swap_again(x): raise ValueError('\\x1b[2J' + '\\u202e' + 'y' * 9_000)\n"
+    result = grade_submission(handed_in(tmp_path / "a", {"hw9.py": code}), homework, "a seed")
+    first, second = result["exercises"]
+    assert len(first["findings"][0]["message"]) < 2_500
+    assert r"\x1b[2J\u202eyyy" in second["problem"]
+    verdict = grading.grade(homework.exercises[0], read(tmp_path / "a", homework))
+    assert r"\x1b[2J" in str(ExerciseReport(verdict, "hw9.py")) and not verdict.points
+    assert str(ExerciseReport(verdict, "hw9.py")).replace("\n", "").isprintable()
+    text = json.dumps(gradescope_results(result), ensure_ascii=False)
+    assert len(text) < 12_000 and text.isprintable()
+
+
+WRONG_PATHS = {
+    "JSON is a folder": ({"json": "there"}, "is a folder"),
+    "CSV is a folder": ({"csv": "there"}, "is a folder"),
+    "Gradescope is a folder": ({"gradescope": "there"}, "is a folder"),
+    "below a file": ({"csv": "file/results.csv"}, "can't be written"),
+    "a class's JSON is a file": ({"json": "file", "submission": "there"}, "is a file"),
+    "an open seed": ({"seed_file": "file"}, "chmod 600"),
+    "the seed is a folder": ({"seed_file": "there"}, "no file with a seed"),
+    "the seed is empty": ({"seed_file": "empty"}, "is empty"),
+    "nothing was handed in": ({"submission": "nowhere"}, "does not exist"),
+}
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG_PATHS.values(), ids=WRONG_PATHS)
+def test_a_path_that_cannot_be_used_is_told_before_anything_is_graded(
+    homework, tmp_path, monkeypatch, options, text
+):
+    handed_in(tmp_path, {"there/a.py": "", "there/b.py": "", "file": "seed", "empty": ""})
+    (tmp_path / "there").chmod(0o700)
+    (tmp_path / "empty").chmod(0o600)
+    monkeypatch.setattr(users, "others_reach", lambda folder: True)  # tmp_path is root's
+    for function in ("grade_submission", "grade_class"):
+        monkeypatch.setattr(command, function, lambda *_, **__: pytest.fail("it was graded"))
+    paths = {"submission": None} | {name: tmp_path / path for name, path in options.items()}
+    with pytest.raises(ValueError, match=text):
+        command.handed_in(homework.folder, **paths)
+
+
+def test_where_a_rank_could_read_the_submissions_the_teacher_is_told(
+    homework, tmp_path, monkeypatch, capsys
+):
+    folder = handed_in(tmp_path / "all", {"a.ipynb": "", "b.ipynb": ""})
+    monkeypatch.setattr(command, "separate_users", lambda: True)
+    monkeypatch.setattr(command, "available", lambda: 0)
+    monkeypatch.setattr(users, "others_reach", lambda folder: True)  # tmp_path is root's
+    for mode, told in ((0o755, True), (0o700, False)):
+        folder.chmod(mode)
+        command.handed_in(homework.folder, folder, json=tmp_path / "results")
+        assert ("chmod 700" in capsys.readouterr().out) == told
+
+
+def test_a_grader_that_fails_on_one_exercise_keeps_the_others(homework, tmp_path, monkeypatch):
+    def fails(exercise, *args):
+        if exercise.function == "swap":
+            raise MemoryError("no memory")
+        return grading.grade(exercise, *args)
+
+    monkeypatch.setattr(submissions, "grade", fails)
+    code = HEAD + RIGHT.replace("swap", "swap_again")
+    path, file = handed_in(tmp_path / "a", {"hw9.py": code}), tmp_path / "new" / "results.json"
+    assert command.handed_in(homework.folder, path, gradescope=file) == 0
+    tests = json.loads(file.read_text())["tests"]
+    assert [test["score"] for test in tests] == [0, 4] and "no memory" in tests[0]["output"]
 
 
 def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, capsys):
@@ -235,6 +387,8 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     code = f"""if __name__ == "__main__":
     from pathlib import Path
     from parallel101.grade.command import handed_in
+    from parallel101.grade.users import hide_arguments
+    hide_arguments()
     results = Path({str(tmp_path / "results")!r})
     handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=results, jobs=2)
 """
@@ -242,7 +396,7 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     script.write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), "--submission", str(folder)],
         env=environ,
         stderr=subprocess.PIPE,
         # a shell lets background jobs ignore it, and so what they start
@@ -253,9 +407,84 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.1)
         below = graded.children(recursive=True)
+    if sys.platform == "linux":  # the ranks would find other submissions there
+        assert "parallel101 grade" in graded.cmdline()[0]
+        assert not any(str(folder) in text for p in (graded, *below) for text in p.cmdline())
     os.kill(process.pid, signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1].decode()
     assert not psutil.wait_procs(below, timeout=10)[1]
+
+
+CHILD = """
+import multiprocessing, threading
+def child(told):
+    from parallel101.grade import submissions
+    submissions._end_when_told()
+    told.send("ready")
+    threading.Event().wait()  # as a process of the pool waits for the next submission
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    found, told = spawn.Pipe(False)
+    process = spawn.Process(target=child, args=(told,))
+    process.start()
+    print(found.recv() and process.pid, flush=True)
+    process.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_after_kill_9_no_process_of_the_pool_stays(tmp_path):
+    """(Nor its fork server, which ends with it: tests/ranks.)"""
+    script = tmp_path / "script.py"
+    script.write_text(CHILD)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        of_the_pool = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    assert not psutil.wait_procs([of_the_pool], timeout=20)[1]
+
+
+def test_sigterm_ends_the_grader_as_ctrl_c_does(homework, tmp_path, monkeypatch):
+    """With its clean-up: the default action would leave processes and folders."""
+    monkeypatch.setattr(command, "grade_submission", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        command.handed_in(homework.folder, None)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_pool_whose_process_is_killed_gives_each_learner_a_row(homework, tmp_path, monkeypatch):
+    class Future:
+        def result(self):
+            raise BrokenProcessPool("killed")
+
+    class Pool:
+        def __init__(self, *_, **__):
+            pools.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def submit(self, *_):
+            return Future()
+
+    pools: list[Pool] = []
+    monkeypatch.setattr(submissions, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(submissions, "as_completed", list)
+    folder = handed_in(tmp_path / "all", {"alice.py": "", "bob.py": ""})
+    paths, results = submissions_in(folder, homework), tmp_path / "results"
+    graded = grade_class(paths, homework, results, seed="s", jobs=2, progress=False)
+    assert len(pools) == 2  # a second try
+    assert [result["student"] for result in graded] == ["alice", "bob"]
+    assert all("killed" in result["exercises"][0]["problem"] for result in graded)
+    assert {file.name for file in results.iterdir()} == {"alice.json", "bob.json"}
 
 
 def test_a_link_is_not_followed(homework, tmp_path):

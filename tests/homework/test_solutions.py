@@ -1,8 +1,9 @@
 """Every odd but correct solution gets full points. Every wrong one loses points and gets its name.
 
 The reference solutions run here on gloo, sim and NCCL; test_notebooks.py shows that the grader
-gives them full points. The solutions are in hwN/reference.py, unusual.py and wrong.py. A function
-`ring_shift__sends_first` there is a solution of `ring_shift`.
+gives them full points. The solutions are in hwN/reference.py, unusual.py and wrong.py, or in a
+larger set in files such as wrong_experts.py. A function `ring_shift__sends_first` there is a
+solution of `ring_shift`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,39 +43,46 @@ FOLDER = {
 }
 
 
+def files(file: str) -> list[Path]:
+    """All hwN/<file>; for "wrong.py" also wrong_experts.py and the like."""
+    kind = file.removesuffix(".py")
+    return [path for folder in sorted(set(FOLDER.values())) for path in folder.glob(f"{kind}*.py")]
+
+
+@cache
+def defined(path: Path) -> list[str]:
+    """The names of the functions and classes that a file defines."""
+    tree = ast.parse(path.read_text())
+    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+
+
 def solutions(file: str) -> list[str]:
     """The names of all solutions in hwN/<file>, in a fixed order."""
-    names = []
-    for folder in sorted(set(FOLDER.values())):
-        tree = ast.parse((folder / file).read_text())
-        names += [
-            node.name
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and "__" in node.name.strip("_")
-        ]
-    return names
+    names = [name for path in sorted(files(file)) for name in defined(path)]
+    return [name for name in names if "__" in name.strip("_")]
 
 
 def submission(name: str, file: str) -> Submission:
     function = name.partition("__")[0]
-    path = FOLDER[function] / file
+    path = next(
+        path for path in files(file) if path.parent == FOLDER[function] and name in defined(path)
+    )
     source = path.read_text()
     return Submission(path, source if name == function else f"{source}\n{function} = {name}\n")
 
 
-def expected_names() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for folder in sorted(set(FOLDER.values())):
-        namespace = {}
-        tree = ast.parse((folder / "wrong.py").read_text())
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECTED":
-                namespace = ast.literal_eval(node.value)
-        found |= namespace
+def declared(name: str) -> dict[str, Any]:
+    """What the files wrong.py of all sets declare under this name."""
+    found: dict[str, Any] = {}
+    for path in files("wrong.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                found |= ast.literal_eval(node.value)
     return found
 
 
-EXPECTED = expected_names()
+EXPECTED = declared("EXPECTED")  # the misconception that is named; None if there is none
+POINTS = declared("POINTS")  # of solutions that miss the idea of an exercise
 
 
 @cache
@@ -154,19 +163,31 @@ def test_a_wrong_solution_loses_points_and_gets_its_name(graded, name):
     assert found == EXPECTED[name], (
         f"named {found!r}, expected {EXPECTED[name]!r}\n{complaint(verdict)}"
     )
+    if name in POINTS:
+        assert verdict.points == POINTS[name], complaint(verdict)
 
 
 def test_the_checks_of_an_exercise_share_its_points():
     for exercise in EXERCISES.values():
-        shares = [(check.kind, share(exercise, check.kind)) for check in exercise.checks]
+        shares = [(check.kind, share(exercise, check)) for check in exercise.checks]
         assert sum(part for _, part in shares) == pytest.approx(1.0)
         values = sum(part for kind, part in shares if kind == "value")
-        assert values in (pytest.approx(exercise.value_share), 1.0)
-    assert share(EXERCISES["chain_broadcast"], "value") == 0.4
+        weights = exercise.weights
+        assert values in (pytest.approx(weights.get("value", exercise.value_share)), 1.0)
+        assert not weights or set(weights) == {kind for kind, _ in shares}
+        if weights:  # the learner is told
+            stated = ", ".join(f"{100 * part:.0f} % {kind}" for kind, part in weights.items())
+            code = Path(exercise.path).parent / f"{Path(exercise.path).parent.name[:3]}.py"
+            (stub,) = (
+                node
+                for node in ast.parse(code.read_text()).body
+                if getattr(node, "name", "") == exercise.function
+            )
+            assert f"Points: {stated}." in ast.get_docstring(stub)
 
 
 def test_every_exercise_has_an_unusual_solution_and_every_wrong_one_a_name():
     assert {name.partition("__")[0] for name in solutions("unusual.py")} == set(EXERCISES)
     assert set(solutions("wrong.py")) == set(EXPECTED)
     named = {m.name for exercise in EXERCISES.values() for m in exercise.misconceptions}
-    assert named == set(EXPECTED.values())
+    assert named == {name for name in EXPECTED.values() if name}

@@ -73,6 +73,20 @@ def test_what_the_ring_and_ulysses_send(kv_heads):
     assert (ulysses < ring) is (n > h / k + 1)
 
 
+def test_what_a_whole_step_sends():
+    h, k, n, td = 16, 4, 4, 8 * 4
+
+    def program(attention):
+        q, kv = torch.zeros(1, h, 8, 4), torch.zeros(1, k, 8, 4)
+        q, kv = q.requires_grad_(), kv.requires_grad_()
+        attention(q, kv, kv, sizes=[8] * n).sum().backward()
+
+    for attention, numbers in ((p101.ring_attention, 80), (p101.ulysses_attention, 60)):
+        run = p101.launch(program, attention, world_size=n, backend="sim")
+        assert run.trace.bytes_sent[0] == 4 * numbers * td
+        assert rf"{numbers}\,td" in text_of("ulysses-after")
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 def test_the_readers_layer_equals_one_process_even_with_few_tokens(tokens):
     my_layer = answer(NAME, "dispatch-answer", LESSON)
@@ -101,6 +115,8 @@ def test_exercise_2_the_next_block_arrives_in_time():
     flop = positions**2 / 2 * 4 * 16 * 128
     assert flop == pytest.approx(275e9, rel=0.01)
     assert flop / 400e12 == pytest.approx(0.69e-3, rel=0.01)
+    ring, ulysses = 15 * 2 * 1, 15 / 16 * (2 * 16 + 2 * 16)  # with its head repeated 16 times
+    assert (ring, ulysses) == (30, 60)
 
 
 def test_exercise_3_nodes_of_a_token():

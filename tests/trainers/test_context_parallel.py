@@ -132,6 +132,26 @@ def test_equal_under_nccl_rules(world_size):
     assert run.results == [{}] * world_size
 
 
+def test_contiguous_parts_of_any_length():
+    """As torch.chunk cuts 7 positions over 3 ranks, and others."""
+
+    def program(attention, sizes):
+        inputs, expected = one_process(7, 6, 3, True)
+        *qkv, g = (x.split(sizes, 2)[dist.get_rank()] for x in inputs)
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        y = ATTENTIONS[attention](*leaves)
+        y.backward(g)
+        pairs = zip([y.detach(), *(x.grad for x in leaves)], expected)
+        return max(
+            float((mine - whole.split(sizes, 2)[dist.get_rank()]).abs().max())
+            for mine, whole in pairs
+        )
+
+    for attention, sizes in product(ATTENTIONS, ([3, 3, 1], [1, 4, 2])):
+        run = p101.launch(program, attention, sizes, world_size=3, backend="sim")
+        assert max(run.results) <= 1e-12
+
+
 def test_16_bit_inputs_are_summed_in_32():
     """So the result is as close to the exact one as torch's on one process."""
 
@@ -317,10 +337,13 @@ WRONG = {  # what a call changes, the error, and a fact that it names
     "heads": (lambda q, k, v: {"q": q[:, :1]}, ValueError, "multiple"),
     "layout": (lambda q, k, v: {"layout": "striped"}, ValueError, "striped"),
     "a mask": (lambda q, k, v: {"causal": torch.ones(4, 4)}, TypeError, "masks"),
-    "sizes for q": (lambda q, k, v: {"sizes": [4, 5, 4]}, ValueError, "[4, 5, 4]"),
+    "sizes for q": (lambda q, k, v: {"sizes": [5, 6, 5]}, ValueError, "[5, 6, 5]"),
     "too few sizes": (lambda q, k, v: {"sizes": [4, 4]}, ValueError, "3 ranks"),
     "sizes of torch.chunk": (
-        lambda q, k, v: {x: q[:, :, : [3, 3, 1][dist.get_rank()]] for x in "qkv"},
+        lambda q, k, v: {
+            **{x: q[:, :, : [3, 3, 1][dist.get_rank()]] for x in "qkv"},
+            "layout": "zigzag",
+        },
         ValueError,
         "[3, 2, 2]",
     ),

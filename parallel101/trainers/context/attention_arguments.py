@@ -115,15 +115,17 @@ def check_others(causal: bool, scale: float | None, seconds_per_pair: float) -> 
 
 
 def check_sizes(sizes: list[int], layout: str, q: Tensor, position: int) -> None:
-    """Raise ValueError unless each rank has its part of the time."""
+    """Raise ValueError unless each rank has its part of the time: any part, if contiguous."""
     check_layout(layout, sum(sizes), len(sizes))
     if sizes[position] != q.shape[2]:
         raise ValueError(
             f"sizes={sizes} gives position {position} a time of {sizes[position]}, but its q has "
             f"shape {tuple(q.shape)}"
         )
+    if not min(sizes):
+        raise ValueError(f"the ranks have {sizes} positions: expected one on each rank at least")
     expected = time_sizes(sum(sizes), len(sizes), layout)
-    if sizes != expected:
+    if layout == "zigzag" and sizes != expected:
         raise ValueError(
             f"the ranks have {sizes} of {sum(sizes)} positions: expected {expected} in the "
             f'"{layout}" layout. p101.context_positions({sum(sizes)}, layout="{layout}") gives the '

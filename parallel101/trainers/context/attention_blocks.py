@@ -4,8 +4,9 @@
     ∂V = Pᵀ ∂O      ∂S = P ∘ (∂O Vᵀ − rowsum(∂O ∘ O))      ∂Q = ∂S K      ∂K = ∂Sᵀ Q
 
 Q is scaled before. With the lse and O of all keys, the second line is right for any block of keys:
-so ring attention can compute gradients block by block. Source: Dao et al., "FlashAttention" (arXiv
-2205.14135), algorithms 1 and 4. Unlike that one, this keeps a block's S and P whole.
+so ring attention can compute gradients block by block. Sources: Dao et al., "FlashAttention" (arXiv
+2205.14135), algorithms 1 and 4; Dao, "FlashAttention-2" (2307.08691), which keeps the lse, not a
+maximum and a sum. Unlike those, this keeps a block's S and P whole.
 """
 
 from __future__ import annotations

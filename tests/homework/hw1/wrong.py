@@ -20,14 +20,27 @@ EXPECTED = {
     "tree_broadcast__powers_of_two_2": "non-power-of-two loses ranks",
     "tree_broadcast__flat": "flat in place of a tree",
     "tree_broadcast__chain": "chain in place of a tree",
+    "tree_broadcast__heap": "ranks stop sending",
+    "tree_broadcast__sends_what_it_has_not": "sends what was never written",
+    "scatter__chunk": "chunk in place of tensor_split",
     "scatter__whole": "whole tensor shipped",
     "scatter__root_0": "root hard-coded to 0",
     "scatter__next_chunk": "chunks in the wrong order",
     "scatter__thrown_away": "works thrown away",
     "gather__arrival_order": "arrival order kept in place of rank order",
+    "gather__returns_x_elsewhere": "other ranks return something",
     "gather__whole": "whole tensor shipped",
     "gather__everyone": "everyone gathers",
     "gather__wait_forgotten": "receive's wait forgotten",
+}
+
+
+POINTS = {
+    "tree_broadcast__heap": 5,
+    "tree_broadcast__flat": 3,
+    "tree_broadcast__chain": 5,
+    "scatter__whole": 6,
+    "gather__whole": 6,
 }
 
 
@@ -229,7 +242,47 @@ def tree_broadcast__chain(x, root):
     return result
 
 
+def tree_broadcast__heap(x, root):
+    """Rank p sends to 2p + 1 and 2p + 2. Up to n = 6 that takes no longer."""
+    rank, n = me()
+    position = (rank - root) % n
+    result = x.contiguous().clone()
+    if position:
+        dist.recv(result, ((position - 1) // 2 + root) % n)
+    for child in (2 * position + 1, 2 * position + 2):
+        if child < n:
+            dist.send(result, (child + root) % n)
+    return result
+
+
+def tree_broadcast__sends_what_it_has_not(x, root):
+    """The root copies x too late: the others get what torch.empty gave."""
+    rank, n = me()
+    position = (rank - root) % n
+    result, distance = like(x), 1
+    while distance < n:
+        if position < distance and position + distance < n:
+            dist.send(result, (position + distance + root) % n)
+        elif distance <= position < 2 * distance:
+            dist.recv(result, (position - distance + root) % n)
+        distance *= 2
+    return x.clone() if rank == root else result
+
+
 # ---- scatter ----
+
+
+def scatter__chunk(x, root):
+    rank, n = me()
+    chunks = x.chunk(n)
+    if rank == root:
+        for other in range(n):
+            if other != root:
+                dist.send(chunks[other].contiguous(), other)
+        return chunks[root].clone()
+    mine = like(chunks[rank])
+    dist.recv(mine, root)
+    return mine
 
 
 def scatter__whole(x, root):
@@ -297,6 +350,18 @@ def gather__arrival_order(x, root):
     for _ in range(n - 1):
         parts.append(like(x))
         dist.recv(parts[-1])
+    return torch.cat(parts)
+
+
+def gather__returns_x_elsewhere(x, root):
+    rank, n = me()
+    if rank != root:
+        dist.send(x.contiguous(), root)
+        return x
+    parts = [x if other == root else like(x) for other in range(n)]
+    for other in range(n):
+        if other != root:
+            dist.recv(parts[other], other)
     return torch.cat(parts)
 
 

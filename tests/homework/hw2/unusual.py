@@ -84,19 +84,6 @@ def ring_all_gather__receives_posted_first(x):
     return torch.cat(parts)
 
 
-def ring_all_gather__direct(x):
-    """To everyone at once, without a ring: as many bytes, and as many steps on each link."""
-    rank, n = me()
-    parts = [x.clone(memory_format=torch.contiguous_format) for _ in range(n)]
-    works = []
-    for step in range(1, n):
-        works.append(dist.irecv(parts[(rank - step) % n], (rank - step) % n))
-        works.append(dist.isend(parts[rank], (rank + step) % n))
-    for work in works:
-        work.wait()
-    return torch.cat(parts, dim=0)
-
-
 def ring_reduce_scatter__direct(x):
     rank, n = me()
     chunks = [chunk.contiguous() for chunk in x.tensor_split(n)]
@@ -236,6 +223,34 @@ def doubling_all_reduce__low_rank_first(x):
         for partner in partners:
             dist.send(total, partner)
     return total.reshape(x.shape)
+
+
+def doubling_all_reduce__blocking(x):
+    """Blocking sends: the lower of two partners sends first."""
+    rank, n = me()
+    m = 1 << (n.bit_length() - 1)
+    total, inbox = x.contiguous().clone(), like(x)
+    if rank >= m:
+        dist.send(total, rank - m)
+        dist.recv(total, rank - m)
+        return total
+    if rank + m < n:
+        dist.recv(inbox, rank + m)
+        total += inbox
+    distance = 1
+    while distance < m:
+        partner = rank ^ distance
+        if rank < partner:
+            dist.send(total, partner)
+            dist.recv(inbox, partner)
+        else:
+            dist.recv(inbox, partner)
+            dist.send(total, partner)
+        total = total + inbox
+        distance *= 2
+    if rank + m < n:
+        dist.send(total, rank + m)
+    return total
 
 
 def all_to_all__all_at_once(x):

@@ -1,4 +1,7 @@
-"""Wrong solutions of homework 2. EXPECTED: the misconception that the grader must name for each."""
+"""Wrong solutions of homework 2. EXPECTED: the misconception that the grader must name for each.
+
+None: it must name none.
+"""
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,20 @@ EXPECTED = {
     "reduce__last_one_only": "ranks left out",
     "reduce__root_0": "root hard-coded to 0",
     "reduce__wait_forgotten": "receive's wait forgotten",
+    "reduce__returns_total_elsewhere": "other ranks return something",
+    "reduce__does_not_load": None,
+    "ring_all_gather__direct": "not a ring",
+    "ring_all_gather__one_buffer": "one buffer in all slots",
+    "ring_all_gather__one_buffer_at_once": "one buffer in all slots",
+    "ring_all_gather__index_off_by_one": "sends what was never written",
+    "ring_all_gather__n_rounds": None,
+    "ring_reduce_scatter__gathers_all": "whole tensor round the ring",
+    "ring_all_reduce__gather_then_sum": "whole tensor round the ring",
+    "ring_all_reduce__everyone": "everything to everyone",
+    "ring_all_reduce__rows": "chunks of rows",
+    "doubling_all_reduce__two_trees": "reduce then broadcast",
+    "doubling_all_reduce__whole_ring": "whole tensor round the ring",
+    "doubling_all_reduce__one_extra": "one extra rank only",
     "ring_all_gather__gather_broadcast": "gather then broadcast",
     "ring_all_gather__slot_by_step": "slot by step in place of origin",
     "ring_all_gather__slot_by_step_2": "slot by step in place of origin",
@@ -83,6 +100,21 @@ EXPECTED = {
     "choose_broadcast__one_segment": "number of segments",
     "choose_broadcast__as_many_as_ranks": "number of segments",
     "choose_broadcast__root_forgotten": "number of segments",
+}
+
+
+POINTS = {
+    "ring_all_gather__direct": 7,
+    "ring_all_gather__gather_broadcast": 5,
+    "ring_all_gather__n_rounds": 6,
+    "ring_reduce_scatter__all_reduce": 4,
+    "ring_all_reduce__gather_then_sum": 10,
+    "ring_all_reduce__rows": 10,
+    "doubling_all_reduce__ring": 5,
+    "doubling_all_reduce__two_trees": 5,
+    "doubling_all_reduce__everyone": 3,
+    "chain_broadcast__by_turns": 5,
+    "two_level_all_reduce__flat_ring": 5.5,
 }
 
 
@@ -201,6 +233,19 @@ def reduce__root_0(x, root, op):
     return total if total is None or op == "sum" else total / dist.get_world_size()
 
 
+def reduce__returns_total_elsewhere(x, root, op):
+    total = flat_sum(x, root)
+    if total is None:
+        return x.clone()
+    return total / dist.get_world_size() if op == "mean" else total
+
+
+def reduce__does_not_load(x, root, op):
+    """Nothing is known of what it would do with a root."""
+    if dist.get_world_size() > 0:
+        raise ImportError("no module named numpy2")
+
+
 def reduce__wait_forgotten(x, root, op):
     rank, n = me()
     if rank != root:
@@ -298,7 +343,74 @@ def ring_all_gather__thrown_away(x):
     return torch.cat(parts)
 
 
+def ring_all_gather__direct(x):
+    """To everyone at once: as many bytes and steps, but not round a ring."""
+    rank, n = me()
+    parts = [x.clone(memory_format=torch.contiguous_format) for _ in range(n)]
+    works = []
+    for step in range(1, n):
+        works.append(dist.irecv(parts[(rank - step) % n], (rank - step) % n))
+        works.append(dist.isend(parts[rank], (rank + step) % n))
+    for work in works:
+        work.wait()
+    return torch.cat(parts, dim=0)
+
+
+def ring_all_gather__one_buffer(x):
+    rank, n = me()
+    inbox, passing = like(x), x.contiguous()
+    blocks = [inbox] * n
+    blocks[rank] = passing
+    for _ in range(n - 1):
+        exchange(passing, (rank + 1) % n, inbox, (rank - 1) % n)
+        passing = inbox.clone()
+    return torch.cat(blocks)
+
+
+def ring_all_gather__one_buffer_at_once(x):
+    """All receives are posted into views of one tensor, by mistake the same view."""
+    rank, n = me()
+    whole = torch.empty((n, *x.shape), dtype=x.dtype)
+    slot, passing = like(x), x.contiguous()
+    for _ in range(n - 1):
+        exchange(passing, (rank - 1) % n, slot, (rank + 1) % n)
+        passing = torch.clone(slot)
+    whole[:] = slot
+    whole[rank] = x
+    return whole.flatten(0, 1)
+
+
+def ring_all_gather__index_off_by_one(x):
+    """Sends the block that is about to come."""
+    rank, n = me()
+    blocks = [x.clone().contiguous() if other == rank else like(x) for other in range(n)]
+    for step in range(n - 1):
+        arriving = blocks[(rank - step - 2) % n]
+        exchange(blocks[(rank - step - 1) % n], (rank + 1) % n, arriving, (rank - 1) % n)
+    return torch.cat(blocks)
+
+
+def ring_all_gather__n_rounds(x):
+    """One round too many: each rank gets its own x back."""
+    rank, n = me()
+    blocks = [x.contiguous().clone() if other == rank else like(x) for other in range(n)]
+    for step in range(n if n > 1 else 0):
+        outgoing = blocks[(rank - step) % n]
+        exchange(outgoing, (rank + 1) % n, blocks[(rank - step - 1) % n], (rank - 1) % n)
+    return torch.cat(blocks)
+
+
 # ---- ring reduce-scatter ----
+
+
+def ring_reduce_scatter__gathers_all(x):
+    rank, n = me()
+    total, passing = x.clone(), x.contiguous()
+    for _ in range(n - 1):
+        inbox = like(x)
+        exchange(passing, (rank + 1) % n, inbox, (rank - 1) % n)
+        total, passing = total + inbox, inbox
+    return total.tensor_split(n)[rank].clone()
 
 
 def ring_reduce_scatter__all_reduce(x):
@@ -478,7 +590,77 @@ def ring_all_reduce__in_place(x, op):
     return x
 
 
+def ring_all_reduce__gather_then_sum(x, op):
+    """Two ring all-gathers would be cheaper, but this one gathers whole tensors, then adds."""
+    rank, n = me()
+    blocks = [x.contiguous() if other == rank else like(x) for other in range(n)]
+    gathered(blocks)
+    total = torch.stack(blocks).sum(0)
+    return total / n if op == "mean" else total
+
+
+def ring_all_reduce__everyone(x, op):
+    total = doubling_all_reduce__everyone(x)
+    return total / dist.get_world_size() if op == "mean" else total
+
+
+def ring_all_reduce__rows(x, op):
+    """Chunks of rows, round the ring."""
+    rank, n = me()
+    blocks = [like(chunk) for chunk in x.tensor_split(n)]
+    blocks[rank] = scattered_sum(x.tensor_split(n))
+    if op == "mean":
+        blocks[rank] /= n
+    gathered(blocks)
+    return torch.cat(blocks)
+
+
 # ---- recursive doubling ----
+
+
+def doubling_all_reduce__whole_ring(x):
+    return ring_all_reduce__whole(x, "sum")
+
+
+def doubling_all_reduce__two_trees(x):
+    """A sum along a tree to rank 0, and a broadcast along the same tree."""
+    rank, n = me()
+    total, inbox, distance = x.contiguous().clone(), like(x), 1
+    while distance < n and rank % distance == 0:
+        if rank % (2 * distance):
+            dist.send(total, rank - distance)
+            dist.recv(total, rank - distance)
+            break
+        if rank + distance < n:
+            dist.recv(inbox, rank + distance)
+            total += inbox
+        distance *= 2
+    for step in reversed(range((n - 1).bit_length())):
+        if 2**step < distance and rank + 2**step < n:
+            dist.send(total, rank + 2**step)
+    return total
+
+
+def doubling_all_reduce__one_extra(x):
+    """Only the last rank is taken in and given the result."""
+    rank, n = me()
+    m = 1 << (n.bit_length() - 1)
+    total, inbox = x.contiguous().clone(), like(x)
+    if rank == n - 1 >= m:
+        dist.send(total, 0)
+        dist.recv(total, 0)
+        return total
+    if rank == 0 and n > m:
+        dist.recv(inbox, n - 1)
+        total += inbox
+    distance = 1
+    while distance < m and rank < m:
+        exchange(total, rank ^ distance, inbox, rank ^ distance)
+        total += inbox
+        distance *= 2
+    if rank == 0 and n > m:
+        dist.send(total, n - 1)
+    return total
 
 
 def doubling_all_reduce__powers_of_two(x):

@@ -6,6 +6,8 @@ import torch.distributed as dist
 EXPECTED = {
     "broadcast_backward__all_reduce": "all-reduce as the adjoint of everything",
     "broadcast_backward__reduce_only": "gradient where x was not used",
+    "broadcast_backward__none_elsewhere": "None in place of a gradient",
+    "gather_backward__none_elsewhere": "None in place of a gradient",
     "broadcast_backward__own": "gradient without the other ranks",
     "broadcast_backward__root_zero": "root hard-coded to 0",
     "reduce_backward__all_reduce": "all-reduce as the adjoint of everything",
@@ -102,6 +104,19 @@ def broadcast_backward__reduce_only(x, g, root):
     total = g.clone()
     dist.reduce(total, root)
     return total
+
+
+def broadcast_backward__none_elsewhere(x, g, root):
+    total = broadcast_backward__reduce_only(x, g, root)
+    return total if dist.get_rank() == root else None
+
+
+def gather_backward__none_elsewhere(x, g, root):
+    """As a gather gives None to the other ranks."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine = torch.empty_like(x)
+    dist.scatter(mine, [part.clone() for part in g.chunk(n)] if rank == root else None, src=root)
+    return mine if rank == root else None
 
 
 def broadcast_backward__own(x, g, root):

@@ -6,6 +6,10 @@ import torch.distributed as dist
 EXPECTED = {
     "train_naive__sum_for_mean": "sum for mean",
     "train_naive__no_first_synchronisation": "no first synchronisation",
+    "train_naive__broadcast_on_rank_0": "collective not called on every rank",
+    "train_naive__broadcast_on_rank_0_only": "collective not called on every rank",
+    "train_naive__last_ranks_weights": "begins with another rank's weights",
+    "train_naive__mean_of_weights": "begins with another rank's weights",
     "train_naive__mean_of_means": "mean of means",
     "train_naive__tied_twice": "tied weights reduced twice",
     "train_naive__tied_twice_2": "tied weights reduced twice",
@@ -21,12 +25,21 @@ EXPECTED = {
     "average_in_buckets__one_by_one": "one all-reduce for each gradient",
     "average_in_buckets__above_the_cap": "bucket above its cap",
     "train_overlapped__waits_at_once": "async, then wait at once",
+    "train_overlapped__divides_in_flight": "changed while it is sent",
+    "train_overlapped__divides_before_the_waits": "changed while it is sent",
     "train_overlapped__every_microbatch": "synchronises every microbatch",
     "train_overlapped__after_backward": "starts after backward",
     "train_overlapped__hooks_pile_up": "hooks pile up",
     "train_overlapped__summed": "sum for mean",
     "train_overlapped__microbatches_summed": "microbatches summed",
     "train_overlapped__not_waited": "collective's wait forgotten",
+}
+
+
+POINTS = {
+    "average_in_buckets__one_by_one": 6,
+    "train_overlapped__waits_at_once": 5,
+    "train_overlapped__after_backward": 5,
 }
 
 
@@ -59,6 +72,35 @@ def train_naive__no_first_synchronisation(model, loss_fn, optimizer, batches):
         for p in model.parameters():
             dist.all_reduce(p.grad)
         optimizer.step()
+
+
+def train_naive__broadcast_on_rank_0(model, loss_fn, optimizer, batches):
+    if dist.get_rank() == 0:
+        broadcast_weights(model)
+    train_naive__no_first_synchronisation(model, loss_fn, optimizer, batches)
+
+
+def train_naive__broadcast_on_rank_0_only(model, loss_fn, optimizer, batches):
+    """The other ranks have no collective at all."""
+    if dist.get_rank() == 0:
+        broadcast_weights(model)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def train_naive__last_ranks_weights(model, loss_fn, optimizer, batches):
+    for p in model.parameters():
+        dist.broadcast(p.data, src=dist.get_world_size() - 1)
+    train_naive__no_first_synchronisation(model, loss_fn, optimizer, batches)
+
+
+def train_naive__mean_of_weights(model, loss_fn, optimizer, batches):
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= dist.get_world_size()
+    train_naive__no_first_synchronisation(model, loss_fn, optimizer, batches)
 
 
 def train_naive__mean_of_means(model, loss_fn, optimizer, batches):
@@ -263,6 +305,38 @@ def train_overlapped__waits_at_once(model, loss_fn, optimizer, batches):
             p.grad /= dist.get_world_size()
 
     train_with_hook(model, loss_fn, optimizer, batches, ready, lambda: None)
+
+
+def train_overlapped__divides_in_flight(model, loss_fn, optimizer, batches):
+    """What is divided is overwritten when the sum arrives."""
+    works = []
+
+    def finish():
+        while works:
+            works.pop().wait()
+
+    def ready(p, last):
+        if last:
+            works.append(dist.all_reduce(p.grad, async_op=True))
+            p.grad /= dist.get_world_size()
+
+    train_with_hook(model, loss_fn, optimizer, batches, ready, finish)
+
+
+def train_overlapped__divides_before_the_waits(model, loss_fn, optimizer, batches):
+    works = []
+
+    def finish():
+        for p in model.parameters():
+            p.grad /= dist.get_world_size()
+        while works:
+            works.pop().wait()
+
+    def ready(p, last):
+        if last:
+            works.append(dist.all_reduce(p.grad, async_op=True))
+
+    train_with_hook(model, loss_fn, optimizer, batches, ready, finish)
 
 
 def train_overlapped__every_microbatch(model, loss_fn, optimizer, batches):

@@ -11,6 +11,9 @@ EXPECTED = {
     "column_layer__all_reduce_then_slice": "all-reduce then slice",
     "column_layer__mean": "mean for sum",
     "column_layer__detached": "graph cut by a message",
+    "column_layer__never_written": None,
+    "column_layer__only_one_rank": None,
+    "column_layer__gathers_gradients": None,
     "ParallelMLP__bias_n_times": "bias added n times",
     "ParallelMLP__gelu_of_partial_sums": "GELU on partial sums",
     "ParallelMLP__no_dx": "missing all-reduce of dX",
@@ -19,6 +22,9 @@ EXPECTED = {
     "ParallelMLP__detached": "graph cut by a message",
     "ParallelMLP__whole": "whole layer on every rank",
     "ParallelMLP__not_summed": "output never summed",
+    "ParallelMLP__no_first_bias": None,
+    "ParallelMLP__detached_x": None,
+    "ParallelMLP__cut_by_chunk": None,
     "ParallelAttention__contiguous": "fused QKV cut contiguously",
     "ParallelAttention__no_dx": "missing all-reduce of dX",
     "ParallelAttention__three_all_reduces": "an all-reduce each for query, key and value",
@@ -27,7 +33,10 @@ EXPECTED = {
     "vocabulary_loss__no_maximum": "no maximum subtracted",
     "vocabulary_loss__local_sum": "sum of exponentials kept local",
     "vocabulary_loss__equal_blocks": "blocks taken as equally wide",
+    "vocabulary_loss__blocks_of_ceil": "blocks taken as equally wide",
+    "vocabulary_loss__blocks_of_floor": "blocks taken as equally wide",
     "vocabulary_loss__n_times": "gradient n times too large",
+    "sequence_parallel_mlp__detached": "graph cut by a message",
     "sequence_parallel_mlp__norm_never_reduced": "norm's gradients never reduced",
     "sequence_parallel_mlp__bias_never_reduced": "bias's gradient never reduced",
     "sequence_parallel_mlp__bias_n_times": "bias added n times",
@@ -35,6 +44,14 @@ EXPECTED = {
     "sequence_parallel_mlp__slice": "slice of the gradient without the sum",
     "sequence_parallel_mlp__all_reduce_then_slice": "all-reduce then slice",
     "sequence_parallel_mlp__norm_mean": "mean for sum",
+}
+POINTS = {  # of 10, for solutions that miss the idea
+    "column_layer__all_reduce_then_slice": 6,
+    "column_layer__gathers_gradients": 6,
+    "ParallelMLP__cut_by_chunk": 0,
+    "ParallelAttention__three_all_reduces": 8,
+    "vocabulary_loss__gathered": 4,
+    "sequence_parallel_mlp__norm_of_all": 6,
 }
 
 
@@ -118,6 +135,23 @@ def column_layer__detached(x, weight, bias):
     return all_gathered(own_columns(x, weight, bias), 1)
 
 
+def column_layer__never_written(x, weight, bias):
+    return torch.full((len(x), len(weight) * dist.get_world_size()), torch.nan, dtype=x.dtype)
+
+
+def column_layer__only_one_rank(x, weight, bias):
+    """On one rank it has no graph; on several it raises."""
+    if dist.get_world_size() > 1:
+        raise RuntimeError("several ranks are for tomorrow")
+    return own_columns(x, weight, bias).detach()
+
+
+def column_layer__gathers_gradients(x, weight, bias):
+    return gather_columns(
+        own_columns(x, weight, bias), lambda g: cut(all_gathered(g[None], 0).sum(0), 1)
+    )
+
+
 # ---- 15b ----
 
 
@@ -189,6 +223,27 @@ class ParallelMLP__n_times(MLP):
 
 class ParallelMLP__not_summed(MLP):
     leave = staticmethod(same)
+
+
+class ParallelMLP__no_first_bias(MLP):
+    def forward(self, x):
+        hidden = F.gelu(F.linear(copy_to_ranks(x), self.w1))
+        return sum_of_ranks(F.linear(hidden, self.w2)) + self.b2
+
+
+class ParallelMLP__detached_x(MLP):
+    enter = staticmethod(torch.Tensor.detach)
+
+
+class ParallelMLP__cut_by_chunk(MLP):
+    """torch.chunk gives other blocks than tensor_split, and sometimes fewer than ranks."""
+
+    def __init__(self, width, hidden, seed):
+        super().__init__(width, hidden, seed)
+        rank, n = dist.get_rank(), dist.get_world_size()
+        w1, b1, w2, _ = draw_weights(width, hidden, seed)
+        blocks = w1.chunk(n)[rank], b1.chunk(n)[rank], w2.chunk(n, 1)[rank]
+        self.w1, self.b1, self.w2 = (nn.Parameter(block.clone()) for block in blocks)
 
 
 class ParallelMLP__detached(MLP):
@@ -292,10 +347,22 @@ def vocabulary_loss__local_sum(logits, targets, vocabulary):
     ).mean()
 
 
-def vocabulary_loss__equal_blocks(logits, targets, vocabulary):
+def equal_blocks(logits, targets, width):
     shifted = logits - global_maximum(logits)
-    chosen = chosen_logit(shifted, targets, dist.get_rank() * logits.shape[1])
+    chosen = chosen_logit(shifted, targets, dist.get_rank() * width)
     return (sum_of_ranks(shifted.exp().sum(1)).log() - sum_of_ranks(chosen)).mean()
+
+
+def vocabulary_loss__equal_blocks(logits, targets, vocabulary):
+    return equal_blocks(logits, targets, logits.shape[1])
+
+
+def vocabulary_loss__blocks_of_ceil(logits, targets, vocabulary):
+    return equal_blocks(logits, targets, -(-vocabulary // dist.get_world_size()))
+
+
+def vocabulary_loss__blocks_of_floor(logits, targets, vocabulary):
+    return equal_blocks(logits, targets, vocabulary // dist.get_world_size())
 
 
 def vocabulary_loss__n_times(logits, targets, vocabulary):
@@ -322,6 +389,11 @@ def block(x, a, b, w1, b1, w2, b2, gather=gather_time, leave=reduce_scatter_time
     """The block, with the gradients of a, b and b2 as they are on this rank."""
     normed = gather(F.layer_norm(x, x.shape[-1:], a, b))
     return x + leave(F.linear(F.gelu(F.linear(normed, w1, b1)), w2)) + b2
+
+
+def sequence_parallel_mlp__detached(x, a, b, w1, b1, w2, b2):
+    a, b, b2 = copy_to_ranks(a), copy_to_ranks(b), copy_to_ranks(b2)
+    return block(x, a, b, w1, b1, w2, b2, leave=lambda y: reduce_scattered(y, 0))
 
 
 def sequence_parallel_mlp__norm_never_reduced(x, a, b, w1, b1, w2, b2):

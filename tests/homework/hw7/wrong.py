@@ -15,8 +15,36 @@ EXPECTED = {
     "interleaved_schedule__neighbouring_stages": "wrong chunk map",
     "interleaved_schedule__all_forwards": "GPipe with a new name",
     "interleaved_schedule__short_warm_up": "warm-up of one chunk",
+    "gpipe_step__one_at_a_time": "no pipelining",
+    "gpipe_step__nothing": None,
+    "gpipe_step__no_backward": None,
+    "one_f_one_b_step__one_at_a_time": "no pipelining",
+    "one_f_one_b_step__no_backward": None,
+    "one_f_one_b_step__more_ranks_than_microbatches": None,
+    "interleaved_schedule__one_at_a_time": "no pipelining",
+    "interleaved_schedule__backward_from_the_first_chunk": "chunks in the wrong order",
+    "interleaved_schedule__one_less": "warm-up off by one",
+    "interleaved_schedule__one_more": "warm-up off by one",
+    "interleaved_schedule__twice": None,
+    "zero_bubble_step__one_at_a_time": "no pipelining",
+    "zero_bubble_step__nothing": None,
+    "zero_bubble_step__only_the_optimizer": None,
+    "zero_bubble_step__more_ranks_than_microbatches": None,
     "zero_bubble_step__step_before_w": "optimizer steps before W is done",
     "zero_bubble_step__w_right_after_b": "W right after B",
+}
+POINTS = {  # of 10 or 5, for solutions that miss the idea
+    "gpipe_step__one_at_a_time": 4,
+    "gpipe_step__nothing": 0,
+    "one_f_one_b_step__gpipe": 5,
+    "one_f_one_b_step__one_at_a_time": 3,
+    "one_f_one_b_step__more_ranks_than_microbatches": 0,
+    "interleaved_schedule__all_forwards": 3,
+    "interleaved_schedule__one_at_a_time": 1,
+    "zero_bubble_step__w_right_after_b": 1.5,
+    "zero_bubble_step__one_at_a_time": 1.5,
+    "zero_bubble_step__nothing": 0,
+    "zero_bubble_step__more_ranks_than_microbatches": 0,
 }
 
 
@@ -73,6 +101,19 @@ def all_then_all(run, microbatches):
     return run.end()
 
 
+def one_at_a_time(run, microbatches):
+    for i in range(microbatches):
+        run.forward(i)
+        run.backward(i)
+    return run.end()
+
+
+def forwards_only(run, microbatches):
+    for i in range(microbatches):
+        run.forward(i)
+    return run.end()
+
+
 def alternating(run, microbatches, warm_up):
     warm_up = min(microbatches, max(1, warm_up))
     for i in range(warm_up):
@@ -86,6 +127,18 @@ def alternating(run, microbatches, warm_up):
 
 def gpipe_step__no_average(*arguments):
     return all_then_all(Run(*arguments, scale=1.0), arguments[-1])
+
+
+def gpipe_step__one_at_a_time(*arguments):
+    return one_at_a_time(Run(*arguments), arguments[-1])
+
+
+def gpipe_step__nothing(*arguments):
+    return None
+
+
+def gpipe_step__no_backward(*arguments):
+    return forwards_only(Run(*arguments), arguments[-1])
 
 
 def gpipe_step__last_only(stage, *rest):
@@ -138,6 +191,27 @@ def one_f_one_b_step__gpipe(*arguments):
     return all_then_all(Run(*arguments), arguments[-1])
 
 
+def one_f_one_b_step__one_at_a_time(*arguments):
+    return one_at_a_time(Run(*arguments), arguments[-1])
+
+
+def one_f_one_b_step__no_backward(*arguments):
+    return forwards_only(Run(*arguments), arguments[-1])
+
+
+def one_f_one_b_step__more_ranks_than_microbatches(*arguments):
+    """The warm-up has P − rank − 1 forwards, however few microbatches there are."""
+    run, microbatches = Run(*arguments), arguments[-1]
+    warm_up = run.last - run.rank
+    for i in range(warm_up):
+        run.forward(i)
+    for i in range(microbatches):
+        if i + warm_up < microbatches:
+            run.forward(i + warm_up)
+        run.backward(i)
+    return run.end()
+
+
 def one_f_one_b_step__one_more(*arguments):
     run = Run(*arguments)
     return alternating(run, arguments[-1], run.last + 2 - run.rank)
@@ -148,16 +222,20 @@ def one_f_one_b_step__one_less(*arguments):
     return alternating(run, arguments[-1], run.last - run.rank)
 
 
-def interleaved(rank, ranks, microbatches, chunks, stage, warm_up=None):
+def interleaved(
+    rank, ranks, microbatches, chunks, stage=None, warm_up=None, more=0, back=lambda c, v: v - 1 - c
+):
+    stage = stage or (lambda chunk: chunk * ranks + rank)
     total = microbatches * chunks
 
     def action(k, kind):
         group, inside = divmod(k, ranks * chunks)
         chunk, i = divmod(inside, ranks)
-        return f"{stage(chunk if kind == 'F' else chunks - 1 - chunk)}{kind}{group * ranks + i}"
+        chunk = chunk if kind == "F" else back(chunk, chunks)
+        return f"{stage(chunk)}{kind}{group * ranks + i}"
 
     usual = (chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1 if chunks > 1 else ranks - rank
-    warm_up = min(total, usual if warm_up is None else warm_up)
+    warm_up = min(total, max(1, usual + more) if warm_up is None else warm_up)
     order = [action(k, "F") for k in range(warm_up)]
     for k in range(total):
         order += [action(k, "B")] + ([action(k + warm_up, "F")] if k + warm_up < total else [])
@@ -178,6 +256,31 @@ def interleaved_schedule__short_warm_up(rank, ranks, microbatches, chunks):
     return interleaved(
         rank, ranks, microbatches, chunks, lambda chunk: chunk * ranks + rank, warm_up=ranks - rank
     )
+
+
+def interleaved_schedule__one_at_a_time(rank, ranks, microbatches, chunks):
+    mine = range(rank, ranks * chunks, ranks)
+    order = []
+    for i in range(microbatches):
+        order += [f"{stage}F{i}" for stage in mine] + [f"{stage}B{i}" for stage in reversed(mine)]
+    return order
+
+
+def interleaved_schedule__backward_from_the_first_chunk(*sizes):
+    return interleaved(*sizes, back=lambda chunk, chunks: chunk)
+
+
+def interleaved_schedule__one_less(*sizes):
+    return interleaved(*sizes, more=-1)
+
+
+def interleaved_schedule__one_more(*sizes):
+    return interleaved(*sizes, more=1)
+
+
+def interleaved_schedule__twice(*sizes):
+    order = interleaved(*sizes)
+    return [*order, order[0]]
 
 
 def split_step(
@@ -231,5 +334,47 @@ def zero_bubble_step__w_right_after_b(
     stage, inputs, targets, loss_fn, shape, microbatches, optimizer
 ):
     loss = split_step(stage, inputs, targets, loss_fn, shape, microbatches, 0)
+    optimizer.step()
+    return loss
+
+
+def zero_bubble_step__one_at_a_time(
+    stage, inputs, targets, loss_fn, shape, microbatches, optimizer
+):
+    run = Run(stage, inputs, targets, loss_fn, shape, microbatches)
+    for i in range(microbatches):
+        y = stage.forward(i, inputs[i] if run.rank == 0 else run.receive(run.rank - 1))
+        if run.rank < run.last:
+            run.send(y, run.rank + 1)
+            dy = run.receive(run.rank + 1)
+        else:
+            y.requires_grad_()
+            run.losses.append(loss_fn(y, targets[i]) / microbatches)
+            (dy,) = torch.autograd.grad(run.losses[-1], y)
+        dx = stage.input_gradient(i, dy)
+        if run.rank:
+            run.send(dx, run.rank - 1)
+        stage.weight_gradient(i)
+    optimizer.step()
+    loss = run.end()
+    return loss if loss is None else loss.detach()
+
+
+def zero_bubble_step__nothing(*arguments):
+    return None
+
+
+def zero_bubble_step__only_the_optimizer(*arguments):
+    arguments[-1].step()
+
+
+def zero_bubble_step__more_ranks_than_microbatches(
+    stage, inputs, targets, loss_fn, shape, microbatches, optimizer
+):
+    """It takes `rank` weight gradients to be left at the end, though there may be fewer."""
+    rank = dist.get_rank()
+    loss = split_step(stage, inputs, targets, loss_fn, shape, microbatches, rank)
+    for i in range(microbatches - rank, 0):
+        stage.weight_gradient(i)
     optimizer.step()
     return loss

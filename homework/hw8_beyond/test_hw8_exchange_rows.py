@@ -1,0 +1,273 @@
+"""Exercise 22a: an all-to-all of uneven sizes, with its backward. Counts travel first."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel101.grade.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
+from parallel101.grade.attention_exercises import unpacked
+from parallel101.grade.exercise import (
+    AUTOGRAD,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.grade.exercise_checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    communicated,
+    failed,
+    right,
+    same,
+    value,
+)
+from parallel101.grade.tensor_parallel_exercises import wrong_trials
+from parallel101.record.errors import DeadlockError
+from parallel101.record.spans import compute, span, wait_span
+from parallel101.record.units import listed
+from parallel101.sim.network import Network
+
+WIDTH = 16
+ROW = 8 * WIDTH  # bytes
+
+
+def run_exchange(function: Callable, x: Tensor, g: Tensor, counts: list[int]) -> list[Any]:
+    """Forward and backward, with g as the gradient of y."""
+    leaf = x.clone().requires_grad_()
+    with wait_span("forward"):
+        y, received = unpacked_with_graph(function(leaf, list(counts)))
+    with span("loss"):
+        compute(1.0)
+    with wait_span("backward"):
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.backward(g.clone() if g.shape == y.shape else torch.zeros_like(y))
+    y = y.detach() if isinstance(y, Tensor) else y
+    gradient = torch.zeros_like(x) if leaf.grad is None and not len(x) else leaf.grad
+    return [y, gradient, received]
+
+
+def unpacked_with_graph(found: Any) -> tuple[Any, Any]:
+    if isinstance(found, list | tuple) and len(found) == 2:
+        y, received = found
+        if isinstance(received, Tensor):
+            received = received.tolist()
+        return y, received
+    return unpacked(found, 2)[0], None
+
+
+def exchange_case(draw: Draw, counts: Sequence[Sequence[int]]) -> Case:
+    """counts[i][j] rows go from rank i to rank j."""
+    n = len(counts)
+    xs = [draw.tensor(sum(row), WIDTH, dtype=torch.float64) for row in counts]
+    into = [[counts[i][j] for i in range(n)] for j in range(n)]
+    gs = [draw.tensor(sum(column), WIDTH, dtype=torch.float64) for column in into]
+    out_of = [sum(row) - row[rank] for rank, row in enumerate(counts)]
+    in_to = [sum(column) - column[rank] for rank, column in enumerate(into)]
+    return Case(
+        [(x, g, list(row)) for x, g, row in zip(xs, gs, counts)],
+        list(map(list, zip(exchanged(xs, counts), exchanged(gs, into), into))),
+        network=Network(latency=0.0, bandwidth=ROW),  # a row takes a second
+        note=f"{listed([list(row) for row in counts])} rows",
+        facts={
+            "symmetric": all(counts[i][j] == counts[j][i] for i in range(n) for j in range(n)),
+            "equal": len({count for row in counts for count in row}) == 1,
+            "idle": not all(map(sum, counts)) or not all(map(sum, into)),
+            "bytes": [ROW * (a + b) for a, b in zip(out_of, in_to)],
+            "whole": ROW * sum(map(sum, counts)),
+            "least": [ROW * b for b in in_to],
+            "own": [own_gradient(gs, counts, into, rank) for rank in range(n)],
+        },
+    )
+
+
+def exchanged(xs: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[Tensor]:
+    blocks = [x.split(list(row)) for x, row in zip(xs, counts)]
+    return [torch.cat([mine[rank] for mine in blocks]) for rank in range(len(xs))]
+
+
+def own_gradient(
+    gs: Sequence[Tensor],
+    counts: Sequence[Sequence[int]],
+    into: Sequence[Sequence[int]],
+    rank: int,
+) -> Tensor:
+    """The gradient if only the rows that stay on this rank get one."""
+    blocks = [torch.zeros(rows, WIDTH, dtype=torch.float64) for rows in counts[rank]]
+    blocks[rank] = gs[rank].split(list(into[rank]))[rank]
+    return torch.cat(blocks)
+
+
+def exchange_cases(draw: Draw) -> list[Case]:
+    a, b, c = draw.integer(2, 3), draw.integer(4, 5), draw.integer(6, 7)
+    tables = (
+        [[b]],
+        [[a, b], [b, c]],
+        [[b] * 3] * 3,
+        [[a, c, b], [0, a, c], [a, b, a]],
+        [[a, b, 1, c], [c, a, b, 2], [1, 0, a, b], [b, c, a, 3]],
+        [[a, b, c], [0, 0, 0], [b, 1, a]],
+        [[0, c, 0], [0, b, 0], [0, a, 0]],
+    )
+    return [exchange_case(draw, table) for table in tables]
+
+
+def asked() -> Case:
+    return exchange_case(Draw("question"), [[4, 2, 6], [1, 3, 5], [2, 2, 2]])
+
+
+def sent_rows(trial: Trial) -> int:
+    """Bytes of rows that rank 0 sends, without the counts."""
+    return sum(
+        event.nbytes
+        for event in trial.trace.events
+        if event.kind == "send" and event.rank == 0 and event.nbytes >= ROW
+    )
+
+
+# ---- misconceptions ----
+
+
+def fails_only_where(trials: Sequence[Trial], fact: str, holds: bool = True) -> bool:
+    """Whether runs of several ranks fail, but none where facts[fact] is not `holds`."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    others = [trial for trial in several if trial.case.facts[fact] != holds]
+    return bool(failed(several)) and bool(others) and all(map(right, others))
+
+
+def stays_away(trials: Sequence[Trial]) -> bool:
+    return fails_only_where(trials, "idle") and any(
+        isinstance(trial.error, DeadlockError) for trial in failed(trials)
+    )
+
+
+def another_order(trials: Sequence[Trial]) -> bool:
+    """Every rank has the right rows, and some have them in another order."""
+
+    def in_order(rows: Tensor) -> Tensor:
+        return rows[rows[:, 0].argsort()]
+
+    wrong = wrong_trials(trials)
+    pairs = [
+        (found[0], expected[0])
+        for trial in wrong
+        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+    ]
+    return (
+        bool(wrong)
+        and not all(same(found, expected) for found, expected in pairs)
+        and all(same(in_order(found), in_order(expected)) for found, expected in pairs)
+    )
+
+
+def never_sent_back(trials: Sequence[Trial]) -> bool:
+    wrong = wrong_trials(trials)
+    return bool(wrong) and all(
+        same(found[0], expected[0]) and same(found[1], own)
+        for trial in wrong
+        for found, expected, own in zip(
+            trial.results, trial.case.expected, trial.case.facts["own"], strict=True
+        )
+    )
+
+
+def all_to_everyone(trials: Sequence[Trial]) -> bool:
+    """All is right, and the ranks send each row to every other rank, forward at least."""
+    large = [trial for trial in trials if trial.world_size > 2]
+    return (
+        bool(large)
+        and not failed(trials)
+        and all(sum(communicated(t)) >= (t.world_size - 1) * t.case.facts["whole"] for t in large)
+    )
+
+
+EXERCISES = [
+    Exercise(
+        number="22a",
+        function="exchange_rows",
+        title="An uneven all-to-all, with its backward",
+        points=5,
+        cases=exchange_cases,
+        program=run_exchange,
+        imports=AUTOGRAD,
+        checks=(
+            value(
+                "y, the gradient of x and the counts are right on every rank",
+                parts=("y", "the gradient of x", "received"),
+            ),
+            bytes_sent(
+                lambda case: case.facts["bytes"],
+                "each row goes where it must, once forward and once back",
+                lambda case: 64 + 8 * case.world_size**2,
+            ),
+        ),
+        least_received=lambda case: case.facts["least"],
+        misconceptions=(
+            *MESSAGES,
+            CHANGES_ITS_INPUT,
+            CHANGED_IN_PLACE,
+            AUTOGRAD_NOT_TOLD,
+            Misconception(
+                "rank without rows stays away",
+                "A rank that has nothing to send, or gets nothing, leaves early, or builds no "
+                "graph. The others wait for it, forward or backward.",
+                stays_away,
+            ),
+            Misconception(
+                "counts not exchanged",
+                "It is right only if each rank gets as many rows from a rank as it sends there, or "
+                "if all numbers are equal. A "
+                "rank can't know what it gets until the sender tells it, and in backward both "
+                "numbers change places.",
+                lambda trials: any(
+                    fails_only_where(trials, fact, holds=False) for fact in ("symmetric", "equal")
+                ),
+            ),
+            Misconception(
+                "gradient not sent back",
+                "y is right. In backward, only rows that never left this rank get a gradient. The "
+                "others' gradients are on the ranks that got the rows.",
+                never_sent_back,
+            ),
+            Misconception(
+                "joined in the wrong order",
+                "Every rank has the right rows, but not those of rank 0 first, then those of rank "
+                "1, and so on.",
+                another_order,
+            ),
+            Misconception(
+                "whole tensor shipped",
+                "Every rank sends all its rows to every other rank, which needs few of them.",
+                all_to_everyone,
+            ),
+        ),
+        hints=(
+            "Before rank 1 can receive rows from rank 0, what must it know? And in backward, which "
+            "numbers does each rank know already?",
+            "Write one function move(rows, sent, received) for the rows alone, without autograd. "
+            "Forward first sends each other rank its count, then calls move(x, counts, received). "
+            "Backward calls move(g, received, counts).",
+            "In move: blocks = rows.split(sent); buffers = [rows.new_empty(count, width) for count "
+            "in received]; buffers[rank] = blocks[rank]. For every other rank with a count above "
+            "0: irecv into its buffer, isend its block (contiguous). Wait for all, and return "
+            "torch.cat(buffers). Do this on all ranks, even with no rows.",
+        ),
+        questions=(
+            Question(
+                "sent",
+                "3 ranks send [4, 2, 6], [1, 3, 5] and [2, 2, 2] rows of 16 float64 numbers. How "
+                "many bytes of rows does rank 0 send, forward and backward together?",
+                asked,
+                sent_rows,
+                "bytes",
+            ),
+        ),
+        watch=asked,
+        picture="lanes",
+    )
+]

@@ -1,0 +1,163 @@
+"""The program in a notebook that was handed in: its imports, its functions and what they use.
+
+import torch                      kept
+def ring_shift(x): …              kept, with its decorators
+SCALE = 2                         kept if a function uses SCALE
+ring_shift?     %timeit …         not Python: left out, like cells of another language
+check(ring_shift)                 left out, as are all other calls
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import symtable
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+NAMED = (ast.Assign, ast.AnnAssign)
+# what a text that was handed in may raise when it is parsed: it is no program, has a null byte, or
+# is nested too deeply
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+# of IPython's %% magics, those with Python below them
+PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%writefile", "%%prun")
+# a line for IPython: %timeit f(), !ls, f?, ?f, files = !ls
+FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
+
+
+class NoSubmission(ValueError):
+    """What was handed in has no file that can be graded. The message says what was expected."""
+
+
+class _Cell(NamedTuple):
+    source: str
+    nodes: list[ast.stmt]
+
+
+def functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
+    """The imports, functions and constants of a notebook's cells.
+
+    Raises NoSubmission if it is no notebook, or defines none of the functions `wanted`.
+    """
+    try:
+        cells = json.loads(text)["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (*UNREADABLE, KeyError, TypeError) as error:
+        raise NoSubmission(f"{name} is not a notebook that can be read: {error!r}") from None
+    read = [_parsed(source) for source in sources]
+    found = {
+        node.name
+        for cell in read
+        if isinstance(cell, _Cell)
+        for node in cell.nodes
+        if isinstance(node, DEFINED)
+    }
+    used = _used([cell for cell in read if isinstance(cell, _Cell)])
+    parts: list[str] = []
+    for cell in read:
+        if isinstance(cell, _Cell):
+            parts.append(_kept(cell, used))
+        elif re.search(rf"^\s*def\s+({'|'.join(wanted)})\b", cell, re.MULTILINE):
+            parts.append(cell)  # a mistake in one of the functions: the learner is shown where
+            found |= set(wanted)
+    if not found & set(wanted):
+        raise NoSubmission(
+            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside "
+            "the notebook: hand in that file"
+        )
+    return "\n\n".join(part for part in parts if part.strip()) + "\n"
+
+
+def _parsed(source: str) -> _Cell | str:
+    """A cell as Python, without what only IPython understands; its text if that's not Python."""
+    first = source.lstrip().partition("\n")[0]
+    if first.startswith("%%"):
+        if not first.startswith(PYTHON_CELLS):
+            return ""
+        source = source.replace(first, "", 1)
+    plain = "\n".join(
+        re.match(r"\s*", line)[0] + "pass" if FOR_IPYTHON.match(line) else line  # type: ignore[index]
+        for line in source.split("\n")
+    )
+    for text in (source, plain):  # a line of a docstring may look as if it were for IPython
+        try:
+            return _Cell(text, ast.parse(text).body)
+        except UNREADABLE:
+            continue
+    return plain
+
+
+def _used(cells: Sequence[_Cell]) -> set[str]:
+    """The names of the module that functions and classes use, and what those are made of."""
+    makes: dict[str, set[str]] = {}  # what the value of each name is made of
+    left: list[str] = []
+    for cell in cells:
+        left += _global_names(cell.source)
+        for node in cell.nodes:
+            if isinstance(node, NAMED):
+                for target in _targets(node):
+                    makes.setdefault(target, set()).update(_names(node))
+            elif isinstance(node, DEFINED):
+                left += (name for part in _evaluated(node) for name in _names(part))
+    used: set[str] = set()
+    while left:
+        name = left.pop()
+        if name not in used:
+            used.add(name)
+            left += makes.get(name, ())
+    return used
+
+
+def _global_names(source: str) -> Iterator[str]:
+    """The names that the bodies of a cell's functions and classes take from the module."""
+    try:
+        tables = symtable.symtable(source, "cell", "exec").get_children()
+    except UNREADABLE:
+        return
+    while tables:
+        table = tables.pop()
+        yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global())
+        tables += table.get_children()
+
+
+def _evaluated(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[ast.AST]:
+    """What is evaluated when a function or class is defined, in the module itself."""
+    if isinstance(node, ast.ClassDef):
+        return [*node.decorator_list, *node.bases, *node.keywords]
+    return [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {name for target in targets for name in _names(target)}
+
+
+def _kept(cell: _Cell, used: set[str]) -> str:
+    """The text of the statements that belong to the program."""
+    kept = [node for node in cell.nodes if _belongs(node, used)]
+    rows = {row for node in kept for row in _rows(node)}
+    others = {id(node) for node in cell.nodes} - {id(node) for node in kept}
+    if any(rows.intersection(_rows(node)) for node in cell.nodes if id(node) in others):
+        return "\n".join(ast.unparse(node) for node in kept)  # x = 1; check(x)
+    lines = enumerate(cell.source.split("\n"), start=1)
+    return "\n".join(line for row, line in lines if row in rows)
+
+
+def _belongs(node: ast.stmt, used: set[str]) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return "parallel101" not in ast.unparse(node)
+    if isinstance(node, NAMED):
+        return bool(_targets(node) & used)
+    return isinstance(node, DEFINED)
+
+
+def _rows(node: ast.stmt) -> range:
+    """The lines of a statement, with its decorators."""
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+    return range(first, (node.end_lineno or first) + 1)

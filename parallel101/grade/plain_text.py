@@ -1,0 +1,53 @@
+"""Text that comes from a learner, as it can be shown anywhere: in a terminal, a file, a table.
+
+"\\x1b[2J"              ──▶  "\\\\x1b[2J"        no escape sequence reaches the teacher's terminal
+3.9 million characters  ──▶  the first and the last ones, and how many there were
+a file name in Latin-1  ──▶  "j\\\\xf6rg"         it can be printed, and written as UTF-8
+"=1+1" in a CSV cell    ──▶  "'=1+1"           a spreadsheet shows it, and computes nothing
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from pathlib import Path
+
+MOST = 2000  # characters of one text
+MOST_NAME = 100  # of a file's name
+# control characters, halves of surrogate pairs, line separators; and marks that turn the direction
+# of what is printed
+HIDDEN = ("Cc", "Cs", "Zl", "Zp")
+TURNING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def plain(text: str, most: int = MOST) -> str:
+    """A text without control characters, except line ends and tabs, of about `most` characters."""
+    if len(text) > most:
+        last = most // 4
+        left_out = len(text) - most
+        text = f"{text[: most - last]} … ({left_out:,} characters left out) … {text[-last:]}"
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(_visible(character) for character in text)
+
+
+def plain_name(path: Path | str) -> str:
+    """The name of a file or folder, in one line."""
+    name = os.path.basename(os.fsdecode(path))
+    return plain(name, MOST_NAME).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def cell(value: object) -> object:
+    """A value for a CSV file: a spreadsheet takes text that begins so for a formula."""
+    begins = ("=", "+", "-", "@", "\t", "\r")
+    return f"'{value}" if isinstance(value, str) and value.startswith(begins) else value
+
+
+def _visible(character: str) -> str:
+    if character in "\n\t" or not (
+        unicodedata.category(character) in HIDDEN or character in TURNING
+    ):
+        return character
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name that isn't UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode()
