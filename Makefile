@@ -22,7 +22,7 @@ help:
 	@echo "make lab       open the lessons in JupyterLab; LAB=... passes options to it (as root: make lab LAB=--allow-root)"
 	@echo "make homework  open the homework in JupyterLab, with the same options"
 	@echo "make doctor    check what works on this machine, and say how to fix what does not"
-	@echo "make picture   run the README's example and draw its picture again"
+	@echo "make picture   run the README's example and write its picture to build/picture"
 	@echo "make clean     delete $(VENV), site/ and all caches"
 
 lessons: $(READY)

@@ -1,11 +1,14 @@
-"""Draws the animation in the README, by running the Python lines of the README (make picture):
-as SVG, and for slides as GIF and PNG.
+"""Draws the animation in the README, by running the Python lines of the README (make picture).
+
+As SVG, and for slides as GIF and PNG. Each run has other times, so the files go to build/picture,
+which git ignores. To change the README's picture, copy ring.svg to docs.
 """
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "picture"
 
 if __name__ == "__main__":
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -15,5 +18,6 @@ if __name__ == "__main__":
     names = {"__name__": "__main__"}
     exec(compile(above + program[1], "README.md", "exec"), names)
     scene = names["run"].animate()
+    FOLDER.mkdir(parents=True, exist_ok=True)
     for kind in ("svg", "gif", "png"):
-        print("Wrote", scene.save(ROOT / "docs" / f"ring.{kind}"))
+        print("Wrote", scene.save(FOLDER / f"ring.{kind}"))

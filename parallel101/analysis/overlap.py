@@ -10,13 +10,16 @@ These are unions and intersections of intervals in the record. `parallel101.viz.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from parallel101.record.events import Event
+from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 
 Interval = tuple[float, float]
+# waits in which ranks tell each other numbers of samples or lengths, a few bytes each
+BOOKKEEPING = ("agree", "lengths")
 
 
 class TimeWindow(NamedTuple):
@@ -32,7 +35,7 @@ class TimeBreakdown(NamedTuple):
     """How one rank spent a window, in seconds."""
 
     compute: float
-    communication: float  # something was in flight
+    communication: float  # something was in flight, bookkeeping aside
     overlap: float  # both at once
     idle: float  # no compute
 
@@ -69,12 +72,16 @@ def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
 def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
     """How a rank spent a window.
 
-    Each moment counts once, however many spans or messages cover it.
+    Each moment counts once, however many spans or messages cover it. Bookkeeping is no
+    communication: its few bytes take as long as their latency, which says nothing of the data.
     """
     events = [e for e in window.events if e.rank == rank]
     computing = union((e.start, e.end) for e in events if e.kind == "span" and not e.waiting)
     waiting = union((e.start, e.end) for e in events if e.waiting)
-    in_flight = union((e.start, e.end) for e in events if e.kind != "span")
+    few_bytes = {id(e) for e in bookkeeping(events)}
+    in_flight = union(
+        (e.start, e.end) for e in events if e.kind != "span" and id(e) not in few_bytes
+    )
     compute = seconds(computing) - seconds(intersection(computing, waiting))
     overlap = intersection(in_flight, computing)
     return TimeBreakdown(
@@ -83,6 +90,19 @@ def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
         seconds(overlap) - seconds(intersection(overlap, waiting)),
         window.end - window.begin - compute,
     )
+
+
+def bookkeeping(events: Sequence[Event]) -> list[Event]:
+    """The messages that a rank posts while it waits to agree with others on numbers or lengths."""
+    during: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.waiting and event.name in BOOKKEEPING:
+            during[event.rank].append(event)
+    return [
+        e
+        for e in events
+        if e.kind in P2P and any(of.start <= e.start < of.end for of in during[e.rank])
+    ]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from parallel101.analysis.chunks import Chunk, Counts, Element, chunks_of
@@ -73,7 +74,14 @@ class Replay:
 
     def in_step(self, step: int) -> list[int]:
         """The indices of a step's messages."""
-        return [i for i, s in enumerate(self.step) if s == step]
+        return self._by_step.get(step, [])
+
+    @cached_property
+    def _by_step(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for i, step in enumerate(self.step):
+            found.setdefault(step, []).append(i)
+        return found
 
     def adds(self, step: int) -> bool:
         """Whether a rank adds data that arrives in this step to its own."""

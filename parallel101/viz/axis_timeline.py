@@ -36,6 +36,7 @@ LEFT, RIGHT, TOP = 92.0, 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
 TALL, ROW, HEAD, BETWEEN = 11.0, 13.0, 22.0, 10.0
 MOST_RANKS = 16
+TICK = 5.0  # the least width of a message with room beside it, so that single ones are seen
 # not the colours of compute
 AXIS_CLASSES = {"dp": "dp", "cp": "f2", "ep": "f4", "pp": "pp", "tp": "f3"}
 OTHER_CLASSES = ("f6", "f5")
@@ -94,6 +95,7 @@ def axes_scene(
             draw_span(scene, Bar(event), x, y + HEAD - 6 + event.rank * ROW, TALL + 1, colours)
         y += high
     for of in traffic:
+        scene.cuts.append(y - BETWEEN / 2)
         _axis(scene, of, y, n, x)
         y += high
     time_axis(scene, span, y, LEFT, RIGHT)
@@ -190,9 +192,10 @@ def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[floa
 
 
 def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval]:
-    """Intervals of time in pixels, at least 0.8 wide.
+    """Intervals of time in pixels.
 
-    Each has its own box unless there is no pixel between them.
+    Each has its own box unless there is no pixel between them. A short one is drawn as wide as a
+    tick that can be seen, as far as its neighbours leave room.
     """
     merged: list[Interval] = []
     for left, right in sorted(
@@ -202,4 +205,11 @@ def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval
             merged[-1] = merged[-1][0], max(merged[-1][1], right)
         else:
             merged.append((left, right))
-    return merged
+    room = [0.0, *(right + 0.8 for _, right in merged[:-1])]
+    ends = [*(left - 0.8 for left, _ in merged[1:]), RIGHT]
+    return [
+        (max(min(left, end - TICK), free), max(right, min(left + TICK, end)))
+        if end == RIGHT
+        else (left, max(right, min(left + TICK, end)))
+        for (left, right), free, end in zip(merged, room, ends)
+    ]

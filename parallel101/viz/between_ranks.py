@@ -81,7 +81,7 @@ def traffic_scene(
     head = scene.panel(narrow="none")
     head.add(
         "text",
-        f"{trace_facts(trace)} · {human_seconds(trace.makespan)}",
+        trace_facts(trace) + (f" · {human_seconds(trace.makespan)}" if within is None else ""),
         x=932,
         y=40,
         font_size=13,

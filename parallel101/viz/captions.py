@@ -21,10 +21,6 @@ from parallel101.record.units import chunk_letters, human_bytes, listed, ranks_t
 from parallel101.viz.step_text import contents_of, route_of
 from parallel101.viz.timeline import unfinished_text
 
-NOT_KEPT = (
-    "The contents of the messages were not recorded.",
-    "p101.watch(fn) records them and shows whose data they are.",
-)
 NO_DATA = (
     "The messages carry no data of x, only zeros.",
     "Each says that its sender has come so far.",

@@ -24,7 +24,6 @@ from parallel101.viz.captions import (
     NEVER_WRITTEN,
     NO_DATA,
     NO_ORIGIN,
-    NOT_KEPT,
     TOO_MANY,
     Captions,
     fitted,
@@ -34,6 +33,7 @@ from parallel101.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
 from parallel101.viz.matrix import draw_matrix, draw_traffic
 from parallel101.viz.scene import Scene, Stop, box
 from parallel101.viz.timing import Timing
+from parallel101.viz.waiting_calls import draw_waiting_calls
 
 MOST_RANKS, MOST_MESSAGES = 128, 20_000
 # one by one; more ranks are summed up (many_ranks.py)
@@ -58,8 +58,9 @@ def collective_scene(
 
     If the run kept its messages and their values carry their origin (as those of
     `parallel101.watch` do), the picture shows whose data each rank holds of each chunk, and flags
-    data that a sum contains twice or lacks. Otherwise it shows the bytes that moved. More than 16
-    ranks are summed up: how far the messages of each step go, and between which ranks.
+    data that a sum contains twice or lacks. Without contents, it shows which calls wait and when
+    bytes move, and of other values the bytes that moved. More than 16 ranks are summed up: how far
+    the messages of each step go, and between which ranks.
 
     Args:
         trace: the record of a run of up to 16 ranks and 2,000 messages, or up to 128 ranks and
@@ -110,9 +111,12 @@ def collective_scene(
         draw_matrix(scene, replay, timing, captions.legend)
     elif not many:
         kept = any(m.payload for m in replay.messages)
-        unknown = NEVER_WRITTEN if any(replay.unwritten) else NO_ORIGIN if kept else NOT_KEPT
-        note = TOO_MANY if too_many else NO_DATA if replay.no_data else unknown
-        draw_traffic(scene, replay, timing, note)
+        if kept or too_many or replay.no_data or any(replay.unwritten):
+            unknown = NEVER_WRITTEN if any(replay.unwritten) else NO_ORIGIN
+            note = TOO_MANY if too_many else NO_DATA if replay.no_data else unknown
+            draw_traffic(scene, replay, timing, note)
+        else:
+            draw_waiting_calls(scene, replay, timing)
     if replay.messages:
         _draw_sends(scene, replay, timing, many)
     return scene

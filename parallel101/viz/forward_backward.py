@@ -24,6 +24,7 @@ from parallel101.viz.timing import Timing
 HALF, TOP, HEIGHT = 480, 52, 712
 # from where the collective view has them to where a half has them
 GRAPH, CELLS = "translate(20,-18)", "translate(-386,328) scale(.9)"
+GRAPHS_END = 414  # below TOP: between the ranks and what they hold
 PAUSE = 0.6  # seconds from the end of the forward run to the start of the backward run
 
 
@@ -54,6 +55,7 @@ def forward_backward_scene(
     """
     scene = Scene(2 * HALF, TOP + HEIGHT, title)
     scene.narrow = (HALF, TOP + 2 * HEIGHT)
+    scene.cuts = [TOP + GRAPHS_END]
     scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
     first, second = _replay(forward, "forward"), _replay(backward, "backward")
     turn = Timing(first).reveal + PAUSE  # when the backward run starts

@@ -15,7 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from parallel101.analysis.overlap import TimeBreakdown, TimeWindow, time_breakdown, time_windows
+from parallel101.analysis.overlap import (
+    TimeBreakdown,
+    TimeWindow,
+    bookkeeping,
+    time_breakdown,
+    time_windows,
+)
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
@@ -77,13 +83,16 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     thick = max((lane + 1 for of in flows.values() for lane in of.values()), default=0) * 2 * THIN
     row = depth * TALL + thick + GAP
     high = n * row + (HEAD if within else 0.0)
-    notes = notes_of([e for window in windows for e in window.events])
+    events = [e for window in windows for e in window.events]
+    notes = notes_of(events)
+    if bookkeeping(events):
+        notes[-1] += " Overlap doesn't count them."
     height = math.ceil(TOP + len(windows) * high + 40) + 18 * len(notes)
     scene = Scene(960, height, title, " ".join(window_text(window, n) for window in windows))
     scene.style += STYLE
     scene.definitions.append(HATCHING)
     colours = span_colours(e for of in spans.values() for e in of if not e.waiting)
-    _head(scene, trace, colours)
+    _head(scene, trace, colours, "" if within else human_seconds(longest))
     scale = (RIGHT - LEFT) / longest if longest else 0.0
     for i, window in enumerate(windows):
         top = TOP + i * high
@@ -108,6 +117,8 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
             flows[window.name],
             n,
         )
+        rows = range(n) if len(windows) == 1 else (n - 1,)
+        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in rows]
     time_axis(scene, longest, TOP + len(windows) * high, LEFT, RIGHT)
     draw_notes(scene, notes)
     return scene
@@ -143,11 +154,12 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
     return lanes
 
 
-def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
+def _head(scene: Scene, trace: Trace, colours: dict[str, int], took: str) -> None:
+    """The title and the legend. `took`: the time that is drawn, "" if each panel says its own."""
     scene.add("text", scene.title, x=28, y=40, class_="h")
     scene.add(
         "text",
-        f"{trace_facts(trace)} · {human_seconds(trace.makespan)}",
+        trace_facts(trace) + (f" · {took}" if took else ""),
         x=932,
         y=40,
         font_size=13,

@@ -136,6 +136,7 @@ def memory_scene(
             totals.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
             y += ROW
         y += BETWEEN
+        scene.cuts.append(y - BETWEEN / 2)
     return scene
 
 

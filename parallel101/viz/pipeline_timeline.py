@@ -32,6 +32,8 @@ HELD, HELD_END = 812.0, 900.0
 HEAD, BETWEEN = 26.0, 16.0
 # seconds of the animation: before the cursor starts, for the longest panel, and at the end
 LEAD, SWEEP, TAIL = 0.3, 11.0, 1.0
+# of a number in a box; 9 is almost 5 points on paper, where a picture is 180 mm wide
+LARGEST, SMALLEST = 13.0, 9.0
 MOST_ROWS, MOST_MESSAGES, MOST_SQUARES = 96, 400, 60
 COLOURS = {"F": 0, "B": 1, "I": 1, "W": 2}
 NAMES = {
@@ -311,10 +313,10 @@ def _slot(
             f"{duration(slot.end - slot.start, recorded)}{together}"
         ),
     )
-    size = min(11.5, tall - 2, (width - 2.0) / (0.62 * digits))
-    if size >= 8:
+    size = min(LARGEST, tall - 2, (width - 3.0) / (0.69 * digits))
+    if size >= SMALLEST:
         middle = y + (tall if tall >= 20 else tall - low) / 2 + 0.36 * size
-        class_ = "c later" if chunk else f"c o{COLOURS[slot.kind]}"
+        class_ = "b c later" if chunk else f"b c o{COLOURS[slot.kind]}"
         scene.add(
             "text", slot.microbatch, x=x + (width - 1) / 2, y=middle, font_size=size, class_=class_
         )

@@ -29,7 +29,7 @@ Point = tuple[float, float]  # (x, y), in units of the picture
 MODES = ("linear", "discrete", "ease")
 HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" '
+    'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--hatch)" '
     'stroke-width="1.6"/></pattern>'
 )
 
@@ -99,6 +99,7 @@ class Scene(Node):
             still, where it can wrap.
         narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`;
             None if there is no such layout.
+        cuts: where a picture that is too tall for a cover can end: each y is between two parts.
         definitions: SVG elements for <defs>.
         style: CSS rules.
     """
@@ -111,6 +112,7 @@ class Scene(Node):
         self.stops: list[Stop] = []
         self.intro = ""
         self.narrow: tuple[int, int] | None = None
+        self.cuts: list[float] = []
         self.definitions: list[str] = []
         self.style = STYLE
 
@@ -150,10 +152,11 @@ class Scene(Node):
             colours = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
         else:
             colours = ""
+        cuts = f' data-cuts="{" ".join(map(number, self.cuts))}"' if self.cuts else ""
         text = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" '
-            f'role="img" font-family="{FONT}">'
+            f'role="img" font-family="{FONT}"{cuts}>'
             f"<title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>"
             f'<style class="theme">{colours}</style>'
             f"<style>svg{{font-variant-numeric:tabular-nums}}{self.style}</style>"

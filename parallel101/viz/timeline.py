@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from parallel101.analysis.critical_path import CriticalPath, Segment
 from parallel101.analysis.critical_path import critical_path as path_of
+from parallel101.analysis.overlap import bookkeeping
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, listed, round_step
@@ -405,25 +406,17 @@ def notes_of(events: Sequence[Event]) -> list[str]:
             numbered[key].append(event.name or "span")
     parts = [f"{key} ({', '.join(names)})" for key, names in numbered.items() if names]
     notes = [f"A number in a bar is its {' or its '.join(parts)}."] if parts else []
-    agreeing: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.waiting and event.name == "agree":
-            agreeing[event.rank].append(event)
-    small = [
-        e.nbytes
-        for e in events
-        if e.kind == "send" and any(a.start <= e.start < a.end for a in agreeing[e.rank])
-    ]
+    small = [e.nbytes for e in bookkeeping(events) if e.kind == "send"]
     if small:
         size = (
             human_bytes(min(small))
             if min(small) == max(small)
             else f"{human_bytes(min(small))} to {human_bytes(max(small))}"
         )
-        notes.append(
-            f"Small messages ({size}): the ranks agree on the number of samples, the loss and "
-            "errors."
-        )
+        names = {e.name for e in events if e.waiting}
+        told = ["the number of samples, the loss and errors"] * ("agree" in names)
+        told += ["lengths"] * ("lengths" in names)
+        notes.append(f"Small messages ({size}): the ranks agree on {listed(told)}.")
     return notes
 
 

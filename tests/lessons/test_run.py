@@ -134,6 +134,7 @@ PRINTED = {
             r"doubling +2 +2\.00 +8 +8\.00",
             r"ring +6 +1\.50 +24 +6\.00",
         ],
+        "turns": [r"4 MiB +measured / the line above", r"ring +\d+\.\d +\d+\.\d"],
         "bus-run": [
             r"all_reduce +50\.0 +33\.3 +28\.6 +50\.0 +50\.0 +50\.0",
             r"all_to_all +100\.0 +66\.7 +57\.1 +50\.0 +50\.0 +50\.0",
@@ -539,7 +540,7 @@ PRINTED = {
 }
 IN_PICTURES = {  # text in a picture
     "00_ranks": {
-        "message-picture": ["Messages between two ranks"],
+        "message-picture": ["Messages between two ranks", "The longest wait: rank "],
         "deadlock-picture": ["Deadlock: who waits for whom"],
         "nccl-picture": ["Deadlock: who waits for whom"],
     },

@@ -8,6 +8,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -150,6 +151,21 @@ def test_the_ten_lines_of_the_readme_run(tmp_path):
     assert "[6, 6, 6, 6] [96, 96, 96, 96]" in ran.stdout, (
         "in a ring of four, each rank sends 2 (4 - 1) messages of a quarter of 64 bytes"
     )
+
+
+def test_make_picture_changes_no_tracked_file(monkeypatch, capfd):
+    written = []
+
+    def save(scene, path):
+        written.append(path)
+        return path
+
+    monkeypatch.setattr("parallel101.viz.scene.Scene.save", save)
+    runpy.run_path(str(ROOT / "docs" / "ring.py"), run_name="__main__")
+    assert [path.suffix for path in written] == [".svg", ".gif", ".png"]
+    ignored = (ROOT / ".gitignore").read_text().split()
+    for path in written:
+        assert f"{path.relative_to(ROOT).parts[0]}/" in ignored, f"git would see {path}"
 
 
 def test_the_lines_at_the_top_of_the_package_run_without_a_warning_in_any_process(tmp_path):

@@ -4,6 +4,8 @@ and it can be presented.
 
 from __future__ import annotations
 
+import base64
+import re
 from pathlib import Path
 
 import pytest
@@ -190,19 +192,34 @@ def test_the_index_shows_a_picture_of_each_lesson():
             '<figure class="p101"><picture><img '
             f'src="data:image/svg+xml;base64,{k}"></picture></figure>'
         )
-        for k in "abc"
+        for k in ("YQ==", "Yg==", "Yw==")
     ]
     cells = [
         v4.new_code_cell("x", outputs=[v4.new_output("display_data", {"text/html": figure})])
         for figure in figures
     ]
-    assert 'src="data:image/svg+xml;base64,a"' in cover_of(str(page(*cells)))
+    assert 'src="data:image/svg+xml;base64,YQ=="' in cover_of(str(page(*cells)))
     cells[1].metadata["tags"] = ["cover"]
     cover = cover_of(str(page(*cells)))
-    assert 'src="data:image/svg+xml;base64,b"' in cover
+    assert 'src="data:image/svg+xml;base64,Yg=="' in cover
     assert cover == cover_of(str(page("> **Predict.** What?", *cells))), (
         "also if it is in a folded answer"
     )
     assert cover_of(str(page("# No picture"))) == ""
     assert cover in index_page([Lesson("00_a", "A", "About a.")], {"00_a": cover})
     assert 'href="exercise%20%232.html"' in index_page([Lesson("exercise #2", "Two", "")])
+
+
+def test_covers_end_between_two_parts_of_a_picture_that_is_too_tall():
+    from parallel101.publish.page import cropped
+    from parallel101.viz.scene import Scene, data_uri
+
+    def shown(height, *cuts):
+        scene = Scene(960, height, "tall")
+        scene.cuts = list(cuts)
+        svg = base64.b64decode(cropped(data_uri(scene.svg())).partition(",")[2]).decode()
+        return re.search(r'viewBox="([^"]+)"', svg)[1]
+
+    assert shown(500, 300.0) == "2 2 956 496"
+    assert shown(826, 300.0, 612.5, 700.0) == "2 2 956 610.5"
+    assert shown(826) == shown(826, 700.0) == "2 2 956 822"

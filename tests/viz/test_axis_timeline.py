@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import parallel101 as p101
 from parallel101.analysis.axis_traffic import axis_traffic
 from parallel101.record.trace import Trace
-from parallel101.viz.axis_timeline import LEFT, RIGHT, axes_scene
+from parallel101.viz.axis_timeline import LEFT, RIGHT, TICK, axes_scene, pixels
 from tests.viz.drawn import SVG, span
 
 BYTES = {"tp": 64, "dp": 4096}  # of a message
@@ -102,6 +102,15 @@ def test_messages_are_drawn_at_their_time_in_the_panel_of_their_axis():
             assert [float(left) for left in re.findall(r"M([\d.]+)", path)] == pytest.approx(
                 sorted(starts), abs=0.1
             )
+
+
+def test_single_messages_are_ticks_that_can_be_seen_and_dense_ones_keep_their_gaps():
+    wide = [right - left for left, right in pixels([(100.0, 100.1), (300.0, 300.1)], float)]
+    assert wide == [TICK, TICK] and TICK >= 3
+    dense = pixels([(100.0 + 2 * k, 100.1 + 2 * k) for k in range(9)], float)
+    assert len(dense) == 9
+    assert all(right + 0.5 < left for (_, right), (left, _) in zip(dense, dense[1:]))
+    assert pixels([(RIGHT - 1, RIGHT)], float) == [(RIGHT - TICK, RIGHT)]
 
 
 def test_words_for_readers_who_do_not_see_it():

@@ -8,6 +8,7 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from functools import partial
+from html import unescape
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from parallel101.analysis.provenance import decode, origin_tensor
 from parallel101.analysis.replay import replay_of
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
-from parallel101.viz.collective import collective_scene
+from parallel101.viz.collective import TOP, collective_scene
 from parallel101.viz.matrix import CellGrid
+from parallel101.viz.waiting_calls import LEGEND
 from tests.viz import programs as p
-from tests.viz.drawn import SVG
+from tests.viz.drawn import SVG, text_boxes, titled
 from tests.viz.programs import exchange, me, recorded
 
 # program, elements per rank on n ranks, steps, operation, topology
@@ -251,12 +253,33 @@ def test_inputs_set_what_each_rank_starts_with():
     assert [any(replay.cells[rank, 0][0][1]) for rank in range(4)] == [True, False, False, False]
 
 
-def test_values_without_origin_are_drawn_as_bytes():
+def test_without_contents_the_waits_are_drawn():
+    """Rank 1 posts its receive at once; rank 0 sends after two seconds, for half a second."""
+
+    def late(x):
+        if me()[0] == 0:
+            p101.compute(2.0)
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+
+    links = p101.Network(latency=0.5, bandwidth=math.inf)
+    run = p101.launch(lambda: late(torch.ones(4)), world_size=2, backend="sim", network=links)
+    scene = run.animate()
+    assert all(line in unescape(scene.svg()) for line in LEGEND)
+    assert "not recorded" not in scene.svg()
+    (wait,) = (bar for bar in titled(scene, "rank 1, recv from") if bar.get("class") == "waits")
+    (moves,) = (bar for bar in titled(scene, "rank 1, recv from") if bar.get("class") == "takes")
+    assert float(wait.get("width")) / float(moves.get("width")) == pytest.approx(4, rel=0.01)
+    assert [bar.get("class") for bar in titled(scene, "rank 0, send to")] == ["gives"]
+    assert scene.description.endswith("The longest wait: rank 1, recv from rank 0, 2 s.")
+    assert "waits 2 s" in wait.find(f"{SVG}title").text
     trace, results = recorded(p.ring_all_reduce, 4, 8, payload=False)
     scene = collective_scene(trace, results)
-    texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
-    assert texts.count("96 B") == 4  # what each rank sent on its link: six messages of 16 bytes
-    assert "The contents of the messages were not recorded." in texts
+    assert len(titled(scene, "send to")) >= 4 * 6
+    crowded = collective_scene(*recorded(p.ring_all_reduce, 16, 16, payload=False))
+    low = [bottom for text, *_, bottom in text_boxes(crowded, 0.0) if text in LEGEND]
+    assert len(low) == 2 and max(low) < TOP - 5, "above the bars of the sends"
     assert scene.stops[2].label == "Step 3 of 6: Each rank sends 16 B to its right neighbour."
 
 

@@ -174,6 +174,7 @@ EXACT = [
     ([3, 2, 1], "3, 2, 1", "3, 2, 2", "different"),
     ([2, 1], "2, 1", "2,1", "right"),
     ([6], "6", "many", ""),
+    ([300 / 19], "15.8 %", "0.16 %", "too low"),
     ([100 * 3 / 35], "8.6 %", "8-9 %", ""),
     ([100 * 3 / 35], "8.6 %", "8.6 GB", ""),
     ([], "–", "6", ""),
@@ -190,6 +191,18 @@ def test_a_prediction_is_compared_with_the_exact_result(exact, shown, typed, exp
         shown.rpartition(" ")[2], ""
     )
     assert verdict(typed, unit, shown, exact) == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown", "said"),
+    [("0.16", "16 %", "right"), (".158", "15.8 %", "right"), ("0,5", "50 %", "too high")]
+    + [("0.16 %", "0.16 %", "too low"), ("16", "16 %", "right"), ("0", "0 %", "too low")],
+)
+def test_a_rate_written_as_a_part_of_one_is_shown_in_percent(typed, shown, said):
+    explorer = explore_schedule("1f1b", stages=4, microbatches=16)
+    predict(explorer, typed, "bubble rate")
+    explorer.run_button.click()
+    assert f"<strong>{shown}</strong>" in explorer.html and f" {said}</td>" in explorer.html
 
 
 @pytest.mark.parametrize(
@@ -380,6 +393,38 @@ def test_worlds(collective):
         and found["time"][1] == "–"
     )
     move(collective, world="sim")
+
+
+def test_sizes_up_to_a_gibibyte_on_up_to_64_ranks_equal_their_closed_forms():
+    explorer = explore_collective(
+        "all_reduce", ranks=64, size="1 GiB", world="sim", latency="5 µs", bandwidth="50 GB/s"
+    )
+    assert rows(explorer)["busiest rank sends"] == ["2.0 GiB", "2.0 GiB"]
+    assert explorer.controls["numbers"].disabled and "all_reduce, ring" in explorer.html
+    move(explorer, ranks=6)
+    for operation, algorithm in (("all_reduce", "ring"), ("broadcast", "pipelined_chain")):
+        move(explorer, operation=operation, algorithm=algorithm)
+        assert all(run == form for run, form in rows(explorer).values()), rows(explorer)
+    move(explorer, network="two nodes", operation="all_gather", algorithm="ring", ranks=4)
+    assert rows(explorer)["time"][0] == "64.4 ms", "3 GiB from node to node, at 50 GB/s"
+    move(explorer, world="gloo")
+    assert explorer.controls["size"].disabled and explorer.controls["size"].value == "the numbers"
+
+
+def test_the_crossing_of_lesson_02_is_found():
+    links = {"latency": "20 µs", "bandwidth": "1.25 GB/s"}
+    explorer = explore_collective("all_reduce", ranks=8, size="64 KiB", world="sim", **links)
+    found = {}
+    for size in ("64 KiB", "1 MiB"):
+        for algorithm in ("recursive_doubling", "ring"):
+            move(explorer, size=size, algorithm=algorithm)
+            time, form = rows(explorer)["time"]
+            assert time == form
+            found[size, algorithm] = explorer.run(
+                **{name: control.value for name, control in explorer.controls.items()}
+            ).exact["time"]
+    assert found["64 KiB", "recursive_doubling"] < found["64 KiB", "ring"]
+    assert found["1 MiB", "ring"] < found["1 MiB", "recursive_doubling"]
 
 
 def test_a_function_of_your_own_shows_what_would_hang_on_nccl():

@@ -19,6 +19,7 @@ from parallel101.analysis.overlap import (
 )
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
+from parallel101.viz.between_ranks import traffic_scene
 from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
 from parallel101.viz.timeline import span_colours, span_entries, timeline_scene
 from tests.viz.drawn import SVG, span, titled
@@ -68,11 +69,31 @@ def test_overlap_of_a_message_with_compute(overlap):
     assert time_breakdown(window, 1) == pytest.approx((0.0, 2.0, 0.0, 7.0))
     scene = lanes_scene(Trace(step(overlap), 2, "gloo"), "step")
     assert f">{overlap / 2:.0%}<" in scene.svg()
-    assert ">2 ranks · gloo · as recorded · 7 s<" in scene.svg()
+    assert ">2 ranks · gloo · as recorded<" in scene.svg() and ">7 s<" in scene.svg()
+    whole = lanes_scene(Trace(step(overlap), 2, "gloo"))
+    assert ">2 ranks · gloo · as recorded · 7 s<" in whole.svg()
     assert scene.description == (
         "step: 7 s. Compute by rank: 5 s, 0 µs. Communication that overlaps with compute: "
         f"{overlap / 2:.0%}, 0%."
     )
+
+
+def exchange():
+    """Lengths are told before anything is computed; then a message of data hides completely."""
+    return [
+        span(0, "lengths", 0.0, 1.0, waiting=True),
+        message("send", 0, 1, 0.0, 1.0, 8),
+        span(0, "attention", 1.0, 5.0, 1),
+        message("send", 0, 1, 1.0, 2.0, 4096, 1),
+    ]
+
+
+def test_the_exchange_of_lengths_is_not_counted_as_communication():
+    trace = Trace(exchange(), 2, "sim")
+    assert time_breakdown(time_windows(trace)[0], 0) == pytest.approx((4.0, 1.0, 1.0, 1.0))
+    drawn = lanes_scene(trace).svg()
+    assert ">100%<" in drawn
+    assert "(8 B): the ranks agree on lengths. Overlap doesn't count them.<" in drawn
 
 
 def test_a_wait_inside_compute_is_not_compute():
@@ -125,6 +146,8 @@ def test_panels_share_one_scale_and_take_the_last_span_of_their_name():
     ]
     events[2] = events[2]._replace(end=9.0)
     scene = lanes_scene(Trace(events, 1, "sim"), "slow", "fast")
+    assert all(f">{t} s<" in scene.svg() for t in (8, 2)) and "31 s<" not in scene.svg()
+    assert "31 s<" not in traffic_scene(Trace(events, 1, "sim"), within="fast").svg()
     widths = [float(bar.get("width")) for bar in titled(scene, "forward")]
     assert len(widths) == 2 and widths[0] / widths[1] == pytest.approx(7 / 2, rel=0.02)
 
@@ -184,16 +207,16 @@ def test_numbers_waits_and_small_messages_are_explained():
         message("send", 0, 1, 4.3, 5.9, 8),
         message("send", 0, 1, 1.0, 3.0, 4096),
     ]
-    for scene in (lanes_scene(Trace(events, 2, "gloo")), timeline_scene(Trace(events, 2, "gloo"))):
+    small = "Small messages (8 B): the ranks agree on the number of samples, the loss and errors."
+    trace = Trace(events, 2, "gloo")
+    not_counted = " Overlap doesn't count them."
+    for scene, more in ((lanes_scene(trace), not_counted), (timeline_scene(trace), "")):
         texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
         assert {"forward, microbatch 0", "forward, microbatch 1", "3", "agree"} <= set(texts)
         assert (
             "A number in a bar is its microbatch (forward) or its layer (layer forward)." in texts
         )
-        assert (
-            "Small messages (8 B): the ranks agree on the number of samples, the loss and errors."
-            in texts
-        )
+        assert small + more in texts
         assert not titled(scene, "wait for gradients")
     plain = lanes_scene(Trace([span(0, "forward", 0.0, 1.0)], 1, "sim")).svg()
     assert "A number in a bar" not in plain and "Small messages" not in plain

@@ -132,6 +132,28 @@ def test_the_facts_of_one_microbatch_are_in_the_singular():
     assert "2 ranks · 1 microbatch" in texts(pipeline_scene(timed("gpipe", 2, 1, 1)))
 
 
+def test_numbers_of_interleaved_schedules_can_be_read_and_do_not_touch():
+    """Two stages on each of four ranks, drawn below 1F1B: the narrowest boxes of lesson 07."""
+    pair = {
+        name: p101.schedule(name, stages=4, microbatches=8, chunks=chunks).time(
+            1 / chunks, 1 / chunks, 1 / chunks
+        )
+        for name, chunks in (("1f1b", 1), ("interleaved", 2))
+    }
+    scene = pipeline_scene(pair)
+    boxes = titled(scene, " of microbatch ")
+    numbers = [
+        text
+        for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")
+        if "b c" in text.get("class", "")
+    ]
+    assert len(numbers) == len(boxes) == 4 * 8 * 2 * 3
+    for text, rect in zip(numbers, boxes):
+        left, right = place(rect)
+        size = float(text.get("font-size"))
+        assert size >= 10 and 0.7 * size + 1.5 < right - left
+
+
 def test_stages_of_a_rank_differ_in_shade():
     scene = timed("interleaved", 2, 4, 2).timeline()
     shades = {"stage 0": set(), "stage 2": set()}

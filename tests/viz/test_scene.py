@@ -11,8 +11,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from parallel101.analysis.chunks import letter
-from parallel101.viz.palette import DARK
-from parallel101.viz.scene import Scene, Stop, box, value_at
+from parallel101.viz.palette import DARK, THEMES
+from parallel101.viz.scene import HATCHING, Scene, Stop, box, value_at
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -121,3 +121,17 @@ def test_bad_keyframes_are_named(scene):
 def test_letters_and_boxes():
     assert [letter(i) for i in (0, 7, 25, 26, 27, 52)] == ["a", "h", "z", "aa", "ab", "ba"]
     assert box(1, 2.04, 3.5, 4) == "M1 2h3.5v4h-3.5z"
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_hatching_can_be_seen_in_both_themes(theme):
+    def luminance(name):
+        parts = [int(THEMES[theme][name][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear))
+
+    scene = Scene(10, 10, "hatched")
+    scene.definitions.append(HATCHING)
+    assert THEMES[theme]["hatch"] in scene.svg(theme=theme)
+    low, high = sorted((luminance("hatch"), luminance("bg")))
+    assert (high + 0.05) / (low + 0.05) > {"light": 2, "dark": 3.5}[theme]

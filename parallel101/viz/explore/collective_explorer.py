@@ -5,7 +5,9 @@ steps    6           6              6 ✓ right
 bytes    96 B        96 B
 
 The reader chooses an operation, an algorithm, and ranks that are processes (gloo) or virtual (sim).
-Virtual ranks have links of some topology and speed.
+Virtual ranks have links of some topology and speed. Up to 16 ranks hold values that show whose data
+is where. With more ranks, or a size of up to 1 GiB, only the clock runs: each number that is sent
+counts as many bytes as the size needs, so no memory is filled.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from parallel101.analysis.critical_path import critical_path
 from parallel101.analysis.provenance import most_elements
 from parallel101.analysis.steps import steps_of
 from parallel101.cost.closed_forms import closed_form
-from parallel101.ranks.launch import Run
+from parallel101.ranks.launch import Run, launch
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.sim.network import Network
@@ -59,13 +61,17 @@ TEXT: dict[str, Callable[[float], str]] = {
 # for other numbers of ranks than powers of two, with two more steps
 IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")
 MOST_NUMBERS, MOST_SEGMENTS = 48, 16
+BLOCK = 16  # numbers in a rank's block, where each stands for several
+NUMBERS = "the numbers"
+SIZES = {human_bytes(4**k): 4**k for k in range(5, 16)}  # 1 KiB, 4 KiB, … 1 GiB
 WORLDS: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
     "sim": {"backend": "sim"},
     "sim, NCCL's rules": {"backend": "sim", "rules": "nccl"},
 }
-# gloo: processes on a laptop; sim: stripes that can still be told apart
-MOST_RANKS = {"gloo": 8, "sim": 16, "sim, NCCL's rules": 16}
+# gloo: processes on a laptop; up to MOST_WATCHED, stripes can still be told apart
+MOST_RANKS = {"gloo": 8, "sim": 64, "sim, NCCL's rules": 64}
+MOST_WATCHED = 16
 LATENCIES = {"0 s": 0.0, "1 µs": 1e-6, "5 µs": 5e-6, "20 µs": 2e-5, "100 µs": 1e-4, "1 s": 1.0}
 BANDWIDTHS = {
     "1 B/s": 1.0,
@@ -75,6 +81,7 @@ BANDWIDTHS = {
     "50 GB/s": 5e10,
     "no limit": math.inf,
 }
+INSIDE = 450e9  # bytes per second
 # topology → closed_form's links
 FORMS = {"switch": "switch", "ring": "ring", "one-way ring": "one_way_ring"}
 
@@ -91,13 +98,15 @@ TOPOLOGIES: dict[str, Callable[..., Network]] = {  # called with the number of r
     "one-way ring": lambda ranks, **speed: Network.ring(bidirectional=False, **speed),
     "line": lambda ranks, **speed: Network.ring(wraparound=False, **speed),
     "torus": lambda ranks, **speed: Network.torus(torus_shape(ranks), **speed),
-    # inside a node: 2 µs, 450 GB/s
+    # inside a node: 2 µs, and INSIDE unless given
     "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),
 }
 
 
 def most_numbers(ranks: int) -> int:
     """The most elements per rank that fit the slider and can carry their origin."""
+    if ranks > MOST_WATCHED:
+        return 2 * MOST_RANKS["sim"]
     return min(MOST_NUMBERS, most_elements(ranks, torch.int64))
 
 
@@ -107,6 +116,7 @@ def explore_collective(
     *,
     ranks: int = 4,
     numbers: int = 8,
+    size: str = NUMBERS,
     root: int = 0,
     segments: int = 4,
     world: str = "gloo",
@@ -119,8 +129,10 @@ def explore_collective(
 
     Args:
         operation: one of OPERATIONS, or a function of your own, which takes a tensor. It has no
-            algorithm, root and closed form.
+            algorithm, size, root and closed form.
         numbers: elements of each rank's tensor, of 8 bytes each.
+        size: on sim, the bytes of each rank's tensor instead, one of SIZES. It is rounded to equal
+            blocks. Then the picture has no contents.
         segments: into how many a pipelined chain cuts the array, if it has as many elements.
         world: "gloo", "sim" or "sim, NCCL's rules". The last one shows what would hang on NCCL. The
             others are for sim only:
@@ -142,6 +154,7 @@ def explore_collective(
         "world": menu("world", WORLDS, world),
         "ranks": slider("ranks", 1, MOST_RANKS[world], ranks),
         "numbers": slider("numbers", 1, most_numbers(ranks), numbers),
+        **({} if own else {"size": menu("size", (NUMBERS, *SIZES), size)}),
         **({} if own else {"root": slider("root", 0, ranks - 1, root)}),
         **({} if own else {"segments": slider("segments", 1, MOST_SEGMENTS, segments)}),
         "network": menu("network", TOPOLOGIES, network),
@@ -166,7 +179,12 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
     if changed == "ranks" and operation not in BLOCKS:  # equal blocks again
         numbers.value = max(1, min(round(numbers.value / ranks), numbers.max // ranks)) * ranks
     controls["root"].max = ranks - 1
-    controls["root"].disabled, numbers.disabled = operation not in ROOT, operation == "barrier"
+    size = controls["size"]
+    size.disabled = operation == "barrier" or controls["world"].value == "gloo"
+    if size.disabled:
+        size.value = NUMBERS
+    controls["root"].disabled = operation not in ROOT
+    numbers.disabled = operation == "barrier" or size.value != NUMBERS
     controls["segments"].disabled = algorithm.value != "pipelined_chain"
     sentences = [f"{operation} has no root."] * (operation not in ROOT) + [
         "A barrier sends no numbers."
@@ -182,8 +200,8 @@ def adjust_world(controls: Mapping[str, Any], changed: str) -> str:
     for name in ("network", "latency", "bandwidth"):
         controls[name].disabled = gloo
     return (
-        "On gloo, messages go through this machine: network, latency and bandwidth have no effect. "
-        "Choose sim to set them."
+        "On gloo, messages go through this machine: size, network, latency and bandwidth have no "
+        "effect. Choose sim to set them."
     ) * gloo
 
 
@@ -193,6 +211,7 @@ def run(
     world: str,
     ranks: int,
     numbers: int,
+    size: str,
     root: int,
     segments: int,
     network: str,
@@ -200,22 +219,29 @@ def run(
     bandwidth: str,
 ) -> ExplorerResult:
     """Run it once, and count."""
+    numbers, each = blocks_of(operation, ranks, size) if size != NUMBERS else (numbers, 1)
     segment_bytes = 8 * -(-numbers // segments) if algorithm == "pipelined_chain" else None
     function, links = (
         program(operation, algorithm, root, segment_bytes),
-        links_of(world, ranks, network, latency, bandwidth),
+        links_of(world, ranks, network, latency, bandwidth, each),
     )
-    ran, counted = counted_run(function, world, numbers, ranks, links)
+    clock_only = ranks > MOST_WATCHED or size != NUMBERS
+    measure = clocked_run if clock_only else counted_run
+    ran, counted = measure(function, world, numbers, ranks, links)
     counted |= counts(ran.trace, network if links else None, function, numbers)
+    if each > 1:
+        for what in {"busiest rank sends", "bytes on the critical path"} & set(counted):
+            counted[what] *= each
+        ran.trace = enlarged(ran.trace, each)
     expected, note = predicted(
         operation,
         algorithm,
         ranks,
-        numbers,
+        numbers * each,
         root,
         network if links else "switch",
-        links,
-        segment_bytes,
+        links_of(world, ranks, network, latency, bandwidth),
+        segment_bytes and segment_bytes * each,
     )
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
@@ -230,12 +256,32 @@ def run(
             f"The closed form has none. {note}"
         ).strip()
     return ExplorerResult(
-        ran.animate(),
+        ran.animate(f"{operation}, {algorithm}" if clock_only else None),
         rows,
         ("this run", "closed form"),
         note,
         {what: [number] for what, number in counted.items()},
     )
+
+
+def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
+    """The numbers of a rank's tensor, and for how many each of them stands.
+
+    Together they have about this size. Each block has BLOCK numbers, or fewer if it is small, so
+    that algorithms can cut it.
+    """
+    blocks = 1 if operation in BLOCKS else ranks
+    in_block = max(1, round(SIZES[size] / 8 / blocks))
+    if in_block <= 4 * BLOCK:
+        return in_block * blocks, 1
+    return BLOCK * blocks, round(in_block / BLOCK)
+
+
+def enlarged(trace: Trace | None, each: int) -> Trace:
+    """The record of the same messages, each with so many times as many bytes."""
+    assert trace is not None
+    events = [e._replace(nbytes=e.nbytes * each) for e in trace.events]
+    return Trace(events, trace.world_size, trace.backend, trace.unfinished)
 
 
 def run_own(
@@ -249,7 +295,8 @@ def run_own(
 ) -> ExplorerResult:
     """Run a function of the reader's own, and count."""
     links = links_of(world, ranks, network, latency, bandwidth)
-    ran, counted = counted_run(function, world, numbers, ranks, links)
+    measure = clocked_run if ranks > MOST_WATCHED else counted_run
+    ran, counted = measure(function, world, numbers, ranks, links)
     if links is None or network == "switch":
         counted |= counts(ran.trace, network if links else None, function, numbers)
     rows = [(what, shown(counted, what)) for what in QUANTITIES]
@@ -263,13 +310,19 @@ def shown(numbers: Mapping[str, float], what: str) -> str:
     return TEXT[QUANTITIES[what]](numbers[what]) if what in numbers else "–"
 
 
-def links_of(world: str, ranks: int, network: str, latency: str, bandwidth: str) -> Network | None:
-    """The links between virtual ranks; None on gloo."""
-    return (
-        None
-        if world == "gloo"
-        else TOPOLOGIES[network](ranks, latency=LATENCIES[latency], bandwidth=BANDWIDTHS[bandwidth])
-    )
+def links_of(
+    world: str, ranks: int, network: str, latency: str, bandwidth: str, each: int = 1
+) -> Network | None:
+    """The links between virtual ranks; None on gloo.
+
+    `each`: for how many bytes one that is sent stands. The links are as many times slower.
+    """
+    if world == "gloo":
+        return None
+    speed = {"latency": LATENCIES[latency], "bandwidth": BANDWIDTHS[bandwidth] / each}
+    if network == "two nodes":  # its links inside a node too
+        speed["inside_bandwidth"] = INSIDE / each
+    return TOPOLOGIES[network](ranks, **speed)
 
 
 def counted_run(
@@ -282,6 +335,26 @@ def counted_run(
     """A run, with what its record says at once: the bytes that a rank sends, and the time."""
     ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
     assert ran.trace is not None  # watch always records
+    return ran, {
+        "busiest rank sends": max(ran.trace.bytes_sent),
+        "time": round(ran.trace.makespan, 12),
+    }
+
+
+def clocked_run(
+    function: Callable[[torch.Tensor], Any],
+    world: str,
+    numbers: int,
+    ranks: int,
+    links: Network | None,
+) -> tuple[Run, dict[str, float]]:
+    """A run of which only the messages and their times are recorded, not the contents."""
+
+    def started() -> None:
+        function(torch.ones(numbers, dtype=torch.int64))
+
+    ran = launch(started, world_size=ranks, network=links, trace=True, **WORLDS[world])
+    assert ran.trace is not None
     return ran, {
         "busiest rank sends": max(ran.trace.bytes_sent),
         "time": round(ran.trace.makespan, 12),

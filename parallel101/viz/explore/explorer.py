@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ipywidgets
 
 from parallel101.record.errors import DeadlockError
-from parallel101.viz.explore.prediction import readings, verdict
+from parallel101.viz.explore.prediction import readings, verdict, with_unit
 from parallel101.viz.scene import Scene
 
 WIDE = {"width": "300px", "max_width": "100%"}
@@ -191,8 +191,7 @@ class Explorer(ipywidgets.VBox):
         """Run, and show the result with the prediction."""
         quantity, prediction, spoken = self.quantity.value, self.prediction.value.strip(), ""
         unit = self.quantities.get(quantity, "")
-        if unit and prediction[-1:].isdigit():
-            prediction += f" {unit}"
+        prediction = with_unit(prediction, unit)
         try:
             result = self.run(**{name: control.value for name, control in self.controls.items()})
             picture = result.picture.html() if result.picture is not None else ""

@@ -64,6 +64,18 @@ def readings(text: str, unit: str) -> list[list[Number]]:
     return found
 
 
+def with_unit(text: str, unit: str) -> str:
+    """A prediction as it is shown, with the unit if it ends in a number: "27" of "%" is "27 %".
+
+    A rate below 1 without a unit is a part of the whole: "0.16" is "16 %".
+    """
+    if not unit or not text[-1:].isdigit():
+        return text
+    if unit == "%" and re.fullmatch(r"0?[.,]\d+", text):
+        return f"{100 * Decimal(text.replace(',', '.')):f}".rstrip("0").rstrip(".") + " %"
+    return f"{text} {unit}"
+
+
 def scale_of(word: str, unit: str) -> float | None:
     """How many percent, bytes or seconds a word means; None if its kind is not that of `unit`."""
     if not unit:
