@@ -30,11 +30,13 @@ from parallel101.publish.page import (
     lesson_page,
     moving_picture_of,
 )
+from parallel101.publish.specification import with_specifications
 
 __all__ = [
     "LessonFailed",
     "Published",
     "find_lessons",
+    "homework_body",
     "make_output_folder",
     "publish",
     "select_lessons",
@@ -221,10 +223,13 @@ def _write_homework(folder: Path, out: Path) -> dict[int, Lesson]:
         notebook, name = read_notebook(path), path.parent.name
         if number := re.match(r"hw(\d+)_", name):
             homework = written[int(number[1])] = Lesson.of(name, notebook)
-            _write(
-                out / f"{name}.html", homework_page(homework, lesson_body(notebook, path.parent))
-            )
+            _write(out / f"{name}.html", homework_page(homework, homework_body(path)))
     return written
+
+
+def homework_body(path: Path) -> str:
+    """Return the body of a homework's page: the notebook at `path`, with what help() shows."""
+    return lesson_body(with_specifications(read_notebook(path), path.parent), path.parent)
 
 
 def _write(page: Path, html: str) -> None:
