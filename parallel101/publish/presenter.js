@@ -128,7 +128,7 @@
   const blocks = () => [...sections[at].querySelectorAll(BLOCKS)].filter(shown);
   const onScreen = figure => {
     const { top, bottom } = figure.getBoundingClientRect();
-    return (top + bottom) / 2 > 0 && (top + bottom) / 2 < innerHeight;
+    return (top + bottom) / 2 > 0 && top < innerHeight - 2 * MARGIN;
   };
   const players = () => [...sections[at].querySelectorAll("figure.p101")]
     .filter(figure => shown(figure) && onScreen(figure))
@@ -141,10 +141,13 @@
   };
   // Whether a picture on the screen had to be played, or to end, before the page goes on.
   const playFirst = () => {
-    const left = player => +player.querySelector("input").max - player.getRootNode().host
-      .parentElement.dataset.time > .01;
-    const player = players().find(left);
+    const figureOf = player => player.getRootNode().host.parentElement;
+    const left = player => player.querySelector("input").max - figureOf(player).dataset.time;
+    const player = players().find(player => left(player) > .01);
     if (!player) return false;
+    const from = scrollY, figure = figureOf(player);
+    if (figure.getBoundingClientRect().bottom > innerHeight + 2) figure.scrollIntoView();
+    if (scrollY !== from) return true;  // first all of it must be in sight
     const slider = player.querySelector("input");
     const button = player.querySelector("[data-do=play]");
     if (button.ariaLabel === "Pause") {
