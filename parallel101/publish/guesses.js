@@ -1,5 +1,5 @@
-// A box under each prediction. The browser keeps what is written there. The address of the page is a
-// part of the key, because pages opened from disk share one storage.
+// A box under each prediction. The browser keeps what is written there. The address of the page is
+// a part of the key, because pages opened from disk share one storage.
 document.querySelectorAll("blockquote.predict").forEach((question, i) => {
   const box = document.createElement("textarea");
   const name = question.closest(".cell")?.id || i;

@@ -410,6 +410,7 @@ def test_the_running_text_is_in_the_notes_on_a_second_screen(opened):
     assert said.index("Only for the lecturer") < said.index("Before the question")
     assert "The end of the answer" in said and "Next: After it" in said and "2 / 4 · 0:" in said
     assert not seen(opened, "Only for the lecturer")
+    assert not opened.js(f"{notes}.querySelector('.guess').checkVisibility()")
     opened.js(
         f"{notes}.body.dispatchEvent(new KeyboardEvent('keydown', {{ key: 'End', bubbles: true }}))"
     )
