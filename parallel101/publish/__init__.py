@@ -32,12 +32,14 @@ from parallel101.publish.page import (
     lesson_page,
     moving_picture_of,
 )
+from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus, read_syllabus
 
 __all__ = [
     "LessonFailed",
     "Published",
     "find_lessons",
+    "homework_body",
     "make_output_folder",
     "publish",
     "read_syllabus",
@@ -217,8 +219,12 @@ def _write_homework(course: Course, folder: Path, out: Path) -> None:
     found = homework_notebooks(folder)
     for number, homework in course.homework.items():
         path = found[number]
-        body = lesson_body(read_notebook(path), path.parent)
-        _write(out / f"{homework.name}.html", homework_page(homework, body))
+        _write(out / f"{homework.name}.html", homework_page(homework, homework_body(path)))
+
+
+def homework_body(path: Path) -> str:
+    """Return the body of a homework's page: the notebook at `path`, with what help() shows."""
+    return lesson_body(with_specifications(read_notebook(path), path.parent), path.parent)
 
 
 def _write(page: Path, html: str) -> None:

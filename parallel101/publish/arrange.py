@@ -1,8 +1,9 @@
 """Arranges the cells of a lesson's page: sections, folded code, folded answers, shortened output.
 
-    ## Waiting             <section>; the presenter's view shows one section at a time
+    # Title                a table of contents after the first cell
+    ## Waiting             <section id="Waiting">; the presenter's view shows one section at a time
     > Predict. …           the question stays visible
-    code                   …so does the code
+    code                   …so does the code, with the number by which errors cite its cell
     output, text, …        <details> Show what happened, folded until the reader opens it;
                            always open on paper
     > Takeaway. …          a box; part of the answer that it follows
@@ -18,6 +19,8 @@ from bs4 import BeautifulSoup, Tag
 
 SHOWN_LINES = 20  # at the beginning and at the end of a long output
 LONGEST = 3 * SHOWN_LINES
+HEADINGS = ("h1", "h2", "h3")  # each begins a section
+BOXES = {"Takeaway": "takeaway", "Predict": "predict", "Write it": "write"}
 
 
 def arrange(body: BeautifulSoup) -> None:
@@ -25,14 +28,62 @@ def arrange(body: BeautifulSoup) -> None:
     for text in body.select(".output_text pre"):
         shorten(body, text)
     for quote in body.find_all("blockquote"):
-        if quote.get_text().strip().startswith("Takeaway"):
-            quote["class"] = "takeaway"
+        for begin, kind in BOXES.items():
+            if quote.get_text().strip().startswith(begin):
+                quote["class"] = kind
     cells = body.find_all("div", class_="cell", recursive=False)
+    number_cells(body, cells)
     for cell in cells:
         if source := cell.find("div", class_="input"):
             _wrap([source], _details(body, "code", "Code", open_=True))
+    contents = name_headings(body)
     fold_answers(body, cells)
     make_sections(body)
+    if contents and cells:
+        cells[0].insert_after(contents)
+
+
+def number_cells(body: BeautifulSoup, cells: list[Tag]) -> None:
+    """Show at each code cell its number, which is a link to the cell.
+
+    The lesson ran from top to bottom, so the numbers are those of the notebook, as in "cell [5]".
+    """
+    sources = [(cell, source) for cell in cells for source in cell.select(".input_area")]
+    for number, (cell, source) in enumerate(sources, start=1):
+        label = body.new_tag("a", attrs={"class": "number", "href": f"#{cell['id']}"})
+        label.string = f"[{number}]"
+        source.insert_before(label)
+
+
+def name_headings(body: BeautifulSoup) -> Tag | None:
+    """Give each heading a name for links to it, as JupyterLab does: its text with hyphens.
+
+    Return the table of contents, or None if there are fewer than two sections.
+    """
+    contents, taken = body.new_tag("ol"), set[str]()
+    for heading in body.select(".text_cell_render > :is(h1, h2, h3)"):
+        title = heading.get_text().strip()
+        name = title.replace(" ", "-")
+        while name in taken:
+            name += "-again"
+        taken.add(name)
+        heading["id"] = name
+        if heading.name == "h1":
+            continue
+        if not heading.find("a"):  # the heading is a link to itself
+            link = body.new_tag("a", attrs={"class": "anchor", "href": f"#{name}"})
+            for part in list(heading.contents):
+                link.append(part.extract())
+            heading.append(link)
+        item, link = body.new_tag("li", attrs={"class": heading.name}), body.new_tag("a")
+        link["href"], link.string = f"#{name}", title
+        item.append(link)
+        contents.append(item)
+    if len(contents.contents) < 2:
+        return None
+    place = body.new_tag("nav", attrs={"class": "contents", "aria-label": "Contents"})
+    place.append(contents)
+    return place
 
 
 def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:
@@ -55,7 +106,7 @@ def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:
 
 
 def make_sections(body: BeautifulSoup) -> None:
-    """Put each heading of the first or second level and all that follows it into a section."""
+    """Put each heading of the first three levels and all that follows it into a section."""
     section = body.new_tag("section")
     for element in list(body.contents):
         if isinstance(element, Tag) and begins_section(element) and section.contents:
@@ -108,7 +159,7 @@ def begins_anew(cell: Tag) -> bool:
 
 
 def begins_section(cell: Tag) -> bool:
-    heading = cell.find(["h1", "h2"]) if is_text(cell) else None
+    heading = cell.find(HEADINGS) if is_text(cell) else None
     return heading is not None
 
 

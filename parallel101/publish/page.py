@@ -45,7 +45,12 @@ NEEDS_KERNEL = (
     "<code>make lab</code>."
 )
 
-PRESENTER = files("parallel101.publish").joinpath("presenter.js").read_text(encoding="utf-8")
+
+def _script(name: str) -> str:
+    return files("parallel101.publish").joinpath(f"{name}.js").read_text(encoding="utf-8")
+
+
+PRESENTER, PAPER, GUESSES = _script("presenter"), _script("paper"), _script("guesses")
 NONE: Mapping = MappingProxyType({})
 
 # With this policy the browser loads nothing from outside the page. `external_addresses` tells the
@@ -241,15 +246,16 @@ def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Les
     """
     at = lessons.index(lesson)
     before = [
-        f'<a rel="prev" href="{page_name(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]
+        f'<a rel="prev" href="{page_name(e)}">← {escape(_short(e))}</a>' for e in lessons[:at][-1:]
     ]
     after = [
-        f'<a rel="next" href="{page_name(e)}">{escape(e.title)} →</a>'
+        f'<a rel="next" href="{page_name(e)}">{escape(_short(e))} →</a>'
         for e in lessons[at + 1 : at + 2]
     ]
     present = (
         '<button class="present" title="One section at a time, in large type (p)" '
-        "hidden>Present</button>"
+        'hidden>Present</button><button class="handout" title="Print the page without its answers" '
+        "hidden>Handout</button>"
     )
     links = (
         '<nav aria-label="Lessons"><a href="index.html">All lessons</a>'
@@ -263,7 +269,8 @@ def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Les
     )
     return offline_html(
         lesson.title,
-        f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n<script>{PRESENTER}</script>",
+        f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n"
+        f"<script>{PRESENTER}{PAPER}{GUESSES}</script>",
     )
 
 
@@ -275,7 +282,8 @@ def homework_page(homework: Lesson, body: str) -> str:
     )
     return offline_html(
         homework.title,
-        f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{how}{body}\n</main>',
+        f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{how}{body}\n</main>\n'
+        f"<script>{PAPER}{GUESSES}</script>",
     )
 
 
@@ -377,6 +385,11 @@ def numbered(lesson: Lesson) -> str:
 def short_title(lesson: Lesson) -> str:
     """The number and the title up to its colon, such as "00 Ranks"."""
     return numbered(lesson).partition(":")[0]
+
+
+def _short(lesson: Lesson) -> str:
+    """The title up to its colon."""
+    return lesson.title.partition(":")[0]
 
 
 def _machine() -> str:

@@ -10,7 +10,8 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   const root = host.attachShadow({ mode: "open" });
   const icon = path => `<svg viewBox="0 0 16 16" aria-hidden="true"><path d="${path}"/></svg>`;
   root.innerHTML = `<style>${css}</style>
-  <div class="player"><div class="stage"></div><p class="caption"></p>
+  <div class="player"><div class="stage"></div><div class="storyboard"></div>
+  <p class="caption"></p>
   <div class="bar">
     <button class="main" data-do="play"></button>
     <button data-do="previous" aria-label="Previous step" title="Previous step (←)">
@@ -127,9 +128,35 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
     }
   }
 
-  // ---- printing: the last moment, unless the reader has chosen another one
-  addEventListener("beforeprint", () => { setPlaying(false); seek(touched ? time : duration); });
-  addEventListener("afterprint", () => seek(time));
+  // ---- printing: the moment at which the reader stopped the picture, or else a storyboard of up to
+  // six frames: up to five steps while their messages are under way, and the end
+  const storyboard = find(".storyboard");
+  const frames = () => {
+    const count = Math.min(5, stops.length);
+    const steps = Array.from({ length: count }, (_, k) => Math.floor(k * stops.length / count));
+    // the last step may end with a rest, so half of the shortest one is inside each
+    const half = Math.min(...stops.map(([start, end]) => end - start)) / 2;
+    return [...steps.map(k => [stops[k][0] + half, k]), [duration, stops.length - 1]];
+  };
+  addEventListener("beforeprint", () => {
+    setPlaying(false);
+    const stopped = touched && time > 0 && time < duration - .01;
+    seek(stopped ? time : duration);
+    if (stopped || !stops.length) return;
+    storyboard.replaceChildren(...frames().map(([t, k]) => {
+      const frame = document.createElement("div"), line = document.createElement("div");
+      frame.className = "frame";
+      line.textContent = t < duration ? `${k + 1} / ${stops.length}` : "the end";
+      frame.append(svg.cloneNode(true), line);
+      frame.moment = t;
+      return frame;
+    }));
+    for (const { firstChild: copy, moment } of storyboard.children) {
+      copy.pauseAnimations();
+      copy.setCurrentTime(clamp(moment));
+    }
+  });
+  addEventListener("afterprint", () => { storyboard.replaceChildren(); seek(time); });
 
   // ---- theme: dark if the page behind the figure is dark, checked again whenever the page changes
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");

@@ -66,13 +66,16 @@ def cut_off(browser: Browser, scrolls: bool = True) -> list[str]:
 
 
 def scrolls_without_a_cue(browser: Browser) -> list[str]:
-    """Pictures that are wider than their place and do not say so."""
+    """Whatever is wider than its place and doesn't show it, by a line above it or by a shadow."""
     return find(
         browser,
         """
-        const cue = e => getComputedStyle(parent(e), '::before').content.includes('sideways');
-        const wide = e => e.matches('.stage') && e.scrollWidth > e.clientWidth + 1;
-        return everything.filter(e => wide(e) && !cue(e)).map(named);""",
+        const slides = e => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX);
+        const line = e => getComputedStyle(parent(e), '::before').content.includes('sideways');
+        const shadow = e => getComputedStyle(e).backgroundAttachment.includes('local');
+        const html = e => !e.ownerSVGElement && !e.matches('select, textarea');
+        const wide = e => html(e) && slides(e) && e.scrollWidth > e.clientWidth + 1;
+        return everything.filter(e => wide(e) && !line(e) && !shadow(e)).map(named);""",
     )
 
 

@@ -79,9 +79,14 @@ def lesson(tmp_path_factory) -> str:
         v4.new_markdown_cell(
             "# A lesson\n\nIts first words, and a formula: $$T = \\alpha + \\frac{m}{\\beta}$$"
         ),
-        v4.new_markdown_cell("## A run\n\n> **Predict.** What happens?"),
+        v4.new_markdown_cell("## A run\n\nBefore the question.\n\n> **Predict.** What happens?"),
         v4.new_code_cell("run.animate()", outputs=[shown(animation)]),
         v4.new_markdown_cell("The end of the answer."),
+        v4.new_markdown_cell(
+            "> **Write it.** A question about the answer.\n\n"
+            "<details><summary>Answer</summary>\n\nA worked answer.\n\n</details>"
+        ),
+        v4.new_markdown_cell("Only for the lecturer.", metadata={"tags": ["notes"]}),
         v4.new_markdown_cell("## After it\n\nMore words.\n\n" + table),
         v4.new_code_cell(long_line, outputs=[shown(timeline), lines]),
         v4.new_code_cell("plot", outputs=[shown(plot)]),
@@ -341,14 +346,12 @@ def test_a_clicker_goes_through_the_page_section_by_section(opened):
     assert opened.js("document.documentElement.classList.contains('presenting')")
     assert seen(opened, "Its first words") and not seen(opened, "What happens?")
     opened.key("PageDown")
-    assert (
-        seen(opened, "What happens?")
-        and not seen(opened, "Its first words")
-        and not seen(opened, "The end of the answer")
-    )
+    assert seen(opened, "What happens?") and not seen(opened, "Its first words")
     assert not opened.js("document.querySelector('.input').checkVisibility()"), "the code is folded"
+    assert not seen(opened, "A question about the answer"), "it appears with the answer before it"
     opened.key("PageDown")
-    assert seen(opened, "The end of the answer"), "the second press opens the answer"
+    assert opened.js("document.querySelector('details.answer').open"), "the second press opens it"
+    assert seen(opened, "A question about the answer")
     height, bottom = opened.js(
         "(r => [r.height, r.bottom])(document.querySelector('figure.p101').getBoundingClientRect())"
     )
@@ -359,13 +362,11 @@ def test_a_clicker_goes_through_the_page_section_by_section(opened):
     opened.js(
         "document.querySelector('section.now .output_area:has(figure)').style.minHeight = '2000px'"
     )
-    for _ in range(5):
-        if not seen(opened, "More words"):
+    for _ in range(9):
+        if not seen(opened, "After it"):
             opened.key("PageDown")
-    assert (
-        seen(opened, "More words")
-        and opened.js("document.querySelector('.place').textContent") == "3 / 4"
-    )
+    assert seen(opened, "After it")
+    assert opened.js("document.querySelector('.place').textContent") == "3 / 4"
     opened.key("PageUp")
     assert seen(opened, "What happens?")
     opened.key("c", text="c")
@@ -376,3 +377,115 @@ def test_a_clicker_goes_through_the_page_section_by_section(opened):
         and seen(opened, "More words")
         and opened.js("document.querySelector('.input').checkVisibility()")
     )
+
+
+def test_the_clicker_plays_a_picture_before_it_goes_on(opened):
+    picture = "document.querySelector('section.now figure.p101')"
+    opened.key("p", text="p")
+    opened.key("PageDown")
+    opened.key("PageDown")  # opens the answer
+    scrolled = opened.js("scrollY")
+    assert float(opened.js(f"{picture}.dataset.time")) == 0
+    opened.key("PageDown")
+    opened.until(f"{picture}.dataset.time > 0")
+    end = float(opened.js(f"{picture}.querySelector('div').shadowRoot.querySelector('input').max"))
+    opened.key("PageDown")  # while it plays: to its end
+    opened.until(f"{picture}.dataset.time > {end - 0.01}")
+    assert opened.js("scrollY") == scrolled
+    for _ in range(3):
+        opened.key("PageDown")
+    assert opened.js("document.querySelector('.place').textContent") == "3 / 4"
+
+
+def test_the_running_text_is_in_the_notes_on_a_second_screen(opened):
+    notes = "open('', 'parallel101-notes').document"
+    opened.key("p", text="p")
+    opened.key("PageDown")
+    assert not seen(opened, "Before the question")
+    opened.key("t", text="t")
+    assert seen(opened, "Before the question")
+    opened.key("t", text="t")
+    opened.key("n", text="n")
+    said = opened.js(f"{notes}.body.textContent")
+    assert said.index("Only for the lecturer") < said.index("Before the question")
+    assert "The end of the answer" in said and "Next: After it" in said and "2 / 4 · 0:" in said
+    assert not seen(opened, "Only for the lecturer")
+    assert not opened.js(f"{notes}.querySelector('.guess').checkVisibility()")
+    opened.js(
+        f"{notes}.body.dispatchEvent(new KeyboardEvent('keydown', {{ key: 'End', bubbles: true }}))"
+    )
+    assert "4 / 4" in opened.js(f"{notes}.body.textContent"), "the keys work in both windows"
+    assert opened.js("document.querySelector('.place').textContent") == "4 / 4"
+    opened.js("open('', 'parallel101-notes').close()")
+
+
+def test_a_timer_runs_and_the_keys_are_listed(opened):
+    opened.key("p", text="p")
+    shown = "document.querySelector('.timer')"
+    assert opened.js(f"{shown}.checkVisibility() && /^0:0\\d$/.test({shown}.textContent)")
+    keys = "document.querySelector('.keys')"
+    assert not opened.js(f"{keys}.checkVisibility()")
+    opened.key("?", text="?")
+    assert opened.js(f"{keys}.checkVisibility()")
+    listed = opened.js(f"{keys}.textContent")
+    assert all(key in listed for key in ("PageDown", "Home", "Enter", "notes", "timer", "Escape"))
+    assert cut_off(opened) == [] and too_pale(opened) == []
+    opened.key("Escape")
+    assert not opened.js(f"{keys}.checkVisibility()")
+    assert opened.js("document.documentElement.classList.contains('presenting')")
+    opened.key("Escape")
+    assert not opened.js("document.documentElement.classList.contains('presenting')")
+
+
+def test_the_browser_keeps_predictions(opened, lesson):
+    box = "document.querySelector('textarea.guess')"
+    opened.js(f"{box}.focus()")
+    opened.call("Input.insertText", text="seven p")
+    assert not opened.js("document.documentElement.classList.contains('presenting')")
+    opened.open("about:blank")
+    opened.open(lesson)
+    assert opened.js(f"{box}.value") == "seven p"
+    opened.js(f"({box}.value = '', {box}.dispatchEvent(new Event('input')))")
+
+
+def test_a_handout_has_no_answers(browser, lesson, keep):
+    view(browser, f"{lesson}?handout", 717)
+    browser.emulate("print")
+    browser.js("dispatchEvent(new Event('beforeprint'))")
+    keep(browser, "page-lesson-handout", whole=True)
+    assert seen(browser, "What happens?") and seen(browser, "More words")
+    assert not seen(browser, "The end of the answer") and not seen(browser, "A worked answer")
+    assert browser.js("document.querySelector('.guess').getBoundingClientRect().height") > 60
+    assert cut_off(browser, scrolls=False) == []
+    assert browser.js("document.querySelector('button.handout').matches(':not([hidden])')")
+
+
+def test_an_animation_is_a_storyboard_on_paper(opened):
+    root = "document.querySelector('figure.p101 div').shadowRoot"
+    opened.js("document.querySelector('details.answer').open = true")
+    opened.emulate("print")
+    opened.js("dispatchEvent(new Event('beforeprint'))")
+    steps, frames, moments, captions = opened.js(
+        f"(r => [r.querySelectorAll('.tick').length, r.querySelectorAll('.frame').length, "
+        "[...r.querySelectorAll('.frame svg')].map(s => s.getCurrentTime()), "
+        f"[...r.querySelectorAll('.frame')].map(f => f.lastChild.textContent)])({root})"
+    )
+    assert frames == min(steps + 1, 6) and moments == sorted(set(moments))
+    assert captions[0] == f"1 / {steps}" and captions[-1] == "the end"
+    assert not opened.js(f"{root}.querySelector('.stage').checkVisibility()")
+    opened.js("dispatchEvent(new Event('afterprint'))")
+    assert opened.js(f"{root}.querySelectorAll('.frame').length") == 0
+    assert opened.js(f"{root}.querySelector('.stage').checkVisibility()")
+
+
+@pytest.mark.parametrize("width", [1280, 375])
+def test_play_is_in_reach_while_a_picture_is_higher_than_the_window(browser, lesson, width):
+    height = 400
+    view(browser, lesson, width, height)
+    browser.js("document.querySelector('details.answer').open = true")
+    browser.js("document.querySelector('figure.p101').scrollIntoView()")
+    bottom, whole = browser.js(
+        "(f => [f.querySelector('div').shadowRoot.querySelector('[data-do=play]')"
+        ".getBoundingClientRect().bottom, f.offsetHeight])(document.querySelector('figure.p101'))"
+    )
+    assert whole > height and 0 < bottom <= height

@@ -84,9 +84,9 @@ def test_each_operation_is_predicted_watched_and_written_before_it_is_counted(na
     assert call in shown and shown.endswith("seen.animate()")
     assert f"def {name}(" in cells[code].source
     last = cells[counted].source
-    assert re.search(rf"count\([^)]*\b{name}\b", last) and re.search(
-        rf"same_messages\([^)]*\b{name}\b.*, seen\)", last
-    )
+    packaged = call.removeprefix("p101.").replace("(x, ", ", ").removesuffix("()")
+    assert re.search(rf"count\([^)]*\b{name}\b", last)
+    assert re.search(rf"same_messages\([^)]*\b{name}\b.*p101.{re.escape(packaged)}", last)
     assert "beside(" in last
     for cell in cells[: min(predict, watch)]:  # nothing of it is run, drawn or written before
         assert cell.cell_type == "markdown" or not (
@@ -96,12 +96,32 @@ def test_each_operation_is_predicted_watched_and_written_before_it_is_counted(na
 
 def test_every_prediction_that_is_written_down_is_answered_before_the_next_one():
     sources = [cell.source for cell in read("01_collectives").cells if cell.cell_type == "code"]
-    turns = [
-        word for s in sources for word in ("predicted = {", "beside(you=predicted, ") if word in s
+    turns = [turn for s in sources for turn in re.findall(r"\w+_guess = {|you=\w+_guess", s)]
+    names = ["flat_guess", "all_gather_guess", "ring_guess"]
+    assert turns == [turn for name in names for turn in (f"{name} = {{", f"you={name}")]
+    for guess in (s for s in sources if re.match(r"\w+_guess = ", s)):
+        assert set(ast.literal_eval(guess.partition(" = ")[2]).values()) == {"?"}
+
+
+@pytest.mark.parametrize("counted", [ids[-1] for _, _, ids in CELLS.values()])
+def test_a_check_says_the_same_after_later_cells_have_run(counted):
+    """It reads no name that several cells assign, such as that of the last run watched."""
+    cells = [cell for cell in read("01_collectives").cells if cell.cell_type == "code"]
+    assigned = [
+        {target.id for target in ast.walk(ast.parse(cell.source)) if is_stored(target)}
+        for cell in cells
     ]
-    assert turns == ["predicted = {", "beside(you=predicted, "] * 3
-    for guess in (s for s in sources if s.startswith("predicted = ")):
-        assert set(ast.literal_eval(guess.removeprefix("predicted = ")).values()) == {"?"}
+    (check,) = (cell for cell in cells if cell.id == counted)
+    read_here = {node.id for node in ast.walk(ast.parse(check.source)) if is_loaded(node)}
+    assert [name for name in read_here if sum(name in names for names in assigned) > 1] == []
+
+
+def is_stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def is_loaded(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
 
 
 def test_numbers_are_shown_beside_each_other(capsys):
@@ -113,28 +133,12 @@ def test_numbers_are_shown_beside_each_other(capsys):
     ]
 
 
-def taking_an_array(name):
-    return (lambda x: LESSON["barrier"]()) if name == "barrier" else LESSON[name]
-
-
-def test_the_code_by_hand_sends_the_messages_that_were_watched():
-    """On 8 ranks, the notebook itself says so."""
-    for name, (operation, algorithm, _) in CELLS.items():
-        packaged = (
-            partial(getattr(p101, operation), algorithm=algorithm)
-            if algorithm
-            else lambda x: p101.barrier()
-        )
-        seen = p101.watch(packaged, world_size=4, backend="sim")
-        assert LESSON["same_messages"](taking_an_array(name), seen) == SAME, name
-
-
 def test_same_messages_says_if_receivers_or_numbers_differ():
-    seen = p101.watch(LESSON["flat_broadcast"], world_size=4, backend="sim")
-    assert LESSON["same_messages"](LESSON["flat_broadcast"], seen) == SAME
-    assert LESSON["same_messages"](LESSON["tree_broadcast"], seen) != SAME  # other receivers
+    flat = partial(p101.broadcast, algorithm="flat")
+    assert LESSON["same_messages"](LESSON["flat_broadcast"], flat) == SAME
+    assert LESSON["same_messages"](LESSON["tree_broadcast"], flat) != SAME  # other receivers
     # other numbers
-    assert LESSON["same_messages"](lambda x: LESSON["flat_broadcast"](x + 1), seen) != SAME
+    assert LESSON["same_messages"](lambda x: LESSON["flat_broadcast"](x + 1), flat) != SAME
 
 
 def results(fn, p, numbers):

@@ -725,3 +725,29 @@ def test_a_lesson_is_committed_with_ids_and_short_cells_and_all_its_parts(name):
         or all('backend="sim"' in source for source in launches)
     ), "a lesson chooses its backend, says why it has none, or has no real ranks"
     assert "**Predict.**" in prose and "## What breaks" in prose and "## Exercises" in prose
+
+
+def minutes_without_optional_parts(name: str) -> float:
+    """An estimate: 130 words, 12 lines of code, or 2/3 of a prediction a minute; 5 for writing."""
+    minutes, optional = 0.0, 0  # the level of the optional heading that we are under
+    for cell in read(name).cells:
+        heading = re.match(r"(#+) .*\n*", cell.source) if cell.cell_type == "markdown" else None
+        if heading and len(heading[1]) <= (optional or 9):
+            marked = "(optional)" in heading[0] or "(*Optional.*)" in cell.source
+            optional = len(heading[1]) if marked else 0
+        if optional:
+            continue
+        if cell.cell_type == "code":
+            minutes += len([line for line in cell.source.splitlines() if line.strip()]) / 12
+        else:
+            text = re.sub(r"<details>.*?</details>", "", cell.source, flags=re.DOTALL)
+            minutes += len(text.split()) / 130
+            minutes += 1.5 * text.count("> **Predict.") + 5 * text.count("> **Write it.")
+    return minutes
+
+
+@pytest.mark.parametrize("name", ["03_adjoints", "06_tensor_parallel", "07_pipeline"])
+def test_a_lesson_takes_no_longer_than_it_says_without_its_optional_parts(name):
+    prose = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
+    (said,) = re.findall(r"takes about (\d+) minutes", prose)
+    assert minutes_without_optional_parts(name) <= 1.05 * int(said) <= 1.05 * 75

@@ -4,6 +4,7 @@ and it can be presented.
 
 from __future__ import annotations
 
+import ast
 import base64
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from bs4 import BeautifulSoup
 from nbformat import v4, write
 
 from parallel101 import cli
-from parallel101.publish import publish, select_lessons
+from parallel101.publish import homework_body, publish, select_lessons
 from parallel101.publish.glossary import read_terms
 from parallel101.publish.page import Lesson, lesson_body
 from tests.lessons.lesson import LESSONS
@@ -78,6 +79,28 @@ def test_what_follows_a_prediction_is_folded_up_to_the_next_heading_or_question(
         "Title",
         "Next",
     ]
+
+
+def test_a_table_of_contents_leads_to_the_headings():
+    body = page(
+        "# Title\n\nWords.", "## One `x`", code("a"), "### Two: why?", "text", "## Same", "## Same"
+    )
+    links = body.select("nav.contents a")
+    assert [link.get_text() for link in links] == ["One x", "Two: why?", "Same", "Same"]
+    for link in links:
+        (heading,) = (h for h in body.find_all(["h2", "h3"]) if f"#{h['id']}" == link["href"])
+        assert heading.get_text() == link.get_text() and heading.a["href"] == link["href"]
+    assert links[1]["href"] == "#Two:-why?", "as in JupyterLab"
+    assert body.nav.find_previous("h1") and not body.nav.find_previous("h2")
+    assert page("# Title", "## One").select("nav.contents") == []
+
+
+def test_a_code_cell_shows_the_number_by_which_errors_cite_it():
+    body = page("# Title", code("a"), "> **Predict.** What?", code("b", "an answer"), code("c"))
+    numbers = body.select(".code_cell a.number")
+    assert [number.get_text() for number in numbers] == ["[1]", "[2]", "[3]"]
+    for number in numbers:
+        assert body.find(id=number["href"].removeprefix("#")).find("a", class_="number") == number
 
 
 def test_long_output_is_folded_in_the_middle_and_nothing_is_lost():
@@ -155,6 +178,28 @@ def course(tmp_path_factory):
         == 0
     )
     return base
+
+
+HOMEWORK = sorted((LESSONS.parent / "homework").glob("hw*_*/hw*.ipynb"))
+
+
+@pytest.mark.parametrize("path", HOMEWORK, ids=lambda path: path.stem)
+def test_a_homeworks_page_shows_the_specification_of_each_exercise(path):
+    body = BeautifulSoup(homework_body(path), "html.parser")
+    asked = [cell for cell in body.select(".code_cell") if "help(" in cell.get_text()]
+    stubs = {
+        node.name: ast.get_docstring(node)
+        for node in ast.parse(path.with_suffix(".py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert asked
+    for cell in asked:
+        name = re.search(r"help\(\w+\.(\w+)\)", cell.get_text())[1]
+        shown = cell.select_one(".output_text pre").get_text()
+        assert shown.startswith(f"{name}(")
+        assert [line.strip() for line in stubs[name].splitlines()] == [
+            line.strip() for line in shown.splitlines()[1:]
+        ]
 
 
 def read(path: Path) -> BeautifulSoup:
