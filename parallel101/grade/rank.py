@@ -326,8 +326,8 @@ def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
     written to tells it.
     """
     alone = tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.is_inference()
-    countable = alone and tensor.is_floating_point() and bool(tensor.isnan().all())
-    return frames.tensor_bytes(tensor), tensor._version if countable else 0
+    only_nan = tensor.numel() > 0 and tensor.is_floating_point() and bool(tensor.isnan().all())
+    return frames.tensor_bytes(tensor), tensor._version if alone and only_nan else 0
 
 
 class RelayWork(dist.Work):
