@@ -284,6 +284,7 @@ EXERCISES = [
         program=train,
         allowed=P2P | COLLECTIVES,
         imports=OPTIM,
+        weights={"value": 0.4, "bytes": 0.4, "memory": 0.2},
         checks=(
             gradients_equal(),
             norms_equal(),

@@ -102,6 +102,7 @@ EXERCISES = [
         points=5,
         cases=decode_cases,
         program=lambda function, *arguments: [function(*arguments)],
+        weights={"value": 0.4, "bytes": 0.6},
         checks=(
             value("every rank returns the attention to all positions", parts=("the result",)),
             bytes_sent(

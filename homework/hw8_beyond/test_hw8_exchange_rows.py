@@ -195,6 +195,7 @@ EXERCISES = [
         cases=exchange_cases,
         program=run_exchange,
         imports=AUTOGRAD,
+        weights={"value": 0.4, "bytes": 0.6},
         checks=(
             value(
                 "y, the gradient of x and the counts are right on every rank",

@@ -380,6 +380,7 @@ EXERCISES = [
         cases=experts_cases,
         program=run_experts,
         imports=AUTOGRAD,
+        weights={"value": 0.4, "bytes": 0.4, "memory": 0.2},
         checks=(
             value(
                 "y and all gradients are those of one process",

@@ -167,6 +167,7 @@ EXERCISES = [
         points=10,
         cases=backward_cases,
         program=run_backward,
+        weights={"value": 0.4, "bytes": 0.4, "memory": 0.2},
         checks=(
             value(
                 "dq, dk and dv are those of one process with the whole sequence",

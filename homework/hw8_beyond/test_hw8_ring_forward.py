@@ -223,6 +223,7 @@ EXERCISES = [
         points=10,
         cases=forward_cases,
         program=run_forward,
+        weights={"value": 0.3, "bytes": 0.2, "steps": 0.2, "memory": 0.1, "overlap": 0.2},
         checks=(
             value(
                 "out and lse are those of one process with the whole sequence",
