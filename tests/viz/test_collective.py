@@ -438,7 +438,7 @@ def test_every_moment_of_a_picture_is_well_formed_and_small(n):
     assert scene.stops[0].start > 0 and scene.stops[-1].end == scene.duration
     assert all(x.end <= y.start for x, y in zip(scene.stops, scene.stops[1:], strict=False))
     if n <= 5:
-        assert len(scene.html()) < 115_000
+        assert len(scene.html()) < 120_000
 
 
 def test_a_barrier_is_described_as_one():
