@@ -43,6 +43,6 @@ class Accumulation:
             outputs = call(self.model, inputs) if samples or self.always else None
             if samples:
                 return losses.of(outputs, targets, samples)
-            return losses.of_nothing(outputs) if self.always else None
+            return losses.of_nothing(outputs, targets) if self.always else None
 
     evaluate = forward

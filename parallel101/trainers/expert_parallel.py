@@ -59,14 +59,13 @@ def experts_over_ranks(
     plan = count_rows(rows, choice, sizes, members)
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # so that this rank takes part in backward's messages
-
     arrived = Dispatch.apply(rows[order], plan)
     with span("experts", rows=len(arrived)):
         results = experts(arrived, plan.choice)
         compute(seconds_per_row * len(arrived))
     if seconds_per_row:
         results = TwiceInBackward.apply(results, seconds_per_row)
-    return Combine.apply(results, plan)[order.argsort()]
+    return Combine.apply(results, plan, arrived)[order.argsort()]
 
 
 class Plan(NamedTuple):
@@ -120,17 +119,20 @@ class Dispatch(Function):
 
 
 class Combine(Function):
-    """The results come back to the ranks of their rows. Backward: gradients go to the experts."""
+    """The results come back to the ranks of their rows. Backward: gradients go to the experts.
+    `arrived` keeps a rank in it whose results, of no rows, have no graph.
+    """
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, results: Tensor, plan: Plan, arrived: Tensor | None = None) -> Tensor:
         ctx.plan = plan
         return exchange("combine", results, plan.received, plan.sent, plan.group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return exchange("dispatch", g, ctx.plan.sent, ctx.plan.received, ctx.plan.group), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        g = exchange("dispatch", g, ctx.plan.sent, ctx.plan.received, ctx.plan.group)
+        return g, None, None
 
 
 class TwiceInBackward(Function):

@@ -81,6 +81,7 @@ def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: in
                 f"plan: {pattern!r} matches no module. The model's modules are "
                 f"{listed([name for name in named if name])}"
             )
+    found = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
     uses: dict[int, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         uses[id(p)] = uses.get(id(p), 0) + 1

@@ -90,6 +90,19 @@ class GradientSync:
         return f"{len(self.owned)} gradients, {self.how}"
 
 
+class WithZeros(GradientSync):
+    """Of one rank alone, of whose parameters other ranks have other parts, such as other experts. A
+    gradient that no sample gave is zeros: perhaps one did to the other parts.
+    """
+
+    def finish(self) -> list[str]:
+        unused = self.without_gradient()
+        for name in unused:
+            p = self.owned[name]
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+        return unused
+
+
 class Together(GradientSync):
     """Several synchronisations as one. They begin and finish in their order, which is the same on
     all ranks.

@@ -80,13 +80,19 @@ class HybridTrainer(Trainer):
         zero_stage: 0: every position along dp has all of its stage's and shard's weights; 1, 2, 3:
             see `ShardedTrainer`.
         overlap, bucket_bytes, layers: how gradients are synchronised along dp; see
-            `DataParallelTrainer` and `ShardedTrainer`.
+            `DataParallelTrainer` and `ShardedTrainer`. With cp or ep, gradients leave after
+            backward, which has messages of its own; on stage 3 they don't, and there all ranks'
+            samples must take the same way through the model.
         algorithm: of the collectives, by operation, such as {"all_reduce": "ring"}, or one name for
             all of them; see `p101.algorithms`. Other than None, it needs overlap=False.
         plan, sequence_parallel, regather: how modules are cut along tp; see
             `TensorParallelTrainer`. The style "experts" places modules along ep: see
             experts_plan.py. Each rank has some of their experts, and sends tokens to the others;
-            all else is the same on all of them. "auto": modules with the name "experts".
+            all else is the same on all of them. "auto": modules with the name "experts". Every rank
+            must call them in each forward, with no rows if need be, and use what they return. A
+            rank without samples calls the model with none, so that it computes its experts for
+            others: model and loss_fn must take 0 samples, and no parameter may be applied after a
+            mean over them.
         context: how attention is computed along cp, which cuts dim 1 of all inputs and targets, the
             time: "zigzag" or "contiguous", by ring attention, or "ulysses"; see
             context_parallel.py. The model must call torch's scaled_dot_product_attention (itself:
@@ -178,8 +184,11 @@ class HybridTrainer(Trainer):
         self.device = check_model(model)
         recomputed = modules_to_recompute(recompute, model)
         self.precision = choose_precision(precision, gradient_dtype, autocast, self.device)
+        # Along cp and ep the model's backward sends, too. If ranks take different ways through the
+        # model, gradients that leave meanwhile would meet those messages.
+        apart = zero_stage == 3 or axes.size(["cp", "ep"]) == 1
         make_sync = how_to_sync(
-            zero_stage, overlap, bucket_bytes, layers, self.precision, algorithms
+            zero_stage, overlap and apart, bucket_bytes, layers, self.precision, algorithms
         )
         pipeline = None
         if "pp" in axes.sizes:
@@ -210,7 +219,7 @@ class HybridTrainer(Trainer):
         }
         masters = self.precision.cast_model(model)
         whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         self.trained, self.state = list(whole), StateNames(model)
         if self.precision.master:
             whole = {name: nn.Parameter(masters[name]) for name in whole}
@@ -291,7 +300,11 @@ class HybridTrainer(Trainer):
             least=least,
             why=why,
             check_time=self.context.check if self.context else None,
-            check_frozen=partial(check_frozen, check_frozen_norms, frozen),
+            check_frozen=partial(
+                check_frozen,
+                check_frozen_norms,
+                {name: self.local[name] for name in frozen if name in self.local},
+            ),
         )
         self.reads_parts = False
         checkpoint.refuse_parts(self)

@@ -7,10 +7,11 @@ rank 2   tp 0   samples 4 … 6    another one along dp and ep, of any size, eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.gradient_sync import Parameters
 from parallel101.trainers.layout import SAMPLES, Axes
 from parallel101.trainers.support.batches import (
     Batch,
@@ -104,7 +105,7 @@ class Shares:
         )
 
 
-def check_frozen(check_norms: Callable[[], None], frozen: Parameters) -> None:
+def check_frozen(check_norms: Callable[[], None], frozen: Mapping[str, Tensor]) -> None:
     """Raises ValueError for a parameter or a norm that was frozen when the trainer was built, and
     is not any more.
     """

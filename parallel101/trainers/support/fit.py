@@ -156,9 +156,16 @@ def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
     total, weight = 0.0, 0.0
     with evaluation_mode(trainer):
         for batch in batches:
-            x, y = share(trainer, inputs_and_targets(trainer, batch))
+            whole = inputs_and_targets(trainer, batch)
+            x, y = share(trainer, whole)
+            # a rank without samples still computes its experts for others: with one that has no
+            # weight, since a pipeline sends none
+            idle = not count_samples(x) and trainer.axes.sizes.get("ep", 1) > 1
+            if idle:
+                x, y = map_tensors(lambda t: t[:1].to(trainer.device), whole)
             with span("evaluate"):
                 of_batch = evaluate_share(trainer, x, y)
+            of_batch = (0.0, 0.0) if idle else of_batch
             total, weight = total + of_batch[0], weight + of_batch[1]
     totals, weights = trainer.agree.numbers(total, weight)
     if not sum(weights):

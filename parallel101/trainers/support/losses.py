@@ -15,7 +15,6 @@ from torch import Tensor
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
-from parallel101.trainers.support.batches import tensors_of
 
 
 class Losses:
@@ -52,9 +51,12 @@ class Losses:
         self.parts.append(loss.detach())
         return loss if self.scale == 1 else loss * self.scale
 
-    def of_nothing(self, outputs: Any) -> Tensor:
-        """Without samples: a zero from which backward starts, for the messages on its way."""
-        return sum(t.sum() * 0 for t in tensors_of(outputs))  # type: ignore[return-value]
+    def of_nothing(self, outputs: Any, targets: Any) -> Tensor:
+        """Without samples: backward starts from it with zeros, for the messages on its way. It goes
+        the way of the others' loss: what that ignores gets no gradient here either.
+        """
+        loss, _ = loss_and_weight(self.loss_fn, outputs, targets)
+        return loss * 0
 
     def sum(self) -> float:
         return sum(part.item() for part in self.parts)
