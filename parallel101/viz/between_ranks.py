@@ -182,9 +182,12 @@ def _cell(
 ):
     value = square.text(square.values[rank][column])
     place = {"x": x + gap, "y": y + gap, "width": width - 2 * gap, "height": height - 2 * gap}
-    scene.add(
-        "rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=0.12 + 0.78 * share
-    ).add("title", f"{rank}, {column}: {value}")
+    # in between, neither text could be read in both themes
+    dark = share > 0.8
+    opacity = 0.5 + 0.45 * share if dark else 0.12 + 0.5 * share
+    scene.add("rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=opacity).add(
+        "title", f"{rank}, {column}: {value}"
+    )
     if width > 36:
         size = min(12.0, (width - 6) / (0.58 * len(value)))
         scene.add(
@@ -193,7 +196,7 @@ def _cell(
             x=x + width / 2,
             y=y + height / 2 + 4,
             font_size=size,
-            class_="c on" if share > 0.8 else "c",
+            class_="c on" if dark else "c",
         )
 
 

@@ -60,7 +60,7 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
         frames = [(t, (x(recorded), 0.0)) for t, recorded in timing.cursor()]
         cursor.key("translate", (0.0, (LEFT, 0.0)), *frames)
         for text, at, anchor in (("0", LEFT, ""), (human_seconds(span), LEFT + WIDTH, " e")):
-            panel.add("text", text, x=at, y=top + row * n + 14, font_size=11, class_="m" + anchor)
+            panel.add("text", text, x=at, y=top + row * n + 14, font_size=12, class_="m" + anchor)
         for k, line in enumerate(LEGEND):
             y = top + row * n + 32 + 16 * k
             panel.add("text", line, x=LEFT + WIDTH / 2, y=y, font_size=12, class_="m c")
@@ -92,7 +92,7 @@ def _call(
         right = x(event.posted) > LEFT + 0.75 * WIDTH
         at = x(max(event.end, moves)) if right else x(event.posted)
         text, class_ = _words(event), "m e" if right else "m"
-        panel.add("text", text, x=at + (-4 if right else 2), y=low - 4, font_size=11, class_=class_)
+        panel.add("text", text, x=at + (-4 if right else 2), y=low - 4, font_size=12, class_=class_)
 
 
 def _words(event: Event) -> str:
