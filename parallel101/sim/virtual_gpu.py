@@ -23,17 +23,21 @@ ranks exchange, is free. No event is recorded for a kernel: time passes in the s
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# torch has no public name for it; tests/sim/test_virtual_gpu.py needs it
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel101.cost import kernels
 from parallel101.cost.hardware import Chip, chip_of
+from parallel101.record import torch_private
 from parallel101.record.spans import recorder
 
 aten = torch.ops.aten
@@ -77,7 +81,7 @@ class VirtualGPU(TorchDispatchMode):
         self.chip = chip_of(chip)
         self.flops, self.busy, self.kernels = 0, 0.0, 0
         self.live = self.peak = 0
-        self._alive: dict[int, _Alive] = {}  # by address of the storage
+        self._alive: dict[int, _Alive] = {}  # by id of the storage
         self._known: dict[Any, Kernel] = {}  # of operations with these shapes
 
     def count(self) -> GpuCount:
@@ -123,7 +127,7 @@ class VirtualGPU(TorchDispatchMode):
     def _note(self, t: Tensor) -> None:
         """From now on the storage of this tensor counts, until nothing holds it."""
         storage = t.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # the same as long as its memory
         if key in self._alive:
             return
         ref = _Alive(storage, self._freed)
@@ -140,10 +144,61 @@ class VirtualGPU(TorchDispatchMode):
 
 @contextmanager
 def virtual_gpu(chip: str | Chip) -> Iterator[VirtualGPU]:
-    """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors."""
+    """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors.
+
+    `scaled_dot_product_attention` is then fused, and optimizers take fused=True, as on a GPU.
+    """
     gpu = VirtualGPU(chip)
-    with gpu:
+    with _as_on_a_gpu(), gpu:
         yield gpu
+
+
+_lock, _users, _changes = threading.Lock(), [0], ExitStack()
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Inside, meta tensors have the fused kernels that they don't have in torch: in all threads, as
+    long as one is inside.
+    """
+    with _lock:
+        _users[0] += 1
+        if _users[0] == 1:
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+            _changes.callback(library._destroy)
+            _changes.enter_context(torch_private.fused_optimizers_on_meta())
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[0] -= 1
+            if not _users[0]:
+                _changes.close()
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As scaled_dot_product_attention, by the operations that torch runs on a GPU."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
+    if enable_gqa:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -226,11 +281,14 @@ PRODUCTS = {
     aten.addmm: (1, 2),
     aten.baddbmm: (1, 2),
 }
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention,
+BACKWARD = {
     aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
 }
-BACKWARD = {aten._scaled_dot_product_flash_attention_backward}
+ATTENTION = BACKWARD | {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+}
 WRITE_ONLY = {aten.fill_, aten.zero_, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like}
 WRITE_ONLY |= {aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.new_zeros}
 WRITE_ONLY |= {aten.new_ones, aten.new_full, aten.randn, aten.rand, aten.randint, aten.eye}
