@@ -23,6 +23,7 @@ ranks exchange, is free. No event is recorded for a kernel: time passes in the s
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -58,6 +59,15 @@ class Kernel(NamedTuple):
     flops: int
 
 
+class Known(NamedTuple):
+    """What an operation did when it was first called with arguments of these shapes."""
+
+    kernel: Kernel
+    # of each output: (size, stride, dtype) of a new tensor, or which argument it is
+    outputs: tuple[Any, ...] | None  # None: it must be called again
+    several: bool
+
+
 class _Alive(weakref.ref):
     """A weak reference to a storage that counts."""
 
@@ -68,6 +78,10 @@ class _Alive(weakref.ref):
 
 class VirtualGPU(TorchDispatchMode):
     """Inside, this thread's operations on meta tensors move its rank's clock, and are counted.
+
+    What an operation costs, and which tensors it returns, depends on its arguments' shapes. It is
+    found out once and then remembered: torch itself takes up to 2 ms to find the shape of a meta
+    tensor.
 
     Attributes:
         chip: whose kernels they are.
@@ -82,7 +96,7 @@ class VirtualGPU(TorchDispatchMode):
         self.flops, self.busy, self.kernels = 0, 0.0, 0
         self.live = self.peak = 0
         self._alive: dict[int, _Alive] = {}  # by id of the storage
-        self._known: dict[Any, Kernel] = {}  # of operations with these shapes
+        self._known = KNOWN.setdefault(self.chip, {})  # by operation and arguments
 
     def count(self) -> GpuCount:
         return GpuCount(self.flops, self.busy, self.peak)
@@ -91,38 +105,43 @@ class VirtualGPU(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func.is_view:
-            return out
-        outputs = [t for t in tensors_in(out if isinstance(out, tuple) else (out,)) if t.is_meta]
+            return func(*args, **kwargs)
+        key = (func, *map(key_of, args), *map(key_of, kwargs.items()))
+        known = self._known.get(key)
+        if known is None or known.outputs is None:
+            out = func(*args, **kwargs)
+            if known is None:
+                if len(self._known) == MOST_KNOWN:
+                    self._known.clear()
+                known = self._known[key] = known_of(self.chip, func, args, kwargs, out)
+            outputs = out if isinstance(out, tuple | list) else (out,)
+        else:
+            outputs = tuple(
+                aten.empty_strided.default(*of[:2], dtype=of[2], device="meta")
+                if type(of) is tuple
+                else None
+                if of is None
+                else args[of]
+                if type(of) is int
+                else kwargs[of]
+                for of in known.outputs
+            )
+            out = outputs if known.several else outputs[0]
         for t in outputs:
-            self._note(t)
-        if func in FREE:
-            return out
-        inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
-        if not (outputs or inputs):
-            return out
-        kernel = self._cost(func, args, kwargs, inputs, outputs)
-        if kernel.seconds:
-            self.kernels += 1
-            self.flops += kernel.flops
-            self.busy += kernel.seconds
-            if rank := recorder():
-                rank.compute(kernel.seconds)
+            if isinstance(t, Tensor) and t.is_meta:
+                self._note(t)
+        if known.kernel.seconds:
+            self._run(known.kernel)
         return out
 
-    def _cost(
-        self, func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> Kernel:
-        causal = next((a for a in (*args, *kwargs.values()) if a is True), False)
-        key = (func, causal, *((t.dtype, t.shape, t.stride()) for t in inputs))
-        if outputs and not inputs:
-            key = (func, *((t.dtype, t.shape) for t in outputs))
-        known = self._known.get(key)
-        if known is None:
-            known = kernel_of(self.chip, func, args, kwargs, inputs, outputs)
-            self._known[key] = known
-        return known
+    def _run(self, kernel: Kernel) -> None:
+        """Let a kernel's time pass."""
+        self.kernels += 1
+        self.flops += kernel.flops
+        self.busy += kernel.seconds
+        if rank := recorder():
+            rank.compute(kernel.seconds)
 
     def _note(self, t: Tensor) -> None:
         """From now on the storage of this tensor counts, until nothing holds it."""
@@ -140,6 +159,48 @@ class VirtualGPU(TorchDispatchMode):
         if self._alive.get(ref.key) is ref:
             del self._alive[ref.key]
             self.live -= ref.nbytes
+
+
+# what all ranks remember, by chip; of operations with numbers that change, not more than so many
+KNOWN: dict[Chip, dict[Any, Known]] = {}
+MOST_KNOWN = 50_000
+
+
+def key_of(value: Any) -> Any:
+    """What of an argument decides what an operation costs and returns."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return type(value), value  # 1 and 1.0 and True are equal
+
+
+def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Known:
+    """What to remember of an operation that has returned `out`."""
+    several = isinstance(out, tuple | list)
+    outputs = out if several else (out,)
+    inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
+    tensors = [t for t in tensors_in(outputs) if t.is_meta]
+    if not (inputs or tensors):
+        return Known(NOTHING, None, several)  # on the CPU
+    kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
+    names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
+    memory = {id(t.untyped_storage()) for t in inputs}
+    described: list[Any] = []
+    for t in outputs:
+        if t is None:
+            described.append(None)
+        elif id(t) in names:
+            described.append(names[id(t)])
+        elif not isinstance(t, Tensor) or not t.is_meta or id(t.untyped_storage()) in memory:
+            return Known(kernel, None, several)
+        else:
+            described.append((t.shape, t.stride(), t.dtype))
+    again = several and not isinstance(out, tuple)
+    return Known(kernel, None if again else tuple(described), several)
+
+
+NOTHING = Kernel(0.0, 0)
 
 
 @contextmanager
@@ -270,8 +331,9 @@ def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list
 
 
 def read_bytes(t: Tensor) -> int:
-    """Bytes of a tensor, of which an expanded one has fewer than elements."""
-    return min(t.nbytes, t.untyped_storage().nbytes())
+    """Bytes of a tensor in memory: of an expanded one, fewer than its elements."""
+    sizes = (size for size, stride in zip(t.shape, t.stride()) if stride or not size)
+    return math.prod(sizes) * t.element_size()
 
 
 # where their two factors are in the arguments
