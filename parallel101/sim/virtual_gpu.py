@@ -207,7 +207,8 @@ NOTHING = Kernel(0.0, 0)
 def virtual_gpu(chip: str | Chip) -> Iterator[VirtualGPU]:
     """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors.
 
-    `scaled_dot_product_attention` is then fused, and optimizers take fused=True, as on a GPU.
+    `scaled_dot_product_attention` and `rms_norm` are then one kernel each, and optimizers take
+    fused=True, as on a GPU.
     """
     gpu = VirtualGPU(chip)
     with _as_on_a_gpu(), gpu:
@@ -227,6 +228,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         if _users[0] == 1:
             library = torch.library.Library("aten", "IMPL")
             library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+            library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.fused_optimizers_on_meta())
     try:
@@ -262,6 +264,13 @@ def _fused_attention(
     )[0]
 
 
+def _fused_rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """As rms_norm, by the operation that torch runs on a GPU."""
+    return aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     """All tensors among these values, and in the lists among them."""
     found: list[Tensor] = []
@@ -294,7 +303,9 @@ def kernel_of(
         q, k = args[int(backward)], args[1 + int(backward)]
         flops = attention_flops(q, k, causal=any(a is True for a in args), backward=backward)
         nbytes = sum(map(read_bytes, inputs)) + sum(t.nbytes for t in outputs)
-        seconds = kernels.attention_seconds(chip, flops, nbytes, backward=backward)
+        seconds = kernels.attention_seconds(
+            chip, flops, nbytes, backward=backward, itemsize=q.element_size()
+        )
         return Kernel(seconds, flops)
     nbytes = moved_bytes(func, packet, args, kwargs, outputs)
     return Kernel(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
