@@ -85,18 +85,18 @@ def layer_kept(
     outside = n / t if layout.sequence_parallel else n
     gathered = outside if regather else n
     h, kv, f = shape.width, shape.kv_width, shape.inside
-    rms = shape.norm == "rms"
     found = {
         "inputs of the two norms": 2 * e * h * outside,
-        "statistics of the norms": 2 * (4 if rms else 8) * outside,
+        "statistics of the norms": 2 * 8 * outside,
         "input of query, key and value": e * h * gathered,
         "query": e * h * n / t,
         "key and value": 2 * e * kv * n / t,
         "input of the attention's output layer": e * h * n / t,
         "input of the MLP": e * h * gathered,
     }
-    if rms and cpu:  # in 32 bits: the input's copy, and the normalised input
+    if shape.norm == "rms" and cpu:  # in 32 bits: the input's copy, and the normalised input
         found["inputs of the two norms"] = 2 * (4 + 4) * h * outside
+        found["statistics of the norms"] = 2 * 4 * outside
     if shape.attention == "fused" or layout.cp > 1:
         found["log of the sums of the softmax"] = 4 * shape.heads * n / t
     else:
