@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.cost.hardware import CHIPS
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
 from parallel101.ranks.program import will_import
@@ -32,9 +33,12 @@ from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError,
 from parallel101.record.trace import Trace
 from parallel101.record.where import shown
 from parallel101.sim.network import Network
+from parallel101.sim.virtual_gpu import GpuCount
 
 BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
+# the GPUs that a virtual rank may have
+GPUS = tuple(chip.name for chip in CHIPS.values() if chip.kernels is not None)
 # with trace="payload", messages up to this size are recorded with their values
 PAYLOAD_BYTES = 4096
 DEFAULT_WORLD_SIZE = 4
@@ -50,12 +54,15 @@ class Run:
         results: what the function returned, by rank. GPU tensors come back on the CPU.
         trace: the record, if the run was recorded (a sim run always is), else None.
         backend, world_size: as it ran.
+        gpus: what each rank's virtual GPU did, of a run with `device`, else None: `.flops`, `.busy`
+            (seconds in which it computed) and `.peak_bytes`, the most memory that was in use.
     """
 
     results: list[Any] = field(repr=False)
     trace: Trace | None
     backend: str
     world_size: int
+    gpus: list[GpuCount] | None = field(default=None, repr=False)
     # what `watch` knows beyond the record: an analysis.unwritten.Watched
     watched: Any = field(default=None, repr=False)
 
@@ -119,6 +126,7 @@ def launch(
     timeout: float = 60.0,
     network: Network | None = None,
     rules: str = "gloo",
+    device: str | None = None,
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
@@ -140,9 +148,12 @@ def launch(
         rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
             otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
             messages in a batch start together, and there are no tags. sim/queues.py has the list.
+        device: on sim, the GPU that each rank has, such as "H100". Tensors are then on torch's meta
+            device: they have shapes and no values, and no number is computed. Trainers run as they
+            are, and their `step` returns 0.0. None: the CPU, with numbers.
 
     Returns:
-        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
+        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
 
     Raises:
         RankFailed: a rank raised an exception, which is the cause, or its process died.
@@ -156,7 +167,7 @@ def launch(
     The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished`
     are the calls that had not ended.
     """
-    _check_arguments(fn, backend, trace, timeout, network, rules)
+    _check_arguments(fn, backend, trace, timeout, network, rules, device)
     timeout = min(timeout, MAX_TIMEOUT)
     recording = bool(trace) or backend == "sim"
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
@@ -208,6 +219,7 @@ def launch(
                 payload_bytes=payload_bytes,
                 network=network,
                 rules=rules,
+                device=device,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
@@ -249,9 +261,9 @@ def launch(
         monitor.close(explained)
         if rendezvous is not None:
             rendezvous.close()
-    return Run(
-        results, _trace(monitor.records(), size, backend) if recording else None, backend, size
-    )
+    recorded = _trace(monitor.records(), size, backend) if recording else None
+    gpus = monitor.records()[0].gpus if device is not None else None
+    return Run(results, recorded, backend, size, None if gpus is None else list(gpus))
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:
@@ -296,7 +308,7 @@ def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]
 
 
 def _check_arguments(
-    fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any
+    fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any, device: Any
 ) -> None:
     if not callable(fn):
         raise TypeError(
@@ -329,6 +341,18 @@ def _check_arguments(
         raise ValueError(
             f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real "
             "ranks follow their own backend's rules. Leave rules out, or use backend='sim'"
+        )
+    if device is None:
+        return
+    if device not in GPUS:
+        raise ValueError(
+            f"device is {device!r}; it must be one of {', '.join(map(repr, GPUS))}, or None for "
+            "the CPU"
+        )
+    if backend != "sim":
+        raise ValueError(
+            f"device={device!r} is a virtual GPU, which works with backend='sim' only, and backend "
+            f"is {backend!r}: leave device out, or use backend='sim'"
         )
 
 

@@ -76,6 +76,7 @@ class Job:
     payload_bytes: int  # messages up to this size are recorded with their values
     network: Any  # a parallel101.Network, or None
     rules: str  # on sim: "gloo" or "nccl"
+    device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]
@@ -92,6 +93,8 @@ class RankRecord(NamedTuple):
     unfinished: list[EventRow]  # posted, and not ended
     # of a checked run: sends and receives that the program never waited for
     unwaited: Sequence[Call] = ()
+    # by rank, of a run on virtual GPUs: a sim.virtual_gpu.GpuCount each
+    gpus: Sequence[Any] | None = None
 
 
 class Failure(NamedTuple):

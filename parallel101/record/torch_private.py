@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import inspect
 import struct
 import sys
@@ -402,3 +403,25 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
         return look if len(seen) == 705 else None
     finally:
         generator.set_state(state)
+
+
+@contextlib.contextmanager
+def optimizers_as_on_a_gpu() -> Iterator[None]:
+    """Inside, torch's optimizers take fused=True for meta tensors, as for a GPU's. By default they,
+    and the clipping of gradients, take one kernel for many tensors, as on a GPU.
+
+    Relies on the functions of torch.utils._foreach_utils that list the devices with such kernels.
+    """
+    # torch.optim hides the name of its module, which has the same functions
+    modules: list[Any] = [
+        importlib.import_module(name)
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+    ]
+    with contextlib.ExitStack() as changes:
+        for kind in ("fused", "foreach"):
+            name = f"_get_{kind}_kernels_supported_devices"
+            devices = [*getattr(modules[0], name)(), "meta"]
+            for module in modules:
+                changes.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, functools.partial(list, devices))
+        yield
