@@ -67,12 +67,12 @@ def step_memory(
     """
     layers = stage_layers(shape.layers, layout.pp * layout.chunks)
     return tuple(
-        _Rank(shape, layout, layers[position :: layout.pp], position, cpu).memory()
+        _RankMemory(shape, layout, layers[position :: layout.pp], position, cpu).memory()
         for position in range(layout.pp)
     )
 
 
-class _Rank:
+class _RankMemory:
     """One position along pp."""
 
     def __init__(

@@ -15,14 +15,14 @@ from parallel101.cost.hardware import Chip
 aten = torch.ops.aten
 
 
-class Kernel(NamedTuple):
+class OperationCost(NamedTuple):
     """What one operation costs."""
 
     seconds: float
     flops: int
 
 
-NOTHING = Kernel(0.0, 0)
+NOTHING = OperationCost(0.0, 0)
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -38,7 +38,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def kernel_of(
     chip: Chip, func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
-) -> Kernel:
+) -> OperationCost:
     """The cost of one operation."""
     packet = func.overloadpacket
     if packet in PRODUCTS:
@@ -48,7 +48,7 @@ def kernel_of(
         flops = 2 * many * m * n * k
         itemsize = a.element_size()
         seconds = kernels.product_seconds(chip, m, n, k, batch=many, itemsize=itemsize)
-        return Kernel(seconds if flops else 0.0, flops)
+        return OperationCost(seconds if flops else 0.0, flops)
     if packet in ATTENTION:
         backward = packet in BACKWARD
         q, k = args[int(backward)], args[1 + int(backward)]
@@ -57,9 +57,9 @@ def kernel_of(
         seconds = kernels.attention_seconds(
             chip, flops, nbytes, backward=backward, itemsize=q.element_size()
         )
-        return Kernel(seconds, flops)
+        return OperationCost(seconds, flops)
     nbytes = moved_bytes(func, packet, args, kwargs, outputs)
-    return Kernel(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
+    return OperationCost(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
 
 
 def attention_flops(q: Tensor, k: Tensor, *, causal: bool, backward: bool) -> int:

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel101.cost.hardware import Chip, chip_of
 from parallel101.record import torch_private
 from parallel101.record.spans import listening, recorder
-from parallel101.sim.operation_costs import FREE, NOTHING, Kernel, kernel_of, tensors_in
+from parallel101.sim.operation_costs import FREE, NOTHING, OperationCost, kernel_of, tensors_in
 
 aten = torch.ops.aten
 
@@ -55,16 +55,16 @@ class GpuCount(NamedTuple):
     peak_bytes: int  # the most that was alive at once, from the first span "forward"
 
 
-class Known(NamedTuple):
+class KnownOperation(NamedTuple):
     """What an operation did when it was first called with arguments of these shapes."""
 
-    kernel: Kernel
+    kernel: OperationCost
     # of each output: (size, stride, dtype) of a new tensor, or which argument it is
     outputs: tuple[Any, ...] | None  # None: it must be called again
     several: bool
 
 
-class _Alive(weakref.ref):
+class _AliveStorage(weakref.ref):
     """A weak reference to a storage that counts."""
 
     __slots__ = ("key", "nbytes")
@@ -91,7 +91,7 @@ class VirtualGPU(TorchDispatchMode):
         self.chip = chip_of(chip)
         self.flops, self.busy, self.kernels = 0, 0.0, 0
         self.live = self.peak = 0
-        self._alive: dict[int, _Alive] = {}  # by id of the storage
+        self._alive: dict[int, _AliveStorage] = {}  # by id of the storage
         self._known = KNOWN.setdefault(self.chip, {})  # by operation and arguments
         self._spans, self._trains = 0, False
         self._outside: tuple[float, float] | None = None  # start and end of kernels in no span
@@ -133,7 +133,7 @@ class VirtualGPU(TorchDispatchMode):
             self._run(known.kernel)
         return out
 
-    def _run(self, kernel: Kernel) -> None:
+    def _run(self, kernel: OperationCost) -> None:
         """Let a kernel's time pass."""
         self.kernels += 1
         self.flops += kernel.flops
@@ -176,8 +176,8 @@ class VirtualGPU(TorchDispatchMode):
         key = id(storage)  # the same as long as its memory
         if key in self._alive:
             return
-        ref = self._alive[key] = _Alive(storage, self._freed)
-        ref.key, ref.nbytes = key, storage.nbytes()
+        ref: Any = _AliveStorage(storage, self._freed)
+        self._alive[key], ref.key, ref.nbytes = ref, key, storage.nbytes()
         self.live += ref.nbytes
         self.peak = max(self.peak, self.live)
 
@@ -188,7 +188,7 @@ class VirtualGPU(TorchDispatchMode):
 
 
 # what all ranks remember, by chip; of operations with numbers that change, not more than so many
-KNOWN: dict[Chip, dict[Any, Known]] = {}
+KNOWN: dict[Chip, dict[Any, KnownOperation]] = {}
 MOST_KNOWN = 50_000
 
 
@@ -201,14 +201,22 @@ def key_of(value: Any) -> Any:
     return type(value), value  # 1 and 1.0 and True are equal
 
 
-def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Known:
+def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> KnownOperation:
     """What to remember of an operation that has returned `out`."""
+    if func.namespace == "_c10d_functional":
+        raise NotImplementedError(
+            f"{func} was called on the meta device, where torch's functional collectives (and so "
+            "DTensor and FSDP2) send nothing: on virtual GPUs, use those of torch.distributed or "
+            "of parallel101"
+        )
     several = isinstance(out, tuple | list)
     outputs = out if several else (out,)
     inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
     tensors = [t for t in tensors_in(outputs) if t.is_meta]
     if not (inputs or tensors) or torch.Tag.inplace_view in func.tags:
-        return Known(NOTHING, None, several)  # on the CPU, or it gives a tensor another shape
+        return KnownOperation(
+            NOTHING, None, several
+        )  # on the CPU, or it gives a tensor another shape
     kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
     names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
     memory = {id(t.untyped_storage()) for t in inputs}
@@ -219,11 +227,11 @@ def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Know
         elif id(t) in names:
             described.append(names[id(t)])
         elif not isinstance(t, Tensor) or not t.is_meta or id(t.untyped_storage()) in memory:
-            return Known(kernel, None, several)
+            return KnownOperation(kernel, None, several)
         else:
             described.append((t.shape, t.stride(), t.dtype))
     again = several and not isinstance(out, tuple)
-    return Known(kernel, None if again else tuple(described), several)
+    return KnownOperation(kernel, None if again else tuple(described), several)
 
 
 @contextmanager
@@ -255,7 +263,7 @@ def _as_on_a_gpu() -> Iterator[None]:
             library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
             library.impl("dropout", _fused_dropout, "AutogradMeta")
             _changes.callback(library._destroy)
-            _changes.enter_context(torch_private.fused_optimizers_on_meta())
+            _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
     try:
         yield
     finally:

@@ -74,19 +74,7 @@ def test_fused_attention_is_one_kernel_each_way(causal):
         (lambda x, y: x + y[:1].expand(64, -1), 2 + 1 / 64),
         (lambda x, y: torch._foreach_add_([x, x], [y, y]), 6),
     ],
-    ids=[
-        "add",
-        "add_",
-        "gelu",
-        "copy_",
-        "zero_",
-        "zeros_like",
-        "softmax",
-        "views",
-        "empty_like",
-        "expanded",
-        "foreach",
-    ],
+    ids=str.split("add add_ gelu copy_ zero_ zeros softmax views empty expanded foreach"),
 )
 def test_everything_else_by_the_bytes_that_it_moves(operation, moved):
     x, y = meta(64, 4096), meta(64, 4096)
@@ -124,8 +112,8 @@ def test_an_optimizer_may_be_fused():
         moved = 5 * 64 * 64 * 4 * 7 + 2 * 5 * 4  # w, m and v twice, and g; and steps
         assert gpu.kernels - before <= 2
         assert gpu.busy - busy == pytest.approx(kernels.memory_seconds(H100, moved), rel=0.9)
-    with pytest.raises(RuntimeError):  # only there
-        torch.optim.AdamW(weights, fused=True)
+    with pytest.raises(RuntimeError, match="supported devices"):  # only there
+        optimizer.step()
 
 
 def train(model, steps):
@@ -181,7 +169,7 @@ def test_time_passes_in_spans_and_in_one_span_between_them():
     run = p101.launch(program, world_size=2, backend="sim", device="H100")
     assert run.results == ["meta"] * 2
     once = kernels.memory_seconds(H100, 8 << 20)
-    spans = [(e.label, e.start, e.end) for e in run.trace.events if e.rank == 1]
+    spans = [(e.name, e.start, e.end) for e in run.trace.events if e.rank == 1]
     assert [name for name, _, _ in spans] == ["forward", "compute", "backward"]
     ends = [end for _, _, end in spans]
     assert ends[:2] == pytest.approx([once, 3 * once], rel=1e-6)
