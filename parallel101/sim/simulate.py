@@ -11,6 +11,8 @@
     queues.py             rules="nccl": in which order a rank's operations start on NCCL
     limits.py             time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
+    virtual_gpu.py        device="H100": operations on meta tensors take a GPU's time (with
+                          operation_costs.py)
     process_state.py      what each rank has to itself, as if it were a process, and what all
                           share (with modules.py, random_states.py and logging_states.py)
 
