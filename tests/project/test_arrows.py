@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "record": set(),
     "sim": {"record"},
     "ranks": {"sim", "record"},
+    "ranks.launch": {"cost.hardware", "sim", "record"},  # the names of GPUs
     "analysis": {"record"},
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
