@@ -100,8 +100,8 @@ class MirroredAxes:
             rank += ((here - steps) % size - here) * stride
         return rank
 
-    def images_near(self, rank: int, ranks: range) -> Iterator[int]:
-        """The ranks out of a range that `rank`, which has a thread, stands for."""
+    def images(self, rank: int, ranks: range) -> Iterator[int]:
+        """The ranks out of a range that `rank`, which has a thread, stands for. With itself."""
         return (other for other in ranks if self.representative(other) == rank)
 
     def router(self, network: Network) -> Router:
@@ -123,14 +123,15 @@ class MirroredAxes:
             if src == dst or self.representative(src) != src:
                 return real(src, dst)
             to = self.representative(dst)
-            start = src // of_node * of_node
-            of_source = self.images_near(src, range(start, min(start + of_node, self.world_size)))
-            images = [real(s, self.moved(dst, s)) for s in of_source] or [real(src, dst)]
-            there, back = real(src, dst), real(self.back(src, dst), to)
-            out, into = there.hops[0][0], back.hops[0][-1]
-            sharing = max(1, sum(image.hops[0][0] == out for image in images))
-            slowest = min((there, back, *images), key=lambda image: image.bandwidth)
-            latency = max(image.latency for image in (there, back, *images))
-            return NetworkRoute(latency * sharing, slowest.bandwidth / sharing, ((out, into),))
+            # the links out of the node: how long its ranks' images of this message hold each
+            first = src // of_node * of_node
+            held: dict[int, tuple[float, float]] = {}
+            for image in self.images(src, range(first, min(first + of_node, self.world_size))):
+                latency, bandwidth, hops = real(image, self.moved(dst, image))
+                before = held.get(hops[0][0], (0.0, 0.0))
+                held[hops[0][0]] = before[0] + latency, before[1] + 1 / bandwidth
+            out, into = real(src, dst).hops[0][0], real(self.back(src, dst), to).hops[0][-1]
+            latency, per_byte = max(of for of, _ in held.values()), max(of for _, of in held.values())
+            return NetworkRoute(latency, 1 / per_byte if per_byte else math.inf, ((out, into),))
 
         return route

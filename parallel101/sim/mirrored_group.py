@@ -126,21 +126,23 @@ class MirroredState(SharedState):
         super().__init__(world, payload_bytes)
         self.unmatched = MirroredMessages()
         self.lines: dict[tuple[int, ...], Line] = {}
-        self.world.deadlock_notes = self.note
 
-    def note(self) -> list[tuple[str, str]]:
-        """What a deadlock's error says."""
+    def find_misuse(self) -> MisuseError | None:
+        """Asked when nothing goes on: perhaps a rank waits for one that has no thread."""
         mirrors = self.world.mirrors
         assert mirrors is not None
-        return [
-            (
-                f"only {len(mirrors.present)} of the {self.world.size} ranks have a thread, and "
-                f"stand for the others along {', '.join(mirrors.mirrored)}: collectives there must "
-                "treat all positions alike, as 'direct', 'ring' and 'bruck' do; trees and doubling "
-                "don't",
-                "",
-            )
-        ]
+        waits = [rank.waiting.call() for rank in self.world.ranks if rank.waiting is not None]
+        absent = (call for call in waits if not set(call.peers).issubset(mirrors.present))
+        if (error := super().find_misuse()) is not None or (call := next(absent, None)) is None:
+            return error
+        return MisuseError(
+            f"rank {call.rank} waits in vain: {call.brief}. Only {len(mirrors.present)} of the "
+            f"{self.world.size} ranks have a thread, and stand for the others along "
+            f"{', '.join(mirrors.mirrored)}. There, a message to the rank k positions further must "
+            "come with a receive from the rank k positions before, as in the algorithms 'direct', "
+            "'ring' and 'bruck' (with no empty blocks): trees and doubling need all ranks",
+            call.rank,
+        )
 
 
 class MirroredGroup(SimGroup):
