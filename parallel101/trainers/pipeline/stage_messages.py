@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel101.collectives.meta_device import numbers_device
 from parallel101.record.spans import wait_span
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.schedules.actions import Action, ScheduleError
@@ -107,7 +108,7 @@ class Messages:
         key, to = self.key(receive), self.placement[receive.stage]
         check_sendable(action, tensor, self.known.get(key))
         if action.kind == "SEND_F" and key not in self.announced:
-            self.isend(action, header(tensor).to(self.device), to)
+            self.isend(action, header(tensor, numbers_device(self.device)), to)
             self.announced.add(key)
             self.known[key] = tuple(tensor.shape), tensor.dtype
         self.isend(action, tensor.contiguous(), to)
@@ -156,7 +157,8 @@ class Messages:
         return box
 
     def hear_shape(self, action: Action, source: int) -> None:
-        numbers = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=self.device)
+        device = numbers_device(self.device)
+        numbers = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
         work = dist.irecv(numbers, self.ranks[source], self.group(source, self.me))
         assert work is not None
         work.wait()
@@ -252,10 +254,11 @@ def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
         )
 
 
-def header(tensor: Tensor) -> Tensor:
+def header(tensor: Tensor, device: torch.device) -> Tensor:
     """Dims, dtype, shape."""
+    rest = [0] * (MOST_DIMS - tensor.dim())
     return torch.tensor(
-        [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())]
+        [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *rest], device=device
     )
 
 
