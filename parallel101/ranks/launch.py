@@ -34,6 +34,7 @@ from parallel101.record.trace import Trace
 from parallel101.record.where import shown
 from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
+from parallel101.sim.virtual_gpu import GpuCount
 
 BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
@@ -53,12 +54,15 @@ class Run:
         results: what the function returned, by rank. GPU tensors come back on the CPU.
         trace: the record, if the run was recorded (a sim run always is), else None.
         backend, world_size: as it ran.
+        gpus: what each rank's virtual GPU did, of a run with `device`, else None: `.flops`, `.busy`
+            (seconds in which it computed) and `.peak_bytes`, the most memory that was in use.
     """
 
     results: list[Any] = field(repr=False)
     trace: Trace | None
     backend: str
     world_size: int
+    gpus: list[GpuCount] | None = field(default=None, repr=False)
     # what `watch` knows beyond the record: an analysis.unwritten.Watched
     watched: Any = field(default=None, repr=False)
 
@@ -153,7 +157,7 @@ def launch(
             ranks. None: all have one.
 
     Returns:
-        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
+        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
 
     Raises:
         RankFailed: a rank raised an exception, which is the cause, or its process died.
@@ -264,9 +268,9 @@ def launch(
         monitor.close(explained)
         if rendezvous is not None:
             rendezvous.close()
-    return Run(
-        results, _trace(monitor.records(), size, backend) if recording else None, backend, size
-    )
+    trace = _trace(monitor.records(), size, backend) if recording else None
+    gpus = monitor.records()[0].gpus if device is not None else None
+    return Run(results, trace, backend, size, None if gpus is None else list(gpus))
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:

@@ -94,6 +94,8 @@ class RankRecord(NamedTuple):
     unfinished: list[EventRow]  # posted, and not ended
     # of a checked run: sends and receives that the program never waited for
     unwaited: Sequence[Call] = ()
+    # by rank, of a run on virtual GPUs: a sim.virtual_gpu.GpuCount each
+    gpus: Sequence[Any] | None = None
 
 
 class Failure(NamedTuple):

@@ -1,0 +1,369 @@
+"""A virtual GPU: what torch's operations on meta tensors would cost on one, without computing them.
+
+    y = x @ w             y has a shape and no numbers
+    the rank's clock      moves by what the kernel takes on this chip (cost/kernels.py)
+    flops, live, peak     count its arithmetic, and the bytes of all tensors that are alive
+
+Each operation of torch is one kernel, with these costs:
+
+    matrix products       by m, n, k: mm, addmm with its bias, bmm, baddbmm
+    fused attention       one kernel forward and one backward, which keep no (time, time) matrix;
+                          with a causal mask they compute half of it
+    views                 nothing
+    everything else       by the bytes that it reads and writes, each tensor once
+
+So a GELU, a LayerNorm, a softmax, a dropout, or the loss's log-softmax is one kernel that reads its
+input once, as in CUDA's libraries; a fused optimizer (`_fused_adamw_`) and each `_foreach_*` is one
+for all its tensors. Operations aren't fused with each other: two additions read and write twice. A
+lookup in an embedding, or any other gather, reads the rows that it takes and not the table.
+
+Only meta tensors cost time: what a program keeps on the CPU, such as the number of samples that the
+ranks exchange, is free. No event is recorded for a kernel: time passes in the spans around it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# torch has no public name for it; tests/sim/test_virtual_gpu.py needs it
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel101.cost import kernels
+from parallel101.cost.hardware import Chip, chip_of
+from parallel101.record import torch_private
+from parallel101.record.spans import recorder
+
+aten = torch.ops.aten
+
+
+class GpuCount(NamedTuple):
+    """What one rank's virtual GPU did in a run."""
+
+    flops: int  # floating-point operations of matrix products and attention
+    busy: float  # seconds in which it computed
+    peak_bytes: int  # the most that was alive at once
+
+
+class Kernel(NamedTuple):
+    """What one operation costs."""
+
+    seconds: float
+    flops: int
+
+
+class Known(NamedTuple):
+    """What an operation did when it was first called with arguments of these shapes."""
+
+    kernel: Kernel
+    # of each output: (size, stride, dtype) of a new tensor, or which argument it is
+    outputs: tuple[Any, ...] | None  # None: it must be called again
+    several: bool
+
+
+class _Alive(weakref.ref):
+    """A weak reference to a storage that counts."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
+class VirtualGPU(TorchDispatchMode):
+    """Inside, this thread's operations on meta tensors move its rank's clock, and are counted.
+
+    What an operation costs, and which tensors it returns, depends on its arguments' shapes. It is
+    found out once and then remembered: torch itself takes up to 2 ms to find the shape of a meta
+    tensor.
+
+    Attributes:
+        chip: whose kernels they are.
+        flops, busy: arithmetic and seconds of all kernels so far.
+        live, peak: bytes of the storages that are alive now, and the most so far.
+        kernels: how many have run.
+    """
+
+    def __init__(self, chip: str | Chip):
+        super().__init__()
+        self.chip = chip_of(chip)
+        self.flops, self.busy, self.kernels = 0, 0.0, 0
+        self.live = self.peak = 0
+        self._alive: dict[int, _Alive] = {}  # by id of the storage
+        self._known = KNOWN.setdefault(self.chip, {})  # by operation and arguments
+
+    def count(self) -> GpuCount:
+        return GpuCount(self.flops, self.busy, self.peak)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        key = (func, *map(key_of, args), *map(key_of, kwargs.items()))
+        known = self._known.get(key)
+        if known is None or known.outputs is None:
+            out = func(*args, **kwargs)
+            if known is None:
+                if len(self._known) == MOST_KNOWN:
+                    self._known.clear()
+                known = self._known[key] = known_of(self.chip, func, args, kwargs, out)
+            outputs = out if isinstance(out, tuple | list) else (out,)
+        else:
+            outputs = tuple(
+                aten.empty_strided.default(*of[:2], dtype=of[2], device="meta")
+                if type(of) is tuple
+                else None
+                if of is None
+                else args[of]
+                if type(of) is int
+                else kwargs[of]
+                for of in known.outputs
+            )
+            out = outputs if known.several else outputs[0]
+        for t in outputs:
+            if isinstance(t, Tensor) and t.is_meta:
+                self._note(t)
+        if known.kernel.seconds:
+            self._run(known.kernel)
+        return out
+
+    def _run(self, kernel: Kernel) -> None:
+        """Let a kernel's time pass."""
+        self.kernels += 1
+        self.flops += kernel.flops
+        self.busy += kernel.seconds
+        if rank := recorder():
+            rank.compute(kernel.seconds)
+
+    def _note(self, t: Tensor) -> None:
+        """From now on the storage of this tensor counts, until nothing holds it."""
+        storage = t.untyped_storage()
+        key = id(storage)  # the same as long as its memory
+        if key in self._alive:
+            return
+        ref = _Alive(storage, self._freed)
+        ref.key, ref.nbytes = key, storage.nbytes()
+        self._alive[key] = ref
+        self.live += ref.nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, ref: Any) -> None:
+        if self._alive.get(ref.key) is ref:
+            del self._alive[ref.key]
+            self.live -= ref.nbytes
+
+
+# what all ranks remember, by chip; of operations with numbers that change, not more than so many
+KNOWN: dict[Chip, dict[Any, Known]] = {}
+MOST_KNOWN = 50_000
+
+
+def key_of(value: Any) -> Any:
+    """What of an argument decides what an operation costs and returns."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return type(value), value  # 1 and 1.0 and True are equal
+
+
+def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Known:
+    """What to remember of an operation that has returned `out`."""
+    several = isinstance(out, tuple | list)
+    outputs = out if several else (out,)
+    inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
+    tensors = [t for t in tensors_in(outputs) if t.is_meta]
+    if not (inputs or tensors):
+        return Known(NOTHING, None, several)  # on the CPU
+    kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
+    names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
+    memory = {id(t.untyped_storage()) for t in inputs}
+    described: list[Any] = []
+    for t in outputs:
+        if t is None:
+            described.append(None)
+        elif id(t) in names:
+            described.append(names[id(t)])
+        elif not isinstance(t, Tensor) or not t.is_meta or id(t.untyped_storage()) in memory:
+            return Known(kernel, None, several)
+        else:
+            described.append((t.shape, t.stride(), t.dtype))
+    again = several and not isinstance(out, tuple)
+    return Known(kernel, None if again else tuple(described), several)
+
+
+NOTHING = Kernel(0.0, 0)
+
+
+@contextmanager
+def virtual_gpu(chip: str | Chip) -> Iterator[VirtualGPU]:
+    """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors.
+
+    `scaled_dot_product_attention` is then fused, and optimizers take fused=True, as on a GPU.
+    """
+    gpu = VirtualGPU(chip)
+    with _as_on_a_gpu(), gpu:
+        yield gpu
+
+
+_lock, _users, _changes = threading.Lock(), [0], ExitStack()
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Inside, meta tensors have the fused kernels that they don't have in torch: in all threads, as
+    long as one is inside.
+    """
+    with _lock:
+        _users[0] += 1
+        if _users[0] == 1:
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+            _changes.callback(library._destroy)
+            _changes.enter_context(torch_private.fused_optimizers_on_meta())
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[0] -= 1
+            if not _users[0]:
+                _changes.close()
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As scaled_dot_product_attention, by the operations that torch runs on a GPU."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
+    if enable_gqa:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors among these values, and in the lists among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [t for t in value if isinstance(t, Tensor)]
+    return found
+
+
+# ── what a kernel costs ──
+
+
+def kernel_of(
+    chip: Chip, func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
+) -> Kernel:
+    """The cost of one operation."""
+    packet = func.overloadpacket
+    if packet in PRODUCTS:
+        a, b = (args[i] for i in PRODUCTS[packet])
+        *batch, m, k = a.shape
+        n, many = b.shape[-1], batch[0] if batch else 1
+        flops = 2 * many * m * n * k
+        itemsize = a.element_size()
+        seconds = kernels.product_seconds(chip, m, n, k, batch=many, itemsize=itemsize)
+        return Kernel(seconds if flops else 0.0, flops)
+    if packet in ATTENTION:
+        backward = packet in BACKWARD
+        q, k = args[int(backward)], args[1 + int(backward)]
+        flops = attention_flops(q, k, causal=any(a is True for a in args), backward=backward)
+        nbytes = sum(map(read_bytes, inputs)) + sum(t.nbytes for t in outputs)
+        seconds = kernels.attention_seconds(chip, flops, nbytes, backward=backward)
+        return Kernel(seconds, flops)
+    nbytes = moved_bytes(func, packet, args, kwargs, outputs)
+    return Kernel(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
+
+
+def attention_flops(q: Tensor, k: Tensor, *, causal: bool, backward: bool) -> int:
+    """Of (batch, heads, time, d) queries and keys: two products forward, five backward."""
+    batch, heads, queries, d = q.shape
+    forward = 4 * batch * heads * queries * k.shape[-2] * d
+    return int(forward * (0.5 if causal else 1) * (2.5 if backward else 1))
+
+
+def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
+    """Bytes that an operation reads and writes."""
+    written = sum(t.nbytes for t in outputs)
+    if packet in WRITE_ONLY:
+        return written
+    if packet in ROWS:  # reads as much as it writes, and the numbers of the rows
+        return 2 * written + sum(read_bytes(t) for t in tensors_in(args[1:]) if t.is_meta)
+    if packet in INTO_ROWS:  # reads and writes the rows that it changes
+        values = [t for t in tensors_in((*args[1:], *kwargs.values())) if t.is_meta]
+        return sum(map(read_bytes, values)) + 2 * max(map(read_bytes, values), default=0)
+    if packet is aten.copy_:
+        return written + read_bytes(args[1])
+    total = written
+    schema = func._schema.arguments
+    for position, argument in enumerate(schema):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        mine = sum(read_bytes(t) for t in tensors_in((given,)) if t.is_meta)
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        # what is changed in place and also returned is among the outputs already
+        total += mine * (1 + (changed and not func._schema.returns))
+    return total
+
+
+def read_bytes(t: Tensor) -> int:
+    """Bytes of a tensor in memory: of an expanded one, fewer than its elements."""
+    sizes = (size for size, stride in zip(t.shape, t.stride()) if stride or not size)
+    return math.prod(sizes) * t.element_size()
+
+
+# where their two factors are in the arguments
+PRODUCTS = {
+    aten.mm: (0, 1),
+    aten.bmm: (0, 1),
+    aten.addmm: (1, 2),
+    aten.baddbmm: (1, 2),
+}
+BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+}
+ATTENTION = BACKWARD | {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+}
+WRITE_ONLY = {aten.fill_, aten.zero_, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like}
+WRITE_ONLY |= {aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.new_zeros}
+WRITE_ONLY |= {aten.new_ones, aten.new_full, aten.randn, aten.rand, aten.randint, aten.eye}
+WRITE_ONLY |= {aten.normal_, aten.uniform_, aten.bernoulli_}
+ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+INTO_ROWS = {aten.index_put_, aten.index_put, aten.scatter_, aten.scatter_add_, aten.index_add_}
+FREE: set[Callable] = {
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.lift_fresh.default,
+    aten._reshape_alias.default,
+}
