@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel101.mesh import split_sizes
+
 
 def numbers_device(device: torch.device) -> torch.device:
     """Where to put small tensors that a program reads: on this device, or the CPU if it is meta."""
@@ -29,3 +31,10 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
     All addresses on the meta device are 0, so it compares storages.
     """
     return x.untyped_storage() is y.untyped_storage() and x.storage_offset() == y.storage_offset()
+
+
+def count_choices(choice: Tensor, options: int) -> Tensor:
+    """Return how often each of 0, …, options − 1 is in `choice`; on meta, all of them alike."""
+    if choice.is_meta:
+        return torch.tensor(split_sizes(choice.numel(), options), device="cpu")
+    return choice.bincount(minlength=options)

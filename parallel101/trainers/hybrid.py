@@ -226,8 +226,8 @@ class HybridTrainer(Trainer):
         built = build_optimizer(optimizer, whole)
         self.verifies, self.in_time = verify, sequence_parallel
         self.one_process, self.why_no_copy = None, ""
-        verify = verify and self.device.type != "meta"  # there is nothing to compare
-        if verify and self.position == 0:
+        comparable = verify and self.device.type != "meta"
+        if comparable and self.position == 0:
             self.one_process, self.why_no_copy = whole_model(
                 model, built, loss_fn, self.precision, axes
             )
@@ -312,11 +312,11 @@ class HybridTrainer(Trainer):
         self.reached, self.steps, self.history = [], 0, History()
         # in the first step, if it could not be compared with one process
         several = axes.sizes.get("tp", 1) > 1 or next(model.buffers(), None) is not None
-        several = several and self.device.type != "meta"
         self.compare_replicas = partial(compare_replicas, self) if several else None
         self.before_first, self.after_first = None, self.compare_replicas
         if verify and (len(axes.members.ranks) > 1 or many > 1):
-            self.before_first, self.after_first = partial(first_step.verify_once, self), None
+            self.before_first = partial(first_step.verify_once, self) if comparable else None
+            self.after_first = None
 
     # ── what the whole model needs, on any layout ──
 
