@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from parallel101.viz.scene import Scene
 
 BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
-# the parts of a step's seconds, in the order of tables and pictures
-PARTS = ("matmul", "memory_bound", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Planned:
     @property
     def parts(self) -> dict[str, float]:
         """Name → seconds; together they are `seconds`. Communication counts where it is exposed."""
-        return {name: getattr(self.time, name) for name in PARTS}
+        return self.time.parts
 
     @property
     def headroom(self) -> float:
