@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import inspect
 import struct
 import sys
@@ -402,3 +403,18 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
         return look if len(seen) == 705 else None
     finally:
         generator.set_state(state)
+
+
+@contextlib.contextmanager
+def fused_optimizers_on_meta() -> Iterator[None]:
+    """Inside, torch's optimizers take fused=True for meta tensors, as for a GPU's.
+
+    Relies on them calling `_get_fused_kernels_supported_devices` of torch.optim.optimizer.
+    """
+    module: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides its name
+    devices = module._get_fused_kernels_supported_devices
+    module._get_fused_kernels_supported_devices = lambda: [*devices(), "meta"]
+    try:
+        yield
+    finally:
+        module._get_fused_kernels_supported_devices = devices

@@ -359,7 +359,7 @@ class UnmatchedMessages:
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send meets its receive. Raises MisuseError if they do not agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
-        if fit and (not send.pointer) != (not receive.pointer):
+        if fit and not (send.pointer and receive.pointer) and send.pointer != receive.pointer:
             error = one_on_meta(send, receive)
             send.world.fail(error, receive.rank)
             raise error
@@ -426,6 +426,9 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.where = where_from(sys._getframe(1))
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             check_sendable(tensor, "send", rank, work.where)
+            pointer = 0  # on the meta device
+        else:
+            pointer = tensor.data_ptr()
         work.group = self
         work.tensor = tensor
         work.peer = peer = self.ranks[dst]
@@ -439,7 +442,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.nbytes = nbytes = tensor.nbytes
         work.shape = tensor.shape
         work.dtype = tensor.dtype
-        work.pointer = pointer = tensor.data_ptr()  # 0 on the meta device
+        work.pointer = pointer
         work.snapshot = (
             None
             if not pointer
@@ -522,6 +525,9 @@ class PointToPointGroup(torch_private.PythonGroup):
         # torch passes complex tensors as pairs of real numbers
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             check_sendable(tensor, "recv", rank, work.where)
+            work.pointer = 0  # on the meta device
+        else:
+            work.pointer = tensor.data_ptr()
         work.group = self
         work.tensor = tensor
         work.peer = peer
@@ -535,7 +541,6 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.nbytes = tensor.nbytes
         work.shape = tensor.shape
         work.dtype = tensor.dtype
-        work.pointer = tensor.data_ptr()
         unmatched.number = work.number = unmatched.number + 1
         if peer is None:
             channel = self._channel_of_oldest_send(tag)

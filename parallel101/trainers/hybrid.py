@@ -226,7 +226,8 @@ class HybridTrainer(Trainer):
         built = build_optimizer(optimizer, whole)
         self.verifies, self.in_time = verify, sequence_parallel
         self.one_process, self.why_no_copy = None, ""
-        if verify and self.position == 0:
+        comparable = verify and self.device.type != "meta"
+        if comparable and self.position == 0:
             self.one_process, self.why_no_copy = whole_model(
                 model, built, loss_fn, self.precision, axes
             )
@@ -314,7 +315,8 @@ class HybridTrainer(Trainer):
         self.compare_replicas = partial(compare_replicas, self) if several else None
         self.before_first, self.after_first = None, self.compare_replicas
         if verify and (len(axes.members.ranks) > 1 or many > 1):
-            self.before_first, self.after_first = partial(first_step.verify_once, self), None
+            self.before_first = partial(first_step.verify_once, self) if comparable else None
+            self.after_first = None
 
     # ── what the whole model needs, on any layout ──
 

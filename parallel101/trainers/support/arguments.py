@@ -82,10 +82,11 @@ def check_model(model: Any) -> torch.device:
                 "before, model(inputs)"
             )
     for name, p in model.named_parameters():
-        if p.is_meta:
+        if p.is_meta and torch.get_default_device().type != "meta":
             raise ValueError(
                 f"{name!r} is on the meta device and has no values: give it some, with "
-                "model.to_empty(device=…) and its init"
+                "model.to_empty(device=…) and its init, or launch with device=…, such as "
+                '"H100", to train without values'
             )
     return device_of(model)
 
