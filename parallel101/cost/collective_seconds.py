@@ -69,10 +69,10 @@ def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int 
     return out + has.network_step
 
 
-def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1) -> float:
-    """Seconds of a message to the next rank along an axis."""
+def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1, *, ranks: int = 2) -> float:
+    """Seconds of a message to the next rank along an axis of so many `ranks`, all at once."""
     if not nbytes:
         return 0.0
-    if stride < cluster.nodes_of:
+    if stride * ranks <= cluster.nodes_of:
         return nbytes / cluster.inside_bandwidth + cluster.kernels.nvlink_step
     return nbytes / cluster.card_bandwidth + cluster.kernels.network_step

@@ -289,9 +289,9 @@ def _fused_attention(
 ) -> Tensor:
     """As scaled_dot_product_attention, by the operations that torch runs on a GPU."""
     if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal, scale=scale
-        )[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
+            0
+        ]
     if enable_gqa:
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
