@@ -38,10 +38,9 @@ class LlamaConfig:
         heads, kv_heads: of queries, and of keys and values: each of these serves heads / kv_heads
             heads of queries.
         hidden: features inside the MLP.
-        tied: the head and the embedding share one matrix.
         rope_theta: θ of the rotary positions. Llama 2 has 10,000, Llama 3 has 500,000.
         norm_eps: ε of the norms.
-        attention: "fused" or "unfused"; see `GPTConfig`.
+        tied, attention: see `GPTConfig`.
     """
 
     vocabulary: int
