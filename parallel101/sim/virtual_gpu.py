@@ -216,8 +216,8 @@ def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Know
     outputs = out if several else (out,)
     inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
     tensors = [t for t in tensors_in(outputs) if t.is_meta]
-    if not (inputs or tensors):
-        return Known(NOTHING, None, several)  # on the CPU
+    if not (inputs or tensors) or torch.Tag.inplace_view in func.tags:
+        return Known(NOTHING, None, several)  # on the CPU, or it gives a tensor another shape
     kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
     names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
     memory = {id(t.untyped_storage()) for t in inputs}
