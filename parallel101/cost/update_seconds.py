@@ -26,7 +26,7 @@ def rank_parameters(
     shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
 ) -> float:
     """Parameters of a rank whose stage has so many layers, and maybe the embedding or the head."""
-    mlp = shape.mlp_parameters
+    mlp: float = shape.mlp_parameters
     if shape.experts:
         mlp *= shape.experts / ep
     found = layers * ((shape.attention_parameters + mlp) / tp + 2 * shape.norm_parameters)
