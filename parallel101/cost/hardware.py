@@ -65,6 +65,8 @@ class KernelFigures:
             clock that the GPU holds under load.
         tiles: (rows, columns, part of `sustained`) of the tiles that a product may choose from.
         tile_start: elements along k whose time it takes to begin and to end a tile.
+        alignment: (multiple, part of `sustained`): a product whose sizes are multiples of 16 bytes
+            runs at full speed, others load their matrices in smaller pieces.
         hbm: the part of `hbm_bandwidth` that a kernel reaches which reads and writes once.
         launch: seconds between the end of a kernel and the start of the next.
         attention, attention_backward: the part of `flops` that fused attention reaches.
@@ -77,6 +79,7 @@ class KernelFigures:
     sustained: float
     tiles: tuple[tuple[int, int, float], ...]
     tile_start: int
+    alignment: tuple[tuple[int, float], ...]
     hbm: float
     launch: float
     attention: float
@@ -147,6 +150,11 @@ LINKS = (
 )
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # cuBLAS's, roughly
 
+# bytes → part; calibrated on the output layer of vTrain's profile, whose vocabulary of 50,257 is cut
+# into 50257, 25128, 12564 and 6282 words. NVIDIA, "Matrix Multiplication Background User's Guide",
+# section "Tensor Core Requirements", asks for multiples of 16 bytes.
+ALIGNMENT = ((16, 1.0), (8, 0.8), (4, 0.6), (2, 0.3))
+
 
 def kernels_like_a100(
     name: str, sms: int, attention: float, backward: float, source: str
@@ -160,6 +168,7 @@ def kernels_like_a100(
         sustained=A100_SUSTAINED * BEST_PRODUCT[name] / BEST_PRODUCT["A100"],
         tiles=TILES,
         tile_start=128,
+        alignment=ALIGNMENT,
         hbm=A100_HBM,
         launch=2e-6,
         attention=attention,

@@ -89,6 +89,6 @@ VTRAIN_PROFILE = Software(
     accumulation="fused",
     loss_bytes=12,
     optimizer_bytes=22,
-    host=55e-6,
+    host=70e-6,
     padding=1,
 )
