@@ -54,8 +54,9 @@ class Software:
 
 # What nobody can see in advance is left out here, as on virtual GPUs: a CPU that launches kernels
 # too slowly, and kernels that run slower beside messages.
-# loss_bytes: trainers/tensor/loss.py, kernel by kernel: to fp32 (6), max (4), subtract (8), exp (8),
-# sum (4), divide (8), and in backward times what counts (8), times the gradient (8), to 16 bits (6).
+# loss_bytes: trainers/tensor/loss.py, kernel by kernel: to fp32 (6), max (4), subtract (8), exp
+# (8), sum (4), divide (8), and in backward times what counts (8), times the gradient (8), to 16
+# bits (6).
 # optimizer_bytes: gradients to fp32 and moved (12), AdamW (32), rounded (6).
 TRAINERS = Software(
     "parallel101's HybridTrainer",
