@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
-    all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
@@ -135,7 +134,7 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
 
     of = sizes(shape, cut)
     activations = of.tokens * shape.width * e
-    tp = all_reduce_seconds(cluster, activations, cut.tp)
+    tp = all_reduce_seconds(cluster, activations, cut.tp, algorithm=software.collectives)
     tp_back = backward_messages(tp, weight_gradients, cut, software)
     ep = 0.0
     if shape.experts and cut.ep > 1:
@@ -201,9 +200,9 @@ def embedding_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: S
     seconds = sum(memory_seconds(chip, nbytes) for nbytes in kernels)
     # the gradient of the table is as large as the table
     table = shape.vocabulary * shape.width / cut.tp * e
-    tp = all_reduce_seconds(cluster, size, cut.tp)
-    if cut.sequence_parallel:
-        tp = all_gather_seconds(cluster, size, cut.tp)
+    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
+    if cut.sequence_parallel:  # a reduce-scatter
+        tp /= 2
     return Pass(
         Seconds(memory=seconds, tp=tp),
         Seconds(
@@ -226,7 +225,8 @@ def head_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softwa
     of = sizes(shape, cut)
     logits = Product(of.tokens, padded_vocabulary(shape, cut.tp, software), shape.width)
     loss = memory_seconds(chip, software.loss_bytes / 2 * logits.m * logits.n)
-    tp = all_reduce_seconds(cluster, of.tokens * shape.width * e, cut.tp)
+    size = of.tokens * shape.width * e
+    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
     numbers = 3 * all_reduce_seconds(cluster, 4 * of.tokens, cut.tp)
     weight_gradient = products_seconds(cluster, [logits.weight_gradient], e)
     # with sequence parallel an all-gather before, and its reduce-scatter after; else a sum after
