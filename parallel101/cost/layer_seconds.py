@@ -21,7 +21,7 @@ from parallel101.cost.collective_seconds import (
 )
 from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
 from parallel101.cost.layer_kernels import (
-    Cut,
+    LayerCut,
     Product,
     eager_memory,
     flash_attention,
@@ -94,7 +94,7 @@ def products_seconds(cluster: Cluster, products: list[Product], itemsize: int) -
 
 
 def context_seconds(
-    shape: ModelShape, cluster: Cluster, cut: Cut, compute: float, tensors: int
+    shape: ModelShape, cluster: Cluster, cut: LayerCut, compute: float, tensors: int
 ) -> float:
     """Exposed seconds of ring attention, in which so many `tensors` travel, or of Ulysses."""
     if cut.cp == 1:
@@ -108,7 +108,7 @@ def context_seconds(
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return forward and backward of one layer for one microbatch."""
     chip, e = cluster.chip, cut.itemsize
     memory = (fused_memory if software.fused else eager_memory)(shape, cut)
@@ -172,7 +172,9 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
     return Pass(first, second)
 
 
-def backward_messages(tp: float, weight_gradients: float, cut: Cut, software: Software) -> float:
+def backward_messages(
+    tp: float, weight_gradients: float, cut: LayerCut, software: Software
+) -> float:
     """Exposed seconds of a layer's messages along tp in backward, two sums of `tp` seconds.
 
     Sequence parallel has an all-gather and a reduce-scatter instead of each, half a sum each. Only
@@ -190,7 +192,9 @@ def backward_messages(tp: float, weight_gradients: float, cut: Cut, software: So
 
 
 @lru_cache(maxsize=1 << 14)
-def embedding_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def embedding_seconds(
+    shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software
+) -> Pass:
     """Return forward and backward of the embedding."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
@@ -219,7 +223,7 @@ def padded_vocabulary(shape: ModelShape, tp: int, software: Software) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def head_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def head_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return forward and backward of the final norm, the output layer and the loss."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
