@@ -18,7 +18,11 @@ for all its tensors. Operations aren't fused with each other: two additions read
 lookup in an embedding, or any other gather, reads the rows that it takes and not the table.
 
 Only meta tensors cost time: what a program keeps on the CPU, such as the number of samples that the
-ranks exchange, is free. No event is recorded for a kernel: time passes in the spans around it.
+ranks exchange, is free. No event is recorded for a kernel: time passes in the spans around it, and
+kernels outside of any span become one span "compute" as long as they follow each other.
+
+The peak of memory is that of training: it is counted from the first span "forward". A trainer
+is given the whole model, and cuts it before that.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -39,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel101.cost import kernels
 from parallel101.cost.hardware import Chip, chip_of
 from parallel101.record import torch_private
-from parallel101.record.spans import recorder
+from parallel101.record.spans import listening, recorder
 
 aten = torch.ops.aten
 
@@ -49,7 +53,7 @@ class GpuCount(NamedTuple):
 
     flops: int  # floating-point operations of matrix products and attention
     busy: float  # seconds in which it computed
-    peak_bytes: int  # the most that was alive at once
+    peak_bytes: int  # the most that was alive at once, from the first span "forward"
 
 
 class Kernel(NamedTuple):
@@ -97,6 +101,8 @@ class VirtualGPU(TorchDispatchMode):
         self.live = self.peak = 0
         self._alive: dict[int, _Alive] = {}  # by id of the storage
         self._known = KNOWN.setdefault(self.chip, {})  # by operation and arguments
+        self._spans, self._trains = 0, False
+        self._outside: tuple[float, float] | None = None  # start and end of kernels in no span
 
     def count(self) -> GpuCount:
         return GpuCount(self.flops, self.busy, self.peak)
@@ -140,8 +146,37 @@ class VirtualGPU(TorchDispatchMode):
         self.kernels += 1
         self.flops += kernel.flops
         self.busy += kernel.seconds
-        if rank := recorder():
+        rank = recorder()
+        if rank is None:
+            return
+        if self._spans:
             rank.compute(kernel.seconds)
+            return
+        start, before = rank.now(), self._outside
+        rank.compute(kernel.seconds)
+        if before is not None and before[1] == start:
+            start = before[0]
+        else:
+            self._record_outside()
+        self._outside = start, rank.now()
+
+    def _record_outside(self) -> None:
+        """Record the kernels that ran in no span."""
+        if self._outside is not None and (rank := recorder()):
+            rank.add_span("compute", *self._outside, {})
+        self._outside = None
+
+    @contextmanager
+    def _span(self, name: str | None, labels: Mapping[str, Any]) -> Iterator[None]:
+        """Goes around a span of the program."""
+        self._record_outside()
+        if name == "forward" and not self._trains:
+            self._trains, self.peak = True, self.live
+        self._spans += 1
+        try:
+            yield
+        finally:
+            self._spans -= 1
 
     def _note(self, t: Tensor) -> None:
         """From now on the storage of this tensor counts, until nothing holds it."""
@@ -177,12 +212,18 @@ def key_of(value: Any) -> Any:
 
 def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Known:
     """What to remember of an operation that has returned `out`."""
+    if func.namespace == "_c10d_functional":
+        raise NotImplementedError(
+            f"{func} was called on the meta device, where torch's functional collectives (and so "
+            "DTensor and FSDP2) send nothing: on virtual GPUs, use those of torch.distributed or "
+            "of parallel101"
+        )
     several = isinstance(out, tuple | list)
     outputs = out if several else (out,)
     inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
     tensors = [t for t in tensors_in(outputs) if t.is_meta]
-    if not (inputs or tensors):
-        return Known(NOTHING, None, several)  # on the CPU
+    if not (inputs or tensors) or torch.Tag.inplace_view in func.tags:
+        return Known(NOTHING, None, several)  # on the CPU, or it gives a tensor another shape
     kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
     names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
     memory = {id(t.untyped_storage()) for t in inputs}
@@ -207,11 +248,13 @@ NOTHING = Kernel(0.0, 0)
 def virtual_gpu(chip: str | Chip) -> Iterator[VirtualGPU]:
     """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors.
 
-    `scaled_dot_product_attention` is then fused, and optimizers take fused=True, as on a GPU.
+    `scaled_dot_product_attention` and `rms_norm` are then one kernel each, and optimizers take
+    fused=True, as on a GPU.
     """
     gpu = VirtualGPU(chip)
-    with _as_on_a_gpu(), gpu:
+    with _as_on_a_gpu(), listening(gpu._span), gpu:
         yield gpu
+    gpu._record_outside()
 
 
 _lock, _users, _changes = threading.Lock(), [0], ExitStack()
@@ -227,6 +270,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         if _users[0] == 1:
             library = torch.library.Library("aten", "IMPL")
             library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+            library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.fused_optimizers_on_meta())
     try:
@@ -251,15 +295,22 @@ def _fused_attention(
 ) -> Tensor:
     """As scaled_dot_product_attention, by the operations that torch runs on a GPU."""
     if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal, scale=scale
-        )[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
+            0
+        ]
     if enable_gqa:
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
     return aten._scaled_dot_product_efficient_attention(
         q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _fused_rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """As rms_norm, by the operation that torch runs on a GPU."""
+    return aten._fused_rms_norm(x, shape, weight, eps)[0]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -294,7 +345,9 @@ def kernel_of(
         q, k = args[int(backward)], args[1 + int(backward)]
         flops = attention_flops(q, k, causal=any(a is True for a in args), backward=backward)
         nbytes = sum(map(read_bytes, inputs)) + sum(t.nbytes for t in outputs)
-        seconds = kernels.attention_seconds(chip, flops, nbytes, backward=backward)
+        seconds = kernels.attention_seconds(
+            chip, flops, nbytes, backward=backward, itemsize=q.element_size()
+        )
         return Kernel(seconds, flops)
     nbytes = moved_bytes(func, packet, args, kwargs, outputs)
     return Kernel(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
