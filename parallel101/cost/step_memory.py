@@ -285,9 +285,7 @@ class _Rank:
 
         # gradients that are there for all of the step, and those of earlier microbatches
         room = earlier = 0.0
-        if zero == 0 and n > 1 and self.overlap:
-            room, earlier = whole, whole
-        elif zero == 1:
+        if (zero == 0 and n > 1 and self.overlap) or zero == 1:
             room, earlier = whole, whole
         elif zero >= 2:
             room = whole / n

@@ -82,7 +82,7 @@ def _times(scene: Scene, plan: Plan, y: float) -> float:
         weight = "b" if number == 1 else "m"
         panel.add("text", number, x=LEFT, y=y + 12, font_size=14, class_=weight)
         text = layout_text(of.layout)
-        panel.add("text", text, x=LEFT + 18, y=y + 12, font_size=14, class_=weight)
+        panel.add("text", text, x=LEFT + 18, y=y + 12, font_size=13)
         text = f"MFU {of.mfu:.1%}"
         panel.add("text", text, x=RIGHT - 70, y=y + 12, font_size=14, class_="m e")
         text = human_seconds(of.seconds)
@@ -187,13 +187,14 @@ def _nodes(scene: Scene, best: Planned, y: float) -> float:
     # rows: the stages, if each has whole nodes; otherwise one row of nodes
     of_stage = layout.gpus // layout.pp
     rows = {f"stage {s}": s * of_stage for s in _some(layout.pp, MOST_STAGES)}
+    rows = rows if layout.pp > 1 else {"": 0}
     inside = of_stage
     if of_stage % per_node:
         rows, inside = {"": 0}, layout.gpus
     wide = per_node * SQUARE + NODE_GAP
     fit = max(1, int((RIGHT - 92 + NODE_GAP) // wide))
     axes = [a for a in ("pp", "dp", "ep", "cp", "tp") if getattr(layout, a) > 1]
-    axes = [a for a in axes if a != "pp" or not of_stage % per_node == 0] or ["dp"]
+    axes = [a for a in axes if a != "pp" or of_stage % per_node] or ["dp"]
     for words, first in rows.items():
         scene.add("text", words, x=LEFT, y=y + 26, font_size=13, class_="m")
         x, end = 92.0, first

@@ -32,7 +32,7 @@ def llama(kv_heads=2, **options):
 
 
 def rotation_matrix(position, d, theta):
-    """RoFormer, equation 15: a rotation of each pair of features by its own angle."""
+    """RoFormer, section 3.2.2: each pair of features is rotated by its own angle."""
     matrix = torch.zeros(d, d, dtype=torch.float64)
     for j in range(d // 2):
         angle = position * theta ** (-2 * j / d)
@@ -43,7 +43,7 @@ def rotation_matrix(position, d, theta):
 
 
 def rms_norm(x, norm, eps):
-    """A vector; Zhang and Sennrich, equation 4."""
+    """Of one position."""
     return x / math.sqrt(sum(value**2 for value in x.tolist()) / len(x) + eps) * norm.weight
 
 
@@ -72,7 +72,7 @@ def by_the_formulas(model, tokens, positions):
             x[t] = row + a.out.weight @ torch.cat(heads)
         for t, row in enumerate(x):
             y = rms_norm(row, block.mlp_norm, config.norm_eps)
-            gate = mlp.gate.weight @ y  # Shazeer, equation 6, with SiLU
+            gate = mlp.gate.weight @ y  # SiLU(x) is x · sigmoid(x)
             x[t] = row + mlp.down.weight @ (gate * gate.sigmoid() * (mlp.up.weight @ y))
     return torch.stack([model.head.weight @ rms_norm(r, model.norm, config.norm_eps) for r in x])
 

@@ -153,7 +153,7 @@ REFUSED = {
         "tp 4",
         {},
         {**CUT, "plan": GPT_PLAN},
-        r"'blocks\.0\.mlp' \(FeedForward\) raised .* The plan does not cut 'gate' in it",
+        r"'blocks\.0\.mlp' \(SwiGLU\) raised .* The plan does not cut 'gate' in it",
     ),
     "and along time": (
         "tp 4",
