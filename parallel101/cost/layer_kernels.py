@@ -166,6 +166,7 @@ def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
     after += [3 * e * whole] * 2  # the gradients of the input of query, key and value are added
     after += [3 * e * F] * 3 + [3 * e * whole] if shape.gated else [3 * e * F]
     if shape.biases:
+        around += [2 * e * N] * 2 if cut.tp > 1 else []  # after the sum; else the product adds it
         after += [e * N] * 2 + [e * F, e * Q, e * K]
     if shape.dropout:
         around += [(2 * e + 1) * N] * 2

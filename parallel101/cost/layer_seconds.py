@@ -3,8 +3,8 @@
     forward     Σ kernels + 2 sums along tp
     backward    Σ kernels + 2 sums along tp, + what is computed again
 
-The kernels are those of layer_kernels.py, their seconds those of kernels.py. With sequence parallel,
-an all-gather and a reduce-scatter take the place of each sum.
+The kernels are those of layer_kernels.py, their seconds those of kernels.py. With sequence
+parallel, an all-gather and a reduce-scatter take the place of each sum.
 """
 
 from __future__ import annotations

@@ -85,18 +85,18 @@ def layer_kept(
     outside = n / t if layout.sequence_parallel else n
     gathered = outside if regather else n
     h, kv, f = shape.width, shape.kv_width, shape.inside
-    rms = shape.norm == "rms"
     found = {
         "inputs of the two norms": 2 * e * h * outside,
-        "statistics of the norms": 2 * (4 if rms else 8) * outside,
+        "statistics of the norms": 2 * 8 * outside,
         "input of query, key and value": e * h * gathered,
         "query": e * h * n / t,
         "key and value": 2 * e * kv * n / t,
         "input of the attention's output layer": e * h * n / t,
         "input of the MLP": e * h * gathered,
     }
-    if rms and cpu:  # in 32 bits: the input's copy, and the normalised input
+    if shape.norm == "rms" and cpu:  # in 32 bits: the input's copy, and the normalised input
         found["inputs of the two norms"] = 2 * (4 + 4) * h * outside
+        found["statistics of the norms"] = 2 * 4 * outside
     if shape.attention == "fused" or layout.cp > 1:
         found["log of the sums of the softmax"] = 4 * shape.heads * n / t
     else:
@@ -211,23 +211,42 @@ class _Rank:
         return found
 
     @property
+    def warm_up(self) -> int:
+        """How many forwards this rank computes before its first backward, and so how many wait."""
+        layout, p, after = self.layout, self.layout.pp, self.layout.pp - self.position
+        if layout.chunks > 1:
+            many = (layout.chunks - 1) * p + 2 * after - 1
+        elif layout.schedule == "gpipe":
+            many = layout.microbatches
+        else:
+            many = 2 * after - 1 if layout.schedule == "zb-h2" else after
+        return min(many, layout.chunks * layout.microbatches)
+
+    @property
     def in_flight(self) -> float:
         """Bytes of all microbatches that wait for backward when most of them do."""
-        layout, p = self.layout, self.layout.pp
-        of_stages = self.of_microbatch
-        if layout.chunks == 1:
-            many = min(layout.microbatches, p - self.position)
-            if layout.schedule == "gpipe":
-                many = layout.microbatches
-            elif layout.schedule == "zb-h2":
-                many = min(layout.microbatches, 2 * (p - self.position) - 1)
-            return many * of_stages[0]
-        # the first forwards of the schedule: p microbatches on the first stage, p on the next one …
-        total = layout.chunks * layout.microbatches
-        warm_up = min(total, (layout.chunks - 1) * p + 2 * (p - self.position - 1) + 1)
-        found = 0.0
-        for k in range(warm_up):
-            found += of_stages[k % (p * layout.chunks) // p]
+        p, chunks, of_stages = self.layout.pp, self.layout.chunks, self.of_microbatch
+        # p microbatches pass the first stage of this rank, then the same p its next one
+        waiting = [k % (p * chunks) // p for k in range(self.warm_up)]
+        found = sum(of_stages[stage] for stage in waiting)
+        if self.last and (losses := waiting.count(chunks - 1)):
+            found += (losses - 1) * 4 * self.n * self.shape.vocabulary / self.layout.tp
+        if self.layout.schedule.startswith("zb"):
+            delay = self.position * (2 if self.layout.schedule == "zb-h2" else 1)
+            found += min(delay, self.layout.microbatches) * self.weight_gradients_later
+        return found
+
+    @property
+    def weight_gradients_later(self) -> float:
+        """Bytes that a microbatch keeps between the two halves of its backward: of each linear
+        layer its input and its output's gradient.
+        """
+        shape, e, n, t = self.shape, self.e, self.n, self.layout.tp
+        h, kv, f = shape.width, shape.kv_width, shape.inside
+        inside = (2 * h + 2 * kv) + (3 if shape.gated else 2) * f
+        found = sum(self.layers) * e * n * (4 * h + inside / t)
+        if self.last:
+            found += e * n * (h + shape.vocabulary / t)
         return found
 
     @property
@@ -254,9 +273,7 @@ class _Rank:
 
         # gradients that are there for all of the step, and those of earlier microbatches
         room = earlier = 0.0
-        if zero == 0 and n > 1 and self.overlap:
-            room, earlier = whole, whole
-        elif zero == 1:
+        if (zero == 0 and n > 1 and self.overlap) or zero == 1:
             room, earlier = whole, whole
         elif zero >= 2:
             room = whole / n
@@ -266,6 +283,9 @@ class _Rank:
         before = room + (earlier if accumulates else 0.0)
 
         waiting = self.in_flight
+        if accumulates and self.warm_up == many:  # the first backward has all of them, …
+            rest = waiting * (1 - 1 / many) + earlier  # … the second one fewer
+            before, waiting = room, max(waiting, rest)
         peaks = {}
         sizes = self.widths()
         if self.last:

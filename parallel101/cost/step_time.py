@@ -83,11 +83,11 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name of a part → its seconds."""
+        """Name of a part → its seconds. "host" is only there if it is modelled."""
         return {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
-            "host": self.host,
+            **({"host": self.host} if self.host else {}),
             "tp": self.tp,
             "cp": self.cp,
             "ep": self.ep,

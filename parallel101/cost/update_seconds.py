@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parallel101.cost.cluster import Cluster
-from parallel101.cost.collective_seconds import all_gather_seconds, all_reduce_seconds
+from parallel101.cost.collective_seconds import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
@@ -26,7 +26,7 @@ def rank_parameters(
     shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
 ) -> float:
     """Parameters of a rank whose stage has so many layers, and maybe the embedding or the head."""
-    mlp = shape.mlp_parameters
+    mlp: float = shape.mlp_parameters
     if shape.experts:
         mlp *= shape.experts / ep
     found = layers * ((shape.attention_parameters + mlp) / tp + 2 * shape.norm_parameters)
@@ -75,8 +75,9 @@ def gradient_seconds(
         return 0.0
     gradients = parameters * gradient_itemsize(layout)
     weights = parameters * ITEMSIZE[layout.precision]
-    gather = all_gather_seconds(cluster, weights, ranks, stride)
-    scatter = all_gather_seconds(cluster, gradients, ranks, stride)
+    how = software.collectives
+    gather = all_gather_seconds(cluster, weights, ranks, stride, algorithm=how)
+    scatter = all_gather_seconds(cluster, gradients, ranks, stride, algorithm=how)
 
     def exposed(messages: float, kernels: float) -> float:
         if not layout.overlap:
@@ -84,7 +85,7 @@ def gradient_seconds(
         return max(beside(messages, kernels, software), messages / buckets)
 
     if layout.zero_stage == 0:
-        return exposed(all_reduce_seconds(cluster, gradients, ranks, stride), backward)
+        return exposed(2 * scatter, backward)
     if layout.zero_stage == 1:
         return exposed(scatter, backward) + gather
     if layout.zero_stage == 2:

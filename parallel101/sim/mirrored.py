@@ -131,7 +131,10 @@ class MirroredAxes:
                 before = held.get(hops[0][0], (0.0, 0.0))
                 held[hops[0][0]] = before[0] + latency, before[1] + 1 / bandwidth
             out, into = real(src, dst).hops[0][0], real(self.back(src, dst), to).hops[0][-1]
-            latency, per_byte = max(of for of, _ in held.values()), max(of for _, of in held.values())
+            latency, per_byte = (
+                max(of for of, _ in held.values()),
+                max(of for _, of in held.values()),
+            )
             return NetworkRoute(latency, 1 / per_byte if per_byte else math.inf, ((out, into),))
 
         return route

@@ -303,8 +303,10 @@ def _fused_attention(
 def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """As rms_norm, by the operation that torch runs on a GPU."""
-    return aten._fused_rms_norm(x, shape, weight, eps)[0]
+    """As rms_norm, by the kernel of LayerNorm: it moves as many bytes, and keeps one number more
+    for each position. (torch has a kernel of its own for a GPU's tensors, but not for meta tensors.)
+    """
+    return aten.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -30,6 +30,7 @@ from parallel101.trainers.support.batches import Batch, count_samples, number_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 8
+MOST_GROUPS = 1000
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -195,17 +196,31 @@ def groups_of(
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each direction between two positions of this rank's pipeline.
 
-    Two ranks make their groups, and no other rank takes part. All go through the pairs in the same
-    order, so that nobody waits in a circle.
+    All ranks of the world must make all groups, in the same order. If only some of them train, or
+    if there were many groups, the ranks of each pipeline make two groups of their own: one for
+    messages to later positions, one for messages to earlier ones.
     """
+    if not pairs:
+        return {}
     line = axes.along(["pp"]).ranks
-    return {
-        (source, to): dist.new_group(
-            [line[source], line[to]], use_local_synchronization=True, group_desc="mesh_pp"
-        )
-        for source, to in pairs
-        if axes.here["pp"] in (source, to)
-    }
+    ranks = len(axes.members.ranks)
+    if ranks < dist.get_world_size() or ranks // len(line) * len(pairs) > MOST_GROUPS:
+        both = [
+            dist.new_group(list(line), use_local_synchronization=True, group_desc="mesh_pp")
+            for _ in range(2)
+        ]
+        return {(source, to): both[source > to] for source, to in pairs}
+    found = {}
+    positions = range(ranks)
+    lines = dict.fromkeys(
+        tuple(axes.members.ranks[i] for i in axes.line(["pp"], of)) for of in positions
+    )
+    for other in lines:
+        for source, to in pairs:
+            group = dist.new_group([other[source], other[to]], group_desc="mesh_pp")
+            if other == line and axes.here["pp"] in (source, to):
+                found[source, to] = group
+    return found
 
 
 def activations(stage: int, y: Any) -> Tensor:
