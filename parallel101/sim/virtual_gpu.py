@@ -212,6 +212,12 @@ def key_of(value: Any) -> Any:
 
 def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Known:
     """What to remember of an operation that has returned `out`."""
+    if func.namespace == "_c10d_functional":
+        raise NotImplementedError(
+            f"{func} was called on the meta device, where torch's functional collectives (and so "
+            "DTensor and FSDP2) send nothing: on virtual GPUs, use those of torch.distributed or "
+            "of parallel101"
+        )
     several = isinstance(out, tuple | list)
     outputs = out if several else (out,)
     inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
