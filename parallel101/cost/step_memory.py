@@ -111,7 +111,14 @@ def layer_kept(
         found["rotations"] = 4.0 * shape.head_width * shape.time / layout.cp * samples
     if shape.dropout:
         found["dropout masks"] = 2 * (e if cpu else 1) * h * outside
+    if layout.cp > 1 and layout.context == "ulysses":
+        found["attention's output, by heads"] = e * h * n / t
     found["inside the MLP"] = (4 if shape.gated else 2) * e * f * n / t
+    if shape.experts:
+        rows = n * shape.top_k
+        found["inside the MLP"] = 2.0 * e * f * rows
+        found["rows of the experts, and their results"] = 2.0 * e * h * rows
+        found["numbers of the rows"] = 8.0 * 9 * rows
     return found
 
 
@@ -195,9 +202,14 @@ class _Rank:
                 found[0] += h * self.n
         for i in range(len(found) - 1 if self.last else len(found)):
             found[i] += e * h * self.outside  # what it has sent
-        if self.last:  # of the last norm and the output layer
-            found[-1] += e * h * self.outside + 8 * self.outside + e * h * self.n
+        if self.last:
+            found[-1] += self.of_head
         return found
+
+    @property
+    def of_head(self) -> float:
+        """Bytes that the last norm and the output layer keep of a microbatch."""
+        return self.e * self.shape.width * (self.outside + self.n) + 8 * self.outside
 
     @property
     def layer_waits(self) -> float:
@@ -282,7 +294,12 @@ class _Rank:
         accumulates = many > 1
         before = room + (earlier if accumulates else 0.0)
 
+        bucket = min(BUCKET, count * e / (4 if zero else 2)) if n > 1 else 0.0
+        if zero == 3:
+            bucket = e * max(self.of_layer, self.of_embedding if self.first or self.last else 0)
         waiting = self.in_flight
+        if zero >= 2 and accumulates:  # of the microbatch before, still on its way
+            before += 2 * bucket * g / e
         if accumulates and self.warm_up == many:  # the first backward has all of them, …
             rest = waiting * (1 - 1 / many) + earlier  # … the second one fewer
             before, waiting = room, max(waiting, rest)
@@ -295,20 +312,18 @@ class _Rank:
             after = e * self.n * self.shape.vocabulary / layout.tp + e * self.shape.width * self.n
             after += self.table * (e if accumulates or e != g else 0)
             after += 0.0 if accumulates else self.table * g
-            peaks["loss"] = fixed + before + waiting + head + max(logits, after)
+            arriving = e * self.shape.width * self.outside if layout.pp > 1 else 0.0
+            peaks["loss"] = fixed + before + waiting + head + arriving + max(logits, after)
         inside = 0.0
         if layout.recompute == "full":
             inside = sum(self.kept.values()) - e * self.shape.width * self.outside
         elif layout.recompute == "selective":
             inside = sum(self.kept.get(name, 0.0) for name in CORE)
         gathered = 2 * e * self.of_layer if zero == 3 else 0.0
-        boxes = self.boxes
+        boxes, done = self.boxes, self.of_head if self.last else 0.0
         peaks["backward"] = (
-            fixed + before + waiting + inside + self.layer_backward(sizes) + gathered + boxes
+            fixed + before + waiting - done + inside + self.layer_backward(sizes) + gathered + boxes
         )
-        bucket = min(BUCKET, count * e / 4 if zero else count * e / 2) if n > 1 else 0.0
-        if zero == 3:
-            bucket = e * max(self.of_layer, self.of_embedding if self.first or self.last else 0)
         travelling = 0.0
         if n > 1:
             copies = 2 if zero >= 2 else 1
@@ -362,7 +377,7 @@ class _Rank:
         """Bytes of activations and gradients between stages, on their way."""
         if self.layout.pp == 1:
             return 0.0
-        many = 2 if self.first else 3
+        many = 2 if self.first else 1 if self.last else 3
         many += 2 if self.layout.chunks > 1 else 0
         return many * self.e * self.shape.width * self.outside
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import CHIPS
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import StageMemory
@@ -223,7 +224,13 @@ def plan(
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     shape = shape_of_model(name, time=time, attention=attention)
-    cluster = Cluster(device, gpus, nodes_of, memory)  # type: ignore[arg-type]
+    known = [chip.name for chip in CHIPS.values() if chip.kernels is not None]
+    if device not in known:
+        raise ValueError(
+            f"device={device!r}: expected one of {', '.join(map(repr, known))}, whose kernels are "
+            "in cost/hardware.py"
+        )
+    cluster = Cluster(CHIPS[device], gpus, nodes_of, memory)
     if gpus > nodes_of and gpus % nodes_of:
         raise ValueError(
             f"{gpus:,} GPUs aren't whole nodes of {nodes_of}: expected a multiple, such as "

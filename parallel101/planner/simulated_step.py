@@ -19,11 +19,14 @@ from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_time import step_time
+from parallel101.planner.replay import replay
 from parallel101.planner.trainer_call import config_of, mesh_of, model_text, trainer_options
 from parallel101.ranks.launch import Run, launch
+from parallel101.record import torch_private
 from parallel101.record.spans import recorder
 from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
+from parallel101.sim.virtual_gpu import VirtualGPU
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
@@ -59,6 +62,7 @@ def simulate_step(
     full: bool = False,
     trace: bool = False,
     network: Network | None = None,
+    played: bool | None = None,
     **options: Any,
 ) -> SimulatedStep:
     """Run a step of this model and layout on virtual GPUs.
@@ -66,6 +70,8 @@ def simulate_step(
     Args:
         full: run every rank, and every microbatch.
         network: instead of the cluster's.
+        played: whether most microbatches are played from the first ones (replay.py); None: unless
+            `full`.
         options: of HybridTrainer, in addition to the layout's: clip_norm.
     """
     began = time.perf_counter()
@@ -76,6 +82,7 @@ def simulate_step(
         shape,
         layout,
         options,
+        not full if played is None else played,
         world_size=layout.gpus,
         backend="sim",
         device=cluster.chip.name,
@@ -99,11 +106,11 @@ def simulate_step(
 
 
 def program(
-    shape: ModelShape, layout: ParallelLayout, options: dict[str, Any]
+    shape: ModelShape, layout: ParallelLayout, options: dict[str, Any], played: bool
 ) -> tuple[list[float], int]:
     """One rank's part. Returns when its steps ended, and its peak bytes since the first began."""
-    rank, gpu = recorder(), current_gpu()
-    assert rank is not None
+    rank: Any = recorder()
+    gpu = next(mode for mode in torch_private.dispatch_modes() if isinstance(mode, VirtualGPU))
     model, config = model_text(shape)
     trainer = HybridTrainer(
         getattr(models, model)(getattr(models, config)(**config_of(shape))),
@@ -113,6 +120,8 @@ def program(
         verify=False,
         **trainer_options(shape, layout) | options,
     )
+    if played:
+        replay(trainer, rank, gpu)
     gpu.peak = gpu.live  # building the whole model doesn't count
     tokens = torch.zeros(
         layout.microbatch * layout.microbatches, shape.time, dtype=torch.long, device="meta"
@@ -122,11 +131,3 @@ def program(
         trainer.step(tokens, tokens)
         ends.append(rank.now())
     return ends, gpu.peak
-
-
-def current_gpu() -> Any:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    from parallel101.sim.virtual_gpu import VirtualGPU
-
-    return next(m for m in _get_current_dispatch_mode_stack() if isinstance(m, VirtualGPU))

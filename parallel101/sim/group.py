@@ -28,6 +28,7 @@ from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.message_matching import (
+    ON_META,
     MessageWork,
     PointToPointGroup,
     SendWork,
@@ -323,14 +324,15 @@ class CollectiveWork(SimWork, dist.Work):
         self.payload: list | None = None
         self.snapshots: list[tuple[torch.Tensor, bytes]] = []
         if arguments.layout != "sparse":
+            with_numbers = [tensor for tensor in arguments.tensors if not tensor.is_meta]
             if arguments.nbytes <= group.payload_bytes:
                 self.payload = [
                     value
-                    for tensor in arguments.tensors
+                    for tensor in with_numbers
                     for value in tensor.detach().reshape(-1).tolist()
                 ]
             self.snapshots = [
-                (tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in arguments.tensors
+                (tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in with_numbers
             ]
 
     def result(self) -> list[torch.Tensor]:
@@ -489,4 +491,15 @@ class RunningCollective:
                         )
                     )
                     return
+            mixed = (move for move in moves if len({bool(b.pointer) for b in move.buffers}) > 1)
+            if (move := next(mixed, None)) is not None:
+                work = works[move.position]
+                world.fail(
+                    MisuseError(
+                        f"{work.call().brief}: some ranks pass tensors on the meta device, which "
+                        f"have no numbers, and others pass tensors with numbers. {ON_META}",
+                        work.rank.number,
+                    )
+                )
+                return
             execute(moves, first.arguments.op)

@@ -592,13 +592,18 @@ def on_a_device(tensor: torch.Tensor, kind: str) -> str | None:
     )
 
 
+ON_META = (
+    "Ranks that were launched with a device make tensors on meta. For numbers that the program "
+    'reads, make them on all of these ranks with device="cpu"'
+)
+
+
 def one_on_meta(send: SendWork, receive: RecvWork) -> MisuseError:
     """One side of a message has numbers, and the other one is on the meta device."""
     meta, other = (receive, send) if send.pointer else (send, receive)
     return MisuseError(
         f"{meta.call().brief} has a tensor on the meta device, which has no numbers, and "
-        f"{other.call().brief} has one with numbers. On ranks with device=…, torch makes tensors "
-        'on meta: pass device="cpu" on both sides for small numbers that the program reads',
+        f"{other.call().brief} has one with numbers. {ON_META}",
         receive.rank.number,
     )
 

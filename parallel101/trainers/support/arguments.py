@@ -121,6 +121,11 @@ def loss_and_weight(
     weight = None
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, given = loss
+        if isinstance(given, Tensor) and given.is_meta:
+            raise ValueError(
+                "the weight of the loss is on the meta device, which has no numbers: expected a "
+                "number of Python's there, such as targets.numel()"
+            )
         weight = float(given)
         if not weight >= 0:
             raise ValueError(
