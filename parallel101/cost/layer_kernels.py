@@ -35,6 +35,7 @@ class Cut(NamedTuple):
     recompute: str = "none"
     itemsize: int = 2
     context: str = "zigzag"
+    overlap: bool = True
 
 
 class Product(NamedTuple):
@@ -119,6 +120,15 @@ def square_products(shape: ModelShape, cut: Cut) -> list[Product]:
     return [Product(q, shape.time, d, heads), Product(q, d, shape.time, heads)]
 
 
+def ring_share(cut: Cut) -> float:
+    """The part of its queries · all keys that ring attention computes on the slowest rank.
+
+    Contiguous, the last rank needs all blocks. In zigzag, each needs its own block, whose masked
+    half is computed, too, and half of each other block.
+    """
+    return 1.0 if cut.context == "contiguous" else (cut.cp + 1) / (2 * cut.cp)
+
+
 def flash_attention(shape: ModelShape, cut: Cut) -> tuple[float, float]:
     """Operations of the causal half, and bytes of queries, keys, values and the result."""
     of = sizes(shape, cut)
@@ -168,6 +178,9 @@ def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
     if shape.biases:
         around += [2 * e * N] * 2 if cut.tp > 1 else []  # after the sum; else the product adds it
         after += [e * N] * 2 + [e * F, e * Q, e * K]
+    if cut.sequence_parallel:  # time is dim 1: copies before and after each message
+        around += [2 * e * whole] * 4
+        after += [2 * e * whole] * 4
     if shape.dropout:
         around += [(2 * e + 1) * N] * 2
         after += [(2 * e + 1) * N] * 2
@@ -177,9 +190,9 @@ def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
     core: list[float] = []
     core_after: list[float] = []
     if cut.cp > 1 and cut.context != "ulysses":
-        half = S / 2  # ring attention's blocks, in fp32, of the half that counts
-        core += [4 * half, 8 * half, 8 * half]
-        core_after += [8 * half, 8 * half, 8 * half, 12 * half]
+        blocks = S * ring_share(cut)  # in fp32
+        core += [4 * blocks] + [8 * blocks] * 3  # logsumexp, subtract, exp, a copy
+        core_after += [8 * blocks] * 4 + [12 * blocks]
     elif shape.attention == "unfused":
         core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous
         core_after += [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]

@@ -28,6 +28,7 @@ from parallel101.cost.layer_kernels import (
     flash_attention,
     fused_memory,
     linear_products,
+    ring_share,
     sizes,
     square_products,
 )
@@ -125,7 +126,7 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
     else:
         squares = square_products(shape, cut)
         gradients = [p.input_gradient for p in squares] + [p.weight_gradient for p in squares]
-        part = 0.5 if ring else 1.0  # a ring computes the blocks that count
+        part = ring_share(cut) if ring else 1.0
         core = part * products_seconds(cluster, squares, 4 if ring else e)
         core_after = part * products_seconds(cluster, gradients, 4 if ring else e)
     around, in_core, after, in_core_after = (
@@ -164,6 +165,9 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
     )
     if cut.recompute == "full":
         second = second.plus(first)
+        if not software.fused and not shape.dropout:  # torch stops before the last product
+            down = products_seconds(cluster, linear[-1:], e)
+            second = second.plus(Seconds(down, memory_seconds(chip, 3 * e * of.N), tp=tp), -1)
     elif cut.recompute == "selective":
         second = second.plus(Seconds(core, in_core, cp=cp))
     return Pass(first, second)
@@ -172,17 +176,18 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
 def backward_messages(tp: float, weight_gradients: float, cut: Cut, software: Software) -> float:
     """Exposed seconds of a layer's messages along tp in backward, two sums of `tp` seconds.
 
-    Sequence parallel has two all-gathers and two reduce-scatters instead, each half a sum, and if
-    column layers keep their input cut, two more all-gathers beside the products.
+    Sequence parallel has an all-gather and a reduce-scatter instead of each, half a sum each. Only
+    those of column layers can overlap: row layers need theirs first.
     """
     if cut.tp == 1:
         return 0.0
-    if not software.tp_overlap:
+    how = software.tp_overlap
+    if how == "none" or (how == "halves" and not cut.overlap):
         return 2 * tp
-    if cut.sequence_parallel:
-        hidden = tp if not software.fused else 2 * tp  # reduce-scatters; and gathering again
-        return tp + beside(hidden, weight_gradients, software)
-    return beside(2 * tp, weight_gradients, software)
+    # reduce-scatters; in "column" also gathering again, or the second halves of the sums
+    hidden = tp if how == "halves" else 2 * tp
+    exposed = tp if how == "halves" or cut.sequence_parallel else 0.0
+    return exposed + beside(hidden, weight_gradients, software)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -226,7 +231,7 @@ def head_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softwa
     weight_gradient = products_seconds(cluster, [logits.weight_gradient], e)
     # with sequence parallel an all-gather before, and its reduce-scatter after; else a sum after
     before, after = (tp / 2, tp / 2) if cut.sequence_parallel else (0.0, tp)
-    if software.tp_overlap:
+    if software.tp_overlap != "none" and cut.overlap:
         after = beside(after, weight_gradient, software)
     return Pass(
         Seconds(

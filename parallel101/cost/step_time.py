@@ -224,6 +224,7 @@ def cut_of(layout: ParallelLayout) -> Cut:
         layout.recompute,
         ITEMSIZE[layout.precision],
         layout.context,
+        layout.overlap,
     )
 
 

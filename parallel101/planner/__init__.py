@@ -9,4 +9,5 @@ plan.py             p101.plan(…), which does all of this
 plan_report.py      its result as text and as JSON, and what it does not model
 plan_picture.py     its result as a picture
 plan_command.py     parallel101 plan
+published.py        the quick model against published training runs
 """
