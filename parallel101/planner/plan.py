@@ -26,7 +26,7 @@ from parallel101.cost.step_memory import StageMemory
 from parallel101.cost.step_time import StepTime
 from parallel101.planner.known_models import batch_of_model, shape_of_model
 from parallel101.planner.layout_rules import KEYS, check_fixed
-from parallel101.planner.search import Found, nothing_fits, search
+from parallel101.planner.search import Found, most_of, nothing_fits, search
 from parallel101.planner.trainer_call import build_trainer, call_text, why_no_model
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Planned:
     @property
     def headroom(self) -> float:
         """Bytes that are left on the fullest GPU."""
-        return self.cluster.memory_bytes - max(stage.total for stage in self.memory)
+        return self.cluster.memory_bytes - most_of(self.memory)
 
     @property
     def difference(self) -> float | None:
@@ -137,7 +137,7 @@ class Plan:
     Attributes:
         shape, cluster, batch: what was planned for; batch in samples.
         layouts: the best, as many as `top`.
-        fitting: how many layouts fit.
+        tried: how many layouts were compared.
         why_not: why others were refused, most of them first.
         fixed: what the user fixed of the layout.
     """
@@ -146,7 +146,7 @@ class Plan:
     cluster: Cluster
     batch: int
     layouts: tuple[Planned, ...]
-    fitting: int
+    tried: int
     why_not: tuple[WhyNot, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
@@ -248,7 +248,7 @@ def plan(
         raise nothing_fits(shape, cluster, batch, fixed, found)
     layouts = [Planned(shape, cluster, *evaluated) for evaluated in found.best]
     layouts[:simulate] = simulated(layouts[:simulate], progress)
-    return Plan(shape, cluster, batch, tuple(layouts), found.fitting, why_not_of(found), fixed)
+    return Plan(shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed)
 
 
 def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
@@ -304,6 +304,6 @@ def why_not_of(found: Found) -> tuple[WhyNot, ...]:
     ]
     if found.smallest is not None:
         rows.append(
-            WhyNot("more memory than a GPU has", found.too_large, "layouts", found.smallest[1])
+            WhyNot("fast enough, and don't fit", found.too_large, "layouts", found.smallest[1])
         )
     return tuple(rows)

@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 LEFT, RIGHT, WIDE = 28.0, 932.0, 960
 MOST_BARS = 5
 BAR, ROW = 20.0, 58.0
-# name of a part → the number of its colour; the bubble is hatched
-PART_COLOURS = {"matmul": 0, "memory-bound": 4, "tp": 1, "cp": 6, "ep": 7, "pp": 3, "dp": 2}
-PART_COLOURS |= {"optimizer": 5}
-SHORT = {"matmul": "products", "memory-bound": "memory-bound kernels"}
-MEMORY_COLOURS = {"weights": 0, "gradients": 3, "optimizer": 1, "activations": 4, "buffers": 7}
+# name of a part → its class: the colour of a chunk, or another
+PART_CLASSES = {"matmul": "f0", "memory-bound": "f4", "host": "host", "tp": "f1", "cp": "f6"}
+PART_CLASSES |= {"ep": "f7", "pp": "f3", "dp": "f2", "bubble": "idle", "optimizer": "f5"}
+SHORT = {"matmul": "products", "memory-bound": "memory-bound kernels", "host": "launches"}
+MEMORY_CLASSES = {"weights": "f0", "gradients": "f3", "optimizer": "f1", "activations": "f4"}
+MEMORY_CLASSES |= {"buffers": "f7"}
 MEMORY_LEFT, MEMORY_RIGHT, MEMORY_ROW = 118.0, 790.0, 30.0
 SQUARE, TALL, NODE_GAP = 32.0, 44.0, 24.0
 MOST_STAGES, MOST_NODES = 4, 3
 STYLE = (
+    ".host{fill:var(--mute)}"
     ".part{stroke:var(--bg);stroke-width:.6}.idle{fill:url(#hatching);stroke:var(--line)}"
     ".range{stroke:var(--mute);stroke-width:1.5;fill:none}.run{fill:var(--bg);stroke:var(--accent);"
     "stroke-width:2}.node{fill:none;stroke:var(--line);stroke-dasharray:4 4}"
@@ -51,7 +53,8 @@ def plan_scene(plan: Plan) -> Scene:
         f"The best layout takes {human_seconds(best.seconds)} a step: {layout_text(best.layout)}."
     )
     scene.add("text", scene.title, x=LEFT, y=40, class_="h")
-    facts = f"{plan.batch * plan.shape.time:,} tokens a step, {plan.fitting:,} layouts fit"
+    facts = f"{plan.batch * plan.shape.time:,} tokens a step"
+    facts += f", {plan.tried:,} layouts compared" * (plan.tried > 1)
     scene.add("text", facts, x=RIGHT, y=40, font_size=13, class_="m e")
     ran = any(of.simulated for of in plan)
     text = "Bars: seconds of a step by the quick model, with their range below."
@@ -72,8 +75,7 @@ def _times(scene: Scene, plan: Plan, y: float) -> float:
     """The bars of the best layouts. Returns where they end."""
     shown = list(plan)[:MOST_BARS]
     names = [n for n in shown[0].parts if any(of.parts[n] > 0.001 * of.seconds for of in shown)]
-    kinds = {SHORT.get(name, name): PART_COLOURS.get(name) for name in names}
-    _legend(scene, kinds, y)
+    _legend(scene, {SHORT.get(name, name): PART_CLASSES[name] for name in names}, y)
     ends = [max(of.high, of.simulated.seconds if of.simulated else 0.0) for of in shown]
     scale = (RIGHT - LEFT) / max(ends)
     y += 26
@@ -90,22 +92,14 @@ def _times(scene: Scene, plan: Plan, y: float) -> float:
         x, top = LEFT, y + 19
         for name in names:
             width = of.parts[name] * scale
-            kind = PART_COLOURS.get(name)
+            kind = PART_CLASSES[name]
             rect = panel.add(
-                "rect",
-                x=x,
-                y=top,
-                width=max(width, 0.1),
-                height=BAR,
-                class_="idle" if kind is None else f"part f{kind}",
+                "rect", x=x, y=top, width=max(width, 0.1), height=BAR, class_=f"part {kind}"
             )
             share = of.parts[name] / of.seconds
             rect.add("title", f"{name}: {human_seconds(of.parts[name])}, {share:.1%}")
-            label = f"{share:.0%}"
-            if kind is not None and width > 34:
-                panel.add(
-                    "text", label, x=x + width / 2, y=top + 14, font_size=12, class_=f"c o{kind}"
-                )
+            if kind[0] == "f" and width > 34:
+                _inside(panel, f"{share:.0%}", kind, x + width / 2, top + 14)
             x += width
         _range(panel, of, top + BAR + 7, scale)
         y += ROW
@@ -123,11 +117,16 @@ def _range(panel: Node, of: Planned, y: float, scale: float) -> None:
         mark.add("title", f"on virtual GPUs: {human_seconds(of.simulated.seconds)}")
 
 
-def _legend(scene: Scene, kinds: Mapping[str, int | None], y: float, x: float = LEFT) -> None:
-    """Names beside their colours; None is hatched."""
+def _inside(panel: Node, text: str, kind: str, x: float, y: float) -> None:
+    """Text in the middle of a bar of this class, f0 to f7."""
+    panel.add("text", text, x=x, y=y, font_size=12, class_=f"c o{kind[1]}")
+
+
+def _legend(scene: Scene, kinds: Mapping[str, str], y: float) -> None:
+    """Names beside the classes of what they name."""
+    x = LEFT
     for name, kind in kinds.items():
-        colour = "idle" if kind is None else f"f{kind}"
-        scene.add("rect", x=x, y=y - 9, width=14, height=10, rx=2, class_=colour)
+        scene.add("rect", x=x, y=y - 9, width=14, height=10, rx=2, class_=kind)
         scene.add("text", name, x=x + 20, y=y, font_size=12.5, class_="m")
         x += 40 + 7 * len(name)
 
@@ -140,12 +139,8 @@ def _memory(scene: Scene, best: Planned, y: float) -> float:
     have = best.cluster.memory_bytes
     words = f"Memory of layout 1, of {decimal_bytes(have)} on each GPU"
     scene.add("text", words, x=LEFT, y=y, font_size=15, class_="b")
-    kinds: dict[str, int | None] = {
-        MEMORY_WORDS[name]: kind
-        for name, kind in MEMORY_COLOURS.items()
-        if any(getattr(stage, name) for stage in best.memory)
-    }
-    _legend(scene, {**kinds, "headroom": None}, y + 24)
+    kinds = {MEMORY_WORDS[name]: kind for name, kind in MEMORY_CLASSES.items()}
+    _legend(scene, {**kinds, "headroom": "idle"}, y + 24)
     y += 40
     scale = (MEMORY_RIGHT - MEMORY_LEFT) / max(have, *(s.total for s in best.memory))
     stages = {"first stage": best.memory[0], "last stage": best.memory[-1]}
@@ -155,19 +150,18 @@ def _memory(scene: Scene, best: Planned, y: float) -> float:
         scene.add("text", words, x=MEMORY_LEFT - 10, y=y + 15, font_size=13, class_="m e")
         x = MEMORY_LEFT
         scene.add("rect", x=x, y=y, width=have * scale, height=BAR + 2, class_="idle")
-        for name, kind in MEMORY_COLOURS.items():
+        for name, kind in MEMORY_CLASSES.items():
             nbytes = getattr(stage, name)
             width = nbytes * scale
             if not nbytes:
                 continue
             rect = scene.add(
-                "rect", x=x, y=y, width=max(width, 0.1), height=BAR + 2, class_=f"part f{kind}"
+                "rect", x=x, y=y, width=max(width, 0.1), height=BAR + 2, class_=f"part {kind}"
             )
             text = decimal_bytes(nbytes)
             rect.add("title", f"{MEMORY_WORDS[name]}: {text}")
             if 7 * len(text) + 6 < width:
-                middle = x + width / 2
-                scene.add("text", text, x=middle, y=y + 15, font_size=12, class_=f"c o{kind}")
+                _inside(scene, text, kind, x + width / 2, y + 15)
             x += width
         text = decimal_bytes(stage.total)
         scene.add("text", text, x=RIGHT, y=y + 17, font_size=17, class_="b e")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PART_WORDS = {
     "matmul": "products of matrices, and attention",
     "memory-bound": "other kernels, bound by memory bandwidth",
+    "host": "waiting for the CPU to launch kernels",
     "tp": "messages along tp that nothing hides",
     "cp": "messages along cp that nothing hides",
     "ep": "messages along ep that nothing hides",
@@ -140,12 +141,10 @@ def layouts_table(plan: Plan) -> TextTable:
         if not (name in ("cp", "ep", "chunks", "ZeRO") and all(r[k] in "01" for r in rows))
         and any(r[k] for r in rows)
     ]
-    best = f"The best {len(rows)}" if len(rows) > 1 else "The best"
-    fit = f"{plan.fitting:,} layouts fit" if plan.fitting > 1 else "One layout fits"
     fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
-    title = f"{fit}{f' with {fixed}' if fixed else ''}. {best}, by the quick model:"
+    title = f"The best {len(rows)} of {plan.tried:,} layouts" if plan.tried > 1 else "The layout"
     return TextTable(
-        title if plan.fitting > 1 else f"{fit}{f' with {fixed}' if fixed else ''}:",
+        f"{title}{f' with {fixed}' if fixed else ''}, by the quick model",
         [head[k] for k in kept],
         [[row[k] for k in kept] for row in rows],
         numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
@@ -230,7 +229,7 @@ def plan_json(plan: Plan) -> str:
         },
         "batch": {"samples": plan.batch, "tokens": plan.batch * shape.time},
         "fixed": dict(plan.fixed),
-        "fitting": plan.fitting,
+        "tried": plan.tried,
         "layouts": [as_json(of) for of in plan],
         "why_not": [
             {
