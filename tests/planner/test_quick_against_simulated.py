@@ -13,7 +13,7 @@ LLAMA = ModelShape(
 CASES = {
     "one GPU": (GPT, ParallelLayout(microbatch=2, microbatches=2)),
     "recomputed": (GPT, ParallelLayout(microbatch=2, microbatches=2, recompute="full")),
-    "unequal stages": (GPT, ParallelLayout(tp=8, dp=4, pp=2, microbatch=2, microbatches=4)),
+    "stages": (GPT, ParallelLayout(pp=4, microbatches=8)),
     "tp, sequence parallel": (LLAMA, ParallelLayout(tp=8, microbatches=2, sequence_parallel=True)),
     "tp, pp, dp": (LLAMA, ParallelLayout(tp=8, pp=4, dp=4, microbatches=8, sequence_parallel=True)),
 }
