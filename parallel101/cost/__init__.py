@@ -16,8 +16,11 @@ A step of training, for the planner:
 model_shape.py, parallel_layout.py, cluster.py, software.py     what is trained, how, on what
 kernels.py         seconds of one kernel; virtual GPUs compute with the same
 collective_seconds.py     seconds of a collective along an axis of a layout
-layer_seconds.py   seconds of a layer's kernels and messages
-step_time.py       seconds of a step, MFU and HFU
+layer_kernels.py, layer_seconds.py     the kernels and messages of a layer, and their seconds
+update_seconds.py  seconds from gradients to new weights: accumulation, dp, optimizer
+step_time.py       seconds of a step by part
+step_memory.py     peak bytes of a step on each stage
+model_flops.py     operations of a step, for MFU and HFU
 """
 
 from parallel101.collectives.segments import best_segments

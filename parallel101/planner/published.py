@@ -85,9 +85,15 @@ COLUMNS = {
     ),
     "milliseconds": ("iteration_time_ms", "iteration_ms", "step_ms", "time_ms", "milliseconds"),
     "tflops": ("tflops_gpu", "tflops_per_gpu", "tflops"),
-    "full_seconds": ("full_recompute_s", "full_recomputation_s", "full_s", "full_recompute"),
+    "full_seconds": ("full_recompute_s", "full_recomputation_s", "full_s"),
     "selective_seconds": ("present_work_s", "present_work", "selective_sp_s", "selective_s"),
-    "recompute": ("recompute", "recomputation", "activation_recomputation", "checkpoint"),
+    "recompute": (
+        "recompute",
+        "recomputation",
+        "activation_recomputation",
+        "full_recompute",
+        "checkpoint",
+    ),
     "sequence_parallel": ("sequence_parallel", "sequence_parallelism", "sp"),
     "attention": ("attention",),
     "device": ("device", "gpu", "chip", "gpu_name"),
@@ -199,7 +205,7 @@ def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         names = known_columns(reader.fieldnames or [])
-        vtrain = VTRAIN_MARK <= set(names.values())
+        vtrain = set(names.values()) >= VTRAIN_MARK
         runs: list[PublishedRun] = []
         for row in reader:
             if not any((value or "").strip() for value in row.values() if isinstance(value, str)):
