@@ -105,11 +105,14 @@ def linear_products(shape: ModelShape, cut: LayerCut, *, joined: bool) -> list[P
         rows = max(1, tokens * shape.top_k * cut.ep // shape.experts)
     columns = [q + 2 * kv] if joined else [q, kv, kv]
     first = 2 if shape.gated else 1
+    up = [first * inside] if joined else [inside] * first
+    # eager torch computes one expert after the other
+    batch, times = (experts, 1) if joined else (1, experts)
     return [
         *(Product(tokens, n, h) for n in columns),
         Product(tokens, h, q),
-        *(Product(rows, n, h, experts) for n in ([first * inside] if joined else [inside] * first)),
-        Product(rows, h, inside, experts),
+        *(Product(rows, n, h, batch) for n in up * times),
+        *[Product(rows, h, inside, batch)] * times,
     ]
 
 
@@ -178,6 +181,11 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
     if shape.biases:
         around += [2 * e * N] * 2 if cut.tp > 1 else []  # after the sum; else the product adds it
         after += [e * N] * 2 + [e * F, e * Q, e * K]
+    if shape.experts:  # rows to their experts and back; weight gradients of all experts are joined
+        rows = tokens * shape.top_k * shape.width
+        around += [2 * e * rows] * 2 + [3 * e * rows] * 2
+        after += [2 * e * rows] * 2 + [3 * e * rows] * 2
+        after += [2 * e * max(1, shape.experts // cut.ep) * shape.mlp_parameters / cut.tp]
     if cut.sequence_parallel:  # time is dim 1: copies before and after each message
         around += [2 * e * whole] * 4 + [2 * e * N] * 4
         after += [2 * e * whole] * 4 + [2 * e * N] * 4
