@@ -16,9 +16,11 @@ A step of training, for the planner:
 model_shape.py, parallel_layout.py, cluster.py, software.py     what is trained, how, on what
 kernels.py         seconds of one kernel; virtual GPUs compute with the same
 collective_seconds.py     seconds of a collective along an axis of a layout
-layer_seconds.py   seconds of a layer's kernels and messages
-step_time.py       seconds of a step, MFU and HFU
+layer_kernels.py, layer_seconds.py     the kernels and messages of a layer, and their seconds
+update_seconds.py  seconds from gradients to new weights: accumulation, dp, optimizer
+step_time.py       seconds of a step by part
 step_memory.py     peak bytes of a step on each rank along pp
+model_flops.py     operations of a step, for MFU and HFU
 """
 
 from parallel101.collectives.segments import best_segments
@@ -38,13 +40,14 @@ from parallel101.cost.layer_activations import (
     layer_activations,
 )
 from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
+from parallel101.cost.model_flops import hardware_flops, model_flops
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
 from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
 from parallel101.cost.step_memory import StageMemory, step_memory
-from parallel101.cost.step_time import StepTime, model_flops, step_time
+from parallel101.cost.step_time import StepTime, step_time
 from parallel101.cost.times import (
     Memory,
     Time,
@@ -88,6 +91,7 @@ __all__ += [
     "closed_form",
     "first_stage_activations",
     "flops_per_byte",
+    "hardware_flops",
     "kept_by_our_gpt",
     "layer_activations",
     "matmul",

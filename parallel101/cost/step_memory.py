@@ -14,7 +14,7 @@ What is alive rises and falls, and these have their peaks at different times:
     optimizer    no activations, but gradients in 32 bits beside those in 16
 
 `total` is the most of these sums. It counts tensors: what an allocator loses to fragmentation, the
-CUDA context (about half a gigabyte) and NCCL's own buffers are not in it. It is right for AdamW
+CUDA context, and NCCL's own buffers are not in it. It is right for AdamW
 whose update is fused (`fused=True`); torch's default on a GPU also makes a copy of one of its two
 averages.
 """

@@ -32,6 +32,7 @@ from parallel101.record.calls import never_waited, sends_never_waited
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.trace import Trace
 from parallel101.record.where import shown
+from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
 from parallel101.sim.virtual_gpu import GpuCount
 
@@ -127,6 +128,7 @@ def launch(
     network: Network | None = None,
     rules: str = "gloo",
     device: str | None = None,
+    mirrors: MirroredAxes | None = None,
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
@@ -151,6 +153,9 @@ def launch(
         device: on sim, the GPU that each rank has, such as "H100". Tensors are then on torch's meta
             device: they have shapes and no values, and no number is computed. Trainers run as they
             are, and their `step` returns 0.0. None: the CPU, with numbers.
+        mirrors: on sim, which ranks of a mesh have a thread and stand for the others, in a program
+            that does the same on all of them: a `sim.mirrored.MirroredAxes`. `results` are of those
+            ranks. None: all have one.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
@@ -168,6 +173,8 @@ def launch(
     are the calls that had not ended.
     """
     _check_arguments(fn, backend, trace, timeout, network, rules, device)
+    if mirrors is not None:
+        world_size = _mirrored_size(mirrors, world_size, backend, rules)
     timeout = min(timeout, MAX_TIMEOUT)
     recording = bool(trace) or backend == "sim"
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
@@ -220,6 +227,7 @@ def launch(
                 network=network,
                 rules=rules,
                 device=device,
+                mirrors=mirrors,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
@@ -366,6 +374,21 @@ def _world_size(value: Any) -> int:
     if size < 1:
         raise ValueError(f"world_size is {size}; there must be at least 1 rank")
     return size
+
+
+def _mirrored_size(mirrors: MirroredAxes, size: Any, backend: str, rules: str) -> int:
+    if not isinstance(mirrors, MirroredAxes):
+        raise TypeError(f"mirrors is a {type(mirrors).__name__}; it must be a MirroredAxes")
+    if backend != "sim" or rules != "gloo":
+        raise ValueError(
+            f"mirrors works with backend='sim' and rules='gloo' only; got {backend!r} and {rules!r}"
+        )
+    if size not in (None, mirrors.world_size):
+        raise ValueError(
+            f"world_size is {size}, and the mesh of mirrors={mirrors} has {mirrors.world_size} "
+            "ranks: leave world_size out"
+        )
+    return mirrors.world_size
 
 
 def _check_gpus(size: int) -> None:

@@ -92,6 +92,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
             job.network,
             rules=job.rules,
             payload_bytes=job.payload_bytes,
+            mirrors=job.mirrors,
             on_start=watcher.watch,
         )
     _this_thread.rank = None

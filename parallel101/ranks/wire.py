@@ -77,6 +77,7 @@ class Job:
     network: Any  # a parallel101.Network, or None
     rules: str  # on sim: "gloo" or "nccl"
     device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
+    mirrors: Any  # on sim: a MirroredAxes, or None: all ranks have a thread
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]

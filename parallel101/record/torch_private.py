@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.deterministic
+from torch.utils import _python_dispatch
 
 from parallel101.record.spans import axis_described
 
@@ -425,3 +426,20 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
                 changes.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, functools.partial(list, devices))
         yield
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes of this thread that see every operation, the innermost last.
+
+    Relies on `torch.utils._python_dispatch`, which lists them.
+    """
+    return _python_dispatch._get_current_dispatch_mode_stack()
+
+
+def uncounted_like(x: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same shape, dtype and device, which no mode of this thread sees.
+
+    Relies on `torch.utils._python_dispatch`, which turns them off.
+    """
+    with _python_dispatch._disable_current_modes():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)

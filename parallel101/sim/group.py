@@ -140,6 +140,7 @@ class SimGroup(PointToPointGroup):
         self.shared = shared
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
+        self.callers = len(self.ranks)  # that have a thread
         self.world.limits.views[label].append(self)
         member.groups.append(self)
 
@@ -270,7 +271,7 @@ class NewGroupCall:
         world, member = self.group.world, self.group.member
         world.enter(member)
         self.calls.append(self)
-        if len(self.calls) == len(self.group.ranks):
+        if len(self.calls) == self.group.callers:
             world.schedule(world.now, self)
         world.wait(member, self)
 
@@ -416,7 +417,7 @@ class RunningCollective:
         self.works[work.rank.number] = work
         if work is not first and disagreement(first.call(), work.call()):
             self.agreed = False
-        if len(self.works) == len(self.group.ranks):
+        if len(self.works) == self.group.callers:
             world, shared, label = self.group.world, self.group.shared, self.group.label
             del shared.incomplete[self.key]
             if (error := self.misuse()) is not None:
@@ -441,14 +442,17 @@ class RunningCollective:
 
     def fire(self) -> None:
         """Its time is over: all ranks get their results."""
-        works = [self.works[rank] for rank in self.group.ranks]
+        works = [self.call_of(rank) for rank in self.group.ranks]
         world = self.group.world
         world.on_main_thread(lambda: self._move(works))
         if world.failure is not None:
             return
-        for work in works:
+        for work in dict.fromkeys(works):
             world.events.append(work.row(self.started))
             work.finish()
+
+    def call_of(self, rank: int) -> CollectiveWork:
+        return self.works[rank]
 
     @torch.no_grad()
     def _move(self, works: list[CollectiveWork]) -> None:

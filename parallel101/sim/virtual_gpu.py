@@ -182,9 +182,10 @@ class VirtualGPU(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def _freed(self, ref: Any) -> None:
-        if self._alive.get(ref.key) is ref:
-            del self._alive[ref.key]
-            self.live -= ref.nbytes
+        key, nbytes = ref.key, ref.nbytes
+        if self._alive.get(key) is ref:
+            del self._alive[key]
+            self.live -= nbytes
 
 
 # what all ranks remember, by chip; of operations with numbers that change, not more than so many

@@ -260,12 +260,11 @@ def test_a_running_batch_is_found():
 def test_optimizers_on_meta():
     weight = torch.empty(4, 4, device="meta", requires_grad=True)
     weight.grad = torch.empty_like(weight)
-    optimizer = torch.optim.AdamW([weight], fused=True)
     with torch_private.optimizers_as_on_a_gpu():
-        optimizer.step()
+        torch.optim.AdamW([weight], fused=True).step()
     refused = False
     try:
-        optimizer.step()
+        torch.optim.AdamW([weight], fused=True).step()
     except RuntimeError:
         refused = True
     assert refused, moved("_get_fused_kernels_supported_devices", "virtual GPUs")

@@ -30,6 +30,7 @@ from parallel101.trainers.support.batches import Batch, count_samples, number_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 8
+MOST_GROUPS = 1000
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -195,21 +196,22 @@ def groups_of(
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each direction between two positions of this rank's pipeline.
 
-    All ranks of the world must make all groups, in the same order. If only some of them train,
-    those of each pipeline make two groups of their own: one for messages to later positions, one
-    for messages to earlier ones.
+    All ranks of the world must make all groups, in the same order. If only some of them train, or
+    if there were many groups, the ranks of each pipeline make two groups of their own: one for
+    messages to later positions, one for messages to earlier ones.
     """
     if not pairs:
         return {}
     line = axes.along(["pp"]).ranks
-    if len(axes.members.ranks) < dist.get_world_size():
+    ranks = len(axes.members.ranks)
+    if ranks < dist.get_world_size() or ranks // len(line) * len(pairs) > MOST_GROUPS:
         both = [
             dist.new_group(list(line), use_local_synchronization=True, group_desc="mesh_pp")
             for _ in range(2)
         ]
         return {(source, to): both[source > to] for source, to in pairs}
     found = {}
-    positions = range(len(axes.members.ranks))
+    positions = range(ranks)
     lines = dict.fromkeys(
         tuple(axes.members.ranks[i] for i in axes.line(["pp"], of)) for of in positions
     )
