@@ -206,6 +206,8 @@ def launch(
         _check_gpus(size)
     if network is not None:
         network.router(size)  # raises if its topology is for another number of ranks
+        if mirrors is not None:
+            mirrors.router(network)
     directory = _working_directory()
     program = _pack_program(fn, args, kwargs)
     preload(will_import(program[0]))
