@@ -165,6 +165,13 @@ class _Rank:
         return attention + mlp + 2 * shape.norm_parameters
 
     @property
+    def of_experts(self) -> float:
+        """Parameters of experts on this rank, which fewer ranks share."""
+        shape = self.shape
+        each = sum(self.layers) * shape.mlp_parameters
+        return each * shape.experts / self.layout.ep
+
+    @property
     def table(self) -> float:
         """Parameters of the embedding of tokens, or of the output layer."""
         return self.shape.vocabulary * self.shape.width / self.layout.tp
@@ -275,8 +282,9 @@ class _Rank:
         layout, e, g = self.layout, self.e, self.g
         zero, n, many = layout.zero_stage, self.sharing, layout.microbatches
         count = self.parameters
-        weights = count * e / (n if zero == 3 else 1)
-        owned = count / (n if zero else 1)
+        owned = (count - self.of_experts) / n + self.of_experts / (layout.dp * layout.cp)
+        owned = owned if zero else count
+        weights = (owned if zero == 3 else count) * e
         of_adam = 2 * (MOMENT if self.mixed else e) + (MASTER if self.mixed else 0)
         optimizer = owned * of_adam
         batch = 8.0 * layout.microbatch * many * self.shape.time
@@ -288,7 +296,7 @@ class _Rank:
         if (zero == 0 and n > 1 and self.overlap) or zero == 1:
             room, earlier = whole, whole
         elif zero >= 2:
-            room = whole / n
+            room = owned * g
         else:
             earlier = whole
         accumulates = many > 1
@@ -299,7 +307,8 @@ class _Rank:
             bucket = e * max(self.of_layer, self.of_embedding if self.first or self.last else 0)
         waiting = self.in_flight
         if zero >= 2 and accumulates:  # of the microbatch before, still on its way
-            before += 2 * bucket * g / e
+            last_sent = self.of_embedding if self.first else self.of_layer
+            before += 2 * g * (last_sent if zero == 3 else bucket / e)
         if accumulates and self.warm_up == many:  # the first backward has all of them, …
             rest = waiting * (1 - 1 / many) + earlier  # … the second one fewer
             before, waiting = room, max(waiting, rest)
@@ -319,7 +328,10 @@ class _Rank:
             inside = sum(self.kept.values()) - e * self.shape.width * self.outside
         elif layout.recompute == "selective":
             inside = sum(self.kept.get(name, 0.0) for name in CORE)
-        gathered = 2 * e * self.of_layer if zero == 3 else 0.0
+        gathered = 0.0
+        if zero == 3:  # this layer's weights and the next one's; and gradients of the one before
+            gathered = 2 * e * self.of_layer
+            gathered += max(0.0, 2 * g * self.of_layer - sum(self.kept.values()))
         boxes, done = self.boxes, self.of_head if self.last else 0.0
         peaks["backward"] = (
             fixed + before + waiting - done + inside + self.layer_backward(sizes) + gathered + boxes
@@ -332,7 +344,7 @@ class _Rank:
         late = room + on_the_way + travelling
         peaks["gradients"] = fixed + late + (e * self.of_layer * 2 if zero == 3 else 0.0)
         wide = 4 * owned if self.mixed and g < 4 else 0.0
-        kept_gradients = {0: room or whole, 1: whole, 2: whole / n, 3: whole / n}[zero]
+        kept_gradients = owned * g if zero >= 2 else whole
         tied = self.shape.tied and layout.pp > 1 and (self.first or self.last)
         sums = (10 if self.mixed else 2.5 * g) * self.table if tied else 0.0
         peaks["optimizer"] = fixed + kept_gradients + wide + sums
@@ -366,8 +378,10 @@ class _Rank:
         freed = self.kept["inside the MLP"] + self.kept["input of the MLP"]
         if layout.cp > 1 and layout.context != "ulysses":
             square = 4 * heads * (shape.time / layout.cp) ** 2
-            rest = (6 * 4 * shape.width + 6 * 4 * shape.kv_width) * self.n / layout.tp
-            return 2 * square + rest - freed
+            squares = 2 if shape.kv == shape.heads else 3  # the products of groups need a copy
+            h, kv = (7, 8) if layout.context == "zigzag" else (11, 10)  # in 32 bits
+            rest = 4 * (h * shape.width + kv * shape.kv_width) * self.n / layout.tp
+            return squares * square + rest - freed
         if shape.attention == "unfused":
             return 2 * self.e * heads * shape.time**2 - freed
         return 0.0
@@ -377,8 +391,8 @@ class _Rank:
         """Bytes of activations and gradients between stages, on their way."""
         if self.layout.pp == 1:
             return 0.0
-        many = 2 if self.first else 1 if self.last else 3
-        many += 2 if self.layout.chunks > 1 else 0
+        many = 1 if self.first or self.last else 2
+        many += 1 if self.layout.chunks > 1 else 0
         return many * self.e * self.shape.width * self.outside
 
 

@@ -273,7 +273,7 @@ def _as_on_a_gpu() -> Iterator[None]:
             library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
             library.impl("dropout", _fused_dropout, "AutogradMeta")
             _changes.callback(library._destroy)
-            _changes.enter_context(torch_private.fused_optimizers_on_meta())
+            _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
     try:
         yield
     finally:
