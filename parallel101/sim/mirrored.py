@@ -113,8 +113,8 @@ class MirroredAxes:
         if not isinstance(topology, SwitchTopology | TwoLevelTopology):
             raise ValueError(
                 f"mirrored ranks, and the network has a {type(topology).__name__}: expected a "
-                "switch (Network(…)) or nodes (Network.two_level(…)), on which a message holds a link of "
-                "its sender and one of its receiver"
+                "switch (Network(…)) or nodes (Network.two_level(…)), on which a message holds a "
+                "link of its sender and one of its receiver"
             )
         of_node = topology.ranks_per_node if isinstance(topology, TwoLevelTopology) else 1
 
