@@ -186,7 +186,7 @@ def memory_table(of: Planned) -> TextTable:
         return [*(decimal_bytes(count(stage)) for stage in (first, last)), words]
 
     rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in MEMORY_WORDS.items()]
-    rows.append(row("together", lambda stage: stage.total))
+    rows.append(row("at the peak of all together", lambda stage: stage.total))
     rows.append(row(f"headroom of {decimal_bytes(have)}", lambda stage: have - stage.total))
     note = ""
     if of.simulated is not None:

@@ -222,14 +222,18 @@ def said(fixed: Mapping[str, Any]) -> str:
 
 def layout_text(layout: ParallelLayout) -> str:
     """A layout in one line: "dp 16 · tp 8 · pp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
-    words = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
-    words = words or ["1 GPU"]
-    words.append(f"microbatch {layout.microbatch} × {layout.microbatches}")
+    return " · ".join(layout_words(layout))
+
+
+def layout_words(layout: ParallelLayout) -> tuple[str, str]:
+    """Its axes, and its other options."""
+    axes = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
+    words = [f"microbatch {layout.microbatch} × {layout.microbatches}"]
     words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
     words += [f"{layout.schedule}"] * (layout.schedule not in ("1f1b", "interleaved"))
     words += [f"ZeRO {layout.zero_stage}"] * (layout.zero_stage > 0)
     words += ["sequence parallel"] * layout.sequence_parallel
-    words += [f"{layout.recompute} recomputation"] * (layout.recompute != "none")
+    words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
     words += [layout.context] * (layout.cp > 1 and layout.context != "zigzag")
     words += ["no overlap"] * (not layout.overlap)
-    return " · ".join(words)
+    return " · ".join(axes) or "1 GPU", " · ".join(words)
