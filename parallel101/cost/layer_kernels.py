@@ -24,7 +24,7 @@ from typing import NamedTuple
 from parallel101.cost.model_shape import ModelShape
 
 
-class Cut(NamedTuple):
+class LayerCut(NamedTuple):
     """What of a ParallelLayout a layer's time depends on."""
 
     tp: int = 1
@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-def sizes(shape: ModelShape, cut: Cut) -> Sizes:
+def sizes(shape: ModelShape, cut: LayerCut) -> Sizes:
     tokens = cut.microbatch * shape.time // cut.cp
     return Sizes(
         N=tokens * shape.width / (cut.tp if cut.sequence_parallel else 1),
@@ -95,7 +95,7 @@ def sizes(shape: ModelShape, cut: Cut) -> Sizes:
     )
 
 
-def linear_products(shape: ModelShape, cut: Cut, *, joined: bool) -> list[Product]:
+def linear_products(shape: ModelShape, cut: LayerCut, *, joined: bool) -> list[Product]:
     """The products with weights. Joined: query, key and value are one, and so are gate and up."""
     tokens, h = cut.microbatch * shape.time // cut.cp, shape.width
     q, kv, inside = h // cut.tp, shape.kv_width // cut.tp, shape.inside // cut.tp
@@ -113,14 +113,14 @@ def linear_products(shape: ModelShape, cut: Cut, *, joined: bool) -> list[Produc
     ]
 
 
-def square_products(shape: ModelShape, cut: Cut) -> list[Product]:
+def square_products(shape: ModelShape, cut: LayerCut) -> list[Product]:
     """Scores and context of unfused attention, over the whole square."""
     heads = cut.microbatch * shape.heads // cut.tp
     q, d = shape.time // cut.cp, shape.head_width
     return [Product(q, shape.time, d, heads), Product(q, d, shape.time, heads)]
 
 
-def ring_share(cut: Cut) -> float:
+def ring_share(cut: LayerCut) -> float:
     """The part of its queries · all keys that ring attention computes on the slowest rank.
 
     Contiguous, the last rank needs all blocks. In zigzag, each needs its own block, whose masked
@@ -129,13 +129,13 @@ def ring_share(cut: Cut) -> float:
     return 1.0 if cut.context == "contiguous" else (cut.cp + 1) / (2 * cut.cp)
 
 
-def flash_attention(shape: ModelShape, cut: Cut) -> tuple[float, float]:
+def flash_attention(shape: ModelShape, cut: LayerCut) -> tuple[float, float]:
     """Operations of the causal half, and bytes of queries, keys, values and the result."""
     of = sizes(shape, cut)
     return 2 * of.tokens * shape.time * shape.width / cut.tp, 2 * of.e * (of.Q + of.K)
 
 
-def fused_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
+def fused_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
     """As Megatron-LM fuses them."""
     N, Q, K, F, S, e, _ = sizes(shape, cut)
     mask = 1 if shape.dropout else 0
@@ -166,7 +166,7 @@ def fused_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
     return MemoryKernels(around, core, after, core_after)
 
 
-def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
+def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
     """One for each operation of torch, as models/gpt.py and models/llama.py are written."""
     N, Q, K, F, S, e, tokens = sizes(shape, cut)
     whole = tokens * shape.width  # the input of column layers

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
-    all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
 )
 from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
 from parallel101.cost.layer_kernels import (
-    Cut,
+    LayerCut,
     Product,
     eager_memory,
     flash_attention,
@@ -95,7 +94,7 @@ def products_seconds(cluster: Cluster, products: list[Product], itemsize: int) -
 
 
 def context_seconds(
-    shape: ModelShape, cluster: Cluster, cut: Cut, compute: float, tensors: int
+    shape: ModelShape, cluster: Cluster, cut: LayerCut, compute: float, tensors: int
 ) -> float:
     """Exposed seconds of ring attention, in which so many `tensors` travel, or of Ulysses."""
     if cut.cp == 1:
@@ -109,7 +108,7 @@ def context_seconds(
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return forward and backward of one layer for one microbatch."""
     chip, e = cluster.chip, cut.itemsize
     memory = (fused_memory if software.fused else eager_memory)(shape, cut)
@@ -135,7 +134,7 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
 
     of = sizes(shape, cut)
     activations = of.tokens * shape.width * e
-    tp = all_reduce_seconds(cluster, activations, cut.tp)
+    tp = all_reduce_seconds(cluster, activations, cut.tp, algorithm=software.collectives)
     tp_back = backward_messages(tp, weight_gradients, cut, software)
     ep = 0.0
     if shape.experts and cut.ep > 1:
@@ -173,7 +172,9 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
     return Pass(first, second)
 
 
-def backward_messages(tp: float, weight_gradients: float, cut: Cut, software: Software) -> float:
+def backward_messages(
+    tp: float, weight_gradients: float, cut: LayerCut, software: Software
+) -> float:
     """Exposed seconds of a layer's messages along tp in backward, two sums of `tp` seconds.
 
     Sequence parallel has an all-gather and a reduce-scatter instead of each, half a sum each. Only
@@ -191,7 +192,9 @@ def backward_messages(tp: float, weight_gradients: float, cut: Cut, software: So
 
 
 @lru_cache(maxsize=1 << 14)
-def embedding_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def embedding_seconds(
+    shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software
+) -> Pass:
     """Return forward and backward of the embedding."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
@@ -201,9 +204,9 @@ def embedding_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: S
     seconds = sum(memory_seconds(chip, nbytes) for nbytes in kernels)
     # the gradient of the table is as large as the table
     table = shape.vocabulary * shape.width / cut.tp * e
-    tp = all_reduce_seconds(cluster, size, cut.tp)
-    if cut.sequence_parallel:
-        tp = all_gather_seconds(cluster, size, cut.tp)
+    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
+    if cut.sequence_parallel:  # a reduce-scatter
+        tp /= 2
     return Pass(
         Seconds(memory=seconds, tp=tp),
         Seconds(
@@ -220,13 +223,14 @@ def padded_vocabulary(shape: ModelShape, tp: int, software: Software) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def head_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def head_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return forward and backward of the final norm, the output layer and the loss."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
     logits = Product(of.tokens, padded_vocabulary(shape, cut.tp, software), shape.width)
     loss = memory_seconds(chip, software.loss_bytes / 2 * logits.m * logits.n)
-    tp = all_reduce_seconds(cluster, of.tokens * shape.width * e, cut.tp)
+    size = of.tokens * shape.width * e
+    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
     numbers = 3 * all_reduce_seconds(cluster, 4 * of.tokens, cut.tp)
     weight_gradient = products_seconds(cluster, [logits.weight_gradient], e)
     # with sequence parallel an all-gather before, and its reduce-scatter after; else a sum after

@@ -16,7 +16,7 @@ from parallel101.cost import (
 )
 from parallel101.cost.kernels import product_seconds
 from parallel101.cost.layer_kernels import (
-    Cut,
+    LayerCut,
     eager_memory,
     fused_memory,
     linear_products,
@@ -144,7 +144,7 @@ def test_programs_differ():
     assert theirs.memory_bound < ours.memory_bound  # it fuses
     assert theirs.pp > ours.pp  # and waits for messages
     assert "host" in theirs.parts and "host" not in ours.parts
-    cut = Cut(tp=8, microbatch=2)
+    cut = LayerCut(tp=8, microbatch=2)
     assert len(linear_products(shape, cut, joined=True)) == 4
     assert sum(eager_memory(shape, cut).core) > sum(fused_memory(shape, cut).core)
 

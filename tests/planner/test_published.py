@@ -48,7 +48,8 @@ def test_tflops_give_the_same_seconds(tmp_path):
 def test_columns_by_other_names_with_a_mark_and_other_line_ends(tmp_path):
     text = (
         "\ufeff# GPUs,global batch,micro batch,hidden size,attention heads,# layers,"
-        "sequence length,tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)\r\n"
+        "sequence length,tensor parallelism,data parallelism,pipeline parallelism,"
+        "iteration time (ms)\r\n"
         "64,512,4,3072,32,30,2048,2,32,1,5000\r\n\r\n"
     )
     (run,) = read_runs(table(tmp_path, text, encoding="utf-8", newline=""))
