@@ -132,3 +132,88 @@ def test_training_without_numbers_sends_what_training_with_numbers_sends(name):
     for setup, of_meta, of_numbers in zip(SETUPS[name], here.results[0], there.results[0]):
         assert of_meta[0] == [0.0, 0.0] != of_numbers[0], setup
         assert of_meta[1].bytes == of_numbers[1].bytes, setup
+
+
+def test_nothing_is_compared_with_one_process_and_nobody_is_told(capfd):
+    def step():
+        return trainer_of("dp 2", gpt({}), verify=True).step(*batch())
+
+    there, here = (
+        p101.launch(step, world_size=2, backend="sim", device=device) for device in (None, "H100")
+    )
+    assert communication(here) == communication(there)
+    assert here.results == [0.0, 0.0]
+    assert not capfd.readouterr().out
+
+
+def test_activations_are_those_of_a_run_with_numbers():
+    def peaks():
+        trainer = trainer_of("dp 2", gpt({"attention": "unfused"}), recompute="selective")
+        share = batch()
+        with p101.count_activations(trainer) as activations:
+            trainer.step(*share)
+        return activations.peak, [(kept.nbytes, kept.module) for kept in activations.kept]
+
+    there, here = (
+        p101.launch(peaks, world_size=2, backend="sim", device=device) for device in (None, "H100")
+    )
+    assert here.results == there.results
+
+
+def errors(calls: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_needs_numbers_is_refused_in_words(tmp_path):
+    def weighted(outputs, targets):
+        return next_token_loss(outputs, targets), (targets > 0).sum()
+
+    def program():
+        trainer = trainer_of("dp 1", gpt({}))
+        trainer.step(*batch())
+        methods = {
+            "fit": partial(trainer.fit, [batch()]),
+            "evaluate": partial(trainer.evaluate, [batch()]),
+            "verify": partial(trainer.verify, *batch()),
+            "state_dict": trainer.state_dict,
+            "gradients": trainer.gradients,
+            "save": partial(trainer.save, tmp_path / "a.pt"),
+            "resume": partial(trainer.resume, tmp_path / "a.pt"),
+        }
+        autocast = partial(trainer_of, "dp 1", gpt({}), autocast=torch.bfloat16)
+        by_meta = trainer_of("dp 1", gpt({}), loss=weighted)
+        return errors(methods), errors(
+            {"autocast": autocast, "weight": partial(by_meta.step, *batch())}
+        )
+
+    run = p101.launch(program, world_size=1, backend="sim", device="H100")
+    methods, others = run.results[0]
+    assert list(methods) == [
+        "fit",
+        "evaluate",
+        "verify",
+        "state_dict",
+        "gradients",
+        "save",
+        "resume",
+    ]
+    for method, text in methods.items():
+        assert text.startswith(f"{method}() needs numbers, and the model is on the meta device")
+    assert 'Use precision="bf16" or "bf16-mixed" there' in others["autocast"]
+    assert "the weight of the loss is on the meta device" in others["weight"]
+
+
+def test_a_model_on_the_meta_device_is_refused_on_ranks_without_a_device():
+    def program():
+        with torch.device("meta"):
+            model = gpt({})
+        trainer_of("dp 1", model)
+
+    with pytest.raises(p101.RankFailed, match=r"has no values: .* or launch with device="):
+        p101.launch(program, world_size=1, backend="sim")
