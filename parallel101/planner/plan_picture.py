@@ -11,16 +11,13 @@ which GPU of which node has which part of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.planner.plan_report import MEMORY_WORDS, model_words
+from parallel101.planner.planned import Planned, RankedLayouts
 from parallel101.planner.search import layout_text, layout_words
 from parallel101.record.units import decimal_bytes, human_seconds, listed
 from parallel101.viz.scene import HATCHING, Node, Scene
-
-if TYPE_CHECKING:
-    from parallel101.planner.plan import Plan, Planned
 
 LEFT, RIGHT, WIDE, NARROW = 28.0, 932.0, 960, 480
 MOST_BARS = 5
@@ -42,7 +39,7 @@ STYLE = (
 )
 
 
-def plan_scene(plan: Plan) -> Scene:
+def plan_scene(plan: RankedLayouts) -> Scene:
     """Draw a plan as a still Scene."""
     cluster, best = plan.cluster, plan.best
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
@@ -75,7 +72,7 @@ def plan_scene(plan: Plan) -> Scene:
 # ── time ──
 
 
-def _times(scene: Scene, plan: Plan, y: float, lower: int) -> tuple[float, int]:
+def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[float, int]:
     """The bars of the best layouts. Returns where they end."""
     shown = list(plan)[:MOST_BARS]
     names = [n for n in shown[0].parts if any(of.parts[n] > 0.001 * of.seconds for of in shown)]
@@ -260,7 +257,8 @@ def _node(
         middle = left + SQUARE / 2 - 1
         for line, axis in enumerate(axes):
             text, below = f"{axis} {place[axis]}", top + 11 * line
-            panel.add("text", text, x=middle, y=below, font_size=9, class_=f"c o{kind[1]}")
+            size = 9 if len(text) < 6 else 8 if len(text) < 7 else 7
+            panel.add("text", text, x=middle, y=below, font_size=size, class_=f"c o{kind[1]}")
 
 
 def place_of(layout: ParallelLayout, gpu: int) -> dict[str, int]:
@@ -270,7 +268,8 @@ def place_of(layout: ParallelLayout, gpu: int) -> dict[str, int]:
 
 def crossing(layout: ParallelLayout, per_node: int) -> list[str]:
     """Which axes stay inside a node and which don't, in sentences."""
-    inside, outside = [], []
+    inside: list[str] = []
+    outside: list[str] = []
     for axis, stride in layout.strides.items():
         size = getattr(layout, axis)
         if size > 1:

@@ -6,16 +6,14 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel101.cost.step_memory import StageMemory
+from parallel101.planner.planned import Planned, RankedLayouts
 from parallel101.planner.search import layout_text
 from parallel101.planner.trainer_call import why_no_model
 from parallel101.record.units import decimal_bytes, human_seconds
 from parallel101.viz.run_table import TextTable, as_text
-
-if TYPE_CHECKING:
-    from parallel101.planner.plan import Plan, Planned
 
 # name of a part of StepTime → what it is
 PART_WORDS = {
@@ -74,7 +72,7 @@ NOT_MODELLED = (
 # ── text ──
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: RankedLayouts) -> str:
     """All tables, for a terminal of about 130 columns."""
     best = plan.best
     parts = [
@@ -91,7 +89,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def heading(plan: Plan) -> str:
+def heading(plan: RankedLayouts) -> str:
     """The model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -106,11 +104,11 @@ def heading(plan: Plan) -> str:
     )
 
 
-def model_words(plan: Plan) -> str:
+def model_words(plan: RankedLayouts) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: Plan) -> TextTable:
+def layouts_table(plan: RankedLayouts) -> TextTable:
     """One row for each of the best layouts."""
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
     head += ["tokens/s", "MFU", "HFU", "first", "last", "simulated", "recompute", "along time"]
@@ -201,7 +199,7 @@ def call_or_reason(of: Planned) -> str:
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: Plan) -> TextTable:
+def refused_table(plan: RankedLayouts) -> TextTable:
     rows = [
         [f"{why.count:,}", why.what, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
@@ -216,7 +214,7 @@ def not_modelled_table() -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: RankedLayouts) -> str:
     """Everything that a plan has. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {
