@@ -179,8 +179,8 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         around += [2 * e * N] * 2 if cut.tp > 1 else []  # after the sum; else the product adds it
         after += [e * N] * 2 + [e * F, e * Q, e * K]
     if cut.sequence_parallel:  # time is dim 1: copies before and after each message
-        around += [2 * e * whole] * 4
-        after += [2 * e * whole] * 4
+        around += [2 * e * whole] * 4 + [2 * e * N] * 4
+        after += [2 * e * whole] * 4 + [2 * e * N] * 4
     if shape.dropout:
         around += [(2 * e + 1) * N] * 2
         after += [(2 * e + 1) * N] * 2

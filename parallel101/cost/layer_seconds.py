@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
+    added_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
@@ -136,6 +137,10 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: 
     activations = of.tokens * shape.width * e
     tp = all_reduce_seconds(cluster, activations, cut.tp, algorithm=software.collectives)
     tp_back = backward_messages(tp, weight_gradients, cut, software)
+    if software.collectives == "direct":
+        add = added_seconds(cluster, activations, cut.tp)
+        tp += add  # of the last block; the others' come meanwhile
+        tp_back += 2 * add * (cut.tp - 1 if cut.overlap else 1)
     ep = 0.0
     if shape.experts and cut.ep > 1:
         sent = activations * shape.top_k

@@ -55,9 +55,12 @@ def accumulation_seconds(
     added = memory_seconds(cluster.chip, parameters * (weight + 2 * size))
     if software.accumulation == "each":
         return layout.microbatches * added
-    moved = memory_seconds(cluster.chip, parameters * (weight + size))
-    sent = layout.dp * layout.cp * layout.ep > 1
-    return (layout.microbatches - 1) * added + (moved if sent else 0.0)
+    ranks = layout.dp * layout.cp * layout.ep
+    # to the arrays that are sent; then the other ranks' blocks are added
+    moved = parameters * (weight + size + 3 * size * (ranks - 1) / ranks)
+    times = layout.microbatches if layout.zero_stage >= 2 else 1
+    sent = times * memory_seconds(cluster.chip, moved) if ranks > 1 else 0.0
+    return (layout.microbatches - 1) * added + sent
 
 
 def gradient_seconds(
