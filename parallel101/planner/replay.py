@@ -171,7 +171,8 @@ class TapeRecorder:
                 return post(tensors, position, tag)
             tape.links |= links
             after = self.passed()
-            like = self.like(tensors[0])
+            with torch_private.no_function_modes():
+                like = self.like(tensors[0])
             tape.events.append(Post(after, post, position, tag, like, current_collective()))
             works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
             work = post(tensors, position, tag)

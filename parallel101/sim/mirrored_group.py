@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from parallel101.record import torch_private
 from parallel101.record.errors import MisuseError
 from parallel101.record.spans import Collective
 from parallel101.record.where import caller
@@ -38,12 +39,15 @@ class Line:
         """What both sides of a message have in common. `sent`: asked by its sender."""
         if self.whole:
             return tag, src, dst
-        steps = (self.position[dst] - self.position[src]) % len(self.stands)
-        places = self.place[self.stands[steps]]
+        ranks, threads = len(self.stands), len(self.threads)
+        steps = (self.position[dst] - self.position[src]) % ranks
+        if 2 * steps > ranks:  # the other way round is shorter
+            steps -= ranks
+        places = self.place[self.stands[abs(steps)]] * (1 if steps > 0 else -1)
         if sent:
-            dst = self.threads[(self.place[src] + places) % len(self.threads)]
+            dst = self.threads[(self.place[src] + places) % threads]
         else:
-            src = self.threads[(self.place[dst] - places) % len(self.threads)]
+            src = self.threads[(self.place[dst] - places) % threads]
         return tag, src, dst, steps, self.number
 
 
@@ -156,6 +160,14 @@ class MirroredGroup(SimGroup):
         mirrors = shared.world.mirrors
         assert mirrors is not None
         self.callers = len({*map(mirrors.representative, self.ranks)}.intersection(self.ranks))
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
+        with torch_private.no_function_modes():
+            return super().send(tensors, dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
+        with torch_private.no_function_modes():
+            return super().recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> NoReturn:
         refuse(

@@ -24,6 +24,7 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import wait_span
 
 DIGEST = 8  # bytes of a hash
+FEW_STEPS = "bruck"  # a few bytes a rank, however many ranks there are
 KINDS = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 SEED_ALIKE = (
     "seed all ranks alike before you build the model (torch.manual_seed(0)), or pass sync=True "
@@ -47,7 +48,9 @@ class Agreement:
         with wait_span("agree"):
             return (
                 all_gather(
-                    torch.tensor([mine], dtype=torch.float64, device=self.device), group=self.group
+                    torch.tensor([mine], dtype=torch.float64, device=self.device),
+                    group=self.group,
+                    algorithm=FEW_STEPS,
                 )
                 .t()
                 .tolist()
@@ -58,7 +61,8 @@ class Agreement:
         data = torch.empty(0, dtype=torch.uint8, device=self.device)
         if mine:
             data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self.device)
-        sizes = all_gather(torch.tensor([len(data)], device=self.device), group=self.group).tolist()
+        mine_of_all = torch.tensor([len(data)], device=self.device)
+        sizes = all_gather(mine_of_all, group=self.group, algorithm=FEW_STEPS).tolist()
         return [
             part.numpy().tobytes().decode()
             for part in all_gather(data, group=self.group, sizes=sizes).cpu().split(sizes)
@@ -74,7 +78,9 @@ class Agreement:
                 len(
                     set(
                         all_gather(
-                            torch.tensor([number], device=self.device), group=self.group
+                            torch.tensor([number], device=self.device),
+                            group=self.group,
+                            algorithm=FEW_STEPS,
                         ).tolist()
                     )
                 )
