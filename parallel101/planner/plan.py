@@ -25,8 +25,9 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.planner.known_models import batch_of_model, shape_of_model
 from parallel101.planner.layout_rules import KEYS, check_fixed
 from parallel101.planner.planned import Planned, RankedLayouts, WhyNot
-from parallel101.planner.search import Found, nothing_fits, search
+from parallel101.planner.search import Found, bar, nothing_fits, search
 from parallel101.planner.trainer_call import why_no_model
+from parallel101.record.errors import DeadlockError, LaunchTimeout, RankFailed
 
 if TYPE_CHECKING:
     from parallel101.viz.scene import Scene
@@ -157,18 +158,20 @@ def samples(
 
 
 def simulated(layouts: list[Planned], progress: bool) -> list[Planned]:
-    """The same layouts, each run on virtual GPUs, if this package has a model of that shape."""
+    """The same layouts, each run on virtual GPUs, if this package has a model of that shape. What
+    can't be run says why in `not_simulated`.
+    """
     if not layouts or why_no_model(layouts[0].shape):
         return layouts
-    from tqdm import tqdm
-
     from parallel101.planner.simulated_step import simulate_step
 
-    bar = tqdm(layouts, desc="running on virtual GPUs", unit="", delay=1, disable=not progress)
-    with bar:
-        return [
-            replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster)) for one in bar
-        ]
+    def run(one: Planned) -> Planned:
+        try:
+            return replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster))
+        except (RankFailed, DeadlockError, LaunchTimeout) as error:
+            return replace(one, not_simulated=str(error).partition("\n")[0])
+
+    return [run(one) for one in bar(layouts, "running on virtual GPUs", progress)]
 
 
 def why_not_of(found: Found) -> tuple[WhyNot, ...]:

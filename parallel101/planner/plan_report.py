@@ -83,6 +83,12 @@ def plan_text(plan: RankedLayouts) -> str:
         "The HybridTrainer that has layout 1, on each rank\n"
         + textwrap.indent(call_or_reason(best), "  ").rstrip(),
     ]
+    failed = [
+        f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
+        for number, of in enumerate(plan, 1)
+        if of.not_simulated
+    ]
+    parts[2:2] = failed
     if plan.why_not:
         parts.append(as_text(refused_table(plan)))
     parts.append(as_text(not_modelled_table()))
@@ -153,7 +159,7 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
 
 def simulated_words(of: Planned) -> str:
     if of.simulated is None or of.difference is None:
-        return ""
+        return "failed" if of.not_simulated else ""
     return f"{human_seconds(of.simulated.seconds)} ({of.difference:+.1%})"
 
 
@@ -266,6 +272,7 @@ def as_json(of: Planned) -> dict[str, Any]:
         "memory": memory_json(of.memory),
         "headroom": of.headroom,
         "simulated": simulated,
+        "not_simulated": of.not_simulated,
         "call": None if why_no_model(of.shape) else of.call,
     }
 

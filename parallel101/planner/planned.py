@@ -27,6 +27,7 @@ class Planned:
         time: the quick model's, see cost/step_time.py.
         memory: peak bytes on each rank along pp, see cost/step_memory.py.
         simulated: the step on virtual GPUs; None if it was not run.
+        not_simulated: why the run failed, if it did.
     """
 
     shape: ModelShape
@@ -35,6 +36,7 @@ class Planned:
     time: StepTime
     memory: tuple[StageMemory, ...]
     simulated: SimulatedStep | None = None
+    not_simulated: str = ""
 
     @property
     def seconds(self) -> float:
