@@ -271,9 +271,9 @@ def launch(
         monitor.close(explained)
         if rendezvous is not None:
             rendezvous.close()
-    trace = _trace(monitor.records(), size, backend) if recording else None
+    recorded = _trace(monitor.records(), size, backend) if recording else None
     gpus = monitor.records()[0].gpus if device is not None else None
-    return Run(results, trace, backend, size, None if gpus is None else list(gpus))
+    return Run(results, recorded, backend, size, None if gpus is None else list(gpus))
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:

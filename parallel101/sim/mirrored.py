@@ -112,8 +112,8 @@ class MirroredAxes:
         real, topology = network.router(self.world_size), network.topology
         if not isinstance(topology, SwitchTopology | TwoLevelTopology):
             raise ValueError(
-                f"mirrored ranks, and the network is a {type(topology).__name__}: expected a switch "
-                "(Network(…)) or nodes (Network.two_level(…)), on which a message holds a link of "
+                f"mirrored ranks, and the network has a {type(topology).__name__}: expected a "
+                "switch (Network(…)) or nodes (Network.two_level(…)), on which a message holds a link of "
                 "its sender and one of its receiver"
             )
         of_node = topology.ranks_per_node if isinstance(topology, TwoLevelTopology) else 1
@@ -131,10 +131,8 @@ class MirroredAxes:
                 before = held.get(hops[0][0], (0.0, 0.0))
                 held[hops[0][0]] = before[0] + latency, before[1] + 1 / bandwidth
             out, into = real(src, dst).hops[0][0], real(self.back(src, dst), to).hops[0][-1]
-            latency, per_byte = (
-                max(of for of, _ in held.values()),
-                max(of for _, of in held.values()),
-            )
+            latency = max(of for of, _ in held.values())
+            per_byte = max(of for _, of in held.values())
             return NetworkRoute(latency, 1 / per_byte if per_byte else math.inf, ((out, into),))
 
         return route

@@ -12,6 +12,8 @@
     limits.py             time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
     mirrored.py           runs in which one rank stands for many (with mirrored_group.py)
+    virtual_gpu.py        device="H100": operations on meta tensors take a GPU's time (with
+                          operation_costs.py)
     process_state.py      what each rank has to itself, as if it were a process, and what all
                           share (with modules.py, random_states.py and logging_states.py)
 

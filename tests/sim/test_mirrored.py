@@ -142,7 +142,7 @@ def test_arguments_are_checked_before_a_rank_starts():
         MirroredAxes(SIZES, ("cp",))
     with pytest.raises(ValueError, match="rules='gloo' only"):
         p101.launch(print, backend="sim", rules="nccl", mirrors=mirrors)
-    with pytest.raises(ValueError, match="world_size is 4.*has 16 ranks"):
+    with pytest.raises(ValueError, match=r"world_size is 4.*has 16 ranks"):
         p101.launch(print, backend="sim", world_size=4, mirrors=mirrors)
     with pytest.raises(TypeError, match="must be a MirroredAxes"):
         p101.launch(print, backend="sim", mirrors=SIZES)
