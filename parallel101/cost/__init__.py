@@ -46,6 +46,7 @@ from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
 from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
+from parallel101.cost.step_memory import StageMemory, step_memory
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.cost.times import (
     Memory,
@@ -76,6 +77,7 @@ __all__ = [
     "ParallelLayout",
     "ProductTime",
     "Software",
+    "StageMemory",
     "StepTime",
     "Time",
     "Torus",
@@ -98,6 +100,7 @@ __all__ += [
     "model_states",
     "reduce_scatter",
     "ring_attention_bytes",
+    "step_memory",
     "step_time",
 ]
 __all__ += ["torus_form", "two_level_form", "ulysses_bytes"]

@@ -24,7 +24,7 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.planner.known_models import batch_of_model, shape_of_model
 from parallel101.planner.layout_rules import KEYS, check_fixed
-from parallel101.planner.planned import Planned, RankedLayouts, WhyNot
+from parallel101.planner.planned_layout import PlannedLayout, RankedLayouts, WhyNot
 from parallel101.planner.search import Found, bar, nothing_fits, search
 from parallel101.planner.trainer_call import why_no_model
 from parallel101.record.errors import DeadlockError, LaunchTimeout, RankFailed
@@ -36,7 +36,7 @@ BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gi
 
 
 @dataclass(frozen=True)
-class Plan(RankedLayouts):
+class TrainingPlan(RankedLayouts):
     """The best layouts, fastest first: with tables, a picture and JSON of them."""
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def plan(
     top: int = 10,
     time: int | None = None,
     progress: bool = True,
-) -> Plan:
+) -> TrainingPlan:
     """Plan how to train a model on a cluster. All layouts that fit are ranked.
 
     Args:
@@ -122,9 +122,11 @@ def plan(
     fixed = {key: value for key, value in fixed.items() if key != "precision"}
     if not found.best:
         raise nothing_fits(shape, cluster, batch, fixed, found)
-    layouts = [Planned(shape, cluster, *evaluated) for evaluated in found.best]
+    layouts = [PlannedLayout(shape, cluster, *evaluated) for evaluated in found.best]
     layouts[:simulate] = simulated(layouts[:simulate], progress)
-    return Plan(shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed)
+    return TrainingPlan(
+        shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed
+    )
 
 
 def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def samples(
     return whole
 
 
-def simulated(layouts: list[Planned], progress: bool) -> list[Planned]:
+def simulated(layouts: list[PlannedLayout], progress: bool) -> list[PlannedLayout]:
     """The same layouts, each run on virtual GPUs, if this package has a model of that shape. What
     can't be run says why in `not_simulated`.
     """
@@ -165,7 +167,7 @@ def simulated(layouts: list[Planned], progress: bool) -> list[Planned]:
         return layouts
     from parallel101.planner.simulated_step import simulate_step
 
-    def run(one: Planned) -> Planned:
+    def run(one: PlannedLayout) -> PlannedLayout:
         try:
             return replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster))
         except (RankFailed, DeadlockError, LaunchTimeout) as error:
