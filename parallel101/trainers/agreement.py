@@ -63,10 +63,8 @@ class Agreement:
             data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self.device)
         mine_of_all = torch.tensor([len(data)], device=self.device)
         sizes = all_gather(mine_of_all, group=self.group, algorithm=FEW_STEPS).tolist()
-        return [
-            part.numpy().tobytes().decode()
-            for part in all_gather(data, group=self.group, sizes=sizes).cpu().split(sizes)
-        ]
+        all_data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS).cpu()
+        return [part.numpy().tobytes().decode() for part in all_data.split(sizes)]
 
     def same(self, mine: str) -> bool:
         """Whether all ranks pass the same text. They send each other its hash, 8 bytes."""

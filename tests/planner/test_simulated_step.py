@@ -20,7 +20,7 @@ LAYOUT = ParallelLayout(dp=2, tp=2, pp=2, microbatches=6)
 EXACT = {
     "1f1b": ({}, {"clip_norm": 1.0}),
     "interleaved": ({"chunks": 2, "microbatches": 6, "recompute": "full"}, {}),
-    "zero bubble": ({"schedule": "zb-h1", "precision": "fp32"}, {}),
+    "zero bubble": ({"schedule": "zb-h1", "microbatches": 7}, {}),
     "no pipeline": ({"pp": 1, "zero_stage": 3}, {}),
     "sequence": ({"sequence_parallel": True, "zero_stage": 3, "recompute": "selective"}, {}),
 }
