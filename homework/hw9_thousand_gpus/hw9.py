@@ -1,0 +1,145 @@
+"""Homework 9: lay out a large model on many GPUs, by estimates.
+
+Nothing is trained here and no messages are sent. Each function computes numbers about a training
+run: bytes, seconds, shares. n GPUs are numbered as in lesson 11: GPUs along tp are neighbours, then
+come those along dp, then those along pp.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT (this is given).
+
+    width        h, the features of a token
+    layers       L
+    heads        a
+    vocabulary   V
+    time         s, the tokens of a sample
+    """
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model is laid out (this is given).
+
+    dp, tp, pp     d, t and P: the GPUs along each axis
+    microbatch     b, samples of one microbatch
+    microbatches   M, of each replica in a step
+    chunks         v, the stages on each GPU of a pipeline
+    recompute      "none", or "full": backward begins with a second forward pass
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+    chunks: int = 1
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, and the links between them (this is given).
+
+    flops          the peak of one GPU, in floating-point operations per second
+    efficiency     the share of the peak that matrix products reach
+    node           GPUs of one node
+    nvlink         GB/s (10⁹ bytes) from one GPU to its node's switch, one way
+    network        Gbit/s (10⁹ bits) from one node to the others, one way: all network cards
+                   together. Each GPU has an equal share of it.
+    """
+
+    flops: float
+    efficiency: float
+    node: int
+    nvlink: float
+    network: float
+
+
+def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, float]:
+    """Estimate the time of a training step, as one would on paper.
+
+        first stage   F0 F1 F2 F3 ·  ·  B0  B1  B2  B3   reduce       each F and B of a microbatch:
+        last stage    ·  ·  F0 B0  F1 B1  …              gradients    matrix products, all-reduces
+
+    Only these parts take time, and none of them overlaps with another:
+
+    1. Matrix products of the layers. The weight matrices of a layer have 12h² numbers together. In
+       attention, queries are multiplied with keys, and weights with values: all s² pairs, although
+       half of them are masked. A backward pass takes twice the operations of its forward pass.
+       Products run at `efficiency` of the peak, and tp divides each of them evenly.
+    2. All-reduces along tp, of a microbatch's activations in bf16, (b, s, h). The attention has one
+       in forward and one in backward; so has the MLP. A second forward pass repeats forward's.
+    3. The bubble of 1F1B, or of the interleaved schedule if v > 1: how long a GPU waits in a step
+       for other stages.
+    4. One all-reduce along dp of the GPU's gradients, once a step, in fp32.
+
+    An all-reduce is a ring's, without latency. Its links are NVLink if all of its GPUs are in one
+    node, else all are as slow as the network.
+
+    Returns:
+        "matmul", "tp", "bubble" and "dp": seconds of these parts on one GPU, in one step;
+        "mfu": the model FLOPs utilisation of the step that takes all four together. What is
+        computed a second time isn't the model's work.
+
+    L is a multiple of P · v, and heads of t. Embedding and output layer are left out, and all other
+    small things.
+
+    Each of the five numbers earns a fifth of the points.
+    """
+    raise NotImplementedError("step_seconds is not written yet")
+
+
+def checkpoint_interval(
+    gpus: int, hours_between_failures: float, write: float, restart: float
+) -> dict[str, float]:
+    """Choose how often to write a checkpoint.
+
+        ───────── interval ─────────┤write├───────── interval ──── ✗ restart ├─ again ─┤ …
+
+    Args:
+        gpus: in the run. Each failure of one stops all.
+        hours_between_failures: the mean time between failures of one GPU, in hours.
+        write: seconds in which a checkpoint is written. Nobody computes meanwhile.
+        restart: seconds from a failure to the moment when the run computes again, from the latest
+            checkpoint.
+
+    Returns:
+        "interval": seconds of computing between two checkpoints, so that the least time is lost;
+        "lost": the share of time that is lost with this interval: to writing, to what is computed
+        again, and to restarts.
+
+    Count as Young does: failures are rare, so the interval and both other times are far below the
+    time between two failures of the run. Time lost to writing is relative to the interval, and
+    time lost to a failure is relative to the time between two failures. A failure comes at any
+    moment of an interval with equal probability.
+
+    Each of the two numbers earns half of the points.
+    """
+    raise NotImplementedError("checkpoint_interval is not written yet")
+
+
+def stragglers(gpus: int, q: float, slowdown: float) -> dict[str, float]:
+    """What slow GPUs cost in synchronous training.
+
+    Args:
+        gpus: in the run. A step ends when the last of them has ended it.
+        q: the probability that a GPU is slow in a step, for each GPU and each step alike.
+        slowdown: how many times longer a slow GPU takes.
+
+    Returns:
+        "slow": the probability that a step has a slow GPU;
+        "step": the mean time of a step, relative to one without slow GPUs.
+
+    Each of the two numbers earns half of the points.
+    """
+    raise NotImplementedError("stragglers is not written yet")

@@ -1,0 +1,39 @@
+"""Reference solutions of homework 9."""
+
+import math
+
+
+def step_seconds(shape, layout, cluster):
+    b, s, h = layout.microbatch, shape.time, shape.width
+    visits = layout.microbatches * shape.layers / layout.pp  # of a microbatch to a layer
+    forward = b * s * (2 * 12 * h**2 + 4 * s * h)
+    again = layout.recompute == "full"
+
+    def all_reduce(nbytes, n, reach):
+        inside = reach <= cluster.node
+        bandwidth = cluster.nvlink * 1e9 if inside else cluster.network * 1e9 / 8 / cluster.node
+        return 2 * (n - 1) / n * nbytes / bandwidth
+
+    reached = cluster.flops * cluster.efficiency
+    matmul = visits * (3 + again) * forward / layout.tp / reached
+    tp = visits * (4 + 2 * again) * all_reduce(2 * b * s * h, layout.tp, layout.tp)
+    bubble = (layout.pp - 1) / (layout.chunks * layout.microbatches) * (matmul + tp)
+    weights = 12 * h**2 * shape.layers / layout.pp / layout.tp
+    dp = all_reduce(4 * weights, layout.dp, layout.tp * layout.dp)
+
+    model = 3 * forward * shape.layers * layout.microbatches * layout.dp
+    gpus = layout.dp * layout.tp * layout.pp
+    mfu = model / (matmul + tp + bubble + dp) / (gpus * cluster.flops)
+    return {"matmul": matmul, "tp": tp, "bubble": bubble, "dp": dp, "mfu": mfu}
+
+
+def checkpoint_interval(gpus, hours_between_failures, write, restart):
+    between = hours_between_failures * 3600 / gpus
+    interval = math.sqrt(2 * write * between)
+    lost = write / interval + (interval / 2 + restart) / between
+    return {"interval": interval, "lost": lost}
+
+
+def stragglers(gpus, q, slowdown):
+    slow = 1 - (1 - q) ** gpus
+    return {"slow": slow, "step": 1 + slow * (slowdown - 1)}
