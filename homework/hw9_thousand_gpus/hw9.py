@@ -34,7 +34,9 @@ class Layout:
     microbatch     b, samples of one microbatch
     microbatches   M, of each replica in a step
     chunks         v, the stages on each GPU of a pipeline
-    recompute      "none", or "full": backward begins with a second forward pass
+    recompute      "none", or "full": each layer's backward begins with a second forward pass
+    zero_stage     0, 1 or 2 (exercise 25b: 0)
+    sequence_parallel
     """
 
     dp: int = 1
@@ -44,6 +46,8 @@ class Layout:
     microbatches: int = 1
     chunks: int = 1
     recompute: str = "none"
+    zero_stage: int = 0
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,41 @@ class Cluster:
     node: int
     nvlink: float
     network: float
+
+
+def memory(shape: Shape, layout: Layout) -> dict[str, float]:
+    """Count the bytes that a GPU of the pipeline's first stage holds at the peak of a step.
+
+        first stage   F0 F1 F2 F3 ·  ·  B0 …        1F1B: what a forward pass keeps
+        last stage    ·  ·  ·  F0 B0 …              is freed by its backward pass
+
+    Parameters: of the embedding, V · h; of each layer, 12h². Biases, norms and positions are left
+    out. tp cuts all of them. The pipeline has at least two stages, and the output layer is on the
+    last one.
+
+    Precision: weights in bf16, gradients in fp32. Adam keeps two averages and the master weights,
+    all in fp32. ZeRO-1 cuts the optimizer's state over dp, ZeRO-2 the gradients, too.
+
+    Activations, in bf16: of one microbatch, a layer keeps
+
+        inputs of the two norms, of query-key-value, and of the MLP       4 of (b, s, h)
+        query, key, value, and what attention returns                     4 of (b, s, h)
+        the MLP's features before and after GELU                          2 of (b, s, 4h)
+
+    tp cuts the second and the third row, which are between a column layer and a row layer. Sequence
+    parallel also cuts the first row, along time. Attention is fused, so it keeps no (s, s) matrix.
+    With full recomputation, a layer keeps its input only (which sequence parallel cuts), until its
+    backward pass computes everything again, one layer at a time.
+
+    Schedules: 1F1B, and for v > 1 the interleaved one, in which M is a multiple of P and at
+    least 2P.
+
+    Returns:
+        "weights", "gradients", "optimizer", "activations": bytes.
+
+    "activations" earns two fifths of the points, the others a fifth each.
+    """
+    raise NotImplementedError("memory is not written yet")
 
 
 def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, float]:

@@ -37,3 +37,25 @@ def checkpoint_interval(gpus, hours_between_failures, write, restart):
 def stragglers(gpus, q, slowdown):
     slow = 1 - (1 - q) ** gpus
     return {"slow": slow, "step": 1 + slow * (slowdown - 1)}
+
+
+def memory(shape, layout):
+    h, t = shape.width, layout.tp
+    layers = shape.layers / layout.pp
+    parameters = (shape.vocabulary * h + 12 * h**2 * layers) / t
+    sbh = shape.time * layout.microbatch * h
+    outside = t if layout.sequence_parallel else 1
+    whole = 8 * sbh / outside + 24 * sbh / t
+    if layout.chunks > 1:
+        in_flight = layers / layout.chunks * (layout.pp * layout.chunks + layout.pp - 1)
+    else:
+        in_flight = layers * min(layout.pp, layout.microbatches)
+    activations = in_flight * whole
+    if layout.recompute == "full":
+        activations = in_flight * 2 * sbh / outside + whole
+    return {
+        "weights": 2 * parameters,
+        "gradients": 4 * parameters / (layout.dp if layout.zero_stage >= 2 else 1),
+        "optimizer": 12 * parameters / (layout.dp if layout.zero_stage >= 1 else 1),
+        "activations": activations,
+    }

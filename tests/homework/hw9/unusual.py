@@ -54,3 +54,34 @@ def checkpoint_interval__searched(gpus, hours_between_failures, write, restart):
 def stragglers__by_logarithm(gpus, q, slowdown):
     fast = math.exp(gpus * math.log1p(-q))
     return {"slow": 1 - fast, "step": fast + (1 - fast) * slowdown}
+
+
+def memory__by_replay(shape, layout):
+    """Goes through the first GPU's schedule, action by action, and counts what is kept."""
+    stages, chunks, total = layout.pp, layout.chunks, layout.microbatches * layout.chunks
+    warm_up = min(total, stages - 1 if chunks == 1 else (stages - 1) * 2 + (chunks - 1) * stages)
+    actions = "F" * warm_up + "FB" * (total - warm_up) + "B" * warm_up
+    now = peak = 0
+    for action in actions:
+        now += 1 if action == "F" else -1
+        peak = max(peak, now)
+    tensors = [(1, False)] * 4 + [(1, True)] * 4 + [(4, True)] * 2
+    token = sum(
+        2 * shape.width * size / (layout.tp if inside or layout.sequence_parallel else 1)
+        for size, inside in tensors
+    )
+    tokens = shape.time * layout.microbatch
+    here = shape.layers // (stages * chunks)
+    if layout.recompute == "full":
+        cut = layout.tp if layout.sequence_parallel else 1
+        activations = tokens * (token + peak * here * 2 * shape.width / cut)
+    else:
+        activations = peak * here * tokens * token
+    numbers = shape.vocabulary * shape.width + shape.layers // stages * 12 * shape.width**2
+    held = {"weights": 2, "gradients": 4, "optimizer": 4 + 4 + 4}
+    cut = {"weights": 3, "gradients": 2, "optimizer": 1}
+    states = {
+        name: numbers * size / layout.tp / (layout.dp if layout.zero_stage >= cut[name] else 1)
+        for name, size in held.items()
+    }
+    return {**states, "activations": activations, "total": sum(states.values()) + activations}
