@@ -11,6 +11,13 @@ layer_activations.py   bytes of a transformer layer's activations, with tp and r
 model_states.py    bytes of weights, gradients and optimizer state on each rank, with ZeRO
 products.py        seconds of a local matrix product, and when communication takes longer
 hardware.py        the public figures with which these compute
+
+A step of training, for the planner:
+model_shape.py, parallel_layout.py, cluster.py, software.py     what is trained, how, on what
+kernels.py         seconds of one kernel; virtual GPUs compute with the same
+collective_seconds.py     seconds of a collective along an axis of a layout
+layer_seconds.py   seconds of a layer's kernels and messages
+step_time.py       seconds of a step, MFU and HFU
 """
 
 from parallel101.collectives.segments import best_segments
@@ -21,7 +28,8 @@ from parallel101.cost.attention_forms import (
     ulysses_bytes,
 )
 from parallel101.cost.closed_forms import Cost, closed_form
-from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import CHIPS, Chip, KernelFigures, Level, Torus
 from parallel101.cost.layer_activations import (
     LayerShape,
     first_stage_activations,
@@ -29,8 +37,12 @@ from parallel101.cost.layer_activations import (
     layer_activations,
 )
 from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
+from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
+from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
+from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
+from parallel101.cost.step_time import StepTime, model_flops, step_time
 from parallel101.cost.times import (
     Memory,
     Time,
@@ -43,16 +55,24 @@ from parallel101.cost.times import (
 
 __all__ = [
     "CHIPS",
+    "MEGATRON_2021",
     "PRECISIONS",
+    "TRAINERS",
     "AttentionBytes",
     "AttentionShape",
     "Chip",
+    "Cluster",
     "Cost",
+    "KernelFigures",
     "LayerShape",
     "Level",
     "Memory",
+    "ModelShape",
     "ModelStates",
+    "ParallelLayout",
     "ProductTime",
+    "Software",
+    "StepTime",
     "Time",
     "Torus",
     "TwoLevelCost",
@@ -69,8 +89,10 @@ __all__ += [
     "layer_activations",
     "matmul",
     "memory",
+    "model_flops",
     "model_states",
     "reduce_scatter",
     "ring_attention_bytes",
+    "step_time",
 ]
 __all__ += ["torus_form", "two_level_form", "ulysses_bytes"]

@@ -13,7 +13,7 @@ way at the same time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,44 @@ class Level:
 
 
 @dataclass(frozen=True)
+class KernelFigures:
+    """How fast a GPU's kernels run, and how much of its links collectives reach.
+
+    kernels.py and collective_seconds.py compute with these. They are the same for every model and
+    every table.
+
+    Attributes:
+        sms: streaming multiprocessors; each computes one tile of a product at a time.
+        sustained: the part of `flops` that tensor cores reach on an endless inner loop, at the
+            clock that the GPU holds under load.
+        tiles: (rows, columns, part of `sustained`) of the tiles that a product may choose from.
+        tile_start: elements along k whose time it takes to begin and to end a tile.
+        hbm: the part of `hbm_bandwidth` that a kernel reaches which reads and writes once.
+        launch: seconds between the end of a kernel and the start of the next.
+        host: seconds of the CPU for a kernel. A GPU waits if its kernels are shorter.
+        attention, attention_backward: the part of `flops` that fused attention reaches.
+        nvlink_reached, network_reached: the part of a link's bandwidth that long messages reach.
+        nvlink_step, network_step: seconds of a step of a collective, besides its bytes.
+        source: of each of these.
+    """
+
+    sms: int
+    sustained: float
+    tiles: tuple[tuple[int, int, float], ...]
+    tile_start: int
+    hbm: float
+    launch: float
+    host: float
+    attention: float
+    attention_backward: float
+    nvlink_reached: float
+    network_reached: float
+    nvlink_step: float
+    network_step: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Chip:
     """The figures of one accelerator."""
 
@@ -64,6 +102,7 @@ class Chip:
     source: str
     # bytes per second to the host and to its network card, one way; None: not in this table
     pcie_bandwidth: float | None = None
+    kernels: KernelFigures | None = None  # of a GPU that steps are predicted for
 
     @property
     def link_bandwidth(self) -> float:
@@ -91,6 +130,26 @@ PCIE = (
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
 
+TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))
+A100_KERNELS = KernelFigures(
+    sms=108,
+    sustained=0.82,
+    tiles=TILES,
+    tile_start=96,
+    hbm=0.8,
+    launch=1.5e-6,
+    host=8e-6,
+    attention=0.6,
+    attention_backward=0.5,
+    nvlink_reached=0.78,
+    network_reached=0.9,
+    nvlink_step=5e-6,
+    network_step=15e-6,
+    source="",
+)
+H100_KERNELS = replace(A100_KERNELS, sms=132, sustained=0.72, attention=0.6)
+B200_KERNELS = replace(A100_KERNELS, sms=148, sustained=0.72, attention=0.6)
+
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -113,12 +172,16 @@ CHIPS: dict[str, Chip] = {
             3.12e14,
             80e9,
             2.0e12,
-            (Level("node", 8, 300e9, NVLINK_HOP),),
+            (
+                Level("node", 8, 300e9, NVLINK_HOP),
+                Level("leaf", 20, 200e9, NETWORK_HOP, rails=8),
+            ),
             GPUS
             + (
                 "; flops: Lockwood, glennklockwood.com/garden/processors/A100, from NVIDIA's "
                 "data sheet"
             ),
+            kernels=A100_KERNELS,
         ),
         Chip(
             "H100",
@@ -132,6 +195,7 @@ CHIPS: dict[str, Chip] = {
             ),
             GPUS + RAILS + PCIE,
             pcie_bandwidth=64e9,
+            kernels=H100_KERNELS,
         ),
         Chip("H200", 9.9e14, 141e9, 4.8e12, (Level("node", 8, 450e9, NVLINK_HOP),), GPUS),
         Chip(
@@ -142,6 +206,7 @@ CHIPS: dict[str, Chip] = {
             (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP, rails=8)),
             GPUS + "; nodes per leaf, rails (8 cables a node): NVIDIA, DGX SuperPOD reference "
             "architecture, DGX B200",
+            kernels=B200_KERNELS,
         ),
         Chip(
             "GB200",

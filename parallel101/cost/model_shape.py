@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KNOWN = {
+    "norm": ("layer", "rms"),
+    "positions": ("learned", "rotary"),
+    "attention": ("fused", "unfused"),
+}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -42,3 +48,93 @@ class ModelShape:
     top_k: int = 2
     dropout: bool = False
     name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "vocabulary", "time"):
+            self._whole(name, getattr(self, name))
+        for name in ("kv_heads", "feed_forward"):
+            if (value := getattr(self, name)) is not None:
+                self._whole(name, value)
+        if self.width % self.heads:
+            raise ValueError(
+                f"width={self.width} isn't a multiple of heads={self.heads}: expected as many "
+                "features for every head"
+            )
+        if self.heads % self.kv:
+            raise ValueError(
+                f"heads={self.heads} isn't a multiple of kv_heads={self.kv}: expected as many "
+                "heads for each pair of key and value"
+            )
+        for name, known in KNOWN.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}")
+        if type(self.experts) is not int or self.experts < 0:
+            raise ValueError(f"experts={self.experts!r}: expected a whole number, 0 for none")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k={self.top_k}: expected 1 to experts={self.experts}")
+
+    def _whole(self, name: str, value: object) -> None:
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
+
+    @property
+    def head_width(self) -> int:
+        """Features of a head."""
+        return self.width // self.heads
+
+    @property
+    def kv(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def inside(self) -> int:
+        """Features inside an MLP."""
+        return 4 * self.width if self.feed_forward is None else self.feed_forward
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all keys; of all values as many."""
+        return self.kv * self.head_width
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of a layer's attention: query, key, value and output layer. A key has no bias, as in
+        models/gpt.py: softmax would ignore it.
+        """
+        h, kv = self.width, self.kv_width
+        return 2 * h * h + 2 * h * kv + (2 * h + kv if self.biases else 0)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one MLP, or of one expert."""
+        h, inside = self.width, self.inside
+        first = 2 if self.gated else 1
+        return (first + 1) * h * inside + (first * inside + h if self.biases else 0)
+
+    @property
+    def norm_parameters(self) -> int:
+        return self.width * (2 if self.norm == "layer" else 1)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, with all of its experts and their router."""
+        mlps = max(1, self.experts) * self.mlp_parameters + self.experts * self.width
+        return self.attention_parameters + mlps + 2 * self.norm_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding: of tokens, and of positions if those are learned."""
+        return (self.vocabulary + (self.time if self.positions == "learned" else 0)) * self.width
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output layer, and of the norm before it."""
+        return self.norm_parameters + (0 if self.tied else self.vocabulary * self.width)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return (
+            self.embedding_parameters + self.layers * self.layer_parameters + self.head_parameters
+        )

@@ -5,6 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+KNOWN = {
+    "zero_stage": (0, 1, 2, 3),
+    "recompute": ("none", "selective", "full"),
+    "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed"),
+    "gradient_dtype": (None, "fp32"),
+    "context": ("zigzag", "contiguous", "ulysses"),
+}
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -38,6 +46,30 @@ class ParallelLayout:
     gradient_dtype: str | None = None
     overlap: bool = True
     context: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "microbatches", "chunks"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
+        for name, known in KNOWN.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}")
+        if self.chunks > 1 and self.pp == 1:
+            raise ValueError(f"chunks={self.chunks} without a pipeline: expected pp of 2 or more")
+        if self.chunks > 1 and self.microbatches % self.pp:
+            raise ValueError(
+                f"microbatches={self.microbatches} with chunks={self.chunks}: expected a multiple "
+                f"of pp={self.pp}, as the interleaved schedule has groups of that many"
+            )
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Axis → how far apart its neighbouring ranks are."""
+        found, stride = {}, 1
+        for axis in ("tp", "cp", "ep", "dp", "pp"):
+            found[axis] = stride
+            stride *= getattr(self, axis)
+        return found
 
     @property
     def gpus(self) -> int:

@@ -82,17 +82,28 @@ class GPTConfig:
 class AttentionCore(nn.Module):
     """softmax(Q Kᵀ / √d) V, in which each position attends to itself and those before it.
 
-    Queries, keys and values (batch, heads, time, d) → the same shape. It has no parameters.
+    Queries (batch, heads, time, d), keys and values (batch, kv heads, time, d) → a tensor like the
+    queries. Each head of keys and values serves heads / kv heads of queries, which are neighbours:
+    the GPT has one for each. This module has no parameters.
+
+    Args:
+        kind: "fused" or "unfused"; see `GPTConfig`, attention.
+        dropout: the part of the attention weights that is dropped in training.
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, kind: str, dropout: float = 0.0):
         super().__init__()
-        self.fused, self.dropout = config.attention == "fused", nn.Dropout(config.dropout)
+        self.fused, self.dropout = kind == "fused", nn.Dropout(dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        each = q.shape[1] // k.shape[1]
         if self.fused:
             dropped = self.dropout.p if self.training else 0.0
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=True)
+            return F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropped, is_causal=True, enable_gqa=each > 1
+            )
+        if each > 1:
+            k, v = (x.repeat_interleave(each, 1) for x in (k, v))
         time, d = q.shape[-2:]
         scores = (q * d**-0.5) @ k.transpose(-2, -1)
         later = torch.ones(time, time, dtype=torch.bool, device=q.device).triu(1)
@@ -113,7 +124,7 @@ class Attention(nn.Module):
         # a key's bias would add the same number to all scores of a query, which softmax ignores
         self.key = nn.Linear(config.width, config.width, bias=False)
         self.value = nn.Linear(config.width, config.width)
-        self.core = AttentionCore(config)
+        self.core = AttentionCore(config.attention, config.dropout)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the GPT is cut for tensor parallelism: a style for each module, by name.
+"""How GPT and Llama are cut for tensor parallelism: a style for each module, by name.
 
 `*` is the number of a block.
 
@@ -6,7 +6,7 @@ trainer = p101.TensorParallelTrainer(
     model, p101.vocabulary_cross_entropy, optimizer, plan=GPT_PLAN
 )
 
-plan="auto" finds the same plan from the model's structure. With any other loss leave out the
+plan="auto" finds the same plans from the model's structure. With any other loss leave out the
 embedding and the head.
 """
 
@@ -19,4 +19,9 @@ GPT_PLAN = {
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",  # another all-reduce
     "head": "vocabulary",  # each rank has the logits of some tokens
+}
+
+LLAMA_PLAN = {
+    **GPT_PLAN,  # key and value have kv_heads heads, of which each rank has some
+    "blocks.*.mlp.gate": "column",
 }

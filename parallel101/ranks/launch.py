@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.cost.hardware import CHIPS, Torus
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
 from parallel101.ranks.program import will_import
@@ -35,6 +36,7 @@ from parallel101.sim.network import Network
 
 BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
+GPUS = tuple(chip.name for chip in CHIPS.values() if not isinstance(chip.links, Torus))
 # with trace="payload", messages up to this size are recorded with their values
 PAYLOAD_BYTES = 4096
 DEFAULT_WORLD_SIZE = 4
@@ -119,6 +121,7 @@ def launch(
     timeout: float = 60.0,
     network: Network | None = None,
     rules: str = "gloo",
+    device: str | None = None,
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
@@ -140,6 +143,9 @@ def launch(
         rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
             otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
             messages in a batch start together, and there are no tags. sim/queues.py has the list.
+        device: on sim, the GPU that each rank has, such as "H100". Tensors are then on torch's meta
+            device: they have shapes and no values, and no number is computed. Trainers run as they
+            are, and their `step` returns 0.0. None: the CPU, with numbers.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
@@ -156,7 +162,7 @@ def launch(
     The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished`
     are the calls that had not ended.
     """
-    _check_arguments(fn, backend, trace, timeout, network, rules)
+    _check_arguments(fn, backend, trace, timeout, network, rules, device)
     timeout = min(timeout, MAX_TIMEOUT)
     recording = bool(trace) or backend == "sim"
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
@@ -208,6 +214,7 @@ def launch(
                 payload_bytes=payload_bytes,
                 network=network,
                 rules=rules,
+                device=device,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
@@ -296,7 +303,7 @@ def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]
 
 
 def _check_arguments(
-    fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any
+    fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any, device: Any
 ) -> None:
     if not callable(fn):
         raise TypeError(
@@ -329,6 +336,18 @@ def _check_arguments(
         raise ValueError(
             f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real "
             "ranks follow their own backend's rules. Leave rules out, or use backend='sim'"
+        )
+    if device is None:
+        return
+    if device not in GPUS:
+        raise ValueError(
+            f"device is {device!r}; it must be one of {', '.join(map(repr, GPUS))}, or None for "
+            "the CPU"
+        )
+    if backend != "sim":
+        raise ValueError(
+            f"device={device!r} is a virtual GPU, which works with backend='sim' only, and backend "
+            f"is {backend!r}: leave device out, or use backend='sim'"
         )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import cloudpickle
+import torch
 
 from parallel101.ranks.program import (
     failure_of,
@@ -69,7 +70,9 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
                 function, args, kwargs = unpack_program(
                     body, [bytearray(buffer) for buffer in buffers]
                 )
-            return pack_result(function(*args, **kwargs), rank)
+            with virtual_device(job.device):
+                value = function(*args, **kwargs)
+            return pack_result(value, rank)
         except Exception as error:
             # now, while the rank's modules are loaded
             failures[rank] = pack_failure(failure_of(rank, error))
@@ -97,6 +100,24 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
         failure = failures.get(rank) if rank is not None else None
         wire.send_packed(FAILURE, *(failure or pack_failure(failure_of(rank or 0, run.error))))
     watcher.may_exit.wait()
+
+
+@contextlib.contextmanager
+def virtual_device(name: str | None) -> Iterator[None]:
+    """Inside, this rank has the virtual GPU of that name, and torch makes its tensors there: on the
+    meta device, where they have shapes and no values. None: the rank has the CPU.
+    """
+    if name is None:
+        yield
+        return
+    try:
+        from parallel101.sim.virtual_gpu import virtual_gpu
+    except ImportError:
+        clock: Any = contextlib.nullcontext()
+    else:
+        clock = virtual_gpu(name)
+    with torch.device("meta"), clock:
+        yield
 
 
 @contextlib.contextmanager

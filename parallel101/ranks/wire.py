@@ -76,6 +76,7 @@ class Job:
     payload_bytes: int  # messages up to this size are recorded with their values
     network: Any  # a parallel101.Network, or None
     rules: str  # on sim: "gloo" or "nccl"
+    device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]

@@ -32,7 +32,7 @@ from parallel101.sim.message_matching import (
     PointToPointGroup,
     SendWork,
     UnmatchedMessages,
-    not_on_cpu,
+    on_a_device,
     refuse,
     snapshot,
 )
@@ -212,9 +212,9 @@ class SimGroup(PointToPointGroup):
         torch_private.count_loss_parallel()
         where = caller()
         spec = COLLECTIVES[method]
-        elsewhere = next((tensor for tensor in flat(args) if not tensor.is_cpu), None)
-        if elsewhere is not None:
-            refuse(not_on_cpu(elsewhere, spec.kind), member, where)
+        elsewhere = (problem for t in flat(args) if (problem := on_a_device(t, spec.kind)))
+        if problem := next(elsewhere, None):
+            refuse(problem, member, where)
         if problem := spec.unfit(args, spec.kind):
             refuse(problem, member, where)
         arguments = spec.arguments(args)

@@ -202,7 +202,7 @@ class RecvWork(MessageWork):
         data, self.data = self.data, None
         if data is not None:
             memory(self.nbytes).from_address(self.pointer).raw = data
-            self.rank.unwaited.discard(self)
+        self.rank.unwaited.discard(self)
         if self.future is None:
             self.tensor = None
 
@@ -262,7 +262,7 @@ class SendWork(MessageWork):
         self.started = now
         self.data = (
             self.snapshot
-            if self.nbytes <= WHOLE
+            if self.nbytes <= WHOLE or not self.pointer
             else memory(self.nbytes).from_address(self.pointer).raw
         )
 
@@ -359,6 +359,10 @@ class UnmatchedMessages:
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send meets its receive. Raises MisuseError if they do not agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
+        if fit and (not send.pointer) != (not receive.pointer):
+            error = one_on_meta(send, receive)
+            send.world.fail(error, receive.rank)
+            raise error
         fit = fit and (
             send.shape == receive.shape or long_dims(send.shape) == long_dims(receive.shape)
         )
@@ -421,7 +425,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.done = work.ended = work.waited = False
         work.where = where_from(sys._getframe(1))
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
-            refuse(not_on_cpu(tensor, "send") or unfit(tensor, "send"), rank, work.where)
+            check_sendable(tensor, "send", rank, work.where)
         work.group = self
         work.tensor = tensor
         work.peer = peer = self.ranks[dst]
@@ -435,14 +439,18 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.nbytes = nbytes = tensor.nbytes
         work.shape = tensor.shape
         work.dtype = tensor.dtype
-        work.pointer = pointer = tensor.data_ptr()
+        work.pointer = pointer = tensor.data_ptr()  # 0 on the meta device
         work.snapshot = (
-            memory(nbytes).from_address(pointer).raw
+            None
+            if not pointer
+            else memory(nbytes).from_address(pointer).raw
             if nbytes <= WHOLE
             else snapshot(pointer, nbytes)
         )
         work.payload = (
-            tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
+            tensor.detach().reshape(-1).tolist()
+            if nbytes <= self.payload_bytes and not tensor.is_meta
+            else None
         )
         work.receive = None
         latency, bandwidth, work.hops = world.route(rank.number, peer)
@@ -513,7 +521,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.where = where_from(sys._getframe(2))
         # torch passes complex tensors as pairs of real numbers
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
-            refuse(not_on_cpu(tensor, "recv") or unfit(tensor, "recv"), rank, work.where)
+            check_sendable(tensor, "recv", rank, work.where)
         work.group = self
         work.tensor = tensor
         work.peer = peer
@@ -564,8 +572,14 @@ class PointToPointGroup(torch_private.PythonGroup):
         return min(waiting, key=lambda channel: channel[1].number, default=None)
 
 
-def not_on_cpu(tensor: torch.Tensor, kind: str) -> str | None:
-    if tensor.is_cpu:
+def check_sendable(tensor: torch.Tensor, kind: str, rank: VirtualRank, where: str) -> None:
+    """Raise MisuseError for a tensor that virtual ranks can't send or receive."""
+    if problem := on_a_device(tensor, kind) or unfit(tensor, kind):
+        refuse(problem, rank, where)
+
+
+def on_a_device(tensor: torch.Tensor, kind: str) -> str | None:
+    if tensor.is_cpu or tensor.is_meta:
         return None
     return (
         f"a tensor on {tensor.device} to {kind}, but virtual ranks have only the CPU: leave out "
@@ -573,7 +587,18 @@ def not_on_cpu(tensor: torch.Tensor, kind: str) -> str | None:
     )
 
 
-def refuse(problem: str | None, rank: VirtualRank, where: str) -> None:
+def one_on_meta(send: SendWork, receive: RecvWork) -> MisuseError:
+    """One side of a message has numbers, and the other one is on the meta device."""
+    meta, other = (receive, send) if send.pointer else (send, receive)
+    return MisuseError(
+        f"{meta.call().brief} has a tensor on the meta device, which has no numbers, and "
+        f"{other.call().brief} has one with numbers. On ranks with device=…, torch makes tensors "
+        'on meta: pass device="cpu" on both sides for small numbers that the program reads',
+        receive.rank.number,
+    )
+
+
+def refuse(problem: str, rank: VirtualRank, where: str) -> None:
     """Raise the MisuseError for what a rank cannot send or receive."""
     error = MisuseError(f"rank {rank.number} passes {problem}. At {where}", rank.number)
     rank.world.fail(error, rank)

@@ -99,8 +99,8 @@ class HybridTrainer(Trainer):
             calls of nn.MultiheadAttention aren't seen), with is_causal or without and with no other
             mask, and act on each position alone elsewhere; `verify` finds what doesn't.
             What depends on the position in the text, such as its embedding, takes `positions`,
-            (batch, time) whole numbers, which the forward of the model (with pp: of its first
-            module) has as an argument. Losses are weighted by positions.
+            (batch, time) whole numbers, which the forward of the model (with pp: of modules of its
+            sequence) has as an argument. Losses are weighted by positions.
         schedule, microbatches, chunks, layers_per_stage: how the model is cut along pp, and what
             runs when; see `PipelineTrainer`.
         accumulate: microbatches in a step, without pp. With pp, use `microbatches`.
@@ -267,8 +267,8 @@ class HybridTrainer(Trainer):
         if axes.sizes.get("cp", 1) > 1:
             from parallel101.trainers.context.cut_time import ContextAxis
 
-            first = pipeline.cut.first if pipeline else model
-            self.context = ContextAxis(axes.along(["cp"]), context, first)
+            called = pipeline.cut.entries if pipeline else [model]
+            self.context = ContextAxis(axes.along(["cp"]), context, *called)
             casting = partial(self.context.of_forward, casting)
             self.notes = [*self.notes, *self.context.describe()]
         always = axes.sizes.get("ep", 1) > 1

@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "record": set(),
     "sim": {"record"},
     "ranks": {"sim", "record"},
+    "ranks.launch": {"cost.hardware", "sim", "record"},  # the names of GPUs
     "analysis": {"record"},
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
@@ -53,6 +54,8 @@ MAY_IMPORT = {
     "grade.picture": {"analysis", "record", "ranks", "sim", "viz"},
     "grade.feedback": {"analysis", "record", "ranks", "sim", "publish"},  # its page
     "publish": {"viz", "analysis", "record"},
+    # it plans in closed form, runs the best layouts, and draws them
+    "planner": {"cost", "models", "trainers", "ranks", "sim", "viz", "analysis", "record"},
     "doctor": {"viz"},  # whether there is a browser
     "cli": {"doctor", "publish", "bench", "ranks", "record", "sim", "__init__"},
     "__main__": {"cli"},
@@ -67,7 +70,7 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
-    "cli": {"viz", "analysis", "grade"},
+    "cli": {"viz", "analysis", "grade", "planner"},
     "publish": {"__init__"},
 }
 

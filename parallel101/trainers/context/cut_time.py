@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,19 +43,24 @@ class ContextAxis:
     Args:
         group: the ranks along cp.
         way: see `HybridTrainer`, `context`.
-        first: the module that is called with the inputs. If its forward takes `positions`, it is
-            given those of this rank, (batch, time) whole numbers.
+        first: the module that is called with the inputs.
+        others: of a pipeline, the modules after it. Each that takes `positions` in its forward is
+            given those of this rank, (batch, time) whole numbers, and so is the first.
     """
 
-    def __init__(self, group: Group, way: str, first: nn.Module):
+    def __init__(self, group: Group, way: str, first: nn.Module, *others: nn.Module):
         assert group.position is not None
         self.group, self.position, self.way = group, group.position, way
-        # of the class: recomputation may have replaced the module's own
-        self.signature = inspect.signature(type(first).forward.__get__(first))
         self.attention, self.layout = WAYS[way]
-        takes = self.signature.parameters
-        self.name_of_positions = next((name for name in POSITIONS if name in takes), None)
+        self.signature = signature_of(first)
+        self.name_of_positions = positions_in(self.signature)
+        self.takes_positions = self.name_of_positions is not None
+        for module in others:
+            if (name := positions_in(signature_of(module))) is not None:
+                module.register_forward_pre_hook(partial(self.to_module, name), with_kwargs=True)
+                self.takes_positions = True
         self.sizes: list[int] = []  # of the ranks' parts of the time, in this step
+        self.here = torch.empty(0)  # the positions of this rank, (time,)
 
     def check(self, inputs: Batch, targets: Batch) -> None:
         """Raises ValueError for what can't be cut along time."""
@@ -79,6 +85,7 @@ class ContextAxis:
         samples, time = first.shape[: TIME + 1]
         self.sizes = time_sizes(time, self.group.size, self.layout)
         here = local_positions(time, self.group.size, self.position, self.layout, first.device)
+        self.here = here
         whole = self.with_positions(inputs, torch.arange(time, device=first.device), samples)
         mine = map_tensors(lambda t: t.index_select(TIME, here), (whole, targets))
         return *mine, len(here) / time
@@ -90,6 +97,10 @@ class ContextAxis:
             given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
             inputs = self.signature.bind(*given).arguments
         return {self.name_of_positions: positions.expand(samples, -1), **inputs}
+
+    def to_module(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a forward of a module that is called with activations alone."""
+        return args, {name: self.here.expand(len(args[0]), -1), **kwargs}
 
     @contextmanager
     def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
@@ -111,6 +122,16 @@ class ContextAxis:
     def describe(self) -> Iterator[str]:
         way = {"ulysses": "all-to-all over heads"}.get(self.way, f"ring attention, {self.way}")
         yield f"time cut over the {self.group.size} ranks of cp; attention: {way}"
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """Of the class's forward: recomputation may have replaced the module's own."""
+    return inspect.signature(type(module).forward.__get__(module))
+
+
+def positions_in(signature: inspect.Signature) -> str | None:
+    """What a forward calls its positions; None if it doesn't take them."""
+    return next((name for name in POSITIONS if name in signature.parameters), None)
 
 
 class AttentionOverRanks(TorchFunctionMode):

@@ -155,7 +155,7 @@ class StageCut:
     Attributes:
         on_stages: name of each parameter and buffer → the stages that use it; several if tied.
         mine: this rank's stages.
-        first: the first module of the sequence, which is called with the inputs.
+        entries: the modules of the sequence. The first is called with the inputs.
 
     Raises ValueError for a model that can't be cut like that.
     """
@@ -169,7 +169,7 @@ class StageCut:
     ):
         self.placement = placement
         self.ranges = cut_points(model, len(placement), layers_per_stage)
-        self.first = entries_of(model)[0]
+        self.entries = entries_of(model)
         first: dict[int, str] = {}  # of the names that a tied tensor has
         self.first_name = {n: first.setdefault(id(t), n) for n, t in all_tensors(model)}
         self.on_stages = stages_of_names(model, self.ranges, first)

@@ -42,6 +42,7 @@ ATTENTION = (
 )
 ALL_FEATURES = (("c_attn", "c_proj"),)  # GPT-2: see above
 FEED_FORWARD = (
+    (("gate", "up"), "down"),
     (("up",), "down"),
     (("c_fc",), "c_proj"),  # GPT-2
     (("gate_proj", "up_proj"), "down_proj"),  # LLaMA

@@ -209,7 +209,7 @@ def of_the_layout(trainer: Trainer, kinds: set[str], gradients: Sequence[str]) -
             "A module keeps statistics of the samples in a buffer, and here it sees them in parts."
         )
     if trainer.context is not None:
-        takes = trainer.context.name_of_positions is not None
+        takes = trainer.context.takes_positions
         return (
             "Along cp a rank has some positions of each sequence. Code that looks at other "
             "positions must call torch's scaled_dot_product_attention itself (the calls of "

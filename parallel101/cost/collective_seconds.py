@@ -1,0 +1,78 @@
+"""Seconds of a collective along one axis of a layout, on a cluster of nodes.
+
+GPUs are numbered with tp fastest, so that an axis is known by its size n and its stride: the ranks
+of tp 8 are neighbours, those of dp are tp · cp · ep apart.
+
+    inside a node   a ring over NVLink
+    across nodes    a ring that enters each node once; the ranks of the axis inside a node send with
+                    all of their network cards
+
+                    reduce-scatter, all-gather    (n − 1)/n · bytes / bandwidth + (n − 1) steps
+                    all-reduce                    twice that
+                    all-to-all                    what leaves the node goes by the cards
+                    send and receive              bytes / bandwidth + a step
+
+Source of the forms: closed_forms.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from parallel101.cost.cluster import Cluster
+
+
+class AxisLinks(NamedTuple):
+    """What a ring along an axis has."""
+
+    ranks: int
+    inside: int  # of them in a node
+    bandwidth: float  # bytes per second, of a rank
+    latency: float  # seconds of all steps once round
+
+
+def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
+    """Return the links of `ranks` that are `stride` apart."""
+    inside = max(1, min(ranks, cluster.nodes_of // stride))
+    has = cluster.kernels
+    nodes = -(-ranks // inside)
+    if nodes == 1:
+        return AxisLinks(ranks, ranks, cluster.inside_bandwidth, (ranks - 1) * has.nvlink_step)
+    bandwidth = cluster.card_bandwidth * inside
+    if inside > 1:
+        bandwidth = min(bandwidth, cluster.inside_bandwidth)
+    steps = (nodes - 1) * has.network_step + (ranks - nodes) * has.nvlink_step
+    return AxisLinks(ranks, inside, bandwidth, steps)
+
+
+def all_gather_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-gather of `nbytes` in all; a reduce-scatter takes as long."""
+    if ranks == 1 or not nbytes:
+        return 0.0
+    links = axis_links(cluster, ranks, stride)
+    return nbytes * (ranks - 1) / ranks / links.bandwidth + links.latency
+
+
+def all_reduce_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * all_gather_seconds(cluster, nbytes, ranks, stride)
+
+
+def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-to-all in which each rank has `nbytes`, an equal part for each rank."""
+    if ranks == 1 or not nbytes:
+        return 0.0
+    links, has = axis_links(cluster, ranks, stride), cluster.kernels
+    if links.inside == ranks:
+        return nbytes * (ranks - 1) / ranks / cluster.inside_bandwidth + has.nvlink_step
+    out = nbytes * (ranks - links.inside) / ranks / cluster.card_bandwidth
+    return out + has.network_step
+
+
+def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1) -> float:
+    """Seconds of a message to the next rank along an axis."""
+    if not nbytes:
+        return 0.0
+    if stride < cluster.nodes_of:
+        return nbytes / cluster.inside_bandwidth + cluster.kernels.nvlink_step
+    return nbytes / cluster.card_bandwidth + cluster.kernels.network_step

@@ -1,0 +1,251 @@
+"""The shape of a model to plan for: by name, from a JSON file, or from five numbers.
+
+    "llama-3-70b"              one of KNOWN_MODELS
+    "12288,96,96,51200,2048"   width, layers, heads, vocabulary, time of a GPT
+    "model.json"               the fields of ModelShape, such as {"width": 4096, "layers": 32, …}
+    "config.json"              of a LLaMA on Hugging Face: it has "model_type": "llama"
+
+Hugging Face's keys are those of LlamaConfig in transformers,
+src/transformers/models/llama/configuration_llama.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel101.cost.model_shape import ModelShape
+
+
+class KnownModel(NamedTuple):
+    """A published model: its shape, the samples of a step, and where both come from.
+
+    `batch` is None if the source has no number for it.
+    """
+
+    shape: ModelShape
+    batch: int | None
+    source: str
+
+
+HERD = '"The Llama 3 Herd of Models" (arXiv 2407.21783), table 3; vocabulary: their tokenizer\'s'
+HERD += " 128,000 tokens and 256 special ones; time: section 3.4.1, before the context is extended"
+
+
+def llama_3(name: str, width: int, layers: int, heads: int, feed_forward: int) -> KnownModel:
+    shape = ModelShape(
+        width=width,
+        layers=layers,
+        heads=heads,
+        vocabulary=128256,
+        time=8192,
+        kv_heads=8,
+        feed_forward=feed_forward,
+        gated=True,
+        norm="rms",
+        biases=False,
+        positions="rotary",
+        tied=False,
+        name=name,
+    )
+    return KnownModel(shape, None, HERD)
+
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    known.shape.name: known
+    for known in (
+        llama_3("llama-3-8b", 4096, 32, 32, 14336),
+        llama_3("llama-3-70b", 8192, 80, 64, 28672),
+        llama_3("llama-3-405b", 16384, 126, 128, 53248),
+        KnownModel(
+            ModelShape(
+                width=12288,
+                layers=96,
+                heads=96,
+                vocabulary=50257,
+                time=2048,
+                name="gpt3-175b",
+            ),
+            1536,
+            '"Language Models are Few-Shot Learners" (arXiv 2005.14165), table 2.1; vocabulary: '
+            "GPT-2's; batch: 1,536 samples, as in Narayanan et al. (arXiv 2104.04473), table 1",
+        ),
+    )
+}
+
+# Hugging Face's key → ModelShape's
+HUGGING_FACE = {
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "feed_forward",
+    "vocab_size": "vocabulary",
+    "max_position_embeddings": "time",
+    "tie_word_embeddings": "tied",
+}
+
+
+def shape_of_model(
+    model: str | Path | Mapping[str, Any] | ModelShape,
+    *,
+    time: int | None = None,
+    attention: str = "fused",
+) -> ModelShape:
+    """Return the shape of `model`.
+
+    Args:
+        model: a name in KNOWN_MODELS, the path of a JSON file, "h,L,a,V,s", the fields of a
+            ModelShape, or a ModelShape.
+        time: tokens of a sample, in place of the model's own.
+        attention: "fused" or "unfused", in place of the model's own, unless `model` is a
+            ModelShape.
+
+    Raises ValueError, in words, for anything else.
+    """
+    if attention not in ("fused", "unfused"):
+        raise ValueError(f'attention={attention!r}: expected "fused" or "unfused"')
+    if isinstance(model, ModelShape):
+        shape = model
+    elif isinstance(model, Mapping):
+        shape = replace(from_keys(model, "the model"), attention=attention)
+    else:
+        shape = replace(from_text(str(model)), attention=attention)
+    if time is not None:
+        shape = replace(shape, time=time)
+    check_shape(shape)
+    return shape
+
+
+def batch_of_model(model: Any) -> int | None:
+    """The samples of a step with which a known model was trained; None if it isn't known."""
+    known = KNOWN_MODELS.get(model) if isinstance(model, str) else None
+    return known.batch if known else None
+
+
+def from_text(text: str) -> ModelShape:
+    """A name, five numbers, or the path of a file."""
+    if text in KNOWN_MODELS:
+        return KNOWN_MODELS[text].shape
+    if text.count(",") >= 2:
+        return from_numbers(text)
+    path = Path(text)
+    if path.suffix == ".json" or path.is_file():
+        return from_file(path)
+    raise ValueError(
+        f"the model {text!r} is unknown: expected one of {', '.join(KNOWN_MODELS)}; a JSON file; "
+        "or five numbers h,L,a,V,s (width, layers, heads, vocabulary, time)"
+    )
+
+
+def from_numbers(text: str) -> ModelShape:
+    names = ("width", "layers", "heads", "vocabulary", "time")
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(names):
+        raise ValueError(
+            f"the model {text!r}: expected five whole numbers h,L,a,V,s (width, layers, heads, "
+            "vocabulary, time), such as 12288,96,96,51200,2048"
+        )
+    return made(f"the model {text!r}", **dict(zip(names, numbers)))
+
+
+def from_file(path: Path) -> ModelShape:
+    """Raises ValueError for a file that can't be read, or isn't JSON with a model's keys."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file: expected JSON") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object with a model's keys")
+    shape = from_keys(found, str(path))
+    return shape if shape.name else replace(shape, name=path.stem)
+
+
+def from_keys(found: Mapping[str, Any], where: str) -> ModelShape:
+    """The shape that these keys give: ModelShape's, or those of Hugging Face's LlamaConfig."""
+    if "model_type" in found or "hidden_size" in found:
+        return from_hugging_face(found, where)
+    allowed = {field.name: field for field in fields(ModelShape)}
+    unknown = sorted(set(found) - set(allowed))
+    needed = [name for name, field in allowed.items() if field.default is MISSING]
+    missing = [name for name in needed if name not in found]
+    if unknown or missing:
+        what = f"the unknown key {unknown[0]!r}" if unknown else f"no {missing[0]!r}"
+        raise ValueError(
+            f"{where} has {what}: expected {', '.join(needed)}, and, if they differ from a GPT's, "
+            f"{', '.join(name for name in allowed if name not in needed)}"
+        )
+    return made(where, **found)
+
+
+def from_hugging_face(found: Mapping[str, Any], where: str) -> ModelShape:
+    """The shape of a LLaMA from its config.json.
+
+    Raises ValueError for other kinds of models, whose layers aren't those of models/llama.py.
+    """
+    if found.get("model_type", "llama") != "llama":
+        raise ValueError(
+            f'{where} is a {found["model_type"]!r} of Hugging Face: expected "llama", or the '
+            "fields of ModelShape (width, layers, heads, vocabulary, time, …)"
+        )
+    # what LlamaConfig has if a key is missing, apart from sizes, which every file has
+    values: dict[str, Any] = {"num_key_value_heads": None, "tie_word_embeddings": False}
+    values |= {key: found[key] for key in HUGGING_FACE if key in found}
+    missing = [key for key in HUGGING_FACE if key not in values]
+    if missing:
+        raise ValueError(
+            f"{where} has no {missing[0]!r}: expected {', '.join(HUGGING_FACE)}, as in the "
+            "config.json of a LLaMA"
+        )
+    shape = made(
+        where,
+        **{HUGGING_FACE[key]: value for key, value in values.items()},
+        gated=True,
+        norm="rms",
+        biases=False,
+        positions="rotary",
+        name=str(found.get("_name_or_path", "")).rpartition("/")[2],
+    )
+    head_width = found.get("head_dim") or shape.width // shape.heads
+    for key, value, expected in (
+        ("head_dim", head_width, shape.width // shape.heads),
+        ("attention_bias", found.get("attention_bias", False), False),
+        ("mlp_bias", found.get("mlp_bias", False), False),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"{where} has {key}={value!r}: expected {expected!r}; other LLaMAs aren't modelled"
+            )
+    return shape
+
+
+def check_shape(shape: ModelShape) -> None:
+    """Raises ValueError for what a file may have and ModelShape doesn't check."""
+    for name in ("gated", "biases", "tied", "dropout"):
+        if type(getattr(shape, name)) is not bool:
+            raise ValueError(f"the model's {name}={getattr(shape, name)!r}: expected true or false")
+    if type(shape.name) is not str or type(shape.top_k) is not int:
+        raise ValueError(
+            f"the model's name={shape.name!r}, top_k={shape.top_k!r}: expected a text, and a whole "
+            "number"
+        )
+
+
+def made(where: str, **values: Any) -> ModelShape:
+    """A ModelShape; what it refuses is said of the place where it was found."""
+    try:
+        return ModelShape(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from None

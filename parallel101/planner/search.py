@@ -1,0 +1,235 @@
+"""Ranks the layouts of a model on a cluster: all that fit, fastest first, by the quick model.
+
+    meshes ─▶ layouts of each ─▶ fits the memory? ─▶ seconds of a step ─▶ sorted
+
+Nothing is left out by a guess: of a search without fixed fields, the best layout is the best of all
+that layout_rules.py lists.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.stage_layers import stage_layers
+from parallel101.cost.step_memory import StageMemory, step_memory
+from parallel101.cost.step_time import StepTime, step_time
+from parallel101.planner.layout_rules import (
+    Refusals,
+    divisors,
+    layouts_of,
+    meshes_of,
+    why_not_mesh,
+)
+from parallel101.record.units import decimal_bytes
+
+
+class Evaluated(NamedTuple):
+    """A layout that fits, with what the quick model says of it."""
+
+    layout: ParallelLayout
+    time: StepTime
+    memory: tuple[StageMemory, ...]
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the fastest layouts that fit, fastest first.
+        fitting: how many fit.
+        too_large: how many the trainer would accept, and don't fit.
+        smallest: of those, the one that needs the least memory on its largest stage, and its bytes.
+        meshes, layouts: what was refused for other reasons.
+    """
+
+    best: list[Evaluated] = field(default_factory=list)
+    fitting: int = 0
+    too_large: int = 0
+    smallest: tuple[float, ParallelLayout] | None = None
+    meshes: Refusals = field(default_factory=Refusals)
+    layouts: Refusals = field(default_factory=Refusals)
+
+
+class NoLayoutError(ValueError):
+    """No layout fits. `smallest_gpus`: the smallest number of GPUs on which one would; None if the
+    reason is another, or no number would do.
+    """
+
+    def __init__(self, message: str, smallest_gpus: int | None = None):
+        super().__init__(message)
+        self.smallest_gpus = smallest_gpus
+
+
+def search(
+    shape: ModelShape,
+    cluster: Cluster,
+    batch: int,
+    fixed: Mapping[str, Any],
+    *,
+    top: int,
+    progress: bool = True,
+) -> Found:
+    """Return the `top` fastest of all layouts that fit, and why the others were refused.
+
+    Args:
+        batch: samples of a step.
+        fixed: fields of ParallelLayout that are not searched.
+        progress: show a bar, if it takes longer than a second.
+    """
+    found = Found()
+    meshes = list(meshes_of(shape, cluster, batch, fixed, found.meshes))
+    layouts = [
+        layout for mesh in meshes for layout in layouts_of(shape, mesh, batch, fixed, found.layouts)
+    ]
+    bar = tqdm(
+        layouts,
+        desc="layouts",
+        unit="",
+        delay=1,
+        disable=not progress,
+        leave=False,
+        file=sys.stderr,
+    )
+    for layout in bar:
+        memory = step_memory(shape, layout)
+        most = max(stage.total for stage in memory)
+        if most > cluster.memory_bytes:
+            found.too_large += 1
+            if found.smallest is None or most < found.smallest[0]:
+                found.smallest = most, layout
+            continue
+        found.fitting += 1
+        found.best.append(Evaluated(layout, step_time(shape, layout, cluster), memory))
+        if len(found.best) >= 4 * top:
+            found.best = fastest(found.best, top)
+    found.best = fastest(found.best, top)
+    return found
+
+
+def fastest(evaluated: list[Evaluated], top: int) -> list[Evaluated]:
+    """Of equally fast layouts, first those that need less memory."""
+    return sorted(evaluated, key=lambda e: (e.time.seconds, max(s.total for s in e.memory)))[:top]
+
+
+# ── if nothing fits ──
+
+
+def nothing_fits(
+    shape: ModelShape, cluster: Cluster, batch: int, fixed: Mapping[str, Any], found: Found
+) -> NoLayoutError:
+    """The error that says what is missing, and how many GPUs would do."""
+    where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
+    name = shape.name or "the model"
+    if found.smallest is None:
+        reasons = [*found.meshes.counts.items(), *found.layouts.counts.items()]
+        why = "; ".join(f"{reason} ({count:,}×)" for reason, count in reasons)
+        why = why or "the sizes of the axes don't multiply to the GPUs"
+        return NoLayoutError(
+            f"{name} can't be laid out on {where} with {batch:,} samples a step"
+            f"{said(fixed)}: {why}. Expected numbers that divide each other: change the number of "
+            "GPUs, the batch, or what the layout fixes"
+        )
+    most, layout = found.smallest
+    have = cluster.memory_bytes
+    least = smallest_gpus(shape, cluster, batch, fixed)
+    advice = (
+        f"The smallest number of GPUs that would do is {least:,}"
+        if least is not None
+        else "More GPUs wouldn't help: use GPUs with more memory, a smaller batch or model, or fix "
+        "less of the layout"
+    )
+    return NoLayoutError(
+        f"{name} fits on {where} with {decimal_bytes(have)} each in none of "
+        f"{found.too_large:,} layouts{said(fixed)}. The smallest needs {decimal_bytes(most)}, "
+        f"{decimal_bytes(most - have)} more than there is: {layout_text(layout)}. {advice}",
+        least,
+    )
+
+
+def smallest_gpus(
+    shape: ModelShape, cluster: Cluster, batch: int, fixed: Mapping[str, Any]
+) -> int | None:
+    """The smallest number of GPUs on which a layout fits, in whole nodes if it is more than one.
+
+    With more GPUs a rank's share of the weights is smaller, but a batch has only so many samples to
+    share, and a model so many layers and heads: None if no number would do.
+    """
+    per_node = cluster.nodes_of
+    for gpus, mesh in meshes_by_size(shape, batch, fixed, per_node):
+        whole = gpus <= per_node or gpus % per_node == 0
+        if gpus <= cluster.gpus or not whole or why_not_mesh(shape, mesh, batch, fixed):
+            continue
+        refused = Refusals()
+        for layout in layouts_of(shape, mesh, batch, leanest(mesh, fixed), refused):
+            memory = step_memory(shape, layout)
+            if max(stage.total for stage in memory) <= cluster.memory_bytes:
+                return gpus
+    return None
+
+
+def leanest(mesh: ParallelLayout, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which a mesh needs the least memory: only ZeRO's stage is left open."""
+    lean = {"recompute": "full", "sequence_parallel": mesh.tp > 1, "chunks": 1}
+    if "microbatches" not in fixed:
+        lean["microbatch"] = 1
+    return {**lean, **fixed}
+
+
+def meshes_by_size(
+    shape: ModelShape, batch: int, fixed: Mapping[str, Any], per_node: int
+) -> Iterator[tuple[int, ParallelLayout]]:
+    """All meshes on which the model could be trained, on however many GPUs, small ones first."""
+    heads = shape.kv_heads or shape.heads
+    stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
+    axes = {
+        "tp": [n for n in divisors(heads) if n <= per_node],
+        "pp": [n for n in stages if can_have(shape.layers, n)],
+        "cp": [1, *(n for n in divisors(shape.time // 2) if 1 < n <= 32)],
+        "ep": divisors(shape.experts) if shape.experts else [1],
+        "dp": divisors(batch),
+    }
+    axes |= {axis: [fixed[axis]] for axis in axes if axis in fixed}
+    meshes = [ParallelLayout(**dict(zip(axes, sizes))) for sizes in product(*axes.values())]
+    yield from sorted(((m.gpus, m) for m in meshes), key=lambda pair: pair[0])
+
+
+def can_have(layers: int, stages: int) -> bool:
+    try:
+        return bool(stage_layers(layers, stages))
+    except ValueError:
+        return False
+
+
+# ── in words ──
+
+
+def said(fixed: Mapping[str, Any]) -> str:
+    """What the user fixed, as a part of a sentence."""
+    if not fixed:
+        return ""
+    return f" with {', '.join(f'{key}={value}' for key, value in fixed.items())}"
+
+
+def layout_text(layout: ParallelLayout) -> str:
+    """A layout in one line: "dp 16 · tp 8 · pp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
+    words = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
+    words = words or ["1 GPU"]
+    words.append(f"microbatch {layout.microbatch} × {layout.microbatches}")
+    words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
+    words += [f"{layout.schedule}"] * (layout.schedule not in ("1f1b", "interleaved"))
+    words += [f"ZeRO {layout.zero_stage}"] * (layout.zero_stage > 0)
+    words += ["sequence parallel"] * layout.sequence_parallel
+    words += [f"{layout.recompute} recomputation"] * (layout.recompute != "none")
+    words += [layout.context] * (layout.cp > 1 and layout.context != "zigzag")
+    words += ["no overlap"] * (not layout.overlap)
+    return " · ".join(words)

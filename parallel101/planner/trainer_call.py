@@ -1,0 +1,187 @@
+"""From a layout to the HybridTrainer that has it: as a call, and as text to copy.
+
+build_trainer(shape, layout, model, loss_fn, optimizer)    inside the program of each rank
+call_text(shape, layout)                                   a program: model, mesh, trainer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.stage_layers import entries_of_stages
+from parallel101.trainers.hybrid import HybridTrainer
+
+# the axes of a mesh: GPUs are numbered with the last one fastest
+MESH_AXES = ("pp", "dp", "ep", "cp", "tp")
+
+
+def mesh_of(layout: ParallelLayout) -> dict[str, int]:
+    """Name of an axis → its size, without axes of one rank; dp is always there."""
+    sizes = {axis: getattr(layout, axis) for axis in MESH_AXES}
+    return {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"}
+
+
+def trainer_options(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
+    """The keyword arguments of HybridTrainer for this layout, apart from its mesh; those that
+    differ from the defaults.
+    """
+    options: dict[str, Any] = {"precision": layout.precision}
+    if layout.gradient_dtype:
+        options["gradient_dtype"] = torch.float32
+    if layout.zero_stage:
+        options["zero_stage"] = layout.zero_stage
+    if layout.sequence_parallel:
+        options["sequence_parallel"] = True
+    if layout.recompute != "none":
+        options["recompute"] = layout.recompute
+    if not layout.overlap:
+        options["overlap"] = False
+    if layout.cp > 1 and layout.context != "zigzag":
+        options["context"] = layout.context
+    if layout.pp > 1:
+        options["schedule"] = "interleaved" if layout.chunks > 1 else layout.schedule
+        options["microbatches"] = layout.microbatches
+        if layout.chunks > 1:
+            options["chunks"] = layout.chunks
+        stages = layout.pp * layout.chunks
+        options["layers_per_stage"] = list(entries_of_stages(shape.layers, stages))
+    elif layout.microbatches > 1:
+        options["accumulate"] = layout.microbatches
+    return options
+
+
+def build_trainer(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    model: Any,
+    loss_fn: Any,
+    optimizer: Callable[..., Any],
+    **others: Any,
+) -> HybridTrainer:
+    """Return the HybridTrainer of this layout. Every rank calls it.
+
+    Args: others: options of HybridTrainer in addition, such as clip_norm.
+
+    Raises ValueError if the number of ranks is another.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != layout.gpus:
+        raise ValueError(
+            f"the layout is for {layout.gpus:,} GPUs, and there are {ranks:,} ranks: expected as "
+            "many. Plan again with this number of GPUs"
+        )
+    sizes = mesh_of(layout)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    options = trainer_options(shape, layout) | others
+    return HybridTrainer(model, loss_fn, optimizer, mesh=mesh, **options)
+
+
+def call_text(shape: ModelShape, layout: ParallelLayout) -> str:
+    """The lines that build the model and the trainer on each rank; run them with torchrun.
+
+    Raises ValueError if this package has no model of that shape.
+    """
+    model, config = model_text(shape)
+    sizes = mesh_of(layout)
+    loss = "models.balanced_next_token_loss" if shape.experts else "vocabulary_cross_entropy"
+    options = trainer_options(shape, layout)
+    lines = [
+        "import torch",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "",
+        "import parallel101 as p101",
+        "",
+        f"config = p101.models.{config}(",
+        *(f"    {name}={as_text(value)}," for name, value in config_of(shape).items()),
+        ")",
+        "mesh = init_device_mesh(",
+        '    "cuda" if torch.cuda.is_available() else "cpu",',
+        f"    {as_text(tuple(sizes.values()))},",
+        f"    mesh_dim_names={as_text(tuple(sizes))},",
+        ")",
+        "trainer = p101.HybridTrainer(",
+        f"    p101.models.{model}(config),",
+        f"    p101.{loss},",
+        "    lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),",
+        "    mesh=mesh,",
+        *(f"    {name}={as_text(value)}," for name, value in options.items()),
+        ")",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_text(value: Any) -> str:
+    """A value as Python code: strings in double quotes, and numbers that repeat as a product."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"({', '.join(map(as_text, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, list):
+        runs = [(number, len(list(same))) for number, same in groupby(value)]
+        return (
+            f"[{', '.join(f'*[{n}] * {m}' if m > 3 else ', '.join([f'{n}'] * m) for n, m in runs)}]"
+        )
+    return str(value)  # torch.float32, too
+
+
+def model_text(shape: ModelShape) -> tuple[str, str]:
+    """The names of the model's class and of its configuration's. Raises ValueError."""
+    if reason := why_no_model(shape):
+        raise ValueError(reason)
+    return ("Llama", "LlamaConfig") if shape.positions == "rotary" else ("GPT", "GPTConfig")
+
+
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of GPTConfig or LlamaConfig."""
+    found: dict[str, Any] = {
+        "vocabulary": shape.vocabulary,
+        "context": shape.time,
+        "layers": shape.layers,
+        "heads": shape.heads,
+        "width": shape.width,
+        "tied": shape.tied,
+    }
+    if shape.positions == "rotary":
+        found["kv_heads"] = shape.kv_heads or shape.heads
+        found["hidden"] = shape.feed_forward or 4 * shape.width
+    elif shape.experts:
+        found |= {"experts": shape.experts, "top_k": shape.top_k}
+    if shape.attention != "fused":
+        found["attention"] = shape.attention
+    if shape.dropout:
+        found["dropout"] = 0.1
+    return found
+
+
+def why_no_model(shape: ModelShape) -> str | None:
+    """Why neither models.GPT nor models.Llama has this shape, if they don't."""
+    of_llama = shape.positions == "rotary"
+    wanted: dict[str, tuple[Any, ...]] = {
+        "norm": ("rms",) if of_llama else ("layer",),
+        "gated": (of_llama,),
+        "biases": (not of_llama,),
+    }
+    if of_llama:
+        wanted |= {"experts": (0,), "dropout": (False,)}
+    else:
+        wanted |= {
+            "kv_heads": (None, shape.heads),
+            "feed_forward": (None, 4 * shape.width),
+        }
+    for name, values in wanted.items():
+        if getattr(shape, name) not in values:
+            model = "Llama (positions='rotary')" if of_llama else "GPT (positions='learned')"
+            return (
+                f"this package's {model} has no {name}={getattr(shape, name)!r}: expected "
+                f"{' or '.join(map(repr, values))} to build and run it"
+            )
+    return None
