@@ -5,6 +5,7 @@ run: bytes, seconds, shares. n GPUs are numbered as in lesson 11: GPUs along tp 
 come those along dp, then those along pp.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -35,7 +36,7 @@ class Layout:
     microbatches   M, of each replica in a step
     chunks         v, the stages on each GPU of a pipeline
     recompute      "none", or "full": each layer's backward begins with a second forward pass
-    zero_stage     0, 1 or 2 (exercise 25b: 0)
+    zero_stage     0 to 3 (exercise 25a: at most 2; 25b: 0)
     sequence_parallel
     """
 
@@ -136,6 +137,34 @@ def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, fl
     Each of the five numbers earns a fifth of the points.
     """
     raise NotImplementedError("step_seconds is not written yet")
+
+
+def choose(
+    shape: Shape, gpus: int, memory: float, batch: int, evaluate: Callable[..., dict[str, float]]
+) -> Layout:
+    """Choose a layout for a model on a cluster: it fits, and its MFU is high.
+
+    Args:
+        shape: of the model.
+        gpus: how many there are, in nodes of 8. The layout uses all of them: dp · tp · pp = gpus.
+        memory: bytes of each GPU.
+        batch: samples of a step: batch = microbatch · microbatches · dp.
+        evaluate: evaluate(dp=…, tp=…, pp=…, microbatch=…, microbatches=…, …) predicts a step, and
+            returns a dict: "seconds"; "mfu"; "bytes", at the peak, on the fullest GPU. Its
+            arguments are Layout's fields. For what can't be a layout it raises a ValueError that
+            says why; that doesn't count. Everything else counts: at most 500 calls.
+
+    Returns:
+        A Layout, or a dict with its fields. "bytes" of it is at most `memory`. Its MFU is compared
+        with the best of all that the planner of parallel101 predicts for this model and cluster.
+        From 95 % of that on it earns full points, at 50 % none, and between them in proportion.
+
+    The grader draws other models and clusters. What `evaluate` predicts is as in lesson 11: GPUs as
+    they are, with all their links and all small kernels, and bf16 gradients.
+
+    Points: 40 % value, 60 % mfu. Value is here: the layout is one, and fits.
+    """
+    raise NotImplementedError("choose is not written yet")
 
 
 def checkpoint_interval(

@@ -57,7 +57,7 @@ class _Anything:
 
 ANYTHING: Any = _Anything()  # an expected result that is not looked at
 # what checks look at, in the order in which they are shown
-KINDS = ("value", "bytes", "peers", "steps", "memory", "overlap")
+KINDS = ("value", "bytes", "peers", "steps", "memory", "overlap", "mfu")
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ class Check:
         allowed: for a run that has it by a tolerance only, a sentence with what was found and why
             that is allowed; None for any other.
         weight: against the other checks of its kind, with which it shares the points.
+        part: for trials that lack the property, the part of the points that they earn all the same.
     """
 
     kind: str
@@ -156,6 +157,7 @@ class Check:
     wrong: Callable[[Trial], str | None]
     allowed: Callable[[Trial], str | None] = lambda trial: None
     weight: float = 1.0
+    part: Callable[[Sequence[Trial]], float] = lambda trials: 0.0
 
 
 @dataclass(frozen=True)

@@ -59,3 +59,35 @@ def memory(shape, layout):
         "optimizer": 12 * parameters / (layout.dp if layout.zero_stage >= 1 else 1),
         "activations": activations,
     }
+
+
+def choose(shape, gpus, memory, batch, evaluate):
+    best, fastest = None, math.inf
+    for tp in (1, 2, 4, 8):
+        for pp in (n for n in range(1, 17) if shape.layers % n == 0):
+            if gpus % (tp * pp):
+                continue
+            dp = gpus // (tp * pp)
+            for microbatch in (1, 2, 4):
+                for chunks in {1, shape.layers // pp if pp > 1 else 1}:
+                    for recompute, zero in (("none", 2), ("none", 3), ("full", 2)):
+                        layout = {
+                            "dp": dp,
+                            "tp": tp,
+                            "pp": pp,
+                            "microbatch": microbatch,
+                            "microbatches": batch // (dp * microbatch),
+                            "chunks": chunks,
+                            "recompute": recompute,
+                            "zero_stage": zero if dp > 1 else 0,
+                            "sequence_parallel": tp > 1,
+                        }
+                        try:
+                            step = evaluate(**layout)
+                        except ValueError:
+                            break
+                        if step["bytes"] <= memory:
+                            if step["seconds"] < fastest:
+                                best, fastest = layout, step["seconds"]
+                            break  # it fits: nothing cheaper is to be saved
+    return best

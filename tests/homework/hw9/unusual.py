@@ -1,6 +1,7 @@
 """Odd but correct solutions of homework 9: they keep full points."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -85,3 +86,56 @@ def memory__by_replay(shape, layout):
         for name, size in held.items()
     }
     return {**states, "activations": activations, "total": sum(states.values()) + activations}
+
+
+@dataclass
+class Mine:
+    """A layout of one's own."""
+
+    dp: int
+    tp: int
+    pp: int
+    microbatch: int
+    microbatches: int
+    chunks: int
+    zero_stage: int
+    recompute: str
+    sequence_parallel: bool
+
+
+def choose__climbs(shape, gpus, memory, batch, evaluate):
+    """Goes uphill from many starts, a change of one thing at a time, and never asks twice."""
+    known = {}
+
+    def layout_of(tp, pp, b, many, zero, again):
+        dp = gpus // (tp * pp)
+        chunks = shape.layers // pp if many and pp > 1 else 1
+        return Mine(dp, tp, pp, b, batch // (dp * b), chunks, zero, again, tp > 1)
+
+    def score(*point):
+        if point not in known:
+            try:
+                step = evaluate(**vars(layout_of(*point)))
+                over = max(0.0, step["bytes"] / memory - 1)
+                known[point] = step["mfu"] if not over else -over
+            except (ValueError, ZeroDivisionError):
+                known[point] = -math.inf
+        return known[point]
+
+    axes = ((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4), (False, True), (2, 3), ("none", "full"))
+    best = None
+    for start in [(t, p, 1, True, 2, "none") for t in axes[0] for p in axes[1]]:
+        here = start
+        while True:
+            near = [
+                (*here[:place], value, *here[place + 1 :])
+                for place, values in enumerate(axes)
+                for value in values
+            ]
+            there = max(near, key=lambda point: score(*point))
+            if score(*there) <= score(*here):
+                break
+            here = there
+        if best is None or score(*here) > score(*best):
+            best = here
+    return layout_of(*best)
