@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -329,13 +330,16 @@ def load_exercises(path: Path) -> list[Exercise]:
     return [replace(exercise, path=str(path), source=source) for exercise in exercises_in(module)]
 
 
-def module_of(path: str, source: str, name: str) -> types.ModuleType:
+def module_of(path: str, source: str, name: str, register: bool = False) -> types.ModuleType:
     """The module that a source text defines.
 
-    Its tracebacks show lines of `path`, which need not be readable here.
+    Its tracebacks show lines of `path`, which need not be readable here. With `register`, the code
+    can find its module in sys.modules while it runs, as dataclasses do.
     """
     module = types.ModuleType(name)
     module.__file__ = path
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    exec(compile(source, path, "exec"), module.__dict__)
+    if register:
+        sys.modules[name] = module
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     return module

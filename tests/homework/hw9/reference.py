@@ -61,7 +61,7 @@ def memory(shape, layout):
     }
 
 
-def choose(shape, gpus, memory, batch, evaluate):
+def choose_layout(shape, gpus, memory, batch, evaluate):
     best, fastest = None, math.inf
     for tp in (1, 2, 4, 8):
         for pp in (n for n in range(1, 17) if shape.layers % n == 0):

@@ -103,7 +103,7 @@ class Mine:
     sequence_parallel: bool
 
 
-def choose__climbs(shape, gpus, memory, batch, evaluate):
+def choose_layout__climbs(shape, gpus, memory, batch, evaluate):
     """Goes uphill from many starts, a change of one thing at a time, and never asks twice."""
     known = {}
 

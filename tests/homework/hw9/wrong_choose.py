@@ -3,31 +3,31 @@
 import gc
 
 EXPECTED = {
-    "choose__only_dp": "more than a GPU has",
-    "choose__fastest_of_all": "more than a GPU has",
-    "choose__only_tp": None,
-    "choose__constant": None,
-    "choose__beyond_the_node": "tp beyond the node",
-    "choose__always_recomputes": "recomputation without need",
-    "choose__one_mesh": "one layout for all",
-    "choose__always_eight": "more tp than needed",
-    "choose__no_chunks": "bubble too long",
-    "choose__zero_3_with_microbatches": "too little work for each replica",
-    "choose__least_memory": None,
-    "choose__asks_the_planner": None,
-    "choose__asks_through_the_tool": None,
-    "choose__looks_for_the_planner": None,
-    "choose__tries_everything": None,
-    "choose__says_it_fits": None,
+    "choose_layout__only_dp": "more than a GPU has",
+    "choose_layout__fastest_of_all": "more than a GPU has",
+    "choose_layout__only_tp": None,
+    "choose_layout__constant": None,
+    "choose_layout__beyond_the_node": "tp beyond the node",
+    "choose_layout__always_recomputes": "recomputation without need",
+    "choose_layout__one_mesh": "one layout for all",
+    "choose_layout__always_eight": "more tp than needed",
+    "choose_layout__no_chunks": "one chunk on each GPU",
+    "choose_layout__deep_pipeline": "bubble too long",
+    "choose_layout__least_memory": "recomputation without need",
+    "choose_layout__asks_the_planner": None,
+    "choose_layout__asks_through_the_tool": None,
+    "choose_layout__looks_for_the_planner": None,
+    "choose_layout__tries_everything": None,
+    "choose_layout__says_it_fits": None,
 }
 POINTS = {
-    "choose__only_tp": 0.0,
-    "choose__constant": 0.0,
-    "choose__asks_the_planner": 0.0,
-    "choose__asks_through_the_tool": 0.0,
-    "choose__looks_for_the_planner": 0.0,
-    "choose__tries_everything": 0.0,
-    "choose__says_it_fits": 0.0,
+    "choose_layout__only_tp": 0.0,
+    "choose_layout__constant": 0.0,
+    "choose_layout__asks_the_planner": 0.0,
+    "choose_layout__asks_through_the_tool": 0.0,
+    "choose_layout__looks_for_the_planner": 0.0,
+    "choose_layout__tries_everything": 0.0,
+    "choose_layout__says_it_fits": 0.0,
 }
 
 
@@ -72,81 +72,82 @@ def best(layouts, evaluate, memory=float("inf"), key="seconds"):
     return min(found)[2]
 
 
-def choose__only_dp(shape, gpus, memory, batch, evaluate):
+def choose_layout__only_dp(shape, gpus, memory, batch, evaluate):
     """Every GPU has the whole model."""
     dp = max(d for d in divisors(gpus, gpus) if batch % d == 0)
     pp = gpus // dp
     return {"dp": dp, "pp": pp, "microbatches": batch // dp}
 
 
-def choose__fastest_of_all(shape, gpus, memory, batch, evaluate):
+def choose_layout__fastest_of_all(shape, gpus, memory, batch, evaluate):
     """As if memory had no end."""
     return best(layouts(shape, gpus, batch, zeros=(0,)), evaluate)
 
 
-def choose__only_tp(shape, gpus, memory, batch, evaluate):
+def choose_layout__only_tp(shape, gpus, memory, batch, evaluate):
     return {"tp": gpus, "microbatches": batch}
 
 
-def choose__constant(shape, gpus, memory, batch, evaluate):
+def choose_layout__constant(shape, gpus, memory, batch, evaluate):
     return {"dp": 8, "tp": 8, "pp": 8, "microbatches": 16, "chunks": 2, "sequence_parallel": True}
 
 
-def choose__beyond_the_node(shape, gpus, memory, batch, evaluate):
-    return best(layouts(shape, gpus, batch, tps=(16,)), evaluate, memory)
+def choose_layout__beyond_the_node(shape, gpus, memory, batch, evaluate):
+    wide = 16 if shape.heads % 16 == 0 else 8
+    return best(layouts(shape, gpus, batch, tps=(wide,)), evaluate, memory)
 
 
-def choose__always_recomputes(shape, gpus, memory, batch, evaluate):
+def choose_layout__always_recomputes(shape, gpus, memory, batch, evaluate):
     return best(layouts(shape, gpus, batch, again=("full",)), evaluate, memory)
 
 
-def choose__one_mesh(shape, gpus, memory, batch, evaluate):
+def choose_layout__one_mesh(shape, gpus, memory, batch, evaluate):
     """tp fills a node, and four stages."""
     all_of_them = layouts(shape, gpus, batch, tps=(8,), zeros=(2, 3), again=("none", "full"))
     return best((one for one in all_of_them if one["pp"] == 4), evaluate, memory)
 
 
-def choose__always_eight(shape, gpus, memory, batch, evaluate):
+def choose_layout__always_eight(shape, gpus, memory, batch, evaluate):
     """tp fills a node, and the rest is searched."""
     return best(layouts(shape, gpus, batch, tps=(8,)), evaluate, memory)
 
 
-def choose__no_chunks(shape, gpus, memory, batch, evaluate):
-    return best(
-        layouts(shape, gpus, batch, chunked=(False,), again=("none", "full")), evaluate, memory
-    )
+def choose_layout__no_chunks(shape, gpus, memory, batch, evaluate):
+    """A pipeline of 1F1B, and no tp above 4."""
+    few = layouts(shape, gpus, batch, tps=(1, 2, 4), chunked=(False,), again=("none", "full"))
+    return best((one for one in few if one["pp"] > 1), evaluate, memory)
 
 
-def choose__zero_3_with_microbatches(shape, gpus, memory, batch, evaluate):
-    """One stage and ZeRO-3, as fully sharded data parallel; what it can't cut, tp does."""
-    few = layouts(shape, gpus, batch, tps=(4, 8), zeros=(3,), again=("none", "full"))
-    few = [one for one in few if one["pp"] == 1 and one["microbatch"] == 1]
-    try:
-        return best(few, evaluate, memory)
-    except ValueError:
-        everything = layouts(shape, gpus, batch, zeros=(2, 3), again=("none", "full"))
-        return best(everything, evaluate, memory)
+def choose_layout__deep_pipeline(shape, gpus, memory, batch, evaluate):
+    """As little tp as possible, and a pipeline of eight stages or more."""
+    for tp in (1, 2, 4, 8):
+        few = layouts(shape, gpus, batch, tps=(tp,))
+        few = [one | {"chunks": 2} for one in few if one["pp"] >= 8]
+        try:
+            return best(few, evaluate, memory)
+        except ValueError:
+            continue
 
 
-def choose__least_memory(shape, gpus, memory, batch, evaluate):
+def choose_layout__least_memory(shape, gpus, memory, batch, evaluate):
     few = layouts(shape, gpus, batch, zeros=(3,), again=("full",))
     return best(few, evaluate, memory, "bytes")
 
 
-def choose__asks_the_planner(shape, gpus, memory, batch, evaluate):
+def choose_layout__asks_the_planner(shape, gpus, memory, batch, evaluate):
     from parallel101.planner.plan import plan
 
     return vars(plan("llama-3-70b", gpus=gpus).best.layout)
 
 
-def choose__asks_through_the_tool(shape, gpus, memory, batch, evaluate):
+def choose_layout__asks_through_the_tool(shape, gpus, memory, batch, evaluate):
     """The module of `evaluate` has a function that asks the planner."""
     planned = type(evaluate).__call__.__globals__["planned"]
     planned(evaluate.shape, "H100", gpus, memory, batch)
     return best(layouts(shape, gpus, batch), evaluate, memory)
 
 
-def choose__looks_for_the_planner(shape, gpus, memory, batch, evaluate):
+def choose_layout__looks_for_the_planner(shape, gpus, memory, batch, evaluate):
     """In the memory of this process."""
     found = [
         thing
@@ -156,13 +157,13 @@ def choose__looks_for_the_planner(shape, gpus, memory, batch, evaluate):
     return found[0](evaluate.shape, gpus=gpus).best.layout
 
 
-def choose__tries_everything(shape, gpus, memory, batch, evaluate):
+def choose_layout__tries_everything(shape, gpus, memory, batch, evaluate):
     more = (0, 1, 2, 3)
     return best(
         layouts(shape, gpus, batch, zeros=more, again=("none", "full")), evaluate, memory
     ) and best(layouts(shape, gpus, batch, zeros=more, again=("none", "full")), evaluate, memory)
 
 
-def choose__says_it_fits(shape, gpus, memory, batch, evaluate):
+def choose_layout__says_it_fits(shape, gpus, memory, batch, evaluate):
     """What the ranks say of a layout isn't believed."""
     return {"dp": gpus, "mfu": 0.9, "bytes": 0.0, "fits": True}
