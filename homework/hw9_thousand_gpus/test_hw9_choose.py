@@ -196,16 +196,16 @@ MISTAKES = (
     Misconception(
         "one chunk on each GPU",
         (
-            "In most layouts that lose points, each GPU of a pipeline has one stage. With several chunks on "
-            "each, the bubble is shorter."
+            "In most layouts that lose points, each GPU of a pipeline has one stage. With several "
+            "chunks on each, the bubble is shorter."
         ),
         losing(no_chunks),
     ),
     Misconception(
         "bubble too long",
         (
-            "In most layouts that lose points, the bubble takes the most time besides arithmetic. Fewer "
-            "stages or more microbatches make it shorter."
+            "In most layouts that lose points, the bubble takes the most time besides arithmetic. "
+            "Fewer stages or more microbatches make it shorter."
         ),
         losing(largest_loss("bubble")),
     ),

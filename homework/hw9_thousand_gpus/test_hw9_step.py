@@ -24,11 +24,11 @@ WEIGHTS = 12  # of a layer, in units of h²
 def step_case(draw: Draw, *, node: int, dp: int, tp: int, pp: int, **others) -> Case:
     """A layout of a model whose sizes are drawn."""
     flops, nvlink = draw.choice(GPUS)
-    chunks = others.get("chunks", 1)
+    chunks, heads = others.get("chunks", 1), 16 * draw.integer(2, 8)
     facts = {
-        "width": 1024 * draw.integer(4, 16),
+        "width": 128 * heads,
         "layers": pp * chunks * draw.integer(2, 6),
-        "heads": 16 * draw.integer(2, 6),
+        "heads": heads,
         "vocabulary": 128 * draw.integer(250, 1000),
         "time": 1024 * draw.integer(1, 8),
         "dp": dp,

@@ -77,6 +77,20 @@ class Evaluate:
         return {"seconds": found.seconds, "mfu": found.mfu, "bytes": nbytes}
 
 
+def layout_evaluator(
+    shape: Any, device: str, gpus: int, batch: int, memory: float | None = None
+) -> Evaluate:
+    """The tool that learners get, for a model, GPUs and batch of their own.
+
+    Args:
+        shape: an object with SHAPE's attributes, such as hw9.Shape.
+        device, gpus, memory: as those of a Cluster, with nodes of 8.
+        batch: samples of a step.
+    """
+    sizes = {name: getattr(shape, name) for name in SHAPE}
+    return Evaluate(ModelShape(**sizes), Cluster(device, gpus, memory=memory), batch)  # type: ignore[arg-type]
+
+
 def choose_on(
     function: Callable[..., Any],
     device: str,

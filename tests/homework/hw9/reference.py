@@ -1,6 +1,68 @@
 """Reference solutions of homework 9."""
 
 import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT (this is given).
+
+    width        h, the features of a token
+    layers       L
+    heads        a
+    vocabulary   V
+    time         s, the tokens of a sample
+    """
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model is laid out (this is given).
+
+    dp, tp, pp     d, t and P: the GPUs along each axis
+    microbatch     b, samples of one microbatch
+    microbatches   M, of each replica in a step
+    chunks         v, the stages on each GPU of a pipeline
+    recompute      "none", or "full": each layer's backward begins with a second forward pass
+    zero_stage     0 to 3 (exercise 25a: at most 2; 25b: 0)
+    sequence_parallel
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+    chunks: int = 1
+    recompute: str = "none"
+    zero_stage: int = 0
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, and the links between them (this is given).
+
+    flops          the peak of one GPU, in floating-point operations per second
+    efficiency     the share of the peak that matrix products reach
+    node           GPUs of one node
+    nvlink         GB/s (10⁹ bytes) from one GPU to its node's switch, one way
+    network        Gbit/s (10⁹ bits) from one node to the others, one way: all network cards
+                   together. Each GPU has an equal share of it.
+    """
+
+    flops: float
+    efficiency: float
+    node: int
+    nvlink: float
+    network: float
 
 
 def step_seconds(shape, layout, cluster):
