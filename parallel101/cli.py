@@ -1,4 +1,4 @@
-"""The command line: `parallel101 doctor | lab | lessons | run | merge | grade | bench`.
+"""The command line: `parallel101 doctor | lab | lessons | run | merge | grade | plan | bench`.
 
 A command imports what it needs only when it runs, so that `doctor` still works where torch or
 Jupyter is broken.
@@ -288,6 +288,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--seed-file", metavar="FILE", type=Path, help="a file with the teacher's secret seed"
         )
+
+    from parallel101.planner import plan_command
+
+    text = "Lay out the training of a model on many GPUs, and predict how long a step takes."
+    plan_command.add_arguments(command("plan", _plan, text))
 
     command(
         "bench",
@@ -582,6 +587,15 @@ def _release(args: argparse.Namespace, extra: list[str]) -> int:
     try:
         return command.release_set(args.path, args.out, args.seed_file, args.library)
     except (FileNotFoundError, ValueError) as error:
+        return args.parser.error(str(error))  # exits
+
+
+def _plan(args: argparse.Namespace, extra: list[str]) -> int:
+    from parallel101.planner import plan_command
+
+    try:
+        return plan_command.main(args)
+    except ValueError as error:
         return args.parser.error(str(error))  # exits
 
 

@@ -14,6 +14,9 @@ attention     ring attention and Ulysses              torch's attention and cont
 recompute     time and activations of a step          keeping all activations
 sim           messages per second, ranks, memory      nothing
 pictures      pictures, pages and a first notebook    matplotlib, a page without scripts, spawn
+
+`parallel101 bench published FILE.csv` measures nothing here: it compares the planner's quick model
+with training runs that others have published. See `parallel101 bench published --help`.
 """
 
 from __future__ import annotations
@@ -56,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns the exit status.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["published"]:
+        from parallel101.bench import published_runs
+
+        return published_runs.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="parallel101 bench",
         description=__doc__,

@@ -20,6 +20,7 @@ from parallel101.collectives.all_gather import direct_steps as direct_all_gather
 from parallel101.collectives.blocks import Blocks, even_blocks, row_of
 from parallel101.collectives.checks import begin, block_sizes, nothing, shard_sizes, tensor_of
 from parallel101.collectives.comm import Comm
+from parallel101.collectives.meta_device import same_memory
 from parallel101.collectives.reduce_scatter import direct_steps as direct_reduce_scatter
 from parallel101.collectives.reductions import Reduction, reduction_of
 from parallel101.mesh import GroupLike, group_of
@@ -140,7 +141,7 @@ def all_gather_async(
     comm = begin("all_gather_async", members, x, uneven=0, sizes=sizes)
     blocks = Blocks(result.view(-1), [size * row_of(x, 0) for size in sizes])
     mine = blocks[comm.rank]
-    if mine.data_ptr() != x.data_ptr():
+    if not same_memory(mine, x):
         mine.copy_(x.view(-1))
     return AsyncCollective(direct_all_gather(blocks, comm), result)
 
@@ -168,7 +169,7 @@ def contiguous(x: Tensor, name: str) -> Tensor:
             "contiguous tensor of one dim or more. "
             f"Call {name}.contiguous() or {name}.reshape(1)."
         )
-    if values.data_ptr() != x.data_ptr():
+    if not same_memory(values, x):
         raise ValueError(
             f"{name} is lazily conjugated or negated: expected a plain tensor. Call "
             f"{name}.resolve_conj().resolve_neg()."

@@ -229,9 +229,12 @@ def collective_of(operation: str, group: Group) -> Collective:
 def backends_in(config: str) -> dict[str, str]:
     """Return the backend that sends from each device.
 
-    For "cpu:gloo,cuda:nccl" that is {"cpu": "gloo", "cuda": "nccl"}. gloo has no send on GPUs.
+    For "cpu:gloo,cuda:nccl" that is {"cpu": "gloo", "cuda": "nccl"}. gloo has no send on GPUs. The
+    sim has tensors on the meta device, too.
     """
     pairs = dict(part.split(":") for part in config.split(","))
+    if pairs.get("cpu", "").startswith("sim"):
+        pairs["meta"] = pairs["cpu"]
     return {
         device: backend
         for device, backend in pairs.items()

@@ -37,12 +37,13 @@ from parallel101.cost.layer_activations import (
     layer_activations,
 )
 from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
+from parallel101.cost.model_flops import hardware_flops, model_flops
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
 from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
-from parallel101.cost.step_time import StepTime, model_flops, step_time
+from parallel101.cost.step_time import StepTime, step_time
 from parallel101.cost.times import (
     Memory,
     Time,
@@ -85,6 +86,7 @@ __all__ += [
     "closed_form",
     "first_stage_activations",
     "flops_per_byte",
+    "hardware_flops",
     "kept_by_our_gpt",
     "layer_activations",
     "matmul",

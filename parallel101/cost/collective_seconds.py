@@ -7,6 +7,8 @@ of tp 8 are neighbours, those of dp are tp · cp · ep apart.
     across nodes    a ring that enters each node once; the ranks of the axis inside a node send with
                     all of their network cards
 
+    direct          each rank sends a block to each other rank: those of other nodes by its own card
+
                     reduce-scatter, all-gather    (n − 1)/n · bytes / bandwidth + (n − 1) steps
                     all-reduce                    twice that
                     all-to-all                    what leaves the node goes by the cards
@@ -45,17 +47,26 @@ def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
     return AxisLinks(ranks, inside, bandwidth, steps)
 
 
-def all_gather_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
+def all_gather_seconds(
+    cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
+) -> float:
     """Seconds of an all-gather of `nbytes` in all; a reduce-scatter takes as long."""
     if ranks == 1 or not nbytes:
         return 0.0
     links = axis_links(cluster, ranks, stride)
-    return nbytes * (ranks - 1) / ranks / links.bandwidth + links.latency
+    if algorithm == "ring" or links.inside in (1, ranks):
+        return nbytes * (ranks - 1) / ranks / links.bandwidth + links.latency
+    has, outside = cluster.kernels, ranks - links.inside
+    return outside * (nbytes / ranks / cluster.card_bandwidth + has.network_step) + (
+        (links.inside - 1) * (nbytes / ranks / cluster.inside_bandwidth + has.nvlink_step)
+    )
 
 
-def all_reduce_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
+def all_reduce_seconds(
+    cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
+) -> float:
     """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * all_gather_seconds(cluster, nbytes, ranks, stride)
+    return 2 * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=algorithm)
 
 
 def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -69,10 +80,10 @@ def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int 
     return out + has.network_step
 
 
-def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1) -> float:
-    """Seconds of a message to the next rank along an axis."""
+def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1, *, ranks: int = 2) -> float:
+    """Seconds of a message to the next rank along an axis of so many `ranks`, all at once."""
     if not nbytes:
         return 0.0
-    if stride < cluster.nodes_of:
+    if stride * ranks <= cluster.nodes_of:
         return nbytes / cluster.inside_bandwidth + cluster.kernels.nvlink_step
     return nbytes / cluster.card_bandwidth + cluster.kernels.network_step

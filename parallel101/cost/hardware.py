@@ -13,7 +13,7 @@ way at the same time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,10 @@ class KernelFigures:
             clock that the GPU holds under load.
         tiles: (rows, columns, part of `sustained`) of the tiles that a product may choose from.
         tile_start: elements along k whose time it takes to begin and to end a tile.
+        alignment: (multiple, part of `sustained`): a product whose sizes are multiples of 16 bytes
+            runs at full speed, others load their matrices in smaller pieces.
         hbm: the part of `hbm_bandwidth` that a kernel reaches which reads and writes once.
         launch: seconds between the end of a kernel and the start of the next.
-        host: seconds of the CPU for a kernel. A GPU waits if its kernels are shorter.
         attention, attention_backward: the part of `flops` that fused attention reaches.
         nvlink_reached, network_reached: the part of a link's bandwidth that long messages reach.
         nvlink_step, network_step: seconds of a step of a collective, besides its bytes.
@@ -78,9 +79,9 @@ class KernelFigures:
     sustained: float
     tiles: tuple[tuple[int, int, float], ...]
     tile_start: int
+    alignment: tuple[tuple[int, float], ...]
     hbm: float
     launch: float
-    host: float
     attention: float
     attention_backward: float
     nvlink_reached: float
@@ -130,25 +131,83 @@ PCIE = (
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
 
-TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))
-A100_KERNELS = KernelFigures(
-    sms=108,
-    sustained=0.82,
-    tiles=TILES,
-    tile_start=96,
-    hbm=0.8,
-    launch=1.5e-6,
-    host=8e-6,
-    attention=0.6,
-    attention_backward=0.5,
-    nvlink_reached=0.78,
-    network_reached=0.9,
-    nvlink_step=5e-6,
-    network_step=15e-6,
-    source="",
+# The part of the peak that 16-bit products reach at the best of many shapes: S. Bekman, Machine
+# Learning Engineering, github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable
+# Matmul FLOPS comparison table".
+BEST_PRODUCT = {"A100": 0.869, "H100": 0.803, "B200": 0.776}
+
+# Calibrated on three rows of Megatron-LM's Table 1 (Narayanan et al., SC 2021) and on the layers in
+# vTrain's profile that keep an A100 busy: see BENCHMARKS.md. Memory bandwidth and products are hard
+# to tell apart there: (0.82, 0.60) fits almost as well as (0.80, 0.64).
+CALIBRATED = "sustained, tile_start, hbm: calibrated on published runs on A100, see BENCHMARKS.md"
+A100_SUSTAINED, A100_HBM = 0.80, 0.64
+# the bus bandwidth of an all-reduce of 1 GiB over 8 A100 in vTrain's runs is 229 GB/s of 300
+A100_NVLINK = 0.765
+
+LINKS = (
+    "nvlink_step, network_step and network_reached: fitted to SimAI's inputs/ratio (fractions of a "
+    "link's bandwidth that NCCL reached, by size and number of nodes)"
 )
-H100_KERNELS = replace(A100_KERNELS, sms=132, sustained=0.72, attention=0.6)
-B200_KERNELS = replace(A100_KERNELS, sms=148, sustained=0.72, attention=0.6)
+TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # cuBLAS's, roughly
+
+# bytes → part; calibrated on the output layer of vTrain's profile, whose vocabulary of 50,257 is cut
+# into 50257, 25128, 12564 and 6282 words. NVIDIA, "Matrix Multiplication Background User's Guide",
+# section "Tensor Core Requirements", asks for multiples of 16 bytes.
+ALIGNMENT = ((16, 1.0), (8, 0.8), (4, 0.6), (2, 0.3))
+
+
+def kernels_like_a100(
+    name: str, sms: int, attention: float, backward: float, source: str
+) -> KernelFigures:
+    """Return the figures of a GPU on which nothing was calibrated.
+
+    Its products keep the A100's distance from the best product; memory and links are reached alike.
+    """
+    return KernelFigures(
+        sms=sms,
+        sustained=A100_SUSTAINED * BEST_PRODUCT[name] / BEST_PRODUCT["A100"],
+        tiles=TILES,
+        tile_start=128,
+        alignment=ALIGNMENT,
+        hbm=A100_HBM,
+        launch=2e-6,
+        attention=attention,
+        attention_backward=backward,
+        nvlink_reached=A100_NVLINK,
+        network_reached=0.95,
+        nvlink_step=5e-6,
+        network_step=5e-6,
+        source=f"{CALIBRATED}; other GPUs: in the ratio of their best products, which are Bekman's "
+        f"(Machine Learning Engineering); {LINKS}; {source}",
+    )
+
+
+KERNELS = {
+    "A100": kernels_like_a100(
+        "A100",
+        108,
+        0.60,
+        0.50,
+        "SMs: NVIDIA, A100 Tensor Core GPU Architecture; attention: 50 to 73 % of the peak, Dao, "
+        "FlashAttention-2 (arXiv 2307.08691), abstract, the lower half for a causal mask",
+    ),
+    "H100": kernels_like_a100(
+        "H100",
+        132,
+        0.55,
+        0.45,
+        "SMs: NVIDIA, H100 Tensor Core GPU Architecture; attention: between 35 % of the peak "
+        "(FlashAttention-2) and 75 % (FlashAttention-3), Shah et al. (arXiv 2407.08608), abstract",
+    ),
+    "B200": kernels_like_a100(
+        "B200",
+        148,
+        0.50,
+        0.40,
+        "SMs: 148 as CUDA reports them; attention: an estimate, below FlashAttention-4's best "
+        "(Zadouri et al., github.com/Dao-AILab/flash-attention, assets/fa4_paper.pdf)",
+    ),
+}
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
@@ -181,7 +240,7 @@ CHIPS: dict[str, Chip] = {
                 "; flops: Lockwood, glennklockwood.com/garden/processors/A100, from NVIDIA's "
                 "data sheet"
             ),
-            kernels=A100_KERNELS,
+            kernels=KERNELS["A100"],
         ),
         Chip(
             "H100",
@@ -195,7 +254,7 @@ CHIPS: dict[str, Chip] = {
             ),
             GPUS + RAILS + PCIE,
             pcie_bandwidth=64e9,
-            kernels=H100_KERNELS,
+            kernels=KERNELS["H100"],
         ),
         Chip("H200", 9.9e14, 141e9, 4.8e12, (Level("node", 8, 450e9, NVLINK_HOP),), GPUS),
         Chip(
@@ -206,7 +265,7 @@ CHIPS: dict[str, Chip] = {
             (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP, rails=8)),
             GPUS + "; nodes per leaf, rails (8 cables a node): NVIDIA, DGX SuperPOD reference "
             "architecture, DGX B200",
-            kernels=B200_KERNELS,
+            kernels=KERNELS["B200"],
         ),
         Chip(
             "GB200",

@@ -14,7 +14,7 @@ All have a launch.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd
 
 from parallel101.cost.hardware import Chip, KernelFigures
 
@@ -33,6 +33,11 @@ def peak(chip: Chip, itemsize: int) -> float:
     return chip.flops if itemsize <= 2 else chip.flops / 2
 
 
+def aligned(has: KernelFigures, nbytes: int) -> float:
+    """The part of its speed that a product keeps whose sizes are multiples of `nbytes`."""
+    return next((part for multiple, part in has.alignment if nbytes % multiple == 0), 0.3)
+
+
 @lru_cache(maxsize=1 << 16)
 def product_seconds(
     chip: Chip, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2
@@ -42,6 +47,7 @@ def product_seconds(
         return 0.0
     has = figures(chip)
     of_an_sm = peak(chip, itemsize) * has.sustained / has.sms
+    of_an_sm *= aligned(has, gcd(m, n, k) * itemsize)
     times = []
     for rows, columns, reached in has.tiles:
         tiles = batch * min(ceil(m / rows) * ceil(n / columns), ceil(m / columns) * ceil(n / rows))

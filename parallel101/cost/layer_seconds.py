@@ -1,55 +1,53 @@
-"""Seconds of one layer's kernels and messages, for one microbatch on one rank.
+"""Seconds of one layer, of the embedding and of the head, for one microbatch on one rank.
 
-    forward     norm ─ qkv ─ scores ─ softmax ─ dropout ─ context ─ out ─ add
-                norm ─ up ─ GELU ─ down ─ add
-    backward    two products for each product: ∂x = g W and ∂W = gᵀ x
+    forward     Σ kernels + 2 sums along tp
+    backward    Σ kernels + 2 sums along tp, + what is computed again
 
-tokens T = microbatch · time / cp, of which sequence parallel leaves T / tp outside the products.
-What is elementwise is fused: a kernel for each line of the table in `forward_memory`.
+The kernels are those of layer_kernels.py, their seconds those of kernels.py. With sequence
+parallel, an all-gather and a reduce-scatter take the place of each sum.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import hypot
 from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
+    all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
 )
 from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
+from parallel101.cost.layer_kernels import (
+    Cut,
+    Product,
+    eager_memory,
+    flash_attention,
+    fused_memory,
+    linear_products,
+    sizes,
+    square_products,
+)
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.software import Software
 
 
-class Cut(NamedTuple):
-    """What of a ParallelLayout a layer's time depends on."""
-
-    tp: int
-    cp: int
-    ep: int
-    microbatch: int
-    sequence_parallel: bool
-    recompute: str
-    itemsize: int
-    context: str
-
-
 class Seconds(NamedTuple):
-    """Seconds of kernels and exposed messages, and the operations of the products."""
+    """Seconds of kernels and of messages that nothing hides."""
 
     matmul: float = 0.0
     memory: float = 0.0
+    host: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
-    flops: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.memory + self.tp + self.cp + self.ep
+        return sum(self)
 
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         return Seconds(*(a + times * b for a, b in zip(self, other)))
@@ -60,114 +58,39 @@ class Pass(NamedTuple):
 
     forward: Seconds
     backward: Seconds
-    kernels: int  # launched, both ways
 
     @property
-    def total(self) -> float:
+    def both(self) -> Seconds:
+        return self.forward.plus(self.backward)
+
+    @property
+    def seconds(self) -> float:
         return self.forward.total + self.backward.total
 
 
-class Product(NamedTuple):
-    """`batch` products (m, k) · (k, n)."""
+def waiting_for_host(gpu: float, kernels: int, software: Software) -> float:
+    """Seconds in which the GPU waits for the CPU to launch its kernels.
 
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.batch
-
-    def seconds(self, cluster: Cluster, itemsize: int) -> float:
-        return product_seconds(
-            cluster.chip, self.m, self.n, self.k, batch=self.batch, itemsize=itemsize
-        )
-
-    @property
-    def input_gradient(self) -> Product:
-        return Product(self.m, self.k, self.n, self.batch)
-
-    @property
-    def weight_gradient(self) -> Product:
-        return Product(self.k, self.n, self.m, self.batch)
+    If each kernel took as long as the others, the slower of the two would decide. They don't: short
+    ones make the GPU wait even where long ones let the CPU get ahead. √(GPU² + CPU²) is between the
+    maximum and the sum.
+    """
+    return hypot(gpu, kernels * software.host) - gpu
 
 
-def linear_products(shape: ModelShape, cut: Cut) -> list[Product]:
-    """The products with weights of a layer."""
-    tokens = cut.microbatch * shape.time // cut.cp
-    h, qkv = shape.width, shape.width + 2 * shape.kv_width
-    rows, copies = tokens, 1
-    if shape.experts:  # every rank has experts / ep of them, and each gets its share of tokens
-        copies = max(1, shape.experts // cut.ep)
-        rows = max(1, tokens * shape.top_k * cut.ep // shape.experts)
-    inside, first = shape.inside // cut.tp, 2 if shape.gated else 1
-    return [
-        Product(tokens, qkv // cut.tp, h),
-        Product(tokens, h, h // cut.tp),
-        Product(rows, first * inside, h, copies),
-        Product(rows, h, inside, copies),
-    ]
+def beside(messages: float, kernels: float, software: Software) -> float:
+    """Exposed seconds of messages that are in flight while kernels run.
+
+    What is hidden slows the kernels down, see Software.contention.
+    """
+    return max(0.0, messages - kernels) + software.contention * min(messages, kernels)
 
 
-def attention_products(shape: ModelShape, cut: Cut) -> list[Product]:
-    """Scores and context of unfused attention, over the whole square."""
-    heads = cut.microbatch * shape.heads // cut.tp
-    q, d = shape.time // cut.cp, shape.head_width
-    return [Product(q, shape.time, d, heads), Product(q, d, shape.time, heads)]
-
-
-def forward_memory(shape: ModelShape, cut: Cut) -> tuple[list[float], list[float]]:
-    """Bytes of each memory-bound kernel of a forward: outside of attention's core, and in it."""
-    e, mask = cut.itemsize, 1 if shape.dropout else 0
-    tokens = cut.microbatch * shape.time // cut.cp
-    outside = tokens * shape.width / (cut.tp if cut.sequence_parallel else 1)
-    inside = tokens * shape.inside / cut.tp * (shape.top_k if shape.experts else 1)
-    around = [2 * e * outside] * 2  # norms: read, write
-    around += [(3 * e + mask) * outside] * 2  # bias, dropout, addition: read two, write
-    around += [(3 if shape.gated else 2) * e * inside]  # GELU, or SiLU times the other half
-    if shape.positions == "rotary":
-        around += [2 * e * tokens * (shape.width + shape.kv_width) / cut.tp]
-    core = []
-    if shape.attention == "unfused":
-        square = cut.microbatch * shape.heads / cut.tp * shape.time**2 / cut.cp
-        around += [2 * e * tokens * shape.width / cut.tp]  # heads beside each other again
-        core += [1.5 * e * square]  # softmax with a causal mask: read one half, write
-        if shape.dropout:
-            core += [(2 * e + 1) * square]
-    return around, core
-
-
-def backward_memory(shape: ModelShape, cut: Cut) -> list[float]:
-    """Bytes of each memory-bound kernel of a backward."""
-    e, mask = cut.itemsize, 1 if shape.dropout else 0
-    tokens = cut.microbatch * shape.time // cut.cp
-    outside = tokens * shape.width / (cut.tp if cut.sequence_parallel else 1)
-    inside = tokens * shape.inside / cut.tp * (shape.top_k if shape.experts else 1)
-    nbytes = [5 * e * outside] * 2  # norms: g and x twice, for ∂x and for their own weights
-    nbytes += [3 * e * outside] * 2  # the residual connection's two gradients are added
-    if shape.dropout:
-        nbytes += [(2 * e + mask) * outside] * 2
-    nbytes += [(5 if shape.gated else 3) * e * inside]
-    if shape.biases:
-        columns = tokens * (shape.width + 2 * shape.kv_width) / cut.tp
-        nbytes += [e * outside] * 2 + [e * inside, e * columns]
-    if shape.positions == "rotary":
-        nbytes += [2 * e * tokens * (shape.width + shape.kv_width) / cut.tp]
-    if shape.attention == "unfused":
-        square = cut.microbatch * shape.heads / cut.tp * shape.time**2 / cut.cp
-        nbytes += [2 * e * tokens * shape.width / cut.tp * 2]
-        nbytes += [2 * e * square]  # softmax: its output and its gradient, one half each; write
-        if shape.dropout:
-            nbytes += [(2 * e + 1) * square]
-    return nbytes
-
-
-def fused_attention(shape: ModelShape, cut: Cut) -> tuple[float, float]:
-    """Operations of the causal half, and bytes."""
-    tokens = cut.microbatch * shape.time / cut.cp
-    flops = 2 * tokens * shape.time * shape.width / cut.tp
-    return flops, 2 * cut.itemsize * tokens * (shape.width + shape.kv_width) / cut.tp
+def products_seconds(cluster: Cluster, products: list[Product], itemsize: int) -> float:
+    return sum(
+        product_seconds(cluster.chip, p.m, p.n, p.k, batch=p.batch, itemsize=itemsize)
+        for p in products
+    )
 
 
 def context_seconds(
@@ -176,12 +99,11 @@ def context_seconds(
     """Exposed seconds of ring attention, in which so many `tensors` travel, or of Ulysses."""
     if cut.cp == 1:
         return 0.0
-    tokens = cut.microbatch * shape.time // cut.cp
-    block = tensors * cut.itemsize * tokens * shape.kv_width / cut.tp
+    of = sizes(shape, cut)
     if cut.context == "ulysses":
-        whole = cut.itemsize * tokens * (2 * shape.width + tensors * shape.kv_width) / cut.tp
-        return all_to_all_seconds(cluster, whole, cut.cp, cut.tp)
-    step = send_seconds(cluster, block, cut.tp)
+        nbytes = of.e * (2 * of.Q + tensors * of.K)
+        return all_to_all_seconds(cluster, nbytes, cut.cp, cut.tp)
+    step = send_seconds(cluster, tensors * of.e * of.K, cut.tp, ranks=cut.cp)
     return (cut.cp - 1) * max(0.0, step - compute / cut.cp)
 
 
@@ -189,98 +111,132 @@ def context_seconds(
 def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
     """Return forward and backward of one layer for one microbatch."""
     chip, e = cluster.chip, cut.itemsize
-    linear = linear_products(shape, cut)
-    around, core = forward_memory(shape, cut)
-    after = backward_memory(shape, cut)
-    tokens = cut.microbatch * shape.time // cut.cp
+    memory = (fused_memory if software.fused else eager_memory)(shape, cut)
+    linear = linear_products(shape, cut, joined=software.fused)
+    forward = products_seconds(cluster, linear, e)
+    weight_gradients = products_seconds(cluster, [p.weight_gradient for p in linear], e)
+    backward = weight_gradients + products_seconds(cluster, [p.input_gradient for p in linear], e)
 
-    forward = sum(product.seconds(cluster, e) for product in linear)
-    weight_gradients = sum(p.weight_gradient.seconds(cluster, e) for p in linear)
-    backward = weight_gradients + sum(p.input_gradient.seconds(cluster, e) for p in linear)
-    flops = sum(p.flops for p in linear)
-    kernels = 3 * len(linear) + len(around) + len(core) + len(after)
-
-    if shape.attention == "fused":
-        operations, nbytes = fused_attention(shape, cut)
-        core_matmul, core_flops = attention_seconds(chip, operations, nbytes), 2 * operations
-        core_back = attention_seconds(chip, 2.5 * operations, 2 * nbytes, backward=True)
-        kernels += 2
+    ring = cut.cp > 1 and cut.context != "ulysses" and not software.fused
+    if shape.attention == "fused" and not ring:
+        flops, nbytes = flash_attention(shape, cut)
+        core = attention_seconds(chip, flops, nbytes, itemsize=e)
+        core_after = attention_seconds(chip, 2.5 * flops, 2 * nbytes, backward=True, itemsize=e)
     else:
-        squares = attention_products(shape, cut)
-        core_matmul = sum(p.seconds(cluster, e) for p in squares)
-        core_back = sum(
-            p.input_gradient.seconds(cluster, e) + p.weight_gradient.seconds(cluster, e)
-            for p in squares
-        )
-        core_flops = sum(p.flops for p in squares)
-        kernels += 6
-    core_memory = sum(memory_seconds(chip, n) for n in core)
-    around_memory = sum(memory_seconds(chip, n) for n in around)
+        squares = square_products(shape, cut)
+        gradients = [p.input_gradient for p in squares] + [p.weight_gradient for p in squares]
+        part = 0.5 if ring else 1.0  # a ring computes the blocks that count
+        core = part * products_seconds(cluster, squares, 4 if ring else e)
+        core_after = part * products_seconds(cluster, gradients, 4 if ring else e)
+    around, in_core, after, in_core_after = (
+        sum(memory_seconds(chip, nbytes) for nbytes in kernels) for kernels in memory
+    )
 
-    sums = tokens * shape.width * e
-    # with sequence parallel, an all-gather and a reduce-scatter take the place of an all-reduce
-    tp_sum = all_reduce_seconds(cluster, sums, cut.tp)
-    tp_back = 2 * tp_sum
-    if software.tp_overlap:
-        tp_back = 2 * max(0.0, tp_sum - weight_gradients / 2)
-        if cut.sequence_parallel:  # gathers in backward are not hidden
-            tp_back = tp_sum + max(0.0, tp_sum - weight_gradients)
+    of = sizes(shape, cut)
+    activations = of.tokens * shape.width * e
+    tp = all_reduce_seconds(cluster, activations, cut.tp)
+    tp_back = backward_messages(tp, weight_gradients, cut, software)
     ep = 0.0
     if shape.experts and cut.ep > 1:
-        stride = cut.tp * cut.cp
-        ep = 2 * all_to_all_seconds(cluster, sums * shape.top_k, cut.ep, stride)
-    ring = context_seconds(shape, cluster, cut, core_matmul + core_memory, 2)
-    ring_back = context_seconds(shape, cluster, cut, core_back, 4)
+        sent = activations * shape.top_k
+        ep = 2 * all_to_all_seconds(cluster, sent, cut.ep, cut.tp * cut.cp)
+    cp = context_seconds(shape, cluster, cut, core + in_core, 2)
+    cp_back = context_seconds(shape, cluster, cut, core_after + in_core_after, 4)
 
+    launches = len(linear) + len(memory.around) + len(memory.core) + 2
+    launches_back = 2 * len(linear) + len(memory.after) + len(memory.core_after) + 4
+    busy, busy_back = around + in_core, after + in_core_after
     first = Seconds(
-        forward + core_matmul, around_memory + core_memory, 2 * tp_sum, ring, ep, flops + core_flops
+        forward + core,
+        busy,
+        waiting_for_host(forward + core + busy, launches, software),
+        2 * tp,
+        cp,
+        ep,
     )
     second = Seconds(
-        backward + core_back,
-        sum(memory_seconds(chip, n) for n in after),
+        backward + core_after,
+        busy_back,
+        waiting_for_host(backward + core_after + busy_back, launches_back, software),
         tp_back,
-        ring_back,
+        cp_back,
         ep,
-        2 * (flops + core_flops),
     )
     if cut.recompute == "full":
         second = second.plus(first)
     elif cut.recompute == "selective":
-        second = second.plus(Seconds(core_matmul, core_memory, 0.0, ring, 0.0, core_flops))
-    return Pass(first, second, kernels)
+        second = second.plus(Seconds(core, in_core, cp=cp))
+    return Pass(first, second)
+
+
+def backward_messages(tp: float, weight_gradients: float, cut: Cut, software: Software) -> float:
+    """Exposed seconds of a layer's messages along tp in backward, two sums of `tp` seconds.
+
+    Sequence parallel has two all-gathers and two reduce-scatters instead, each half a sum, and if
+    column layers keep their input cut, two more all-gathers beside the products.
+    """
+    if cut.tp == 1:
+        return 0.0
+    if not software.tp_overlap:
+        return 2 * tp
+    if cut.sequence_parallel:
+        hidden = tp if not software.fused else 2 * tp  # reduce-scatters; and gathering again
+        return tp + beside(hidden, weight_gradients, software)
+    return beside(2 * tp, weight_gradients, software)
 
 
 @lru_cache(maxsize=1 << 14)
 def embedding_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
-    """Forward and backward of the embedding."""
+    """Return forward and backward of the embedding."""
     chip, e = cluster.chip, cut.itemsize
-    size = cut.microbatch * shape.time // cut.cp * shape.width * e
-    forward = memory_seconds(chip, 2 * size) + memory_seconds(chip, 3 * size)
-    backward = memory_seconds(chip, 2 * size) + memory_seconds(chip, 3 * size)
+    of = sizes(shape, cut)
+    size = of.tokens * shape.width * e
+    kernels = [2 * size, 3 * size] if shape.positions == "learned" else [2 * size]
+    kernels += [2 * size] if cut.tp > 1 else []  # other ranks' tokens become zeros
+    seconds = sum(memory_seconds(chip, nbytes) for nbytes in kernels)
+    # the gradient of the table is as large as the table
+    table = shape.vocabulary * shape.width / cut.tp * e
     tp = all_reduce_seconds(cluster, size, cut.tp)
-    return Pass(Seconds(memory=forward, tp=tp), Seconds(memory=backward), 4)
+    if cut.sequence_parallel:
+        tp = all_gather_seconds(cluster, size, cut.tp)
+    return Pass(
+        Seconds(memory=seconds, tp=tp),
+        Seconds(
+            memory=seconds + memory_seconds(chip, table),
+            tp=tp if cut.sequence_parallel else 0.0,
+        ),
+    )
+
+
+def padded_vocabulary(shape: ModelShape, tp: int, software: Software) -> int:
+    """Words of the output layer on each tp rank."""
+    mine = -(-shape.vocabulary // tp)
+    return -(-mine // software.padding) * software.padding
 
 
 @lru_cache(maxsize=1 << 14)
 def head_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
-    """Forward and backward of the final norm, the output layer and the loss."""
+    """Return forward and backward of the final norm, the output layer and the loss."""
     chip, e = cluster.chip, cut.itemsize
-    tokens = cut.microbatch * shape.time // cut.cp
-    logits = Product(tokens, -(-shape.vocabulary // cut.tp), shape.width)
-    outside = tokens * shape.width / (cut.tp if cut.sequence_parallel else 1)
+    of = sizes(shape, cut)
+    logits = Product(of.tokens, padded_vocabulary(shape, cut.tp, software), shape.width)
     loss = memory_seconds(chip, software.loss_bytes / 2 * logits.m * logits.n)
-    sums = all_reduce_seconds(cluster, tokens * shape.width * e, cut.tp)
-    scalars = 3 * all_reduce_seconds(cluster, 4 * tokens, cut.tp)
-    first = Seconds(
-        logits.seconds(cluster, e),
-        loss + memory_seconds(chip, 2 * e * outside),
-        scalars + (sums / 2 if cut.sequence_parallel else 0.0),
-        flops=logits.flops,
+    tp = all_reduce_seconds(cluster, of.tokens * shape.width * e, cut.tp)
+    numbers = 3 * all_reduce_seconds(cluster, 4 * of.tokens, cut.tp)
+    weight_gradient = products_seconds(cluster, [logits.weight_gradient], e)
+    # with sequence parallel an all-gather before, and its reduce-scatter after; else a sum after
+    before, after = (tp / 2, tp / 2) if cut.sequence_parallel else (0.0, tp)
+    if software.tp_overlap:
+        after = beside(after, weight_gradient, software)
+    return Pass(
+        Seconds(
+            products_seconds(cluster, [logits], e),
+            loss + memory_seconds(chip, 2 * e * of.N),
+            tp=before + numbers,
+        ),
+        Seconds(
+            weight_gradient + products_seconds(cluster, [logits.input_gradient], e),
+            loss + memory_seconds(chip, 5 * e * of.N),
+            tp=after,
+        ),
     )
-    second = Seconds(
-        logits.input_gradient.seconds(cluster, e) + logits.weight_gradient.seconds(cluster, e),
-        loss + memory_seconds(chip, 5 * e * outside),
-        sums / 2 if cut.sequence_parallel else sums,
-        flops=2 * logits.flops,
-    )
-    return Pass(first, second, 12)

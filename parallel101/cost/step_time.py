@@ -15,7 +15,6 @@ collective_seconds.py have the parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
@@ -23,21 +22,28 @@ from parallel101.cost.collective_seconds import (
     all_reduce_seconds,
     send_seconds,
 )
-from parallel101.cost.kernels import memory_seconds
+from parallel101.cost.layer_kernels import Cut
 from parallel101.cost.layer_seconds import (
-    Cut,
     Pass,
     Seconds,
     embedding_seconds,
     head_seconds,
     layer_seconds,
 )
+from parallel101.cost.model_flops import hardware_flops, model_flops
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
+from parallel101.cost.update_seconds import (
+    ITEMSIZE,
+    accumulation_seconds,
+    gradient_itemsize,
+    gradient_seconds,
+    optimizer_seconds,
+    rank_parameters,
+)
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "bf16-mixed": 2, "fp16-mixed": 2}
 RANGE = 0.08  # of `low` and `high`: see BENCHMARKS.md
 
 
@@ -47,6 +53,7 @@ class StepTime:
 
     Attributes:
         matmul, memory_bound: of products (attention's included), and of all other kernels.
+        host: in which the GPU waits for the CPU to launch kernels.
         tp, cp, ep, pp, dp: of messages along each axis that nothing hides.
         bubble: in which the rank waits for the other stages.
         optimizer: of clipping and the update.
@@ -57,6 +64,7 @@ class StepTime:
 
     matmul: float
     memory_bound: float
+    host: float
     tp: float
     cp: float
     ep: float
@@ -75,10 +83,11 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name of a part → its seconds."""
+        """Name of a part → its seconds. "host" is only there if it is modelled."""
         return {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
+            **({"host": self.host} if self.host else {}),
             "tp": self.tp,
             "cp": self.cp,
             "ep": self.ep,
@@ -116,6 +125,7 @@ class StepTime:
         words = {
             "matmul": "the tensor cores: products of matrices",
             "memory-bound": "memory bandwidth: norms, softmax, additions",
+            "host": "the CPU, which launches kernels too slowly",
             "tp": "messages of tensor parallelism that nothing hides",
             "cp": "messages of context parallelism that nothing hides",
             "ep": "messages between experts",
@@ -131,42 +141,6 @@ class StepTime:
         return words[max(parts, key=lambda name: parts[name])]
 
 
-def model_flops(shape: ModelShape, batch: int) -> float:
-    """Operations of a step of `batch` samples, without recomputation: 6 a token and weight of a
-    product, and 12 s h a token for attention's two products over the whole square of (time, time).
-
-    For a GPT: 72 B s L h² (1 + s/(6h) + V/(12 L h)), which is 3/4 of formula (3) of Narayanan et
-    al. without the recomputation. Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B.
-    """
-    return batch * shape.time * flops_per_token(shape)
-
-
-@lru_cache(maxsize=1 << 10)
-def flops_per_token(shape: ModelShape) -> float:
-    h = shape.width
-    return 6 * (shape.layers * weights_in_use(shape) + shape.vocabulary * h) + (
-        12 * shape.layers * shape.time * h
-    )
-
-
-def weights_in_use(shape: ModelShape) -> float:
-    """Weights of a layer's products that a token meets."""
-    h = shape.width
-    mlp = (3 if shape.gated else 2) * h * shape.inside
-    if shape.experts:
-        mlp = mlp * shape.top_k + h * shape.experts
-    return 2 * h * h + 2 * h * shape.kv_width + mlp
-
-
-def recomputed_flops(shape: ModelShape, layout: ParallelLayout) -> float:
-    """Operations that a step computes again."""
-    tokens = layout.batch * shape.time
-    core = 4 * shape.time * shape.width
-    if layout.recompute == "full":
-        return tokens * shape.layers * (2 * weights_in_use(shape) + core)
-    return tokens * shape.layers * core if layout.recompute == "selective" else 0.0
-
-
 def step_time(
     shape: ModelShape, layout: ParallelLayout, cluster: Cluster, *, software: Software = TRAINERS
 ) -> StepTime:
@@ -175,49 +149,47 @@ def step_time(
     Raises ValueError if the layout has more GPUs than the cluster, or if the sizes don't divide.
     """
     check(shape, layout, cluster)
-    cut = Cut(
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.microbatch,
-        layout.sequence_parallel,
-        layout.recompute,
-        ITEMSIZE[layout.precision],
-        layout.context,
-    )
+    cut = cut_of(layout)
     layer = layer_seconds(shape, cluster, cut, software)
     embedding = embedding_seconds(shape, cluster, cut, software)
     head = head_seconds(shape, cluster, cut, software)
-    # a rank has the global stages r, r + pp, r + 2 pp …
-    layers = stage_layers(shape.layers, layout.pp * layout.chunks)
-    mine = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
-    ends = {0: embedding.total, layout.pp - 1: head.total}
-    if layout.pp == 1:
-        ends = {0: embedding.total + head.total}
-    of_rank = [n * layer.total + ends.get(rank, 0.0) for rank, n in enumerate(mine)]
-    slowest = max(range(layout.pp), key=lambda rank: of_rank[rank])
 
-    busy = whole(layer, mine[slowest])
-    if slowest == 0:
-        busy = busy.plus(whole(embedding, 1))
-    if slowest == layout.pp - 1:
-        busy = busy.plus(whole(head, 1))
-    M = layout.microbatches
-    filled = (sum(of_rank) - of_rank[slowest]) / layout.chunks * waiting(layout)
-    parameters = rank_parameters(shape, layout, mine[slowest], slowest)
-    accumulate = accumulation_seconds(shape, layout, cluster, software, parameters)
+    P, M, last = layout.pp, layout.microbatches, layout.pp - 1
+    # a rank has the global stages rank, rank + P, rank + 2P …
+    layers = stage_layers(shape.layers, P * layout.chunks)
+    mine = [sum(layers[rank::P]) for rank in range(P)]
+    of_rank = [n * layer.seconds for n in mine]
+    of_rank[0] += embedding.seconds
+    of_rank[last] += head.seconds
+    slowest = of_rank.index(max(of_rank))
+
+    ends = [embedding] * (slowest == 0) + [head] * (slowest == last)
+    one = together(layer, mine[slowest], ends)
+    busy = one.both
+    parameters = rank_parameters(
+        shape, layout.tp, layout.ep, mine[slowest], slowest == 0, slowest == last
+    )
     return StepTime(
         matmul=M * busy.matmul,
-        memory_bound=M * busy.memory + accumulate,
+        memory_bound=M * busy.memory + accumulation_seconds(layout, cluster, software, parameters),
+        host=M * busy.host,
         tp=M * busy.tp,
         cp=M * busy.cp,
         ep=M * busy.ep,
-        pp=pipeline_seconds(shape, layout, cluster, software, cut),
-        dp=gradient_seconds(layout, cluster, parameters, backward=whole(layer, 1).total),
-        bubble=filled,
+        pp=pipeline_seconds(shape, layout, cluster, software),
+        dp=gradient_seconds(
+            layout,
+            cluster,
+            software,
+            parameters,
+            one.forward.total,
+            one.backward.total,
+            mine[slowest] + len(ends),
+        ),
+        bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one),
         optimizer=optimizer_seconds(layout, cluster, software, parameters),
         model_flops=model_flops(shape, layout.batch),
-        hardware_flops=model_flops(shape, layout.batch) + recomputed_flops(shape, layout),
+        hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,
         peak=cluster.chip.flops * layout.gpus,
     )
@@ -230,109 +202,75 @@ def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
             f"the layout has {layout.gpus} GPUs, the cluster {cluster.gpus}: expected at most as "
             "many"
         )
-    for name in ("heads", "inside", "kv"):
-        if getattr(shape, name) % layout.tp:
-            raise ValueError(
-                f"{name}={getattr(shape, name)} can't be cut over tp={layout.tp}: expected a "
-                "multiple"
-            )
-    if shape.time % layout.cp:
-        raise ValueError(f"time={shape.time} can't be cut over cp={layout.cp}: expected a multiple")
+    for name, size, parts in (
+        ("heads", shape.heads, layout.tp),
+        ("kv_heads", shape.kv, layout.tp),
+        ("feed_forward", shape.inside, layout.tp),
+        ("time", shape.time, layout.cp),
+    ):
+        if size % parts:
+            axis = "cp" if name == "time" else "tp"
+            raise ValueError(f"{name}={size} can't be cut over {axis}={parts}: expected a multiple")
 
 
-def whole(one: Pass, times: int) -> Seconds:
-    """Forward and backward together."""
-    return Seconds().plus(one.forward, times).plus(one.backward, times)
+def cut_of(layout: ParallelLayout) -> Cut:
+    """Return what of a layout a layer's time depends on."""
+    return Cut(
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        layout.microbatch,
+        layout.sequence_parallel and layout.tp > 1,
+        layout.recompute,
+        ITEMSIZE[layout.precision],
+        layout.context,
+    )
 
 
-def waiting(layout: ParallelLayout) -> float:
-    """The bubble, in forward + backward passes of the other stages. Zero-bubble schedules compute
-    weight gradients in it, a third of the pass each (Qi et al., arXiv 2401.10241, Table 2).
+def together(layer: Pass, layers: int, ends: list[Pass]) -> Pass:
+    """Return forward and backward of so many layers, with the embedding or the head."""
+    forward, backward = (
+        Seconds().plus(layer.forward, layers),
+        Seconds().plus(layer.backward, layers),
+    )
+    for end in ends:
+        forward, backward = forward.plus(end.forward), backward.plus(end.backward)
+    return Pass(forward, backward)
+
+
+def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
+    """Seconds in which a rank waits while the others compute one microbatch each.
+
+    Interleaved stages are 1/chunks as long. Zero-bubble schedules compute weight gradients instead
+    of waiting: zb-h1 waits (P − 1)(F + B − W), zb-h2 (P − 1)(F + B − 2W), if W is half of backward
+    (Qi et al., arXiv 2401.10241, Table 2).
     """
-    return {"zb-h1": 1 / 3, "zb-h2": 0.0}.get(layout.schedule, 1.0)
-
-
-@lru_cache(maxsize=1 << 14)
-def _rank_parameters(
-    shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
-) -> float:
-    experts = max(1, shape.experts)
-    mlps = experts * shape.mlp_parameters / (ep if shape.experts else 1)
-    found = layers * (shape.attention_parameters + mlps) / tp
-    found += layers * 2 * shape.norm_parameters
-    if first:
-        found += shape.embedding_parameters / tp
-    if last:
-        found += shape.head_parameters / tp
-        if shape.tied and not first:
-            found += shape.vocabulary * shape.width / tp
-    return found
-
-
-def rank_parameters(shape: ModelShape, layout: ParallelLayout, layers: int, rank: int) -> float:
-    """Parameters on a rank of stage `rank`, which has so many layers."""
-    return _rank_parameters(shape, layout.tp, layout.ep, layers, rank == 0, rank == layout.pp - 1)
-
-
-def gradient_itemsize(layout: ParallelLayout) -> int:
-    return 4 if layout.gradient_dtype == "fp32" else ITEMSIZE[layout.precision]
-
-
-def accumulation_seconds(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    cluster: Cluster,
-    software: Software,
-    parameters: float,
-) -> float:
-    """Seconds in which a microbatch's gradients are added to those before it."""
-    times = layout.microbatches - (0 if software.accumulates else 1)
-    nbytes = ITEMSIZE[layout.precision] + 2 * gradient_itemsize(layout)
-    return times * memory_seconds(cluster.chip, parameters * nbytes)
-
-
-def gradient_seconds(
-    layout: ParallelLayout, cluster: Cluster, parameters: float, *, backward: float
-) -> float:
-    """Exposed seconds of summing gradients, and of gathering weights, along dp, ep and cp.
-
-    With overlap, all but the last layers' gradients travel during the last microbatch's backward.
-    """
-    ranks, stride = layout.dp * layout.ep * layout.cp, layout.tp
-    if ranks == 1:
-        return 0.0
-    nbytes = parameters * gradient_itemsize(layout)
-    weights = parameters * ITEMSIZE[layout.precision]
-    if layout.zero_stage == 0:
-        seconds = all_reduce_seconds(cluster, nbytes, ranks, stride)
-    else:
-        times = 2 * layout.microbatches if layout.zero_stage == 3 else 1
-        seconds = all_gather_seconds(cluster, nbytes, ranks, stride)
-        seconds += times * all_gather_seconds(cluster, weights, ranks, stride)
-    return seconds if not layout.overlap else max(0.0, seconds - backward)
-
-
-def optimizer_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, parameters: float
-) -> float:
-    """Seconds of clipping and of the optimizer's update, which are bound by memory bandwidth."""
-    mine = parameters / (layout.dp if layout.zero_stage else 1)
-    return memory_seconds(cluster.chip, mine * software.optimizer_bytes)
+    forward, backward = one.forward.total, one.backward.total
+    saved = {"zb-h1": backward, "zb-h2": 1.5 * backward}.get(layout.schedule, 0.0)
+    return others / layout.chunks * max(0.0, 1 - saved / (forward + backward))
 
 
 def pipeline_seconds(
-    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, software: Software, cut: Cut
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, software: Software
 ) -> float:
-    """Exposed seconds of messages between stages."""
+    """Exposed seconds of messages between stages, and of the sum of a tied embedding's gradient.
+
+    A microbatch's activations and gradients pass P − 1 borders while the pipeline fills and drains;
+    programs that don't overlap them wait for two messages a microbatch and stage.
+    """
     if layout.pp == 1:
         return 0.0
-    size = cut.microbatch * shape.time / cut.cp * shape.width * cut.itemsize
-    stride = layout.strides["pp"]
-    share = layout.tp if layout.sequence_parallel or software.scatter_gather else 1
-    once = send_seconds(cluster, size / share, stride)
+    itemsize, stride, P = ITEMSIZE[layout.precision], layout.strides["pp"], layout.pp
+    size = layout.microbatch * shape.time / layout.cp * shape.width * itemsize
+    cut = layout.tp if layout.sequence_parallel or software.scatter_gather else 1
+    once = send_seconds(cluster, size / cut, stride, ranks=P)
     if software.scatter_gather and not layout.sequence_parallel:
         once += all_gather_seconds(cluster, size, layout.tp)
-    times = 2 * (layout.pp - 1)
+    times = 2 * (P - 1)
     if not software.pp_overlap:
         times += 2 * layout.microbatches * layout.chunks
-    return times * once
+    tied = 0.0
+    if shape.tied:
+        nbytes = shape.vocabulary * shape.width / layout.tp * gradient_itemsize(layout)
+        tied = all_reduce_seconds(cluster, nbytes, 2, stride * (P - 1))
+    return times * once + tied

@@ -45,13 +45,21 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, choice: Tensor) -> Tensor:
         order = choice.argsort(stable=True)  # rows of the same expert are neighbours …
-        counts = choice.bincount(minlength=len(self.up)).tolist()
+        counts = rows_of_each(choice, len(self.up))
         weights = zip(*(p.unbind() for p in (self.up, self.up_bias, self.down, self.down_bias)))
         outputs = []
         for mine, (up, up_bias, down, down_bias) in zip(rows[order].split(counts), weights):
             hidden = F.gelu(F.linear(mine, up.t(), up_bias))
             outputs.append(F.linear(hidden, down.t(), down_bias))
         return torch.cat(outputs)[order.argsort()]  # … until they are back in their places
+
+
+def rows_of_each(choice: Tensor, experts: int) -> list[int]:
+    """Return how many rows have chosen each expert; on the meta device, all have as many."""
+    if choice.is_meta:
+        even, more = divmod(len(choice), experts)
+        return [even + (expert < more) for expert in range(experts)]
+    return choice.bincount(minlength=experts).tolist()
 
 
 class MixtureOfExperts(nn.Module):
@@ -98,11 +106,11 @@ class MixtureOfExperts(nn.Module):
         probabilities = self.router(x).softmax(-1)  # (batch, time, experts)
         weight, choice = probabilities.topk(self.top_k)  # (batch, time, top_k) each
         chosen = F.one_hot(choice, probabilities.shape[-1])  # 1 where it is this expert
-        kept = within_capacity(chosen, self.capacity)
+        kept = places(within_capacity(chosen, self.capacity), self.capacity)
 
         copies = x.unsqueeze(2).expand(*choice.shape, -1)  # a copy of a token for each choice
         outputs = weight[kept].unsqueeze(-1) * self.experts(copies[kept], choice[kept])
-        y = outputs.new_zeros(copies.shape).index_put((kept,), outputs).sum(2)
+        y = outputs.new_zeros(copies.shape).index_put(kept, outputs).sum(2)
         return y, balance(probabilities, chosen)
 
 
@@ -119,6 +127,18 @@ def within_capacity(chosen: Tensor, capacity: float | None) -> Tensor:
     most = math.ceil(capacity * top_k * time / experts)
     count = chosen.flatten(1, 2).cumsum(1).view_as(chosen)  # up to and with this choice
     return ((count <= most) & chosen.bool()).any(-1)
+
+
+def places(kept: Tensor, capacity: float | None) -> tuple[Tensor, ...]:
+    """Return the indices, one tensor for each dim, at which `kept` is true.
+
+    On the meta device there are as many as if all experts are used alike: all but what is over a
+    capacity below 1.
+    """
+    if not kept.is_meta:
+        return kept.nonzero(as_tuple=True)
+    rows = math.ceil(kept.numel() * min(capacity or 1.0, 1.0))
+    return tuple(kept.new_empty(rows, dtype=torch.int64) for _ in kept.shape)
 
 
 def balance(probabilities: Tensor, chosen: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,9 +56,7 @@ class GPTConfig:
     capacity: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "context", "layers", "heads", "width"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"GPTConfig({name}={value!r}): expected a whole number, 1 or more")
+        check_sizes(self, ("vocabulary", "context", "layers", "heads", "width"))
         if self.width % self.heads:
             raise ValueError(
                 f"width={self.width} isn't a multiple of heads={self.heads}: expected as many "
@@ -66,10 +66,6 @@ class GPTConfig:
             raise ValueError(
                 f"GPTConfig(dropout={self.dropout!r}): expected the part that is dropped, 0 or "
                 "more and below 1"
-            )
-        if self.attention not in ("fused", "unfused"):
-            raise ValueError(
-                f'GPTConfig(attention={self.attention!r}): expected "fused" or "unfused"'
             )
         if not isinstance(self.experts, int) or self.experts < 0:
             raise ValueError(
@@ -296,6 +292,16 @@ def balanced_next_token_loss(
     return next_token_loss(logits, targets) + weight * balance.mean()
 
 
+def check_sizes(config: Any, names: Sequence[str]) -> None:
+    """Raise ValueError unless these attributes are sizes, and `attention` is a kind of it."""
+    what = type(config).__name__
+    for name in names:
+        if not isinstance(value := getattr(config, name), int) or value < 1:
+            raise ValueError(f"{what}({name}={value!r}): expected a whole number, 1 or more")
+    if config.attention not in ("fused", "unfused"):
+        raise ValueError(f'{what}(attention={config.attention!r}): expected "fused" or "unfused"')
+
+
 def check_text(tokens: Tensor, positions: Tensor | None, context: int) -> None:
     """Raise ValueError unless each token has a position in the context."""
     shape = tuple(tokens.shape)
@@ -310,7 +316,9 @@ def check_text(tokens: Tensor, positions: Tensor | None, context: int) -> None:
             f"positions of shape {tuple(positions.shape)} for tokens of shape {shape}: expected "
             "(time,) or (batch, time), a position for each token"
         )
-    if positions.numel() and not 0 <= positions.min() <= positions.max() < context:
+    if positions.is_meta or not positions.numel():
+        return
+    if not 0 <= positions.min() <= positions.max() < context:
         raise ValueError(
             f"positions from {positions.min()} to {positions.max()}: expected 0 to {context - 1}, "
             f"because context={context}"

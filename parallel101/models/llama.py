@@ -13,10 +13,9 @@
 No linear layer has a bias, and there is no dropout. Angles are computed where they are used: they
 are neither parameters nor buffers, so no trainer has to place them.
 
-Sources: Touvron et al., "Llama 2" (arXiv 2307.09288), section 2.2; "The Llama 3 Herd of Models"
-(2407.21783), section 3.2; Zhang and Sennrich, "Root Mean Square Layer Normalization" (1910.07467);
-Su et al., "RoFormer" (2104.09864), section 3.2.2; Ainslie et al., "GQA" (2305.13245); Shazeer,
-"GLU Variants Improve Transformer" (2002.05202).
+Sources: "Llama 2" (arXiv 2307.09288), section 2.2; "The Llama 3 Herd of Models" (2407.21783), 3.2;
+Zhang and Sennrich, RMSNorm (1910.07467); Su et al., RoFormer (2104.09864), 3.2.2; Ainslie et al.,
+GQA (2305.13245); Shazeer, "GLU Variants Improve Transformer" (2002.05202).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.models.gpt import AttentionCore, check_text
+from parallel101.models.gpt import AttentionCore, check_sizes, check_text
 from parallel101.models.seeding import seed_weights
 
 
@@ -39,10 +38,9 @@ class LlamaConfig:
         heads, kv_heads: of queries, and of keys and values: each of these serves heads / kv_heads
             heads of queries.
         hidden: features inside the MLP.
-        tied: the head and the embedding share one matrix.
         rope_theta: θ of the rotary positions. Llama 2 has 10,000, Llama 3 has 500,000.
         norm_eps: ε of the norms.
-        attention: "fused" or "unfused"; see `GPTConfig`.
+        tied, attention: see `GPTConfig`.
     """
 
     vocabulary: int
@@ -58,11 +56,8 @@ class LlamaConfig:
     attention: str = "fused"
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "context", "layers", "heads", "kv_heads", "width", "hidden"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(
-                    f"LlamaConfig({name}={value!r}): expected a whole number, 1 or more"
-                )
+        names = "vocabulary", "context", "layers", "heads", "kv_heads", "width", "hidden"
+        check_sizes(self, names)
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width={self.width} isn't a multiple of 2 · heads={2 * self.heads}: expected an "
@@ -76,17 +71,12 @@ class LlamaConfig:
         for name in ("rope_theta", "norm_eps"):
             if not isinstance(value := getattr(self, name), int | float) or not value > 0:
                 raise ValueError(f"LlamaConfig({name}={value!r}): expected a number above 0")
-        if self.attention not in ("fused", "unfused"):
-            raise ValueError(
-                f'LlamaConfig(attention={self.attention!r}): expected "fused" or "unfused"'
-            )
 
 
 def rotations(positions: Tensor, features: int, theta: float, dtype: torch.dtype) -> Tensor:
     """Return exp(i · position · θ^(−2j / features)) for pair j of a head's features.
 
-    Complex numbers of absolute value 1: (time,) → (1, time, features / 2), and (batch, time) →
-    (batch, 1, time, features / 2). Their real and imaginary parts are of `dtype`.
+    (…, time) whole numbers → (…, 1, time, features / 2) complex ones, whose parts are of `dtype`.
     """
     exponents = torch.arange(0, features, 2, dtype=dtype, device=positions.device) / -features
     angles = positions[..., None, :, None] * theta**exponents
@@ -94,19 +84,13 @@ def rotations(positions: Tensor, features: int, theta: float, dtype: torch.dtype
 
 
 def rotate(x: Tensor, by: Tensor) -> Tensor:
-    """Rotate features 2j and 2j + 1 of each head, as the parts of a complex number.
-
-    x is (batch, heads, time, features), `by` as `rotations` returns it.
-    """
+    """Multiply features 2j and 2j + 1 of x (…, time, features), taken as one complex number."""
     pairs = torch.view_as_complex(x.to(by.real.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * by).flatten(-2).to(x.dtype)
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions.
-
-    (batch, time, width) → the same shape. For `positions` see `Llama`.
-    """
+class LlamaAttention(nn.Module):
+    """Causal grouped-query attention with rotary positions: (batch, time, width) → the same."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -131,11 +115,8 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: two linear layers side by side, one of which gates the other, and one back.
-
-    It acts on each position alone.
-    """
+class SwiGLU(nn.Module):
+    """Two linear layers side by side, one of which gates the other, and one back."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -147,22 +128,22 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One layer: attention and feed-forward, each with norm and residual connection."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = LlamaAttention(config)
         self.mlp_norm = nn.RMSNorm(config.width, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions)
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """A vector for each token: (batch, time) whole numbers → (batch, time, width)."""
 
     def __init__(self, config: LlamaConfig):
@@ -180,8 +161,7 @@ class Llama(nn.Module):
 
     Args:
         config: see LlamaConfig; `time` is at most config.context, a longer text a ValueError.
-        seed: of the weights; see seeding.py.
-        dtype, device: of the weights. Default: torch's.
+        seed, dtype, device: of the weights, as of a GPT's.
 
     Args of the forward:
         positions: (time,) or (batch, time) whole numbers below config.context: where in the text
@@ -199,8 +179,8 @@ class Llama(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.embedding = TokenEmbedding(config)
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:

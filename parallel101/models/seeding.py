@@ -52,4 +52,6 @@ def seed_weights(model: nn.Module, seed: int = 0, prefix: str = "") -> None:
     If `model` is a part of another, `prefix` is what comes before its names there.
     """
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:  # it has no values
+            continue
         parameter.copy_(initial_weight(prefix + name, parameter.shape, seed))

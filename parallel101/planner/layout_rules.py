@@ -108,16 +108,17 @@ def why_not_mesh(
     shape: ModelShape, mesh: ParallelLayout, batch: int, fixed: Mapping[str, Any]
 ) -> str | None:
     """Why the model can't be cut by these axes, if it can't."""
-    heads, kv_heads = shape.heads, shape.kv_heads or shape.heads
-    if heads % mesh.tp:
-        return f"tp doesn't divide {heads} heads"
-    if kv_heads % mesh.tp:
-        return f"tp doesn't divide {kv_heads} key/value heads"
+    if shape.heads % mesh.tp:
+        return f"tp doesn't divide {shape.heads} heads"
+    if shape.kv % mesh.tp:
+        return f"tp doesn't divide {shape.kv} key/value heads"
+    if shape.inside % mesh.tp:
+        return f"tp doesn't divide the {shape.inside:,} features inside an MLP"
     if not can_be_staged(shape.layers, mesh.pp):
         return f"{shape.layers} layers can't be shared evenly by pp stages"
     if mesh.cp > 1 and shape.time % (2 * mesh.cp):
         return f"a sample's {shape.time:,} tokens aren't a multiple of 2 · cp"
-    if mesh.cp > 1 and fixed.get("context") == "ulysses" and (kv_heads // mesh.tp) % mesh.cp:
+    if mesh.cp > 1 and fixed.get("context") == "ulysses" and (shape.kv // mesh.tp) % mesh.cp:
         return "context='ulysses': cp doesn't divide the key/value heads of a rank"
     if mesh.cp > 1 and shape.attention == "unfused":
         return "cp needs attention='fused'"

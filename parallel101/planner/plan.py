@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import CHIPS
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import StageMemory
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from parallel101.viz.scene import Scene
 
 BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
-# the parts of a step's seconds, in the order of tables and pictures
-PARTS = ("matmul", "memory_bound", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Planned:
     @property
     def parts(self) -> dict[str, float]:
         """Name → seconds; together they are `seconds`. Communication counts where it is exposed."""
-        return {name: getattr(self.time, name) for name in PARTS}
+        return self.time.parts
 
     @property
     def headroom(self) -> float:
@@ -225,7 +224,13 @@ def plan(
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     shape = shape_of_model(name, time=time, attention=attention)
-    cluster = Cluster(device, gpus, nodes_of, memory)  # type: ignore[arg-type]
+    known = [chip.name for chip in CHIPS.values() if chip.kernels is not None]
+    if device not in known:
+        raise ValueError(
+            f"device={device!r}: expected one of {', '.join(map(repr, known))}, whose kernels are "
+            "in cost/hardware.py"
+        )
+    cluster = Cluster(CHIPS[device], gpus, nodes_of, memory)
     if gpus > nodes_of and gpus % nodes_of:
         raise ValueError(
             f"{gpus:,} GPUs aren't whole nodes of {nodes_of}: expected a multiple, such as "

@@ -189,10 +189,9 @@ def meshes_by_size(
     shape: ModelShape, batch: int, fixed: Mapping[str, Any], per_node: int
 ) -> Iterator[tuple[int, ParallelLayout]]:
     """All meshes on which the model could be trained, on however many GPUs, small ones first."""
-    heads = shape.kv_heads or shape.heads
     stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
     axes = {
-        "tp": [n for n in divisors(heads) if n <= per_node],
+        "tp": [n for n in divisors(shape.kv) if n <= per_node],
         "pp": [n for n in stages if can_have(shape.layers, n)],
         "cp": [1, *(n for n in divisors(shape.time // 2) if 1 < n <= 32)],
         "ep": divisors(shape.experts) if shape.experts else [1],

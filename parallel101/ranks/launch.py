@@ -32,7 +32,9 @@ from parallel101.record.calls import never_waited, sends_never_waited
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.trace import Trace
 from parallel101.record.where import shown
+from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
+from parallel101.sim.virtual_gpu import GpuCount
 
 BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
@@ -52,12 +54,15 @@ class Run:
         results: what the function returned, by rank. GPU tensors come back on the CPU.
         trace: the record, if the run was recorded (a sim run always is), else None.
         backend, world_size: as it ran.
+        gpus: what each rank's virtual GPU did, of a run with `device`, else None: `.flops`, `.busy`
+            (seconds in which it computed) and `.peak_bytes`, the most memory that was in use.
     """
 
     results: list[Any] = field(repr=False)
     trace: Trace | None
     backend: str
     world_size: int
+    gpus: list[GpuCount] | None = field(default=None, repr=False)
     # what `watch` knows beyond the record: an analysis.unwritten.Watched
     watched: Any = field(default=None, repr=False)
 
@@ -122,6 +127,7 @@ def launch(
     network: Network | None = None,
     rules: str = "gloo",
     device: str | None = None,
+    mirrors: MirroredAxes | None = None,
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
@@ -146,9 +152,12 @@ def launch(
         device: on sim, the GPU that each rank has, such as "H100". Tensors are then on torch's meta
             device: they have shapes and no values, and no number is computed. Trainers run as they
             are, and their `step` returns 0.0. None: the CPU, with numbers.
+        mirrors: on sim, which ranks of a mesh have a thread and stand for the others, in a program
+            that does the same on all of them: a `sim.mirrored.MirroredAxes`. `results` are of those
+            ranks. None: all have one.
 
     Returns:
-        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
+        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
 
     Raises:
         RankFailed: a rank raised an exception, which is the cause, or its process died.
@@ -163,6 +172,8 @@ def launch(
     are the calls that had not ended.
     """
     _check_arguments(fn, backend, trace, timeout, network, rules, device)
+    if mirrors is not None:
+        world_size = _mirrored_size(mirrors, world_size, backend, rules)
     timeout = min(timeout, MAX_TIMEOUT)
     recording = bool(trace) or backend == "sim"
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
@@ -215,6 +226,7 @@ def launch(
                 network=network,
                 rules=rules,
                 device=device,
+                mirrors=mirrors,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
@@ -256,9 +268,9 @@ def launch(
         monitor.close(explained)
         if rendezvous is not None:
             rendezvous.close()
-    return Run(
-        results, _trace(monitor.records(), size, backend) if recording else None, backend, size
-    )
+    trace = _trace(monitor.records(), size, backend) if recording else None
+    gpus = monitor.records()[0].gpus if device is not None else None
+    return Run(results, trace, backend, size, None if gpus is None else list(gpus))
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:
@@ -361,6 +373,21 @@ def _world_size(value: Any) -> int:
     if size < 1:
         raise ValueError(f"world_size is {size}; there must be at least 1 rank")
     return size
+
+
+def _mirrored_size(mirrors: MirroredAxes, size: Any, backend: str, rules: str) -> int:
+    if not isinstance(mirrors, MirroredAxes):
+        raise TypeError(f"mirrors is a {type(mirrors).__name__}; it must be a MirroredAxes")
+    if backend != "sim" or rules != "gloo":
+        raise ValueError(
+            f"mirrors works with backend='sim' and rules='gloo' only; got {backend!r} and {rules!r}"
+        )
+    if size not in (None, mirrors.world_size):
+        raise ValueError(
+            f"world_size is {size}, and the mesh of mirrors={mirrors} has {mirrors.world_size} "
+            "ranks: leave world_size out"
+        )
+    return mirrors.world_size
 
 
 def _check_gpus(size: int) -> None:

@@ -47,6 +47,7 @@ from parallel101.record.recorder import StatusReport
 from parallel101.record.where import where
 from parallel101.sim.group import SharedState
 from parallel101.sim.simulate import simulate
+from parallel101.sim.virtual_gpu import GpuCount, VirtualGPU, virtual_gpu
 
 NO_REPORT: StatusReport = ({}, {}, {}, {}, {})  # the sim itself knows who waits for whom
 
@@ -56,6 +57,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     _, body, buffers = wire.receive_packed()
     threads: dict[int, int] = {}
     failures: dict[int, tuple[bytes, list]] = {}  # pickled, by rank
+    gpus: dict[int, GpuCount] = {}
     watcher = SimWatcher(threads, wire)
     watcher.start()
     sys.stdout, sys.stderr = _PrefixedStream(sys.stdout), _PrefixedStream(sys.stderr)
@@ -70,8 +72,10 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
                 function, args, kwargs = unpack_program(
                     body, [bytearray(buffer) for buffer in buffers]
                 )
-            with virtual_device(job.device):
+            with virtual_device(job.device) as gpu:
                 value = function(*args, **kwargs)
+            if gpu is not None:
+                gpus[rank] = gpu.count()
             return pack_result(value, rank)
         except Exception as error:
             # now, while the rank's modules are loaded
@@ -88,11 +92,14 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
             job.network,
             rules=job.rules,
             payload_bytes=job.payload_bytes,
+            mirrors=job.mirrors,
             on_start=watcher.watch,
         )
     _this_thread.rank = None
     wire.send(IMPORTED, slow_imports(loaded))
-    wire.send(RECORD, (RankRecord(run.events, run.unfinished, run.unwaited), NO_REPORT))
+    of_gpus = [gpus[rank] for rank in sorted(gpus)] if job.device is not None else None
+    record = RankRecord(run.events, run.unfinished, run.unwaited, of_gpus)
+    wire.send(RECORD, (record, NO_REPORT))
     if run.error is None:
         wire.send_packed(RESULT, *pack(run.results), release=True)
     else:
@@ -103,21 +110,15 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
 
 
 @contextlib.contextmanager
-def virtual_device(name: str | None) -> Iterator[None]:
+def virtual_device(name: str | None) -> Iterator[VirtualGPU | None]:
     """Inside, this rank has the virtual GPU of that name, and torch makes its tensors there: on the
     meta device, where they have shapes and no values. None: the rank has the CPU.
     """
     if name is None:
-        yield
+        yield None
         return
-    try:
-        from parallel101.sim.virtual_gpu import virtual_gpu
-    except ImportError:
-        clock: Any = contextlib.nullcontext()
-    else:
-        clock = virtual_gpu(name)
-    with torch.device("meta"), clock:
-        yield
+    with torch.device("meta"), virtual_gpu(name) as gpu:
+        yield gpu
 
 
 @contextlib.contextmanager

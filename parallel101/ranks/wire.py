@@ -77,6 +77,7 @@ class Job:
     network: Any  # a parallel101.Network, or None
     rules: str  # on sim: "gloo" or "nccl"
     device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
+    mirrors: Any  # on sim: a MirroredAxes, or None: all ranks have a thread
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]
@@ -93,6 +94,8 @@ class RankRecord(NamedTuple):
     unfinished: list[EventRow]  # posted, and not ended
     # of a checked run: sends and receives that the program never waited for
     unwaited: Sequence[Call] = ()
+    # by rank, of a run on virtual GPUs: a sim.virtual_gpu.GpuCount each
+    gpus: Sequence[Any] | None = None
 
 
 class Failure(NamedTuple):

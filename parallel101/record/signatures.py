@@ -85,11 +85,11 @@ class CollectiveSpec(NamedTuple):
             return []
         if self.outputs is None:
             return flat(args[self.inputs]) if self.kind == "broadcast" and at_root else []
-        written = {tensor.untyped_storage().data_ptr() for tensor in flat(args[self.outputs])}
+        written = {id(tensor.untyped_storage()) for tensor in flat(args[self.outputs])}
         return [
             tensor
             for tensor in flat(args[self.inputs])
-            if tensor.untyped_storage().data_ptr() not in written
+            if id(tensor.untyped_storage()) not in written
         ]
 
     def unfit(self, args: tuple, what: str) -> str | None:

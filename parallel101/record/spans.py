@@ -17,6 +17,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 # of the messages of our collectives, so that they never match a message that the program sends
@@ -85,8 +86,11 @@ Listener = Callable[[str | None, Mapping[str, Any]], contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside, the listener is called with the name and the labels of each span of this thread."""
-    before, _thread.listener = getattr(_thread, "listener", None), listener
+    """Inside, the listener is called with the name and the labels of each span of this thread, and
+    so are those of the blocks around this one.
+    """
+    before = getattr(_thread, "listener", None)
+    _thread.listener = listener if before is None else partial(_each, before, listener)
     try:
         yield
     finally:
@@ -212,6 +216,12 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     target, listener = recorder(), getattr(_thread, "listener", None)
     inside = contextlib.nullcontext() if target is None else target.unrecorded()
     return inside if listener is None else _both(listener(None, {}), inside)
+
+
+def _each(
+    outer: Listener, inner: Listener, name: str | None, labels: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    return _both(outer(name, labels), inner(name, labels))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import inspect
 import struct
 import sys
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.deterministic
+from torch.utils import _python_dispatch
 
 from parallel101.record.spans import axis_described
 
@@ -402,3 +404,35 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
         return look if len(seen) == 705 else None
     finally:
         generator.set_state(state)
+
+
+@contextlib.contextmanager
+def fused_optimizers_on_meta() -> Iterator[None]:
+    """Inside, torch's optimizers take fused=True for meta tensors, as for a GPU's.
+
+    Relies on them calling `_get_fused_kernels_supported_devices` of torch.optim.optimizer.
+    """
+    module: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides its name
+    devices = module._get_fused_kernels_supported_devices
+    module._get_fused_kernels_supported_devices = lambda: [*devices(), "meta"]
+    try:
+        yield
+    finally:
+        module._get_fused_kernels_supported_devices = devices
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes of this thread that see every operation, the innermost last.
+
+    Relies on `torch.utils._python_dispatch`, which lists them.
+    """
+    return _python_dispatch._get_current_dispatch_mode_stack()
+
+
+def uncounted_like(x: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same shape, dtype and device, which no mode of this thread sees.
+
+    Relies on `torch.utils._python_dispatch`, which turns them off.
+    """
+    with _python_dispatch._disable_current_modes():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -20,7 +20,7 @@ from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,9 @@ from parallel101.record.wait_for import find_deadlock
 from parallel101.record.where import caller, where
 from parallel101.sim.limits import TimeLimits, Waitable
 from parallel101.sim.network import Links, Network, TimedEvent
+
+if TYPE_CHECKING:
+    from parallel101.sim.mirrored import MirroredAxes
 
 # polls per rank while nothing is scheduled; after that, polling in a loop counts as waiting, and is
 # a deadlock
@@ -58,6 +61,7 @@ class VirtualRank:
         "finished_futures",
         "groups",
         "in_flight",
+        "index",
         "interrupted",
         "number",
         "polled_at",
@@ -73,8 +77,9 @@ class VirtualRank:
         "world",
     )
 
-    def __init__(self, number: int, world: World):
+    def __init__(self, number: int, index: int, world: World):
         self.number = number
+        self.index = index  # its place among the ranks that have a thread
         self.world = world
         self.clock = 0.0
         # its thread acquires this lock to wait for its turn; the thread that ran before releases it
@@ -122,6 +127,10 @@ class VirtualRank:
         return self.world.unrecorded(self)
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
+        if self.world.mirrors is not None:  # the ranks without a thread never call
+            line = f"{kind} {within} {ranks[0]} {ranks[-1]} {len(ranks)}"
+            self.agreements[line] = self.agreements.get(line, 0) + 1
+            return self.agreements[line]
         call = call_to_compare(self.number, kind, ranks, within, alike, self.agreements)
         self.world.check(call)
         return call.seq
@@ -149,15 +158,18 @@ class World:
     Args:
         size: how many ranks.
         network: what is between them.
+        mirrors: which of them have a thread, and stand for the others; None: all have one.
     """
 
-    def __init__(self, size: int, network: Network):
+    def __init__(self, size: int, network: Network, mirrors: MirroredAxes | None = None):
         self.size = size
         self.network = network
-        self.route = network.router(size)
+        self.mirrors = mirrors
+        self.route = network.router(size) if mirrors is None else mirrors.router(network)
         self.now = 0.0
         self.round = 0  # how often ranks have run at this time before
-        self.ranks = [VirtualRank(number, self) for number in range(size)]
+        numbers = range(size) if mirrors is None else mirrors.present
+        self.ranks = [VirtualRank(number, index, self) for index, number in enumerate(numbers)]
         self.links = Links(self.schedule)
         self.limits = TimeLimits(self)
         self.events: list[EventRow] = []
@@ -194,11 +206,11 @@ class World:
     def run(self, rank_main: Callable[[int], Any], switch: Callable[[int, int], None]) -> list[Any]:
         """Run `rank_main(rank)` on every rank, and return what they returned.
 
-        What went wrong is in `failure`. `switch(rank, next_rank)` is called whenever one rank stops
-        running and another starts.
+        What went wrong is in `failure`. `switch(index, next_index)` is called whenever one rank
+        stops running and another starts.
         """
         self._switch = switch
-        results: list[Any] = [None] * self.size
+        results: list[Any] = [None] * len(self.ranks)
         self._main.acquire()
         self._job_done.acquire()
         threads = [
@@ -275,7 +287,7 @@ class World:
         """Let a rank run at the present time."""
         if not rank.wakes and not rank.finished:
             rank.wakes = True
-            self._woken.append(rank.number)
+            self._woken.append(rank.index)
 
     def enter(self, rank: VirtualRank) -> None:
         """Wait until the world's time reaches the rank's own clock, before it communicates."""
@@ -372,7 +384,7 @@ class World:
         torch.autograd.set_multithreading_enabled(False)  # backward stays on the rank's own thread
         try:
             if self.failure is None:
-                results[rank.number] = rank_main(rank.number)
+                results[rank.index] = rank_main(rank.number)
         except RankCancelled:
             pass
         except BaseException as error:
@@ -408,9 +420,9 @@ class World:
         # later
         if rank is None:
             raise AssertionError("no virtual rank can run, but the run has not ended")
-        if rank.number != self._current:
-            self._switch(self._current, rank.number)
-            self._current = rank.number
+        if rank.index != self._current:
+            self._switch(self._current, rank.index)
+            self._current = rank.index
         rank.turn.release()
 
     def _next(self) -> VirtualRank | None:
@@ -487,10 +499,11 @@ class World:
             for rank in world.ranks
             if rank.waiting is not None and not rank.finished
         }
+        threads = {rank.number: rank.thread for rank in self.ranks}
         # where each rank is blocked, which may be some lines after its call
         frames = sys._current_frames()
         calls = {
-            number: work.call()._replace(where=where(frames.get(self.ranks[number].thread)))
+            number: work.call()._replace(where=where(frames.get(threads[number])))
             for number, work in waits.items()
         }
         returned = [rank.number for rank in self.ranks if rank.finished]

@@ -28,6 +28,7 @@ from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.message_matching import (
+    ON_META,
     MessageWork,
     PointToPointGroup,
     SendWork,
@@ -139,6 +140,7 @@ class SimGroup(PointToPointGroup):
         self.shared = shared
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
+        self.callers = len(self.ranks)  # that have a thread
         self.world.limits.views[label].append(self)
         member.groups.append(self)
 
@@ -269,7 +271,7 @@ class NewGroupCall:
         world, member = self.group.world, self.group.member
         world.enter(member)
         self.calls.append(self)
-        if len(self.calls) == len(self.group.ranks):
+        if len(self.calls) == self.group.callers:
             world.schedule(world.now, self)
         world.wait(member, self)
 
@@ -322,14 +324,15 @@ class CollectiveWork(SimWork, dist.Work):
         self.payload: list | None = None
         self.snapshots: list[tuple[torch.Tensor, bytes]] = []
         if arguments.layout != "sparse":
+            with_numbers = [tensor for tensor in arguments.tensors if not tensor.is_meta]
             if arguments.nbytes <= group.payload_bytes:
                 self.payload = [
                     value
-                    for tensor in arguments.tensors
+                    for tensor in with_numbers
                     for value in tensor.detach().reshape(-1).tolist()
                 ]
             self.snapshots = [
-                (tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in arguments.tensors
+                (tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in with_numbers
             ]
 
     def result(self) -> list[torch.Tensor]:
@@ -414,7 +417,7 @@ class RunningCollective:
         self.works[work.rank.number] = work
         if work is not first and disagreement(first.call(), work.call()):
             self.agreed = False
-        if len(self.works) == len(self.group.ranks):
+        if len(self.works) == self.group.callers:
             world, shared, label = self.group.world, self.group.shared, self.group.label
             del shared.incomplete[self.key]
             if (error := self.misuse()) is not None:
@@ -439,14 +442,17 @@ class RunningCollective:
 
     def fire(self) -> None:
         """Its time is over: all ranks get their results."""
-        works = [self.works[rank] for rank in self.group.ranks]
+        works = [self.call_of(rank) for rank in self.group.ranks]
         world = self.group.world
         world.on_main_thread(lambda: self._move(works))
         if world.failure is not None:
             return
-        for work in works:
+        for work in dict.fromkeys(works):
             world.events.append(work.row(self.started))
             work.finish()
+
+    def call_of(self, rank: int) -> CollectiveWork:
+        return self.works[rank]
 
     @torch.no_grad()
     def _move(self, works: list[CollectiveWork]) -> None:
@@ -485,4 +491,15 @@ class RunningCollective:
                         )
                     )
                     return
+            mixed = (move for move in moves if len({bool(b.pointer) for b in move.buffers}) > 1)
+            if (move := next(mixed, None)) is not None:
+                work = works[move.position]
+                world.fail(
+                    MisuseError(
+                        f"{work.call().brief}: some ranks pass tensors on the meta device, which "
+                        f"have no numbers, and others pass tensors with numbers. {ON_META}",
+                        work.rank.number,
+                    )
+                )
+                return
             execute(moves, first.arguments.op)

@@ -359,7 +359,7 @@ class UnmatchedMessages:
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send meets its receive. Raises MisuseError if they do not agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
-        if fit and (not send.pointer) != (not receive.pointer):
+        if fit and not (send.pointer and receive.pointer) and send.pointer != receive.pointer:
             error = one_on_meta(send, receive)
             send.world.fail(error, receive.rank)
             raise error
@@ -426,6 +426,9 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.where = where_from(sys._getframe(1))
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             check_sendable(tensor, "send", rank, work.where)
+            pointer = 0  # on the meta device
+        else:
+            pointer = tensor.data_ptr()
         work.group = self
         work.tensor = tensor
         work.peer = peer = self.ranks[dst]
@@ -439,7 +442,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.nbytes = nbytes = tensor.nbytes
         work.shape = tensor.shape
         work.dtype = tensor.dtype
-        work.pointer = pointer = tensor.data_ptr()  # 0 on the meta device
+        work.pointer = pointer
         work.snapshot = (
             None
             if not pointer
@@ -522,6 +525,9 @@ class PointToPointGroup(torch_private.PythonGroup):
         # torch passes complex tensors as pairs of real numbers
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             check_sendable(tensor, "recv", rank, work.where)
+            work.pointer = 0  # on the meta device
+        else:
+            work.pointer = tensor.data_ptr()
         work.group = self
         work.tensor = tensor
         work.peer = peer
@@ -535,7 +541,6 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.nbytes = tensor.nbytes
         work.shape = tensor.shape
         work.dtype = tensor.dtype
-        work.pointer = tensor.data_ptr()
         unmatched.number = work.number = unmatched.number + 1
         if peer is None:
             channel = self._channel_of_oldest_send(tag)
@@ -587,13 +592,18 @@ def on_a_device(tensor: torch.Tensor, kind: str) -> str | None:
     )
 
 
+ON_META = (
+    "Ranks that were launched with a device make tensors on meta. For numbers that the program "
+    'reads, make them on all of these ranks with device="cpu"'
+)
+
+
 def one_on_meta(send: SendWork, receive: RecvWork) -> MisuseError:
     """One side of a message has numbers, and the other one is on the meta device."""
     meta, other = (receive, send) if send.pointer else (send, receive)
     return MisuseError(
         f"{meta.call().brief} has a tensor on the meta device, which has no numbers, and "
-        f"{other.call().brief} has one with numbers. On ranks with device=…, torch makes tensors "
-        'on meta: pass device="cpu" on both sides for small numbers that the program reads',
+        f"{other.call().brief} has one with numbers. {ON_META}",
         receive.rank.number,
     )
 

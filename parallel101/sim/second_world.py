@@ -40,16 +40,18 @@ class SecondWorld(World):
 
     def __init__(self, first: World):
         super().__init__(
-            first.size, Network(latency=0.0, bandwidth=math.inf, eager=first.network.eager)
+            first.size,
+            Network(latency=0.0, bandwidth=math.inf, eager=first.network.eager),
+            first.mirrors,
         )
         self.first = first
         self._pollers = first._pollers
 
     def wake(self, rank: VirtualRank) -> None:
-        self.first.wake(self.first.ranks[rank.number])
+        self.first.wake(self.first.ranks[rank.index])
 
     def block(self, rank: VirtualRank) -> None:
-        self.first.block(self.first.ranks[rank.number])
+        self.first.block(self.first.ranks[rank.index])
         rank.set_futures()
 
     def fail(self, error: BaseException, rank: VirtualRank | None = None) -> None:
@@ -76,7 +78,7 @@ class SecondGroups:
 
     def counterpart(self, group: SimGroup) -> SimGroup:
         if group not in self.counterparts:
-            rank = self.world.ranks[group.member.number]
+            rank = self.world.ranks[group.member.index]
             self.counterparts[group] = type(group)(
                 self.shared, rank, group.label, group.ranks, group.torch_name
             )
@@ -103,7 +105,7 @@ class SecondGroups:
             vars(group).update(
                 {name: getattr(other, name) for name in POSTS if hasattr(other, name)}
             )
-        record_into(self.world.ranks[rank.number], this_thread_only=True)
+        record_into(self.world.ranks[rank.index], this_thread_only=True)
         try:
             yield
         finally:

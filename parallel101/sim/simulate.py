@@ -11,6 +11,7 @@
     queues.py             rules="nccl": in which order a rank's operations start on NCCL
     limits.py             time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
+    mirrored.py           runs in which one rank stands for many (with mirrored_group.py)
     process_state.py      what each rank has to itself, as if it were a process, and what all
                           share (with modules.py, random_states.py and logging_states.py)
 
@@ -45,6 +46,8 @@ from parallel101.record.errors import DeadlockError, MisuseError
 from parallel101.record.events import EventRow
 from parallel101.sim.clock import World
 from parallel101.sim.group import SharedState, SimGroup
+from parallel101.sim.mirrored import MirroredAxes
+from parallel101.sim.mirrored_group import MirroredGroup, MirroredState
 from parallel101.sim.network import Network
 from parallel101.sim.process_state import ProcessStates
 from parallel101.sim.queue_notes import queue_notes
@@ -78,6 +81,7 @@ def simulate(
     *,
     rules: str = "gloo",
     payload_bytes: int = 0,
+    mirrors: MirroredAxes | None = None,
     on_start: Callable[[SharedState], None] = lambda _: None,
 ) -> SimResult:
     """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised.
@@ -90,6 +94,8 @@ def simulate(
         network: what is between them; None: `Network()`.
         rules: what the program may rely on: "gloo" or "nccl" (see queues.py).
         payload_bytes: events keep the values of messages of up to this many bytes.
+        mirrors: which ranks have a thread, and stand for the others (see mirrored.py); results are
+            of those. None: all have one.
         on_start: called with the run's state before it begins, so that another thread can look at
             it during the run.
 
@@ -98,11 +104,14 @@ def simulate(
     if world_size < 1:
         raise ValueError(f"world_size must be a number of ranks, 1 or more; got {world_size!r}")
     network = Network() if network is None else network
-    torch_worlds = [torch_private.RankWorld() for _ in range(world_size)]
-    world = World(world_size, network)
+    world = World(world_size, network, mirrors)
+    torch_worlds = [torch_private.RankWorld() for _ in world.ranks]
     shared: SharedState
     new_group: Callable[..., SimGroup]
-    if rules == "nccl":
+    if mirrors is not None:
+        shared = alike = MirroredState(world, payload_bytes)
+        backend, new_group = "sim", partial(MirroredGroup, alike)
+    elif rules == "nccl":
         shared = queued = QueuedState(world, payload_bytes)
         backend, new_group = "sim_nccl", partial(QueuedGroup, queued)
         world.deadlock_notes = partial(queue_notes, queued.queues)
@@ -113,14 +122,15 @@ def simulate(
     if isinstance(second.shared, QueuedState):
         second.world.deadlock_notes = partial(queue_notes, second.shared.queues)
     on_start(shared)
-    store = dist.HashStore()
+    store, ranks = dist.HashStore(), {rank.number: rank for rank in world.ranks}
 
     def main(number: int) -> Any:
         # OpenMP counts for each thread: without this, a rank's first layers start a pool on the one
         # core
         torch.set_num_threads(1)
-        group = new_group(world.ranks[number], "world", range(world_size), "0")
-        torch_worlds[number].add_default(group, "0", backend, store, world_size)
+        rank = ranks[number]
+        group = new_group(rank, "world", range(world_size), "0")
+        torch_worlds[rank.index].add_default(group, "0", backend, store, world_size)
         try:
             return rank_main(number)
         finally:
@@ -135,7 +145,7 @@ def simulate(
     )
     torch.set_num_threads(1)  # hundreds of ranks with a thread pool each would be too many threads
     # as rarely as if each rank had its own process and collector
-    gc.set_threshold(collector[0] * world_size, *collector[1:])
+    gc.set_threshold(collector[0] * len(world.ranks), *collector[1:])
     states = ProcessStates(torch_worlds)
     torch_private.name_groups_by_thread(True)
     try:

@@ -32,7 +32,7 @@ from parallel101.sim.network import Router
 class Buffer(NamedTuple):
     """Contiguous memory of a tensor, or of a piece of one."""
 
-    pointer: int
+    pointer: int  # 0: it is on the meta device, or empty
     nbytes: int
     dtype: torch.dtype
 
@@ -134,7 +134,7 @@ def _tensors(count: int) -> str:
 
 
 def whole(tensor: torch.Tensor) -> Buffer:
-    return Buffer(tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+    return Buffer(0 if tensor.is_meta else tensor.data_ptr(), tensor.nbytes, tensor.dtype)
 
 
 def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffer]:
@@ -156,10 +156,10 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffe
                 f"pass one size for each rank, {length} in total"
             )
         sizes = [n * (tensor.nbytes // length if length else 0) for n in rows]
-    start, buffers = tensor.data_ptr(), []
+    start, buffers = whole(tensor).pointer, []
     for size in sizes:
         buffers.append(Buffer(start, size, tensor.dtype))
-        start += size
+        start += size if start else 0
     return buffers
 
 
@@ -175,6 +175,10 @@ class Move(NamedTuple):
     position: int  # of the rank that gets it, in the group
     output: Buffer
     inputs: list[Buffer]
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [self.output, *self.inputs]
 
 
 def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move]:
@@ -205,6 +209,7 @@ def execute(moves: Sequence[Move], op: str | None) -> None:
 
     A reduction goes in rank order, and all sums are computed before any is written.
     """
+    moves = [move for move in moves if move.output.pointer]
     results: dict[tuple[int, ...], torch.Tensor] = {}  # all ranks of an all-reduce share one sum
     for move in moves:
         key = tuple(buffer.pointer for buffer in move.inputs)

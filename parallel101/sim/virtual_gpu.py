@@ -18,23 +18,32 @@ for all its tensors. Operations aren't fused with each other: two additions read
 lookup in an embedding, or any other gather, reads the rows that it takes and not the table.
 
 Only meta tensors cost time: what a program keeps on the CPU, such as the number of samples that the
-ranks exchange, is free. No event is recorded for a kernel: time passes in the spans around it.
+ranks exchange, is free. No event is recorded for a kernel: time passes in the spans around it, and
+kernels outside of any span become one span "compute" as long as they follow each other.
+
+The peak of memory is that of training: it is counted from the first span "forward". A trainer
+is given the whole model, and cuts it before that.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# torch has no public name for it; tests/sim/test_virtual_gpu.py needs it
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel101.cost import kernels
 from parallel101.cost.hardware import Chip, chip_of
-from parallel101.record.spans import recorder
+from parallel101.record import torch_private
+from parallel101.record.spans import listening, recorder
 
 aten = torch.ops.aten
 
@@ -44,7 +53,7 @@ class GpuCount(NamedTuple):
 
     flops: int  # floating-point operations of matrix products and attention
     busy: float  # seconds in which it computed
-    peak_bytes: int  # the most that was alive at once
+    peak_bytes: int  # the most that was alive at once, from the first span "forward"
 
 
 class Kernel(NamedTuple):
@@ -52,6 +61,15 @@ class Kernel(NamedTuple):
 
     seconds: float
     flops: int
+
+
+class Known(NamedTuple):
+    """What an operation did when it was first called with arguments of these shapes."""
+
+    kernel: Kernel
+    # of each output: (size, stride, dtype) of a new tensor, or which argument it is
+    outputs: tuple[Any, ...] | None  # None: it must be called again
+    several: bool
 
 
 class _Alive(weakref.ref):
@@ -65,6 +83,10 @@ class _Alive(weakref.ref):
 class VirtualGPU(TorchDispatchMode):
     """Inside, this thread's operations on meta tensors move its rank's clock, and are counted.
 
+    What an operation costs, and which tensors it returns, depends on its arguments' shapes. It is
+    found out once and then remembered: torch itself takes up to 2 ms to find the shape of a meta
+    tensor.
+
     Attributes:
         chip: whose kernels they are.
         flops, busy: arithmetic and seconds of all kernels so far.
@@ -77,8 +99,10 @@ class VirtualGPU(TorchDispatchMode):
         self.chip = chip_of(chip)
         self.flops, self.busy, self.kernels = 0, 0.0, 0
         self.live = self.peak = 0
-        self._alive: dict[int, _Alive] = {}  # by address of the storage
-        self._known: dict[Any, Kernel] = {}  # of operations with these shapes
+        self._alive: dict[int, _Alive] = {}  # by id of the storage
+        self._known = KNOWN.setdefault(self.chip, {})  # by operation and arguments
+        self._spans, self._trains = 0, False
+        self._outside: tuple[float, float] | None = None  # start and end of kernels in no span
 
     def count(self) -> GpuCount:
         return GpuCount(self.flops, self.busy, self.peak)
@@ -87,43 +111,77 @@ class VirtualGPU(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func.is_view:
-            return out
-        outputs = [t for t in tensors_in(out if isinstance(out, tuple) else (out,)) if t.is_meta]
+            return func(*args, **kwargs)
+        key = (func, *map(key_of, args), *map(key_of, kwargs.items()))
+        known = self._known.get(key)
+        if known is None or known.outputs is None:
+            out = func(*args, **kwargs)
+            if known is None:
+                if len(self._known) == MOST_KNOWN:
+                    self._known.clear()
+                known = self._known[key] = known_of(self.chip, func, args, kwargs, out)
+            outputs = out if isinstance(out, tuple | list) else (out,)
+        else:
+            outputs = tuple(
+                aten.empty_strided.default(*of[:2], dtype=of[2], device="meta")
+                if type(of) is tuple
+                else None
+                if of is None
+                else args[of]
+                if type(of) is int
+                else kwargs[of]
+                for of in known.outputs
+            )
+            out = outputs if known.several else outputs[0]
         for t in outputs:
-            self._note(t)
-        if func in FREE:
-            return out
-        inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
-        if not (outputs or inputs):
-            return out
-        kernel = self._cost(func, args, kwargs, inputs, outputs)
-        if kernel.seconds:
-            self.kernels += 1
-            self.flops += kernel.flops
-            self.busy += kernel.seconds
-            if rank := recorder():
-                rank.compute(kernel.seconds)
+            if isinstance(t, Tensor) and t.is_meta:
+                self._note(t)
+        if known.kernel.seconds:
+            self._run(known.kernel)
         return out
 
-    def _cost(
-        self, func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> Kernel:
-        causal = next((a for a in (*args, *kwargs.values()) if a is True), False)
-        key = (func, causal, *((t.dtype, t.shape, t.stride()) for t in inputs))
-        if outputs and not inputs:
-            key = (func, *((t.dtype, t.shape) for t in outputs))
-        known = self._known.get(key)
-        if known is None:
-            known = kernel_of(self.chip, func, args, kwargs, inputs, outputs)
-            self._known[key] = known
-        return known
+    def _run(self, kernel: Kernel) -> None:
+        """Let a kernel's time pass."""
+        self.kernels += 1
+        self.flops += kernel.flops
+        self.busy += kernel.seconds
+        rank = recorder()
+        if rank is None:
+            return
+        if self._spans:
+            rank.compute(kernel.seconds)
+            return
+        start, before = rank.now(), self._outside
+        rank.compute(kernel.seconds)
+        if before is not None and before[1] == start:
+            start = before[0]
+        else:
+            self._record_outside()
+        self._outside = start, rank.now()
+
+    def _record_outside(self) -> None:
+        """Record the kernels that ran in no span."""
+        if self._outside is not None and (rank := recorder()):
+            rank.add_span("compute", *self._outside, {})
+        self._outside = None
+
+    @contextmanager
+    def _span(self, name: str | None, labels: Mapping[str, Any]) -> Iterator[None]:
+        """Goes around a span of the program."""
+        self._record_outside()
+        if name == "forward" and not self._trains:
+            self._trains, self.peak = True, self.live
+        self._spans += 1
+        try:
+            yield
+        finally:
+            self._spans -= 1
 
     def _note(self, t: Tensor) -> None:
         """From now on the storage of this tensor counts, until nothing holds it."""
         storage = t.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # the same as long as its memory
         if key in self._alive:
             return
         ref = _Alive(storage, self._freed)
@@ -138,12 +196,123 @@ class VirtualGPU(TorchDispatchMode):
             self.live -= ref.nbytes
 
 
+# what all ranks remember, by chip; of operations with numbers that change, not more than so many
+KNOWN: dict[Chip, dict[Any, Known]] = {}
+MOST_KNOWN = 50_000
+
+
+def key_of(value: Any) -> Any:
+    """What of an argument decides what an operation costs and returns."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return type(value), value  # 1 and 1.0 and True are equal
+
+
+def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Known:
+    """What to remember of an operation that has returned `out`."""
+    if func.namespace == "_c10d_functional":
+        raise NotImplementedError(
+            f"{func} was called on the meta device, where torch's functional collectives (and so "
+            "DTensor and FSDP2) send nothing: on virtual GPUs, use those of torch.distributed or "
+            "of parallel101"
+        )
+    several = isinstance(out, tuple | list)
+    outputs = out if several else (out,)
+    inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
+    tensors = [t for t in tensors_in(outputs) if t.is_meta]
+    if not (inputs or tensors) or torch.Tag.inplace_view in func.tags:
+        return Known(NOTHING, None, several)  # on the CPU, or it gives a tensor another shape
+    kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
+    names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
+    memory = {id(t.untyped_storage()) for t in inputs}
+    described: list[Any] = []
+    for t in outputs:
+        if t is None:
+            described.append(None)
+        elif id(t) in names:
+            described.append(names[id(t)])
+        elif not isinstance(t, Tensor) or not t.is_meta or id(t.untyped_storage()) in memory:
+            return Known(kernel, None, several)
+        else:
+            described.append((t.shape, t.stride(), t.dtype))
+    again = several and not isinstance(out, tuple)
+    return Known(kernel, None if again else tuple(described), several)
+
+
+NOTHING = Kernel(0.0, 0)
+
+
 @contextmanager
 def virtual_gpu(chip: str | Chip) -> Iterator[VirtualGPU]:
-    """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors."""
+    """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors.
+
+    `scaled_dot_product_attention` and `rms_norm` are then one kernel each, and optimizers take
+    fused=True, as on a GPU.
+    """
     gpu = VirtualGPU(chip)
-    with gpu:
+    with _as_on_a_gpu(), listening(gpu._span), gpu:
         yield gpu
+    gpu._record_outside()
+
+
+_lock, _users, _changes = threading.Lock(), [0], ExitStack()
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Inside, meta tensors have the fused kernels that they don't have in torch: in all threads, as
+    long as one is inside.
+    """
+    with _lock:
+        _users[0] += 1
+        if _users[0] == 1:
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+            library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
+            _changes.callback(library._destroy)
+            _changes.enter_context(torch_private.fused_optimizers_on_meta())
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[0] -= 1
+            if not _users[0]:
+                _changes.close()
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As scaled_dot_product_attention, by the operations that torch runs on a GPU."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+    if enable_gqa:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _fused_rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """As rms_norm, by the kernel of LayerNorm: it moves as many bytes, and keeps one number more
+    for each position. (torch has a kernel of its own for a GPU's tensors, but not for meta tensors.)
+    """
+    return aten.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -178,7 +347,9 @@ def kernel_of(
         q, k = args[int(backward)], args[1 + int(backward)]
         flops = attention_flops(q, k, causal=any(a is True for a in args), backward=backward)
         nbytes = sum(map(read_bytes, inputs)) + sum(t.nbytes for t in outputs)
-        seconds = kernels.attention_seconds(chip, flops, nbytes, backward=backward)
+        seconds = kernels.attention_seconds(
+            chip, flops, nbytes, backward=backward, itemsize=q.element_size()
+        )
         return Kernel(seconds, flops)
     nbytes = moved_bytes(func, packet, args, kwargs, outputs)
     return Kernel(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
@@ -215,8 +386,9 @@ def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list
 
 
 def read_bytes(t: Tensor) -> int:
-    """Bytes of a tensor, of which an expanded one has fewer than elements."""
-    return min(t.nbytes, t.untyped_storage().nbytes())
+    """Bytes of a tensor in memory: of an expanded one, fewer than its elements."""
+    sizes = (size for size, stride in zip(t.shape, t.stride()) if stride or not size)
+    return math.prod(sizes) * t.element_size()
 
 
 # where their two factors are in the arguments
@@ -226,11 +398,14 @@ PRODUCTS = {
     aten.addmm: (1, 2),
     aten.baddbmm: (1, 2),
 }
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention,
+BACKWARD = {
     aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
 }
-BACKWARD = {aten._scaled_dot_product_flash_attention_backward}
+ATTENTION = BACKWARD | {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+}
 WRITE_ONLY = {aten.fill_, aten.zero_, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like}
 WRITE_ONLY |= {aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.new_zeros}
 WRITE_ONLY |= {aten.new_ones, aten.new_full, aten.randn, aten.rand, aten.randint, aten.eye}

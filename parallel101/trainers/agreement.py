@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_gather, broadcast
+from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import wait_span
 
@@ -38,7 +39,7 @@ class Agreement:
 
     def __init__(self, group: GroupLike, device: torch.device):
         # found once: a DeviceMesh takes its time to tell
-        self.group, self.device = group_of(group), device
+        self.group, self.device = group_of(group), numbers_device(device)
         self.ranks = self.group.ranks
 
     def numbers(self, *mine: float) -> list[list[float]]:
@@ -168,6 +169,8 @@ def _fingerprint(tensor: Tensor) -> str:
     """A hash of the values, bit by bit: the same for the same numbers on any rank of the same
     kind of machine.
     """
+    if tensor.is_meta:
+        return ""  # it has no values
     # of one element, too, which may have any stride
     row = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
     return hashlib.blake2b(row.view(torch.uint8).numpy().data, digest_size=DIGEST).hexdigest()

@@ -10,8 +10,7 @@
 Where a row goes depends on the data, so a rank must be told the counts before it can receive.
 Dispatch and combine are each the other's adjoint: a result's gradient is dispatched to its expert,
 and a row's gradient is combined. All wait for the rank with the most rows (here rank 0, 7 of 10).
-Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 3, whose all-to-alls are even: there
-an expert has a fixed capacity.
+Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 3, whose experts take equally many.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from parallel101.collectives import all_to_all
+from parallel101.collectives.meta_device import count_choices
 from parallel101.mesh import Group, GroupLike, group_of
 from parallel101.record.spans import compute, span, wait_span
 
@@ -85,7 +85,7 @@ def exchange(name: str, rows: Tensor, sent: list[int], received: list[int], grou
 
 def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group) -> Plan:
     """Tell the other ranks how many rows they get from here, for each of their experts."""
-    counts = choice.bincount(minlength=sum(sizes))
+    counts = count_choices(choice, sum(sizes))
     if choice.shape != rows.shape[:1] or len(counts) > sum(sizes):
         raise ValueError(
             f"rows of shape {tuple(rows.shape)} and a choice of shape {tuple(choice.shape)}, up to "
@@ -94,12 +94,12 @@ def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group)
         )
     with wait_span("counts"):
         arriving = all_to_all(counts, split_sizes=sizes, group=group, algorithm="direct")
-    mine = torch.arange(sizes[group.position or 0], device=choice.device)
-    arriving = arriving.view(group.size, len(mine))  # from each rank, for each of my experts
+    arriving = arriving.view(group.size, -1)  # from each rank, for each of my experts
+    mine = torch.arange(arriving.shape[1], device=counts.device).repeat(group.size)
     return Plan(
         sent=[int(part.sum()) for part in counts.split(list(sizes))],
         received=arriving.sum(1).tolist(),
-        choice=mine.repeat(group.size).repeat_interleave(arriving.flatten()),
+        choice=mine.repeat_interleave(arriving.flatten()).to(choice.device),
         group=group,
     )
 

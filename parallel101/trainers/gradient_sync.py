@@ -205,7 +205,8 @@ def sum_gradients(parameters: Parameters, group: GroupLike) -> None:
     """Sum these gradients over the ranks of the group, in one all-reduce."""
     if parameters:
         row = torch.cat([dense_gradient(name, p).flatten() for name, p in parameters.items()])
-        parts = all_reduce(row, group=group).split([p.numel() for p in parameters.values()])
+        total = all_reduce(row, group=group, algorithm="direct")
+        parts = total.split([p.numel() for p in parameters.values()])
         for p, part in zip(parameters.values(), parts):
             p.grad = part.view_as(p)
 

@@ -226,7 +226,8 @@ class HybridTrainer(Trainer):
         built = build_optimizer(optimizer, whole)
         self.verifies, self.in_time = verify, sequence_parallel
         self.one_process, self.why_no_copy = None, ""
-        if verify and self.position == 0:
+        comparable = verify and self.device.type != "meta"
+        if comparable and self.position == 0:
             self.one_process, self.why_no_copy = whole_model(
                 model, built, loss_fn, self.precision, axes
             )
@@ -314,7 +315,8 @@ class HybridTrainer(Trainer):
         self.compare_replicas = partial(compare_replicas, self) if several else None
         self.before_first, self.after_first = None, self.compare_replicas
         if verify and (len(axes.members.ranks) > 1 or many > 1):
-            self.before_first, self.after_first = partial(first_step.verify_once, self), None
+            self.before_first = partial(first_step.verify_once, self) if comparable else None
+            self.after_first = None
 
     # ── what the whole model needs, on any layout ──
 
@@ -357,6 +359,7 @@ class HybridTrainer(Trainer):
                 seconds, samples, tokens.
             progress: show the bar (on the first rank only).
         """
+        self.need_numbers("fit")
         options = fit.FitOptions(until, save_to, save_every, scheduler, on_step, progress)
         return fit.fit(self, batches, options)
 
@@ -367,6 +370,7 @@ class HybridTrainer(Trainer):
         A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights:
         all sums over all weights.
         """
+        self.need_numbers("evaluate")
         return fit.evaluate(self, batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,12 +378,14 @@ class HybridTrainer(Trainer):
 
         Collective: call it on every rank.
         """
+        self.need_numbers("state_dict")
         return checkpoint.state_dict(self)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradients of the last step (clipped, if they were), by the names of the model's
         parameters. Collective.
         """
+        self.need_numbers("gradients")
         return checkpoint.gradients(self)
 
     def save(self, path: str | os.PathLike, *, scheduler: Any = None) -> None:
@@ -389,6 +395,7 @@ class HybridTrainer(Trainer):
         Collective; the first rank writes, atomically. Any trainer on any number of ranks can
         `resume` it. Raises OSError on every rank if the file could not be written.
         """
+        self.need_numbers("save")
         checkpoint.save(self, path, scheduler)
 
     def resume(self, path: str | os.PathLike, *, scheduler: Any = None) -> int:
@@ -403,6 +410,7 @@ class HybridTrainer(Trainer):
         can't be read on one, and ValueError if it is not such a file, is of another model or
         optimizer, or differs from the one that the first rank reads.
         """
+        self.need_numbers("resume")
         return checkpoint.resume(self, path, scheduler)
 
     def describe(self) -> memory.Holdings:
@@ -438,6 +446,7 @@ class HybridTrainer(Trainer):
         a first batch does not show, it can't find: weights that are edited between steps, a layer
         that is unfrozen later, samples of a kind that comes later.
         """
+        self.need_numbers("verify")
         return compare.verify(self, inputs, targets)
 
 

@@ -319,10 +319,10 @@ class Layout:
         mine = nn.utils.get_total_norm([g for name, g in gradients.items() if self.counts(name)])
         if not self.cut_axes:
             return mine
-        squares = all_gather(mine.double().square().view(1), group=self.axes.along(self.cut_axes))
-        return torch.tensor(
-            math.sqrt(math.fsum(squares.tolist())), dtype=torch.float64, device=self.device
+        squares = all_gather(
+            mine.to(self.device).double().square().view(1), group=self.axes.along(self.cut_axes)
         )
+        return squares.sum().sqrt()
 
     # ── in words ──
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel101.collectives.meta_device import number_in, numbers_device
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.support.batches import Batch, map_tensors
@@ -70,7 +71,7 @@ class Precision(NamedTuple):
     def forward(self, device: torch.device) -> Any:
         """The context manager in which a forward runs: autocast, if it was chosen."""
         on = self.autocast is not None
-        return torch.autocast(device.type, dtype=self.autocast, enabled=on)
+        return torch.autocast(numbers_device(device).type, dtype=self.autocast, enabled=on)
 
     def cast_model(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Round the model's weights and buffers, in place. Returns the master weights, if there
@@ -107,6 +108,11 @@ def choose_precision(
     """The Precision for these options. Raises ValueError if they don't go together, or if the
     device can't compute in this dtype.
     """
+    if autocast is not None and device.type == "meta":
+        raise ValueError(
+            f"autocast={autocast}: torch has no autocast on the meta device, where the model is. "
+            'Use precision="bf16" or "bf16-mixed" there'
+        )
     if precision is None and gradient_dtype is None:
         return Precision(autocast=autocast)
     if precision not in PRECISIONS:
@@ -190,8 +196,8 @@ class MasterWeights(GradientSync):
         removed, and the optimizer does nothing. Collective.
         """
         gradients = [p.grad for p in self.owned.values() if p.grad is not None]
-        mine = not all(bool(g.isfinite().all()) for g in gradients)
-        (of_ranks,) = self.agree.numbers(float(mine))
+        mine = sum(number_in(~g.isfinite().all()) for g in gradients)
+        (of_ranks,) = self.agree.numbers(mine)
         if found := any(of_ranks):
             for p in self.owned.values():
                 p.grad = None

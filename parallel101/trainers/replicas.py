@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.trainer import Trainer
 
@@ -61,7 +62,7 @@ def check_gradients(trainer: Trainer, agree: Agreement, tp: Sequence[int]) -> No
     names = [name for name in here if "tp" not in entries[name].placements]
     mine = [owned[name].grad if name in owned else None for name in names]
     squares = [
-        0.0 if g is None else torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2
+        0.0 if g is None else number_in(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
         for g in mine
     ]
     found = {}

@@ -121,7 +121,7 @@ class Step:
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The names of the parameters that no rank's samples reached. Collective."""
         mine = self.local.keys() - set(unused)
-        reached = torch.tensor([name in mine for name in self.trained], device=self.device)
+        reached = torch.tensor([name in mine for name in self.trained], device=self.agree.device)
         counts = all_reduce(reached.int(), group=self.agree.group).tolist()
         return {name for name, count in zip(self.trained, counts) if not count}
 

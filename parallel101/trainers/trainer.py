@@ -31,6 +31,14 @@ class Trainer(Step):
     in_time: bool  # sequence parallel
     activations: Any = None  # an Activations, the last that were counted
 
+    def need_numbers(self, method: str) -> None:
+        """Raises ValueError if the model is on the meta device, where it has none."""
+        if self.device.type == "meta":
+            raise ValueError(
+                f"{method}() needs numbers, and the model is on the meta device, which has none: "
+                "call step() there, and describe(), or launch without device="
+            )
+
     @property
     def parts(self) -> dict[str, Tensor]:
         """Name → what this rank has of it: of trained parameters what it owns, and the others

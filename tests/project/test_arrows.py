@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "keras": {"trainers", "autograd", "collectives", "mesh", SPANS},
     "record": set(),
     "sim": {"record"},
+    "sim.virtual_gpu": {"record", "cost"},  # what a kernel costs
     "ranks": {"sim", "record"},
     "ranks.launch": {"cost.hardware", "sim", "record"},  # the names of GPUs
     "analysis": {"record"},

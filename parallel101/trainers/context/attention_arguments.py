@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel101.collectives import all_gather
 from parallel101.collectives.checks import sizes_of, tensor_of
+from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import Group, GroupLike, group_of
 from parallel101.record.spans import wait_span
 from parallel101.trainers.context.attention_call import AttentionCall
@@ -64,7 +65,7 @@ def checked(
 
 def tell_times(members: Group, time: int, q: Any) -> list[int]:
     """Return every rank's time, by position. −1 says that a rank's arguments are wrong."""
-    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    device = numbers_device(q.device if isinstance(q, Tensor) else torch.device("cpu"))
     with wait_span("lengths"):
         return all_gather(torch.tensor([time], device=device), group=members).tolist()
 
@@ -75,7 +76,7 @@ def in_one_dtype(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
         tensor_of(x)
-    device = tensors[0].device.type
+    device = numbers_device(tensors[0].device).type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel101.collectives.checks import begin
 from parallel101.collectives.comm import Comm
+from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import Group
 from parallel101.record.spans import compute, span
 from parallel101.trainers.context.time_layout import Seen, visible
@@ -87,8 +88,8 @@ def without_autocast(method: Callable[..., Any]) -> Any:
 
     @functools.wraps(method)
     def run(*args: Any) -> Any:
-        device = next(x.device.type for x in args if isinstance(x, Tensor))
-        with torch.autocast(device, enabled=False):
+        device = next(numbers_device(x.device) for x in args if isinstance(x, Tensor))
+        with torch.autocast(device.type, enabled=False):
             return method(*args)
 
     return run

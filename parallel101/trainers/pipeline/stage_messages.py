@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel101.collectives.meta_device import numbers_device
 from parallel101.record.spans import wait_span
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.schedules.actions import Action, ScheduleError
@@ -29,6 +30,7 @@ from parallel101.trainers.support.batches import Batch, count_samples, number_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 8
+MOST_GROUPS = 1000
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -107,7 +109,7 @@ class Messages:
         key, to = self.key(receive), self.placement[receive.stage]
         check_sendable(action, tensor, self.known.get(key))
         if action.kind == "SEND_F" and key not in self.announced:
-            self.isend(action, header(tensor).to(self.device), to)
+            self.isend(action, header(tensor, numbers_device(self.device)), to)
             self.announced.add(key)
             self.known[key] = tuple(tensor.shape), tensor.dtype
         self.isend(action, tensor.contiguous(), to)
@@ -156,7 +158,8 @@ class Messages:
         return box
 
     def hear_shape(self, action: Action, source: int) -> None:
-        numbers = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=self.device)
+        device = numbers_device(self.device)
+        numbers = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
         work = dist.irecv(numbers, self.ranks[source], self.group(source, self.me))
         assert work is not None
         work.wait()
@@ -193,21 +196,22 @@ def groups_of(
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each direction between two positions of this rank's pipeline.
 
-    All ranks of the world must make all groups, in the same order. If only some of them train,
-    those of each pipeline make two groups of their own: one for messages to later positions, one
-    for messages to earlier ones.
+    All ranks of the world must make all groups, in the same order. If only some of them train, or
+    if there were many groups, the ranks of each pipeline make two groups of their own: one for
+    messages to later positions, one for messages to earlier ones.
     """
     if not pairs:
         return {}
     line = axes.along(["pp"]).ranks
-    if len(axes.members.ranks) < dist.get_world_size():
+    ranks = len(axes.members.ranks)
+    if ranks < dist.get_world_size() or ranks // len(line) * len(pairs) > MOST_GROUPS:
         both = [
             dist.new_group(list(line), use_local_synchronization=True, group_desc="mesh_pp")
             for _ in range(2)
         ]
         return {(source, to): both[source > to] for source, to in pairs}
     found = {}
-    positions = range(len(axes.members.ranks))
+    positions = range(ranks)
     lines = dict.fromkeys(
         tuple(axes.members.ranks[i] for i in axes.line(["pp"], of)) for of in positions
     )
@@ -252,10 +256,11 @@ def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
         )
 
 
-def header(tensor: Tensor) -> Tensor:
+def header(tensor: Tensor, device: torch.device) -> Tensor:
     """Dims, dtype, shape."""
+    rest = [0] * (MOST_DIMS - tensor.dim())
     return torch.tensor(
-        [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())]
+        [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *rest], device=device
     )
 
 

@@ -82,10 +82,11 @@ def check_model(model: Any) -> torch.device:
                 "before, model(inputs)"
             )
     for name, p in model.named_parameters():
-        if p.is_meta:
+        if p.is_meta and torch.get_default_device().type != "meta":
             raise ValueError(
                 f"{name!r} is on the meta device and has no values: give it some, with "
-                "model.to_empty(device=…) and its init"
+                "model.to_empty(device=…) and its init, or launch with device=…, such as "
+                '"H100", to train without values'
             )
     return device_of(model)
 
@@ -120,6 +121,11 @@ def loss_and_weight(
     weight = None
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, given = loss
+        if isinstance(given, Tensor) and given.is_meta:
+            raise ValueError(
+                "the weight of the loss is on the meta device, which has no numbers: expected a "
+                "number of Python's there, such as targets.numel()"
+            )
         weight = float(given)
         if not weight >= 0:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
@@ -59,7 +60,7 @@ class Losses:
         return loss * 0
 
     def sum(self) -> float:
-        return sum(part.item() for part in self.parts)
+        return sum(number_in(part) for part in self.parts)
 
     def weight(self) -> float:
         """−1 if the parts are means, or if they are another rank's."""

@@ -33,7 +33,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     tensors share it.
     """
     storages = {
-        storage.data_ptr(): storage.nbytes()
+        id(storage): storage.nbytes()
         for storage in (tensor.untyped_storage() for tensor in tensors)
     }
     return sum(storages.values())

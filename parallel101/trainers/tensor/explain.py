@@ -30,11 +30,13 @@ def explain_shape_errors(module: nn.Module, name: str, ranks: int, cut_time: boo
         except (RuntimeError, ValueError) as error:
             if not is_of_shapes(error):
                 raise
+            whole = [n for n, layer in self.named_modules() if isinstance(layer, nn.Linear)]
+            uncut = f"The plan does not cut {', '.join(map(repr, whole))} in it. " if whole else ""
             raise ValueError(
                 f"{repr(name) if name else 'the model'} ({type(self).__name__}) raised "
                 f"{str(error).splitlines()[0]!r}. Its layers are cut over {ranks} ranks, so its "
-                f"code sees 1/{ranks} of their features and heads. Where it counts those of the "
-                "whole model, write -1, or give the plan the attribute that counts heads: "
+                f"code sees 1/{ranks} of their features and heads. {uncut}Where it counts those of "
+                "the whole model, write -1, or give the plan the attribute that counts heads: "
                 f'p101.column(heads="num_heads"). {TIME * cut_time}Or leave these layers out of '
                 "the plan"
             ) from error

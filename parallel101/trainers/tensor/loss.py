@@ -12,7 +12,6 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, Literal, TypeGuard
 
@@ -22,6 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from parallel101.collectives import all_reduce
+from parallel101.collectives.meta_device import number_in
 from parallel101.mesh import GroupLike, group_of
 
 
@@ -91,34 +91,44 @@ class VocabularyCrossEntropy(Function):
             largest[:count] = values.amax(-1)
         largest[count + position] = width
         largest = all_reduce(largest, "max", group=group, algorithm="direct")
-        starts = [0, *itertools.accumulate(int(size) for size in largest[count:].tolist())]
+        start, stop, vocabulary = range_here(largest[count:], position)
 
         counted = target != ignore_index
-        if ((target < 0) | (target >= starts[-1]))[counted].any():
+        if number_in((counted & ((target < 0) | (target >= vocabulary))).any()):
             raise IndexError(
                 f"targets range from {target.min()} to {target.max()}, but the logits have a "
-                f"vocabulary of {starts[-1]}"
+                f"vocabulary of {vocabulary}"
             )
-        here = counted & (target >= starts[position]) & (target < starts[position + 1])
-        row, column = here.nonzero()[:, 0], target[here] - starts[position]
+        here = counted & (target >= start) & (target < stop)
+        column = (target - start)[:, None] * here[:, None]  # 0 where it is another rank's
 
         shifted = values - largest[:count, None]
         sums = values.new_zeros(2, count)
-        sums[1, row] = shifted[row, column]
+        if width:
+            sums[1] = shifted.gather(1, column)[:, 0] * here
         softmax = shifted.exp_()
         sums[0] = softmax.sum(-1)
         total, chosen = all_reduce(sums, group=group, algorithm="direct")
 
         number = counted.sum() if mean else counted.new_ones((), dtype=torch.int64)
         softmax /= total[:, None]
-        ctx.save_for_backward(softmax, row, column, counted, number)
+        ctx.save_for_backward(softmax, here, column, counted, number)
         return ((total.log() - chosen) * counted).sum() / number
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, row, column, counted, number = ctx.saved_tensors
+        softmax, here, column, counted, number = ctx.saved_tensors
         gradient = softmax * counted[:, None]
-        gradient[row, column] -= 1
+        if gradient.shape[1]:
+            gradient.scatter_add_(1, column, -here[:, None].to(gradient.dtype))
         gradient.mul_(g / number.clamp(min=1))
         return gradient.view(ctx.shape).to(ctx.dtype), None, None, None, None
+
+
+def range_here(widths: Tensor, position: int) -> tuple[int, int, int]:
+    """This rank's part of the vocabulary, from start to stop − 1, and how large the whole is."""
+    if widths.is_meta:
+        return 0, 0, 0  # no target has a value
+    ends = widths.cumsum(0).int().tolist()
+    return ends[position] - int(widths[position]), ends[position], ends[-1]

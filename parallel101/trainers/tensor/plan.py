@@ -304,7 +304,9 @@ def layer(
 
 def check_tokens(rows: int, _: nn.Module, args: tuple[Tensor]) -> None:
     (tokens,) = args
-    if tokens.numel() and not (tokens.min() >= 0 and tokens.max() < rows):
+    if tokens.is_meta or not tokens.numel():
+        return
+    if not (tokens.min() >= 0 and tokens.max() < rows):
         raise IndexError(
             f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {rows} rows"
         )

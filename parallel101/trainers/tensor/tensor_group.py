@@ -22,6 +22,7 @@ from torch import Tensor
 from parallel101 import collectives
 from parallel101.autograd import gather_from_group, scatter_to_group
 from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatter_async
+from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.record.spans import wait_span
 from parallel101.trainers.weight_gradients import WeightGradients
@@ -163,7 +164,7 @@ class SequenceGroup(TensorGroup):
         """x, cut along time, comes from another stage of a pipeline: ask the other ranks how long
         the whole is, 8 bytes each.
         """
-        mine = torch.tensor([x.shape[TIME]], device=x.device)
+        mine = torch.tensor([x.shape[TIME]], device=numbers_device(x.device))
         self.times = collectives.all_gather(mine, **self.options["all_gather"]).tolist()
 
     def cut(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from parallel101.collectives.asynchronous import (
     all_gather_async,
     reduce_scatter_async,
 )
+from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.gradient_sync import Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
@@ -208,7 +209,7 @@ class Flat:
 
     def add(self, total: Tensor) -> None:
         """Add a sum that has arrived for this rank's block, unless it is there already."""
-        if total.data_ptr() != self.grad.data_ptr():
+        if not same_memory(total, self.grad):
             self.grad += total
 
     def has_gradients(self) -> bool:

@@ -41,10 +41,10 @@ def pack_and_unpack(
 
     def pack(tensor: Tensor) -> Tensor | Place:
         view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        memory = tensor.untyped_storage().data_ptr()
+        memory = tensor.untyped_storage()
         source = source_of_cast(tensor) if tensor.dtype == autocast else None
         for flat in whole_now():
-            if flat.whole is not None and flat.whole.untyped_storage().data_ptr() == memory:
+            if flat.whole is not None and flat.whole.untyped_storage() is memory:
                 return Place(flat, None, tensor.dtype, view)
             for name, p in flat.parameters.items() if source is not None else ():
                 if p is source:

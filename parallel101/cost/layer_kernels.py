@@ -1,0 +1,189 @@
+"""The kernels of one transformer layer, for one microbatch on one rank.
+
+    forward     norm ─ query, key, value ─ scores ─ softmax ─ dropout ─ context ─ out ─ add
+                norm ─ up ─ GELU ─ down ─ add
+    backward    two products for each product: ∂x = g W and ∂W = gᵀ x
+
+Sizes in numbers, of which each takes e bytes (2 in 16 bit):
+
+    N    tokens · width outside of the products; sequence parallel leaves 1/tp of them
+    Q, K tokens · features of queries, and of keys, on this tp rank
+    F    tokens · features inside an MLP
+    S    heads · queries · keys: the square of unfused attention
+
+Megatron-LM fuses what is elementwise (`fused_memory`); eager torch has a kernel for each operation
+(`eager_memory`). Sources: Megatron-LM, megatron/model/transformer.py and megatron/fused_kernels
+(the causal softmax reads the half that counts, and writes the square); what torch runs for
+models/gpt.py and models/llama.py on a virtual GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from parallel101.cost.model_shape import ModelShape
+
+
+class Cut(NamedTuple):
+    """What of a ParallelLayout a layer's time depends on."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    microbatch: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    itemsize: int = 2
+    context: str = "zigzag"
+
+
+class Product(NamedTuple):
+    """`batch` products (m, k) · (k, n)."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+    @property
+    def input_gradient(self) -> Product:
+        """∂x (m, k) = g (m, n) · Wᵀ (n, k)."""
+        return Product(self.m, self.k, self.n, self.batch)
+
+    @property
+    def weight_gradient(self) -> Product:
+        """∂W (k, n) = xᵀ (k, m) · g (m, n)."""
+        return Product(self.k, self.n, self.m, self.batch)
+
+
+class MemoryKernels(NamedTuple):
+    """Bytes that each memory-bound kernel reads and writes."""
+
+    around: list[float]  # forward, outside of attention's core
+    core: list[float]  # forward, between query, key, value and the output layer
+    after: list[float]  # backward, outside of the core
+    core_after: list[float]  # backward, in the core
+
+
+class Sizes(NamedTuple):
+    """The letters of this file's docstring, and the numbers of tokens."""
+
+    N: float
+    Q: float
+    K: float
+    F: float
+    S: float
+    e: int
+    tokens: int
+
+
+def sizes(shape: ModelShape, cut: Cut) -> Sizes:
+    tokens = cut.microbatch * shape.time // cut.cp
+    return Sizes(
+        N=tokens * shape.width / (cut.tp if cut.sequence_parallel else 1),
+        Q=tokens * shape.width / cut.tp,
+        K=tokens * shape.kv_width / cut.tp,
+        F=tokens * shape.inside / cut.tp * (shape.top_k if shape.experts else 1),
+        S=cut.microbatch * shape.heads / cut.tp * shape.time**2 / cut.cp,
+        e=cut.itemsize,
+        tokens=tokens,
+    )
+
+
+def linear_products(shape: ModelShape, cut: Cut, *, joined: bool) -> list[Product]:
+    """The products with weights. Joined: query, key and value are one, and so are gate and up."""
+    tokens, h = cut.microbatch * shape.time // cut.cp, shape.width
+    q, kv, inside = h // cut.tp, shape.kv_width // cut.tp, shape.inside // cut.tp
+    rows, experts = tokens, 1
+    if shape.experts:  # each of this rank's experts gets an equal part of the tokens
+        experts = max(1, shape.experts // cut.ep)
+        rows = max(1, tokens * shape.top_k * cut.ep // shape.experts)
+    columns = [q + 2 * kv] if joined else [q, kv, kv]
+    first = 2 if shape.gated else 1
+    return [
+        *(Product(tokens, n, h) for n in columns),
+        Product(tokens, h, q),
+        *(Product(rows, n, h, experts) for n in ([first * inside] if joined else [inside] * first)),
+        Product(rows, h, inside, experts),
+    ]
+
+
+def square_products(shape: ModelShape, cut: Cut) -> list[Product]:
+    """Scores and context of unfused attention, over the whole square."""
+    heads = cut.microbatch * shape.heads // cut.tp
+    q, d = shape.time // cut.cp, shape.head_width
+    return [Product(q, shape.time, d, heads), Product(q, d, shape.time, heads)]
+
+
+def flash_attention(shape: ModelShape, cut: Cut) -> tuple[float, float]:
+    """Operations of the causal half, and bytes of queries, keys, values and the result."""
+    of = sizes(shape, cut)
+    return 2 * of.tokens * shape.time * shape.width / cut.tp, 2 * of.e * (of.Q + of.K)
+
+
+def fused_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
+    """As Megatron-LM fuses them."""
+    N, Q, K, F, S, e, _ = sizes(shape, cut)
+    mask = 1 if shape.dropout else 0
+    around = [2 * e * N] * 2  # norms
+    around += [(3 * e + mask) * N] * 2  # bias, dropout and addition
+    around += [(3 if shape.gated else 2) * e * F]  # bias and GELU
+    after = [5 * e * N] * 2  # norms: g and x twice, once for their own weights
+    after += [3 * e * N] * 2  # the two gradients that meet at a residual connection
+    after += [(2 * e + mask) * N] * 2 if shape.dropout else []
+    after += [(5 if shape.gated else 3) * e * F]
+    if shape.biases:
+        around += [2 * e * (Q + 2 * K)]
+        after += [e * N] * 2 + [e * F, e * (Q + 2 * K)]
+    after += [2 * e * (Q + 2 * K)]  # gradients of query, key and value beside each other
+    if shape.positions == "rotary":
+        around += [2 * e * (Q + K)]
+        after += [2 * e * (Q + K)]
+    core: list[float] = []
+    core_after: list[float] = []
+    if shape.attention == "unfused":
+        around += [2 * e * Q]  # heads beside each other again
+        after += [2 * e * Q]
+        core += [1.5 * e * S]  # softmax: reads one half, writes all
+        core_after += [2 * e * S]  # reads one half of its result and of the gradient, writes all
+        if shape.dropout:
+            core += [(2 * e + 1) * S]
+            core_after += [(2 * e + 1) * S]
+    return MemoryKernels(around, core, after, core_after)
+
+
+def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
+    """One for each operation of torch, as models/gpt.py and models/llama.py are written."""
+    N, Q, K, F, S, e, tokens = sizes(shape, cut)
+    whole = tokens * shape.width  # the input of column layers
+    around = [2 * e * N] * 2 + [3 * e * N] * 2
+    around += [2 * e * F, 3 * e * F] if shape.gated else [2 * e * F]
+    after = [3 * e * N] * 2 + [3 * e * N] * 2
+    after += [3 * e * whole] * 2  # the gradients of the input of query, key and value are added
+    after += [3 * e * F] * 3 + [3 * e * whole] if shape.gated else [3 * e * F]
+    if shape.biases:
+        around += [2 * e * N] * 2 if cut.tp > 1 else []  # after the sum; else the product adds it
+        after += [e * N] * 2 + [e * F, e * Q, e * K]
+    if shape.dropout:
+        around += [(2 * e + 1) * N] * 2
+        after += [(2 * e + 1) * N] * 2
+    if shape.positions == "rotary":  # in fp32: cast, complex product, cast
+        around += [(2 * e + 16) * (Q + K)]
+        after += [(2 * e + 24) * (Q + K), 2 * e * (Q + K)]
+    core: list[float] = []
+    core_after: list[float] = []
+    if cut.cp > 1 and cut.context != "ulysses":
+        half = S / 2  # ring attention's blocks, in fp32, of the half that counts
+        core += [4 * half, 8 * half, 8 * half]
+        core_after += [8 * half, 8 * half, 8 * half, 12 * half]
+    elif shape.attention == "unfused":
+        core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous
+        core_after += [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]
+        if shape.dropout:
+            core += [(2 * e + 1) * S]
+            core_after += [(2 * e + 1) * S]
+    return MemoryKernels(around, core, after, core_after)

@@ -1,0 +1,316 @@
+"""Held to what others measured: reads a table of published training runs, and predicts each row.
+
+    layers,hidden,heads,tp,pp,dp,gpus,global_batch,micro_batch,v_chunks,step_s
+    80,12288,96,8,8,24,1536,2304,2,2,24.82          ─▶ predicted 24.9 s, +0.5 %
+
+Columns are known by several names (COLUMNS); others are ignored. What a table doesn't say is taken
+from its kind:
+
+    Megatron-LM's Table 1 (SC 2021)    full recomputation, unfused attention with dropout, 16 bits,
+                                       2048 tokens, vocabulary 51,200, eight cards of 200 Gb/s a
+                                       node; with pp = 1 its job script has DDP=torch, which
+                                       overlaps the sum of gradients, else DDP=local, which doesn't
+    vTrain's tables                    a column "iteration time (ms)". In one node: its simulator's
+                                       profile, without recomputation. On more nodes: Megatron-LM
+                                       with full recomputation, 800 Gb/s a node, as its files
+                                       config/validation/multi say (use_checkpoint,
+                                       inter_node_bandwidth)
+    recompute "selective", or          Megatron-LM of 2022, whose messages along tp overlap with
+    sequence parallel                  weight gradients
+
+A column says otherwise where there is one: recompute (full, selective, none), sequence_parallel,
+attention (fused, unfused), device, precision, gradient_dtype, vocabulary, sequence_length, dropout,
+overlap, nodes_of, node_gbps, software. Two columns full_recompute_s and present_work_s are two
+rows: without and with sequence parallel and selective recomputation (Korthikanti et al., Table 5).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.model_flops import hardware_flops
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.software import (
+    MEGATRON_2021,
+    MEGATRON_2022,
+    TRAINERS,
+    VTRAIN_PROFILE,
+    Software,
+)
+from parallel101.cost.step_time import StepTime, step_time
+
+COLUMNS = {
+    "name": ("name", "model", "params_b", "parameters_b", "params"),
+    "gpus": ("gpus", "num_gpus", "ngpus", "gpu_count"),
+    "batch": ("global_batch", "global_batch_size", "batch_size", "batch", "gbs"),
+    "microbatch": ("micro_batch", "micro_batch_size", "microbatch", "microbatch_size", "mbs", "b"),
+    "hidden": ("hidden", "hidden_size", "width", "h"),
+    "heads": ("heads", "attention_heads", "num_heads", "num_attention_heads", "a"),
+    "layers": ("layers", "num_layers", "l"),
+    "time": ("sequence_length", "seq_length", "seq_len", "sequence", "seq", "time", "s"),
+    "vocabulary": ("vocabulary", "vocab", "vocab_size", "vocabulary_size", "v"),
+    "tp": ("tp", "tensor_parallelism", "tensor_parallel", "tensor_parallel_size", "t"),
+    "pp": ("pp", "pipeline_parallelism", "pipeline_parallel", "pipeline_parallel_size", "p"),
+    "dp": ("dp", "data_parallelism", "data_parallel", "data_parallel_size", "d"),
+    "chunks": ("v_chunks", "chunks", "interleave", "interleaving", "virtual_stages"),
+    "seconds": ("step_s_from_flops", "step_s", "seconds", "step_seconds", "iteration_time_s"),
+    "milliseconds": ("iteration_time_ms", "step_ms", "milliseconds"),
+    "tflops": ("tflops_gpu", "tflops_per_gpu", "tflops"),
+    "full_seconds": ("full_recompute_s", "full_recomputation_s", "full_s"),
+    "selective_seconds": ("present_work_s", "selective_sp_s", "selective_s"),
+    "recompute": ("recompute", "recomputation", "activation_recomputation", "checkpoint"),
+    "sequence_parallel": ("sequence_parallel", "sequence_parallelism", "sp"),
+    "attention": ("attention",),
+    "device": ("device", "gpu", "chip", "gpu_name"),
+    "precision": ("precision",),
+    "gradient_dtype": ("gradient_dtype",),
+    "dropout": ("dropout",),
+    "overlap": ("overlap",),
+    "nodes_of": ("nodes_of", "gpus_per_node", "node_size"),
+    "node_gbps": ("node_gbps", "network_gbps", "inter_node_bandwidth"),
+    "software": ("software",),
+}
+SOFTWARE = {
+    "megatron 2021": MEGATRON_2021,
+    "megatron 2022": MEGATRON_2022,
+    "vtrain profile": VTRAIN_PROFILE,
+    "trainers": TRAINERS,
+}
+VTRAIN_NETWORK = 100e9  # bytes per second of a node: inter_node_bandwidth, 800 Gb/s
+GPT_VOCABULARY = {"vtrain": 50257, "megatron": 51200}
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A row of a table: what ran, and how long a step took."""
+
+    name: str
+    shape: ModelShape
+    layout: ParallelLayout
+    cluster: Cluster
+    software: Software
+    measured: float  # seconds of a step
+
+    @property
+    def words(self) -> str:
+        """The layout in short."""
+        of = self.layout
+        chunks = f" v{of.chunks}" if of.chunks > 1 else ""
+        sp = " sp" if of.sequence_parallel else ""
+        return (
+            f"{of.gpus} GPUs tp{of.tp} pp{of.pp} dp{of.dp} b{of.microbatch}{chunks} "
+            f"{of.recompute}{sp}"
+        )
+
+
+@dataclass(frozen=True)
+class PublishedError:
+    """A run with its prediction."""
+
+    run: PublishedRun
+    step: StepTime
+
+    @property
+    def measured(self) -> float:
+        return self.run.measured
+
+    @property
+    def predicted(self) -> float:
+        return self.step.seconds
+
+    @property
+    def error(self) -> float:
+        """(predicted − measured) / measured."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """Errors without their sign."""
+
+    rows: int
+    mean: float
+    median: float
+    worst: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows: mean {self.mean:.1%}, median {self.median:.1%}, "
+            f"worst {self.worst:.1%}"
+        )
+
+
+def summary(errors: Iterable[PublishedError]) -> ErrorSummary:
+    sizes = [abs(row.error) for row in errors]
+    return ErrorSummary(len(sizes), mean(sizes), median(sizes), max(sizes))
+
+
+def published_errors(path: str | Path, **given: str) -> list[PublishedError]:
+    """Predict every row of a CSV table.
+
+    Args:
+        path: of the table.
+        given: columns that the table lacks, with one value for all rows, such as device="H100".
+
+    Raises ValueError, with the row's number, for rows that can't be understood or laid out.
+    """
+    return [predict(run) for run in read_runs(path, **given)]
+
+
+def predict(run: PublishedRun) -> PublishedError:
+    return PublishedError(run, step_time(run.shape, run.layout, run.cluster, software=run.software))
+
+
+def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
+    """Read a table. See `published_errors`."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        names = known_columns(reader.fieldnames or [])
+        vtrain = "milliseconds" in names.values()
+        runs: list[PublishedRun] = []
+        for row in reader:
+            if not any((value or "").strip() for value in row.values() if isinstance(value, str)):
+                continue
+            values = {names[key]: (row[key] or "").strip() for key in names}
+            values = {key: value for key, value in {**values, **given}.items() if value}
+            try:
+                runs += runs_of(values, vtrain=vtrain)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    if not runs:
+        raise ValueError(f"{path} has no rows")
+    return runs
+
+
+def known_columns(header: Iterable[str]) -> dict[str, str]:
+    """The table's name of a column → ours. "# GPUs" and "tensor parallelism" are known, too."""
+    by_name = {name: ours for ours, names in COLUMNS.items() for name in names}
+    found = {}
+    for column in header:
+        plain = re.sub(r"[^a-z0-9]+", "_", column.lower()).strip("_")
+        if plain in by_name:
+            found[column] = by_name[plain]
+    needed = {"hidden", "heads", "layers", "tp", "pp", "batch", "microbatch"}
+    if missing := needed - set(found.values()):
+        raise ValueError(
+            f"the table has no column for {', '.join(sorted(missing))}: expected one of "
+            f"{', '.join(COLUMNS[min(missing)])}"
+        )
+    return found
+
+
+def runs_of(values: Mapping[str, str], *, vtrain: bool) -> list[PublishedRun]:
+    """The runs of a row: one, or two if it has the times of two ways to train."""
+    if "full_seconds" in values or "selective_seconds" in values:
+        rest = {k: v for k, v in values.items() if k not in ("full_seconds", "selective_seconds")}
+        ways = {
+            "full_seconds": {"recompute": "full", "sequence_parallel": "no"},
+            "selective_seconds": {"recompute": "selective", "sequence_parallel": "yes"},
+        }
+        return [
+            run_of({**rest, "seconds": values[key], "software": "megatron 2022", **way}, vtrain)
+            for key, way in ways.items()
+            if key in values
+        ]
+    return [run_of(values, vtrain)]
+
+
+def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
+    """The run of a row, with the defaults of its kind of table."""
+
+    def number(name: str, default: int | None = None) -> int:
+        text = values.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(float(text or ""))
+        except ValueError:
+            raise ValueError(f"{name}={text!r}: expected a number") from None
+
+    tp, pp = number("tp"), number("pp")
+    gpus = number("gpus", tp * pp * number("dp", 1))
+    dp = number("dp", gpus // (tp * pp))
+    nodes_of = number("nodes_of", 8)
+    profile = vtrain and gpus <= nodes_of
+    recompute = recompute_word(values.get("recompute", "none" if profile else "full"))
+    sequence_parallel = is_yes(values.get("sequence_parallel", "no"))
+    software = chosen_software(values.get("software"), profile, sequence_parallel, recompute)
+    microbatch, batch = number("microbatch"), number("batch")
+    if batch % (microbatch * dp):
+        raise ValueError(f"batch={batch} isn't a multiple of microbatch · dp = {microbatch * dp}")
+    layout = ParallelLayout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        microbatch=microbatch,
+        microbatches=batch // (microbatch * dp),
+        chunks=number("chunks", 1),
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        precision=values.get("precision", "fp16-mixed"),
+        gradient_dtype=values.get("gradient_dtype"),
+        overlap=is_yes(values.get("overlap", "yes" if pp == 1 and not vtrain else "no")),
+    )
+    attention = "fused" if values.get("attention", "").lower() in ("fused", "flash") else "unfused"
+    shape = ModelShape(
+        number("hidden"),
+        number("layers"),
+        number("heads"),
+        number("vocabulary", GPT_VOCABULARY["vtrain" if vtrain else "megatron"]),
+        number("time", 2048),
+        attention=attention,
+        dropout=is_yes(values.get("dropout", "yes")),
+    )
+    network = number("node_gbps") / 8 * 1e9 if "node_gbps" in values else None
+    if network is None and vtrain:
+        network = VTRAIN_NETWORK
+    cluster = Cluster(values.get("device", "A100"), gpus, nodes_of, network=network)  # type: ignore[arg-type]
+    seconds = measured_seconds(values, shape, layout)
+    name = values.get("name", f"{shape.parameters / 1e9:.1f}B")
+    return PublishedRun(name, shape, layout, cluster, software, seconds)
+
+
+def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: ParallelLayout) -> float:
+    """Seconds of a step, or if there are none, from TFLOP/s, which count what is computed again."""
+    if "seconds" in values:
+        return float(values["seconds"])
+    if "milliseconds" in values:
+        return float(values["milliseconds"]) / 1000
+    if "tflops" in values:
+        flops = hardware_flops(shape, layout.batch, layout.recompute)
+        return flops / layout.gpus / (float(values["tflops"]) * 1e12)
+    raise ValueError(
+        "the row has no time: expected a column such as step_s, iteration time (ms) or tflops_gpu"
+    )
+
+
+def chosen_software(
+    text: str | None, profile: bool, sequence_parallel: bool, recompute: str
+) -> Software:
+    if text is not None:
+        if text.lower() not in SOFTWARE:
+            raise ValueError(f"software={text!r}: expected {' or '.join(map(repr, SOFTWARE))}")
+        return SOFTWARE[text.lower()]
+    if profile:
+        return VTRAIN_PROFILE
+    modern = sequence_parallel or recompute == "selective"
+    return MEGATRON_2022 if modern else MEGATRON_2021
+
+
+def recompute_word(text: str) -> str:
+    """ "full", "selective" or "none", of words that tables use."""
+    word = text.lower()
+    if word in ("full", "selective", "none"):
+        return word
+    return "full" if is_yes(word) else "none"
+
+
+def is_yes(text: str) -> bool:
+    return text.lower() in ("yes", "true", "1", "on")

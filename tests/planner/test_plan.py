@@ -1,0 +1,280 @@
+"""p101.plan: the best of all layouts that fit, each of which HybridTrainer accepts; and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+import parallel101 as p101
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.stage_layers import entries_of_stages
+from parallel101.cost.step_memory import step_memory
+from parallel101.cost.step_time import step_time
+from parallel101.planner.layout_rules import why_not
+from parallel101.planner.search import NoLayoutError, layout_text
+from parallel101.planner.trainer_call import call_text
+
+GPT = ModelShape(width=512, layers=8, heads=8, vocabulary=1000, time=128, name="small")
+SMALL = ModelShape(width=64, layers=2, heads=4, vocabulary=100, time=32)
+LLAMA = ModelShape(
+    width=64,
+    layers=6,
+    heads=4,
+    kv_heads=2,
+    vocabulary=101,
+    time=32,
+    feed_forward=96,
+    gated=True,
+    norm="rms",
+    biases=False,
+    positions="rotary",
+    tied=False,
+)
+
+
+def planned(shape=GPT, **options):
+    defaults = {"gpus": 8, "simulate": 0, "progress": False}
+    if isinstance(shape, ModelShape):
+        defaults["batch_tokens"] = 32 * shape.time
+    return p101.plan(shape, **{**defaults, **options})
+
+
+def all_layouts(shape, gpus, batch):
+    """Every layout of this many GPUs, wherever the sizes divide each other, right or wrong."""
+    twos = [n for n in (1, 2, 4, 8, 16) if n <= gpus]
+    chunked = [1, *range(2, shape.layers + 1)]
+    for dp, tp, pp, cp in itertools.product(twos, repeat=4):
+        for microbatch, chunks in itertools.product((1, 2, 4, 8, 16), chunked):
+            if dp * tp * pp * cp != gpus or batch % (dp * microbatch):
+                continue
+            count = batch // dp // microbatch
+            if chunks > 1 and (pp == 1 or count % pp):
+                continue  # ParallelLayout refuses it
+            for zero, again, cut in itertools.product(range(4), ("none", "full"), (False, True)):
+                if (zero and dp * cp == 1) or (cut and tp == 1):
+                    continue
+                yield ParallelLayout(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    microbatch=microbatch,
+                    microbatches=count,
+                    chunks=chunks,
+                    zero_stage=zero,
+                    recompute=again,
+                    sequence_parallel=cut,
+                )
+
+
+def test_the_best_is_the_best_of_all_and_the_others_follow():
+    accepted = [of for of in all_layouts(GPT, 8, 32) if why_not(GPT, of) is None]
+    most = {of: max(stage.total for stage in step_memory(GPT, of)) for of in accepted}
+    memory = sorted(most.values())[len(most) // 3]
+    cluster = Cluster("H100", 8, memory=memory)
+    fitting = [of for of in accepted if most[of] <= memory]
+    assert 20 < len(fitting) < len(accepted)
+    seconds = sorted(step_time(GPT, of, cluster).seconds for of in fitting)
+    plan = planned(memory=memory, top=20)
+    assert [of.seconds for of in plan] == pytest.approx(seconds[:20], rel=1e-12)
+    assert plan.fitting == len(fitting)
+    (too_large,) = (why for why in plan.why_not if "memory" in why.reason)
+    assert too_large.count == len(accepted) - len(fitting)
+    assert most[too_large.example] == min(most[of] for of in accepted if most[of] > memory)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_every_layout_fits_divides_and_adds_up(shape):
+    plan = planned(shape, gpus=16, batch_tokens=64 * shape.time, top=50)
+    assert len(plan) == 50 and plan.best is plan[0]
+    for of in plan:
+        layout = of.layout
+        assert layout.gpus == 16 and layout.batch == 64 and layout.tp <= 8
+        assert why_not(shape, layout) is None
+        entries = entries_of_stages(shape.layers, layout.pp * layout.chunks)
+        assert sum(entries) == shape.layers + 3 and len(of.memory) == layout.pp
+        assert of.headroom >= 0 and max(s.total for s in of.memory) <= 80e9
+        assert sum(of.parts.values()) == pytest.approx(of.seconds)
+        assert of.low <= of.seconds <= of.high and 0 < of.mfu <= of.hfu < 1
+        assert of.tokens_per_second == pytest.approx(64 * shape.time / of.seconds)
+        assert of.simulated is None and of.limit
+    assert [of.seconds for of in plan] == sorted(of.seconds for of in plan)
+
+
+def test_what_the_layout_fixes_stays():
+    fixed = {"tp": 4, "pp": 2, "recompute": "full", "schedule": "zb-h1"}
+    plan = planned(layout=fixed)
+    assert len({(of.layout.microbatch, of.layout.zero_stage) for of in plan}) > 1
+    for of in plan:
+        assert {key: getattr(of.layout, key) for key in fixed} == fixed
+    assert plan.fixed == fixed
+    # beyond a node, if it is said
+    assert planned(gpus=16, nodes_of=4, layout={"tp": 8}).best.layout.tp == 8
+    assert all(of.layout.tp <= 4 for of in planned(gpus=16, nodes_of=4, top=500))
+
+
+def test_a_whole_layout_is_evaluated_alone():
+    layout = ParallelLayout(
+        dp=2, tp=2, pp=2, microbatch=2, microbatches=8, chunks=2, zero_stage=1, precision="bf16"
+    )
+    for given in (layout, dataclasses.asdict(layout)):
+        plan = p101.plan(GPT, gpus=8, layout=given, simulate=0)
+        assert (len(plan), plan.fitting, plan.best.layout) == (1, 1, layout)
+        assert plan.batch == layout.batch == 32
+        assert plan.best.seconds == step_time(GPT, layout, Cluster("H100", 8)).seconds
+
+
+def test_the_call_is_that_of_the_layout():
+    layout = ParallelLayout(
+        dp=2, tp=2, pp=2, cp=2, microbatches=4, chunks=2, zero_stage=2, gradient_dtype="fp32",
+        sequence_parallel=True, recompute="full", context="ulysses", overlap=False,
+    )  # fmt: skip
+    text = call_text(LLAMA, dataclasses.replace(layout, chunks=3))
+    for part in (
+        "(2, 2, 2, 2)",
+        'mesh_dim_names=("pp", "dp", "cp", "tp")',
+        "zero_stage=2",
+        "sequence_parallel=True",
+        'recompute="full"',
+        'schedule="interleaved"',
+        "microbatches=4",
+        "chunks=3",
+        "layers_per_stage=[2, *[1] * 4, 3]",
+        "gradient_dtype=torch.float32",
+        'context="ulysses"',
+        "overlap=False",
+        "kv_heads=2",
+    ):
+        assert part in text, part
+    assert "pp" not in call_text(GPT, ParallelLayout(microbatches=3))
+    assert "accumulate=3" in call_text(GPT, ParallelLayout(microbatches=3))
+
+
+LAYOUTS = {
+    "llama": (LLAMA, {"tp": 2, "pp": 2, "chunks": 3, "recompute": "full", "microbatch": 2}),
+    "sequence": (LLAMA, {"tp": 2, "cp": 2, "sequence_parallel": True, "microbatch": 4}),
+    "gpt": (SMALL, {"dp": 2, "pp": 2, "zero_stage": 3, "microbatch": 1}),
+    "experts": (dataclasses.replace(SMALL, experts=4), {"ep": 2, "tp": 2, "microbatch": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_call_builds_the_trainer_and_it_trains(name):
+    shape, fixed = LAYOUTS[name]
+    best = planned(shape, gpus=4, batch_tokens=4 * shape.time, layout=fixed).best
+
+    def program(text):
+        names = {}
+        exec(text, names)
+        tokens = torch.zeros(best.layout.batch, shape.time, dtype=torch.long)
+        trainer = names["trainer"]
+        trainer.step(*trainer.share((tokens, tokens)))
+        return dict(trainer.axes.sizes)
+
+    run = p101.launch(program, best.call, world_size=4, backend="sim", device="H100")
+    sizes = {axis: size for axis, size in run.results[0].items() if size > 1}
+    assert sizes == {axis: n for axis, n in fixed.items() if axis in ("dp", "tp", "pp", "cp", "ep")}
+
+
+def test_trainer_is_the_same_and_needs_its_number_of_ranks():
+    best = planned(LLAMA, layout={"tp": 2, "pp": 2}, gpus=4).best
+
+    def program(n):
+        config = p101.models.LlamaConfig(101, 32, 6, 4, 2, 64, 96)
+        model, loss_fn = p101.models.Llama(config), p101.vocabulary_cross_entropy
+        try:
+            trainer = best.trainer(model, loss_fn, torch.optim.AdamW, clip_norm=1.0)
+        except ValueError as error:
+            return str(error)
+        return trainer.axes.sizes, trainer.clip_norm
+
+    four = p101.launch(program, 4, world_size=4, backend="sim", device="H100").results
+    assert four == [({"pp": 2, "dp": 1, "tp": 2}, 1.0)] * 4
+    two = p101.launch(program, 2, world_size=2, backend="sim", device="H100").results
+    assert all("for 4 GPUs, and there are 2 ranks" in text for text in two)
+
+
+# ── errors ──
+
+
+WRONG = {
+    "device='H1000': expected one of 'A100', 'H100'": {"device": "H1000"},
+    "unknown key 'zero'": {"layout": {"zero": 1}},
+    "layout tp=0": {"layout": {"tp": 0}},
+    "layout tp=True": {"layout": {"tp": True}},
+    "recompute='all'": {"layout": {"recompute": "all"}},
+    "sequence_parallel=1": {"layout": {"sequence_parallel": 1}},
+    "zero_stage=4": {"layout": {"zero_stage": 4}},
+    "precision='int8'": {"precision": "int8"},
+    "layout='tp=8'": {"layout": "tp=8"},
+    "whole samples of 128 tokens: expected a multiple, such as 896 or 1,024": {
+        "batch_tokens": 1000
+    },
+    "batch_tokens=0": {"batch_tokens": 0},
+    "aren't whole nodes of 8: expected a multiple, such as 8": {"gpus": 12},
+    "gpus=0": {"gpus": 0},
+    "simulate=-1": {"simulate": -1},
+    "top=0": {"top": 0},
+    "expected numbers that divide": {"layout": {"tp": 3}},
+    "tp doesn't divide 8 heads": {"gpus": 3},
+    "doesn't divide the batch of 32 samples": {"gpus": 5, "layout": {"dp": 5}},
+    "pp is 1": {"layout": {"pp": 1, "chunks": 2}},
+    "isn't the share of the batch": {"layout": {"microbatch": 3}},
+    "chunks need a multiple of pp": {"layout": {"pp": 4, "dp": 2, "chunks": 2, "microbatch": 8}},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_is_an_error_in_words(words):
+    options = dict(WRONG[words])
+    with pytest.raises(ValueError) as error:
+        planned(**options)
+    assert words.lower() in str(error.value).lower()
+
+
+def test_a_model_that_fits_nowhere_says_what_is_missing_and_how_many_gpus_would_do():
+    with pytest.raises(NoLayoutError, match="GB more than there is") as error:
+        planned("llama-3-70b", gpus=8)
+    least = error.value.smallest_gpus
+    assert least and least > 8 and f"that would do is {least}" in str(error.value)
+    assert planned("llama-3-70b", gpus=least).fitting >= 1
+    for fewer in range(16, least, 8):
+        with pytest.raises(NoLayoutError):
+            planned("llama-3-70b", gpus=fewer)
+    with pytest.raises(NoLayoutError, match="More GPUs wouldn't help") as error:
+        planned(memory=1e6)
+    assert error.value.smallest_gpus is None
+
+
+# ── text, JSON, picture ──
+
+
+def test_the_text_and_the_json_say_what_was_found(tmp_path):
+    plan = planned(top=3, memory=150e6)
+    text = str(plan)
+    for of in plan:
+        assert f"{of.mfu:.1%}" in text and layout_text(of.layout)
+    assert plan.best.call.splitlines()[-2].strip() in text
+    for words in ("allocator fragmentation", "uneven routing", "headroom", plan.best.limit):
+        assert words in text
+    assert all(why.reason in text for why in plan.why_not)
+    found = json.loads(plan.save(tmp_path / "plan.json").read_text())
+    assert found["model"]["parameters"] == GPT.parameters and found["fitting"] == plan.fitting
+    for of, row in zip(plan, found["layouts"], strict=True):
+        assert row["layout"] == dataclasses.asdict(of.layout)
+        assert row["seconds"] == of.seconds and row["call"] == of.call
+        assert [s["total"] for s in row["memory"]] == [s.total for s in of.memory]
+
+
+def test_a_shape_that_no_model_has_is_planned_and_not_built():
+    odd = dataclasses.replace(GPT, norm="rms")
+    plan = planned(odd, simulate=2)
+    assert plan.best.simulated is None and "No model can be built" in str(plan)
+    with pytest.raises(ValueError, match="norm='rms'"):
+        _ = plan.best.call
