@@ -90,7 +90,8 @@ def memory(shape: Shape, layout: Layout) -> dict[str, float]:
         the MLP's features before and after GELU                          2 of (b, s, 4h)
 
     tp cuts the second and the third row, which are between a column layer and a row layer. Sequence
-    parallel also cuts the first row, along time. Attention is fused, so it keeps no (s, s) matrix.
+    parallel also cuts the first row, along time (backward gathers it again). Attention is fused, so
+    it keeps no (s, s) matrix.
     With full recomputation, a layer keeps its input only (which sequence parallel cuts), until its
     backward pass computes everything again, one layer at a time.
 

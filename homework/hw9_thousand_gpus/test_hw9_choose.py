@@ -48,16 +48,12 @@ def cases(draw: Draw) -> list[Case]:
     """Small and large models, much and little memory, large and small batches."""
     return [
         choice_case(
-            "H100", 64, 80e9, 64 * draw.integer(3, 6),
+            "H100", 32, 80e9, 32 * draw.integer(3, 8),
             shape_of(4096, draw.choice((28, 32, 36)), 4096),
         ),
         choice_case(
-            "A100", 96, 40e9, 96 * draw.integer(3, 5),
-            shape_of(5120, draw.choice((36, 48)), 2048),
-        ),
-        choice_case(
-            "H100", 256, 80e9, 128 * draw.integer(1, 3),
-            shape_of(8192, draw.choice((64, 72, 80)), 8192),
+            "A100", 64, 40e9, 64 * draw.integer(4, 8),
+            shape_of(5120, draw.choice((36, 40, 48)), 2048),
         ),
         choice_case(
             "A100", 512, 80e9, 512 * draw.integer(2, 4),
@@ -65,7 +61,7 @@ def cases(draw: Draw) -> list[Case]:
         ),
         choice_case(
             "H100", 1024, 80e9, 256 * draw.integer(1, 2),
-            shape_of(draw.choice((6144, 8192)), 64, 8192),
+            shape_of(8192, draw.choice((64, 72, 80)), 8192),
         ),
     ]  # fmt: skip
 
@@ -231,11 +227,11 @@ EXERCISES = [
             "way to save memory if it doesn't?",
             "All numbers of GPUs here have few divisors, so you can go through tp and pp, and dp "
             "follows from them. Keep tp inside of a node, and skip what the ValueError of "
-            "evaluate refuses. For each, try microbatches of 1, 2 and 4 samples.",
-            "With tp, sequence parallel saves memory and costs nothing. ZeRO-2 costs nearly "
-            "nothing either. Try recomputation and ZeRO-3 only for a mesh that doesn't fit "
-            "without. More chunks shorten the bubble: for each mesh, try 1, and the most that L "
-            "allows. Keep the fastest layout whose bytes are below memory.",
+            "evaluate refuses. For each, try microbatches of 1, 2, 4 and 8 samples.",
+            "With tp, sequence parallel always pays. For each mesh and microbatch, try the four "
+            "stages of ZeRO, and recomputation only if none of them fits. With a pipeline, more "
+            "chunks shorten the bubble: take as many as L allows. Keep the fastest layout whose "
+            "bytes are below memory.",
         ),
         questions=(
             Question(

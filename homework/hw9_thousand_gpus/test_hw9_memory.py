@@ -28,17 +28,17 @@ LAYOUT = (
 
 def memory_case(draw: Draw, *, dp: int, tp: int, pp: int, microbatches: int, **others) -> Case:
     """A layout of a model whose sizes are drawn."""
-    heads = 16 * draw.integer(2, 6)
+    heads = 8 * draw.integer(2, 4) * (1 if tp == 1 else tp)
     facts = {
         "width": 128 * heads,
-        "layers": pp * others.get("chunks", 1) * draw.integer(2, 6),
+        "layers": pp * others.get("chunks", 1) * draw.integer(2, 4),
         "heads": heads,
         "vocabulary": 1024 * draw.integer(32, 128),
-        "time": 1024 * draw.integer(1, 8),
+        "time": 1024 * draw.integer(1, 4),
         "dp": dp,
         "tp": tp,
         "pp": pp,
-        "microbatch": draw.integer(1, 4),
+        "microbatch": draw.integer(1, 2),
         "microbatches": microbatches,
         "chunks": 1,
         "recompute": "none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 import parallel101 as p101
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.step_memory import step_memory
+from parallel101.cost.step_memory import layer_kept, step_memory
 from parallel101.cost.step_time import model_flops
 from parallel101.grade.estimate_exercises import named
 from parallel101.grade.exercise import Case, Draw, Trial
@@ -74,14 +75,18 @@ def test_another_seed_draws_other_cases(function):
 
 
 def test_the_bytes_are_near_those_of_the_packages_own_model():
-    """That one counts more, such as biases, statistics of norms and what lives only briefly."""
+    """That one counts more, such as biases, positions and statistics of the norms. With ZeRO-1, or
+    with overlap and without ZeRO, our trainer holds the gradients twice.
+    """
     for case in cases_of("memory"):
         shape, layout = in_package(case.facts)
-        stage = step_memory(shape, layout)[0]
+        stage = step_memory(shape, replace(layout, overlap=False))[0]
         found = answer("memory", case)
-        assert found["weights"] == pytest.approx(stage.weights, rel=0.02)
-        assert found["optimizer"] == pytest.approx(stage.optimizer, rel=0.02)
-        assert sum(found.values()) == pytest.approx(stage.total, rel=0.1), case.note
+        for name in ("weights", "optimizer", *(["gradients"] if layout.zero_stage != 1 else [])):
+            assert found[name] == pytest.approx(getattr(stage, name), rel=0.05), (name, case.note)
+        layer = sum(layer_kept(shape, layout, regather=True).values())
+        kept = answer("memory", one_microbatch(case, recompute="none"))["activations"]
+        assert kept / (shape.layers / layout.pp) == pytest.approx(layer, rel=0.02), case.note
 
 
 def test_as_many_microbatches_are_in_flight_as_the_schedules_have():
@@ -103,9 +108,9 @@ def test_as_many_microbatches_are_in_flight_as_the_schedules_have():
         assert answer("memory", case)["activations"] == pytest.approx(kept)
 
 
-def one_microbatch(case: Case) -> Case:
+def one_microbatch(case: Case, **others: str) -> Case:
     shape, layout = case.arguments[0]
-    return Case([(shape, layout | {"microbatches": 1, "chunks": 1})], [{}])
+    return Case([(shape, layout | {"microbatches": 1, "chunks": 1} | others)], [{}])
 
 
 def test_the_models_work_is_that_of_the_papers_without_the_output_layer():
@@ -160,7 +165,7 @@ def test_the_interval_is_the_best_one():
 
 def test_a_secret_seed_draws_clusters_on_which_the_reference_finds_a_good_layout():
     exercise = EXERCISES["choose_layout"]
-    for seed in ("secret", "another secret"):
+    for seed in ("secret",):
         for case in exercise.cases(Draw(seed, exercise.function)):
             found = choose_on(REFERENCE["choose_layout"], *case.arguments[0])
             chosen = Chosen(Trial(case, [found], Trace((), 1, "sim")))

@@ -126,30 +126,29 @@ def memory(shape, layout):
 def choose_layout(shape, gpus, memory, batch, evaluate):
     best, fastest = None, math.inf
     for tp in (1, 2, 4, 8):
-        for pp in (n for n in range(1, 17) if shape.layers % n == 0):
-            if gpus % (tp * pp):
-                continue
+        for pp in (1, 2, 4, 8, 16):
             dp = gpus // (tp * pp)
-            for microbatch in (1, 2, 4):
-                for chunks in {1, shape.layers // pp if pp > 1 else 1}:
-                    for recompute, zero in (("none", 2), ("none", 3), ("full", 2)):
-                        layout = {
-                            "dp": dp,
-                            "tp": tp,
-                            "pp": pp,
-                            "microbatch": microbatch,
-                            "microbatches": batch // (dp * microbatch),
-                            "chunks": chunks,
-                            "recompute": recompute,
-                            "zero_stage": zero if dp > 1 else 0,
-                            "sequence_parallel": tp > 1,
-                        }
-                        try:
-                            step = evaluate(**layout)
-                        except ValueError:
-                            break
-                        if step["bytes"] <= memory:
-                            if step["seconds"] < fastest:
-                                best, fastest = layout, step["seconds"]
-                            break  # it fits: nothing cheaper is to be saved
+            for microbatch in (1, 2, 4, 8):
+                if dp == 0 or batch % (dp * microbatch):
+                    continue
+                for recompute, zero in (*(("none", stage) for stage in range(4)), ("full", 2)):
+                    if recompute == "full" and best is not None:
+                        break
+                    layout = {
+                        "dp": dp,
+                        "tp": tp,
+                        "pp": pp,
+                        "microbatch": microbatch,
+                        "microbatches": batch // (dp * microbatch),
+                        "chunks": shape.layers // pp if pp > 1 else 1,
+                        "recompute": recompute,
+                        "zero_stage": zero,
+                        "sequence_parallel": tp > 1,
+                    }
+                    try:
+                        step = evaluate(**layout)
+                    except ValueError:
+                        continue
+                    if step["bytes"] <= memory and step["seconds"] < fastest:
+                        best, fastest = layout, step["seconds"]
     return best

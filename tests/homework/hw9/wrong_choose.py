@@ -89,7 +89,7 @@ def choose_layout__only_tp(shape, gpus, memory, batch, evaluate):
 
 
 def choose_layout__constant(shape, gpus, memory, batch, evaluate):
-    return {"dp": 8, "tp": 8, "pp": 8, "microbatches": 16, "chunks": 2, "sequence_parallel": True}
+    return {"dp": 8, "tp": 8, "pp": 8, "microbatches": 32, "chunks": 2, "sequence_parallel": True}
 
 
 def choose_layout__beyond_the_node(shape, gpus, memory, batch, evaluate):
