@@ -48,7 +48,7 @@ def cases(draw: Draw) -> list[Case]:
     """Small and large models, much and little memory, large and small batches."""
     return [
         choice_case(
-            "H100", 32, 80e9, 32 * draw.integer(3, 8),
+            "H100", 48, 80e9, 48 * draw.integer(2, 6),
             shape_of(4096, draw.choice((28, 32, 36)), 4096),
         ),
         choice_case(

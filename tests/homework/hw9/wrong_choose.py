@@ -102,9 +102,9 @@ def choose_layout__always_recomputes(shape, gpus, memory, batch, evaluate):
 
 
 def choose_layout__one_mesh(shape, gpus, memory, batch, evaluate):
-    """tp fills a node, and four stages."""
+    """tp fills a node, and two stages."""
     all_of_them = layouts(shape, gpus, batch, tps=(8,), zeros=(2, 3), again=("none", "full"))
-    return best((one for one in all_of_them if one["pp"] == 4), evaluate, memory)
+    return best((one for one in all_of_them if one["pp"] == 2), evaluate, memory)
 
 
 def choose_layout__always_eight(shape, gpus, memory, batch, evaluate):
