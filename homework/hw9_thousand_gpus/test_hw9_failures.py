@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from parallel101.grade.estimate_exercises import (
+    EstimatePart,
     Facts,
-    Part,
     Said,
     about,
     estimate_case,
@@ -62,8 +62,8 @@ def lost(facts: Facts, said: Said) -> float:
     return facts["write"] / interval + again / facts["between"]
 
 
-INTERVAL = Part("interval", "the interval that loses least", best_interval)
-LOST = Part("lost", "the share of time that is lost with your interval", lost)
+INTERVAL = EstimatePart("interval", "the interval that loses least", best_interval)
+LOST = EstimatePart("lost", "the share of time that is lost with your interval", lost)
 
 
 def without(term: str):
@@ -208,8 +208,8 @@ def step(facts: Facts, said: Said) -> float:
     return 1 + said.get("slow", 0.0) * (facts["slowdown"] - 1)
 
 
-SLOW = Part("slow", "the probability that a step has a slow GPU", slow)
-STEP = Part("step", "the mean time of a step, given your probability", step)
+SLOW = EstimatePart("slow", "the probability that a step has a slow GPU", slow)
+STEP = EstimatePart("step", "the mean time of a step, given your probability", step)
 
 
 def step_as(*formulas: Callable[[Facts, float], float]) -> Callable[[Sequence[Trial]], bool]:

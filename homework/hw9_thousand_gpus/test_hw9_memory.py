@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parallel101.grade.estimate_exercises import Facts, Part, Said, estimate_case, named, off_by
+from parallel101.grade.estimate_exercises import (
+    EstimatePart,
+    Facts,
+    Said,
+    estimate_case,
+    named,
+    off_by,
+)
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question
 
 SHAPE = ("width", "layers", "heads", "vocabulary", "time")
@@ -124,10 +131,10 @@ def activations(facts: Facts, _: Said = {}) -> float:  # noqa: B006
     return layers_kept(facts) * inputs + of_layer(facts)
 
 
-WEIGHTS = Part("weights", "bytes of the weights", weights)
-GRADIENTS = Part("gradients", "bytes of the gradients", gradients)
-OPTIMIZER = Part("optimizer", "bytes of the optimizer's state", optimizer)
-ACTIVATIONS = Part("activations", "bytes of the activations", activations, weight=2)
+WEIGHTS = EstimatePart("weights", "bytes of the weights", weights)
+GRADIENTS = EstimatePart("gradients", "bytes of the gradients", gradients)
+OPTIMIZER = EstimatePart("optimizer", "bytes of the optimizer's state", optimizer)
+ACTIVATIONS = EstimatePart("activations", "bytes of the activations", activations, weight=2)
 STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
 
 # ---- mistakes ----

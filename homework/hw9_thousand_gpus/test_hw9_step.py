@@ -7,8 +7,8 @@ appendix, the bubble in section 2.2. All products run at one efficiency, and not
 from __future__ import annotations
 
 from parallel101.grade.estimate_exercises import (
+    EstimatePart,
     Facts,
-    Part,
     Said,
     estimate_case,
     named,
@@ -131,11 +131,11 @@ def mfu(facts: Facts, said: Said) -> float:
     return model / (seconds * gpus * facts["flops"]) if seconds > 0 else 0.0
 
 
-MATMUL = Part("matmul", "matrix products", matmul)
-TP = Part("tp", "all-reduces along tp", tp)
-BUBBLE = Part("bubble", "the bubble, given your first two", bubble)
-DP = Part("dp", "the all-reduce along dp", dp)
-MFU = Part("mfu", "MFU, given your four times", mfu)
+MATMUL = EstimatePart("matmul", "matrix products", matmul)
+TP = EstimatePart("tp", "all-reduces along tp", tp)
+BUBBLE = EstimatePart("bubble", "the bubble, given your first two", bubble)
+DP = EstimatePart("dp", "the all-reduce along dp", dp)
+MFU = EstimatePart("mfu", "MFU, given your four times", mfu)
 PARTS = (MATMUL, TP, BUBBLE, DP, MFU)
 
 # ---- mistakes: the factor by which a part is wrong ----
@@ -150,32 +150,32 @@ def scores(facts: Facts) -> float:
     return 4 * facts["microbatch"] * facts["time"] ** 2 * facts["width"] / forward(facts)
 
 
-def in_node(facts: Facts, part: Part) -> bool:
+def in_node(facts: Facts, part: EstimatePart) -> bool:
     return facts["tp"] * (facts["dp"] if part is DP else 1) <= facts["node"]
 
 
-def per_node(part: Part):
+def per_node(part: EstimatePart):
     """The bandwidth of a whole node for each GPU."""
     return lambda facts: 1.0 if in_node(facts, part) else 1 / facts["node"]
 
 
-def bits(part: Part):
+def bits(part: EstimatePart):
     """Gbit/s taken for GB/s."""
     return lambda facts: 1.0 if in_node(facts, part) else 1 / 8
 
 
-def both(part: Part):
+def both(part: EstimatePart):
     return lambda facts: per_node(part)(facts) * bits(part)(facts)
 
 
-def nvlink_everywhere(part: Part):
+def nvlink_everywhere(part: EstimatePart):
     def factor(facts: Facts) -> float:
         return bandwidth(facts, 10**9) / (facts["nvlink"] * 1e9) if not in_node(facts, part) else 1
 
     return factor
 
 
-def network_everywhere(part: Part):
+def network_everywhere(part: EstimatePart):
     def factor(facts: Facts) -> float:
         return facts["nvlink"] * 1e9 / bandwidth(facts, 10**9) if in_node(facts, part) else 1
 

@@ -26,7 +26,7 @@ TOLERANCE = 1e-6  # relative
 
 
 @dataclass(frozen=True)
-class Part:
+class EstimatePart:
     """One number of an estimate.
 
     Attributes:
@@ -104,7 +104,7 @@ def estimate_case(arguments: Sequence[Any], note: str, **facts: Any) -> Case:
 Factor = Callable[[Facts], float]
 
 
-def off_by(part: Part, *factors: Factor) -> Callable[[Sequence[Trial]], bool]:
+def off_by(part: EstimatePart, *factors: Factor) -> Callable[[Sequence[Trial]], bool]:
     """Whether one of the factors explains this part in all runs, and it is wrong in one of them.
 
     Runs in which the part should be 0 don't count.

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import chip_of
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import step_memory
@@ -87,20 +88,20 @@ def layout_evaluator(
         device, gpus, memory: as those of a Cluster, with nodes of 8.
         batch: samples of a step.
     """
-    sizes = {name: getattr(shape, name) for name in SHAPE}
-    return Evaluate(ModelShape(**sizes), Cluster(device, gpus, memory=memory), batch)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in SHAPE}
+    return Evaluate(ModelShape(**sizes), Cluster(chip_of(device), gpus, memory=memory), batch)
 
 
 def choose_on(
     function: Callable[..., Any],
     device: str,
-    shape: dict[str, int],
+    shape: dict[str, Any],
     gpus: int,
     memory: float,
     batch: int,
 ) -> Any:
     """What the rank runs. A Layout reaches the grader as a dict."""
-    evaluate = Evaluate(ModelShape(**shape), Cluster(device, gpus, memory=memory), batch)
+    evaluate = Evaluate(ModelShape(**shape), Cluster(chip_of(device), gpus, memory=memory), batch)
     found = function(SimpleNamespace(**shape), gpus, memory, batch, evaluate)
     return dict(vars(found)) if hasattr(found, "__dict__") else found
 
@@ -111,7 +112,7 @@ class Chosen:
     def __init__(self, trial: Trial):
         facts = trial.case.facts
         self.shape = ModelShape(**dict(zip(SHAPE, facts["shape"])))
-        self.cluster = Cluster(facts["device"], facts["gpus"], memory=facts["memory"])
+        self.cluster = Cluster(chip_of(facts["device"]), facts["gpus"], memory=facts["memory"])
         self.layout = layout_of(self.shape, facts["gpus"], facts["batch"], trial.results[0])
 
     @property

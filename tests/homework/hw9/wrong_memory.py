@@ -24,6 +24,8 @@ EXPECTED = {
     "memory__no_recomputation": "recomputation forgotten",
     "memory__fp32": "activations in fp32",
     "memory__constant": None,
+    "memory__sixteen_bytes": "gradients in 16 bit",
+    "memory__as_on_the_last_stage": "one microbatch in flight",
 }
 POINTS = {"memory__constant": 0.0, "memory__gpipe": 6.0, "memory__no_zero": 6.0}
 
@@ -163,3 +165,30 @@ def memory__fp32(shape, layout):
 
 def memory__constant(shape, layout):
     return {"weights": 4e9, "gradients": 8e9, "optimizer": 24e9, "activations": 30e9}
+
+
+def memory__sixteen_bytes(shape, layout):
+    """The 2 + 2 + 12 bytes of the ZeRO paper, by loops over the layers."""
+    numbers = shape.vocabulary * shape.width
+    for _ in range(shape.layers // layout.pp):
+        numbers += 4 * shape.width**2 + 2 * shape.width * 4 * shape.width
+    numbers /= layout.tp
+    right = count(shape, layout)
+    return {
+        "weights": numbers * 2,
+        "gradients": numbers * 2 / (layout.dp if layout.zero_stage == 2 else 1),
+        "optimizer": numbers * 12 / (layout.dp if layout.zero_stage else 1),
+        "activations": right["activations"],
+    }
+
+
+def memory__as_on_the_last_stage(shape, layout):
+    """There, each forward is followed by its backward."""
+    tokens, h, t = shape.time * layout.microbatch, shape.width, layout.tp
+    rows = [4 * h if not layout.sequence_parallel else 4 * h / t, 4 * h / t, 8 * h / t]
+    layer = 2 * tokens * sum(rows)
+    stage = shape.layers // layout.pp * layer
+    if layout.recompute == "full":
+        inputs = 2 * tokens * h / (t if layout.sequence_parallel else 1)
+        stage = shape.layers // layout.pp * inputs + layer
+    return count(shape, layout) | {"activations": stage}

@@ -33,6 +33,8 @@ EXPECTED = {
     "step_seconds__one_replica": "one replica's work over all GPUs",
     "step_seconds__of_what_is_reached": "relative to what products reach",
     "step_seconds__constant": None,
+    "step_seconds__six_n_d": "attention's scores forgotten",
+    "step_seconds__pipeline_efficiency": "bubble as a share of the step",
     "step_seconds__two_mistakes": "backward counted like forward",
 }
 POINTS = {"step_seconds__hfu": 8.0, "step_seconds__constant": 0.0, "step_seconds__bits": 6.0}
@@ -251,3 +253,30 @@ def step_seconds__two_mistakes(shape, layout, cluster):
     return estimate(
         shape, layout, cluster, passes=lambda again: 2 + again, model=lambda again: 3 + again
     )
+
+
+def step_seconds__six_n_d(shape, layout, cluster):
+    """6ND everywhere: for the products and for MFU."""
+    right = estimate(shape, layout, cluster)
+    weights = 12 * shape.layers * shape.width**2
+    tokens = layout.dp * layout.microbatch * layout.microbatches * shape.time
+    gpus = layout.dp * layout.tp * layout.pp
+    needed = 6 * weights * tokens
+    done = needed + (2 * weights * tokens if layout.recompute == "full" else 0)
+    matmul = done / (gpus * cluster.flops * cluster.efficiency)
+    wait = (layout.pp - 1) * (matmul + right["tp"]) / layout.microbatches / layout.chunks
+    seconds = matmul + right["tp"] + wait + right["dp"]
+    mfu = needed / seconds / (gpus * cluster.flops)
+    return right | {"matmul": matmul, "bubble": wait, "mfu": mfu}
+
+
+def step_seconds__pipeline_efficiency(shape, layout, cluster):
+    """The pipeline's efficiency is M / (M + P − 1); the rest is called the bubble."""
+    right = estimate(shape, layout, cluster)
+    many = layout.microbatches * layout.chunks
+    efficiency = many / (many + layout.pp - 1)
+    busy = right["matmul"] + right["tp"]
+    bubble = busy - efficiency * busy
+    seconds = busy + bubble + right["dp"]
+    before = busy + right["bubble"] + right["dp"]
+    return right | {"bubble": bubble, "mfu": right["mfu"] * before / seconds}
