@@ -103,6 +103,7 @@ def draw(tables: dict[str, list[PublishedError]], path: Path) -> None:
             s=36 if few else 6,
             marker="o" if few else ".",
             alpha=1 if few else 0.4,
+            rasterized=not few,
             label=f"{name} ({summary(rows)})",
         )
     low = min(row.measured for rows in tables.values() for row in rows) / 1.3
@@ -112,5 +113,5 @@ def draw(tables: dict[str, list[PublishedError]], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set(xlabel="measured seconds of a step", ylabel="predicted seconds (band: ±10 %)")
     axes.legend(fontsize=7, loc="upper left")
-    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight", dpi=150)
     plt.close(figure)

@@ -47,6 +47,9 @@ class Cluster:
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"Cluster({name}={value!r}): expected bytes, more than 0")
 
+    def __hash__(self) -> int:
+        return hash((self.chip, self.gpus, self.nodes_of, self.memory, self.network))
+
     @property
     def memory_bytes(self) -> float:
         return self.chip.hbm_bytes if self.memory is None else float(self.memory)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
+from parallel101.cost.kernels import memory_seconds
 
 
 class AxisLinks(NamedTuple):
@@ -67,6 +68,13 @@ def all_reduce_seconds(
 ) -> float:
     """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=algorithm)
+
+
+def added_seconds(cluster: Cluster, nbytes: float, ranks: int) -> float:
+    """Seconds of a kernel that adds the block of another rank, as our own reduce-scatter does for
+    each. NCCL's kernels add while they receive.
+    """
+    return memory_seconds(cluster.chip, 3 * nbytes / ranks) if ranks > 1 else 0.0
 
 
 def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:

@@ -105,6 +105,9 @@ class Chip:
     pcie_bandwidth: float | None = None
     kernels: KernelFigures | None = None  # of a GPU that steps are predicted for
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.flops))  # not of all figures: caches ask for it often
+
     @property
     def link_bandwidth(self) -> float:
         """Bytes per second of a link, one way: along a torus axis, or into the node's switch."""
@@ -150,8 +153,8 @@ LINKS = (
 )
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # cuBLAS's, roughly
 
-# bytes → part; calibrated on the output layer of vTrain's profile, whose vocabulary of 50,257 is cut
-# into 50257, 25128, 12564 and 6282 words. NVIDIA, "Matrix Multiplication Background User's Guide",
+# bytes → part; calibrated on the output layer of vTrain's profile, whose vocabulary of 50,257 words
+# is cut into 50257, 25128, 12564 and 6282. NVIDIA, "Matrix Multiplication Background User's Guide",
 # section "Tensor Core Requirements", asks for multiples of 16 bytes.
 ALIGNMENT = ((16, 1.0), (8, 0.8), (4, 0.6), (2, 0.3))
 

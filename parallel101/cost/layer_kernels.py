@@ -24,7 +24,7 @@ from typing import NamedTuple
 from parallel101.cost.model_shape import ModelShape
 
 
-class Cut(NamedTuple):
+class LayerCut(NamedTuple):
     """What of a ParallelLayout a layer's time depends on."""
 
     tp: int = 1
@@ -35,6 +35,7 @@ class Cut(NamedTuple):
     recompute: str = "none"
     itemsize: int = 2
     context: str = "zigzag"
+    overlap: bool = True
 
 
 class Product(NamedTuple):
@@ -81,7 +82,7 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-def sizes(shape: ModelShape, cut: Cut) -> Sizes:
+def sizes(shape: ModelShape, cut: LayerCut) -> Sizes:
     tokens = cut.microbatch * shape.time // cut.cp
     return Sizes(
         N=tokens * shape.width / (cut.tp if cut.sequence_parallel else 1),
@@ -94,7 +95,7 @@ def sizes(shape: ModelShape, cut: Cut) -> Sizes:
     )
 
 
-def linear_products(shape: ModelShape, cut: Cut, *, joined: bool) -> list[Product]:
+def linear_products(shape: ModelShape, cut: LayerCut, *, joined: bool) -> list[Product]:
     """The products with weights. Joined: query, key and value are one, and so are gate and up."""
     tokens, h = cut.microbatch * shape.time // cut.cp, shape.width
     q, kv, inside = h // cut.tp, shape.kv_width // cut.tp, shape.inside // cut.tp
@@ -112,20 +113,29 @@ def linear_products(shape: ModelShape, cut: Cut, *, joined: bool) -> list[Produc
     ]
 
 
-def square_products(shape: ModelShape, cut: Cut) -> list[Product]:
+def square_products(shape: ModelShape, cut: LayerCut) -> list[Product]:
     """Scores and context of unfused attention, over the whole square."""
     heads = cut.microbatch * shape.heads // cut.tp
     q, d = shape.time // cut.cp, shape.head_width
     return [Product(q, shape.time, d, heads), Product(q, d, shape.time, heads)]
 
 
-def flash_attention(shape: ModelShape, cut: Cut) -> tuple[float, float]:
+def ring_share(cut: LayerCut) -> float:
+    """The part of its queries · all keys that ring attention computes on the slowest rank.
+
+    Contiguous, the last rank needs all blocks. In zigzag, each needs its own block, whose masked
+    half is computed, too, and half of each other block.
+    """
+    return 1.0 if cut.context == "contiguous" else (cut.cp + 1) / (2 * cut.cp)
+
+
+def flash_attention(shape: ModelShape, cut: LayerCut) -> tuple[float, float]:
     """Operations of the causal half, and bytes of queries, keys, values and the result."""
     of = sizes(shape, cut)
     return 2 * of.tokens * shape.time * shape.width / cut.tp, 2 * of.e * (of.Q + of.K)
 
 
-def fused_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
+def fused_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
     """As Megatron-LM fuses them."""
     N, Q, K, F, S, e, _ = sizes(shape, cut)
     mask = 1 if shape.dropout else 0
@@ -156,7 +166,7 @@ def fused_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
     return MemoryKernels(around, core, after, core_after)
 
 
-def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
+def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
     """One for each operation of torch, as models/gpt.py and models/llama.py are written."""
     N, Q, K, F, S, e, tokens = sizes(shape, cut)
     whole = tokens * shape.width  # the input of column layers
@@ -168,6 +178,9 @@ def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
     if shape.biases:
         around += [2 * e * N] * 2 if cut.tp > 1 else []  # after the sum; else the product adds it
         after += [e * N] * 2 + [e * F, e * Q, e * K]
+    if cut.sequence_parallel:  # time is dim 1: copies before and after each message
+        around += [2 * e * whole] * 4 + [2 * e * N] * 4
+        after += [2 * e * whole] * 4 + [2 * e * N] * 4
     if shape.dropout:
         around += [(2 * e + 1) * N] * 2
         after += [(2 * e + 1) * N] * 2
@@ -177,9 +190,9 @@ def eager_memory(shape: ModelShape, cut: Cut) -> MemoryKernels:
     core: list[float] = []
     core_after: list[float] = []
     if cut.cp > 1 and cut.context != "ulysses":
-        half = S / 2  # ring attention's blocks, in fp32, of the half that counts
-        core += [4 * half, 8 * half, 8 * half]
-        core_after += [8 * half, 8 * half, 8 * half, 12 * half]
+        blocks = S * ring_share(cut)  # in fp32
+        core += [4 * blocks] + [8 * blocks] * 3  # logsumexp, subtract, exp, a copy
+        core_after += [8 * blocks] * 4 + [12 * blocks]
     elif shape.attention == "unfused":
         core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous
         core_after += [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]

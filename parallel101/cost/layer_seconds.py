@@ -15,19 +15,20 @@ from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
-    all_gather_seconds,
+    added_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
 )
 from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
 from parallel101.cost.layer_kernels import (
-    Cut,
+    LayerCut,
     Product,
     eager_memory,
     flash_attention,
     fused_memory,
     linear_products,
+    ring_share,
     sizes,
     square_products,
 )
@@ -94,7 +95,7 @@ def products_seconds(cluster: Cluster, products: list[Product], itemsize: int) -
 
 
 def context_seconds(
-    shape: ModelShape, cluster: Cluster, cut: Cut, compute: float, tensors: int
+    shape: ModelShape, cluster: Cluster, cut: LayerCut, compute: float, tensors: int
 ) -> float:
     """Exposed seconds of ring attention, in which so many `tensors` travel, or of Ulysses."""
     if cut.cp == 1:
@@ -108,7 +109,7 @@ def context_seconds(
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return forward and backward of one layer for one microbatch."""
     chip, e = cluster.chip, cut.itemsize
     memory = (fused_memory if software.fused else eager_memory)(shape, cut)
@@ -125,7 +126,7 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
     else:
         squares = square_products(shape, cut)
         gradients = [p.input_gradient for p in squares] + [p.weight_gradient for p in squares]
-        part = 0.5 if ring else 1.0  # a ring computes the blocks that count
+        part = ring_share(cut) if ring else 1.0
         core = part * products_seconds(cluster, squares, 4 if ring else e)
         core_after = part * products_seconds(cluster, gradients, 4 if ring else e)
     around, in_core, after, in_core_after = (
@@ -134,8 +135,12 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
 
     of = sizes(shape, cut)
     activations = of.tokens * shape.width * e
-    tp = all_reduce_seconds(cluster, activations, cut.tp)
+    tp = all_reduce_seconds(cluster, activations, cut.tp, algorithm=software.collectives)
     tp_back = backward_messages(tp, weight_gradients, cut, software)
+    if software.collectives == "direct":
+        add = added_seconds(cluster, activations, cut.tp)
+        tp += add  # of the last block; the others' come meanwhile
+        tp_back += 2 * add * (cut.tp - 1 if cut.overlap else 1)
     ep = 0.0
     if shape.experts and cut.ep > 1:
         sent = activations * shape.top_k
@@ -164,29 +169,37 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Softw
     )
     if cut.recompute == "full":
         second = second.plus(first)
+        if not software.fused and not shape.dropout:  # torch stops before the last product
+            down = products_seconds(cluster, linear[-1:], e)
+            second = second.plus(Seconds(down, memory_seconds(chip, 3 * e * of.N), tp=tp), -1)
     elif cut.recompute == "selective":
         second = second.plus(Seconds(core, in_core, cp=cp))
     return Pass(first, second)
 
 
-def backward_messages(tp: float, weight_gradients: float, cut: Cut, software: Software) -> float:
+def backward_messages(
+    tp: float, weight_gradients: float, cut: LayerCut, software: Software
+) -> float:
     """Exposed seconds of a layer's messages along tp in backward, two sums of `tp` seconds.
 
-    Sequence parallel has two all-gathers and two reduce-scatters instead, each half a sum, and if
-    column layers keep their input cut, two more all-gathers beside the products.
+    Sequence parallel has an all-gather and a reduce-scatter instead of each, half a sum each. Only
+    those of column layers can overlap: row layers need theirs first.
     """
     if cut.tp == 1:
         return 0.0
-    if not software.tp_overlap:
+    how = software.tp_overlap
+    if how == "none" or (how == "halves" and not cut.overlap):
         return 2 * tp
-    if cut.sequence_parallel:
-        hidden = tp if not software.fused else 2 * tp  # reduce-scatters; and gathering again
-        return tp + beside(hidden, weight_gradients, software)
-    return beside(2 * tp, weight_gradients, software)
+    # reduce-scatters; in "column" also gathering again, or the second halves of the sums
+    hidden = tp if how == "halves" else 2 * tp
+    exposed = tp if how == "halves" or cut.sequence_parallel else 0.0
+    return exposed + beside(hidden, weight_gradients, software)
 
 
 @lru_cache(maxsize=1 << 14)
-def embedding_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def embedding_seconds(
+    shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software
+) -> Pass:
     """Return forward and backward of the embedding."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
@@ -196,9 +209,9 @@ def embedding_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: S
     seconds = sum(memory_seconds(chip, nbytes) for nbytes in kernels)
     # the gradient of the table is as large as the table
     table = shape.vocabulary * shape.width / cut.tp * e
-    tp = all_reduce_seconds(cluster, size, cut.tp)
-    if cut.sequence_parallel:
-        tp = all_gather_seconds(cluster, size, cut.tp)
+    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
+    if cut.sequence_parallel:  # a reduce-scatter
+        tp /= 2
     return Pass(
         Seconds(memory=seconds, tp=tp),
         Seconds(
@@ -215,18 +228,19 @@ def padded_vocabulary(shape: ModelShape, tp: int, software: Software) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def head_seconds(shape: ModelShape, cluster: Cluster, cut: Cut, software: Software) -> Pass:
+def head_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return forward and backward of the final norm, the output layer and the loss."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
     logits = Product(of.tokens, padded_vocabulary(shape, cut.tp, software), shape.width)
     loss = memory_seconds(chip, software.loss_bytes / 2 * logits.m * logits.n)
-    tp = all_reduce_seconds(cluster, of.tokens * shape.width * e, cut.tp)
+    size = of.tokens * shape.width * e
+    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
     numbers = 3 * all_reduce_seconds(cluster, 4 * of.tokens, cut.tp)
     weight_gradient = products_seconds(cluster, [logits.weight_gradient], e)
     # with sequence parallel an all-gather before, and its reduce-scatter after; else a sum after
     before, after = (tp / 2, tp / 2) if cut.sequence_parallel else (0.0, tp)
-    if software.tp_overlap:
+    if software.tp_overlap != "none" and cut.overlap:
         after = beside(after, weight_gradient, software)
     return Pass(
         Seconds(

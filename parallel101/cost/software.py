@@ -17,8 +17,10 @@ class Software:
         fused: kernels as Megatron-LM fuses them: the causal mask, the scale and softmax are one,
             and so are bias, dropout and addition, and bias and GELU; query, key and value are one
             product. False: one kernel for each operation of torch.
-        tp_overlap: in backward, a column layer's message is in flight while its weight gradients
-            are computed.
+        tp_overlap: what is in flight in backward while weight gradients are computed: "none";
+            "column": the sums of column layers (and what they gather again with sequence parallel);
+            "halves": as this package's, the first half of each of these sums, its reduce-scatter.
+        dp_overlap: whether a layout's `overlap` is heeded for gradients.
         pp_overlap: messages between stages are in flight while microbatches are computed.
         scatter_gather: each tp rank sends 1/tp of the activations to the next stage, where they are
             gathered over NVLink.
@@ -37,7 +39,8 @@ class Software:
 
     name: str
     fused: bool = True
-    tp_overlap: bool = False
+    tp_overlap: str = "none"
+    dp_overlap: bool = True
     pp_overlap: bool = False
     scatter_gather: bool = False
     accumulation: str = "each"
@@ -51,13 +54,14 @@ class Software:
 
 # What nobody can see in advance is left out here, as on virtual GPUs: a CPU that launches kernels
 # too slowly, and kernels that run slower beside messages.
-# loss_bytes: trainers/tensor/loss.py, kernel by kernel: to fp32 (6), max (4), subtract (8), exp (8),
-# sum (4), divide (8), and in backward times what counts (8), times the gradient (8), to 16 bits (6).
+# loss_bytes: trainers/tensor/loss.py, kernel by kernel: to fp32 (6), max (4), subtract (8), exp
+# (8), sum (4), divide (8), and in backward times what counts (8), times the gradient (8), to 16
+# bits (6).
 # optimizer_bytes: gradients to fp32 and moved (12), AdamW (32), rounded (6).
 TRAINERS = Software(
     "parallel101's HybridTrainer",
     fused=False,
-    tp_overlap=True,
+    tp_overlap="halves",
     pp_overlap=True,
     accumulation="later",
     collectives="direct",
@@ -83,7 +87,8 @@ MEGATRON_2021 = Software(
 # the class LinearWithGradAccumulationAndAsyncCommunication in megatron/model/ or core/
 MEGATRON_2022 = Software(
     "Megatron-LM of 2022, with sequence parallel",
-    tp_overlap=True,
+    tp_overlap="column",
+    dp_overlap=False,
     scatter_gather=True,
     accumulation="fused",
     contention=CONTENTION,

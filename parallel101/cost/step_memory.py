@@ -27,6 +27,8 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
+# what selective recomputation computes again
+CORE = ("log of the sums of the softmax", "softmax", "causal mask", "attention's dropout")
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 MASTER, MOMENT = 4, 4  # bytes a parameter of the optimizer's copy, and of each of Adam's averages
 
@@ -111,7 +113,14 @@ def layer_kept(
         found["rotations"] = 4.0 * shape.head_width * shape.time / layout.cp * samples
     if shape.dropout:
         found["dropout masks"] = 2 * (e if cpu else 1) * h * outside
+    if layout.cp > 1 and layout.context == "ulysses":
+        found["attention's output, by heads"] = e * h * n / t
     found["inside the MLP"] = (4 if shape.gated else 2) * e * f * n / t
+    if shape.experts:
+        rows = n * shape.top_k
+        found["inside the MLP"] = 2.0 * e * f * rows
+        found["rows of the experts, and their results"] = 2.0 * e * h * rows
+        found["numbers of the rows"] = 8.0 * 9 * rows
     return found
 
 
@@ -139,7 +148,7 @@ class _Rank:
         self.mixed = layout.precision.endswith("mixed")
         self.n = layout.microbatch * shape.time // layout.cp
         self.outside = self.n / layout.tp if layout.sequence_parallel else float(self.n)
-        self.kept = layer_kept(shape, layout, cpu=cpu)
+        self.kept, self.cpu = layer_kept(shape, layout, cpu=cpu), cpu
         self.sharing = layout.dp * layout.cp * layout.ep
         self.overlap = layout.overlap and layout.cp == layout.ep == 1
 
@@ -156,6 +165,13 @@ class _Rank:
             mlp = shape.mlp_parameters * shape.experts / self.layout.ep
             mlp += shape.width * shape.experts
         return attention + mlp + 2 * shape.norm_parameters
+
+    @property
+    def of_experts(self) -> float:
+        """Parameters of experts on this rank, which fewer ranks share."""
+        shape = self.shape
+        each = sum(self.layers) * shape.mlp_parameters
+        return each * shape.experts / self.layout.ep
 
     @property
     def table(self) -> float:
@@ -194,17 +210,24 @@ class _Rank:
             if shape.dropout:
                 found[0] += h * self.n
         for i in range(len(found) - 1 if self.last else len(found)):
-            found[i] += e * h * self.outside  # what it has sent
-        if self.last:  # of the last norm and the output layer
-            found[-1] += e * h * self.outside + 8 * self.outside + e * h * self.n
+            found[i] += self.message  # what it has sent
+        if self.last:
+            found[-1] += self.of_head
         return found
+
+    @property
+    def of_head(self) -> float:
+        """Bytes that the last norm and the output layer keep of a microbatch."""
+        h = self.shape.width
+        norm = 8 * h + 4 if self.cpu and self.shape.norm == "rms" else self.e * h + 8
+        return norm * self.outside + self.e * h * self.n
 
     @property
     def layer_waits(self) -> float:
         """Bytes of a layer that wait for its backward."""
         kept = self.kept
         if self.layout.recompute == "full":
-            return self.e * self.shape.width * self.outside
+            return self.message  # of the same shape as its input
         found = sum(kept.values())
         if self.layout.recompute == "selective":
             found -= sum(kept.get(name, 0.0) for name in CORE)
@@ -249,97 +272,150 @@ class _Rank:
             found += e * n * (h + shape.vocabulary / t)
         return found
 
+    # ── model states ──
+
     @property
-    def logits(self) -> float:
-        """Bytes of the logits and the loss, at most at once."""
-        each = self.n * self.shape.vocabulary / self.layout.tp
-        if self.layout.tp > 1:
-            return (8 + self.e if self.e < 4 else 8) * each
-        return 12 * each
+    def weights(self) -> float:
+        return self.e * (self.owned if self.layout.zero_stage == 3 else self.parameters)
+
+    @property
+    def owned(self) -> float:
+        """Parameters that this rank's optimizer updates."""
+        if self.layout.zero_stage == 0:
+            return self.parameters
+        dense, experts = self.parameters - self.of_experts, self.of_experts
+        return dense / self.sharing + experts / (self.layout.dp * self.layout.cp)
+
+    @property
+    def optimizer(self) -> float:
+        """Bytes of Adam's averages, and of the master weights."""
+        return self.owned * (2 * MOMENT + MASTER if self.mixed else 2 * self.e)
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of the gradients that are complete."""
+        return self.g * (self.owned if self.layout.zero_stage >= 2 else self.parameters)
+
+    @property
+    def room(self) -> float:
+        """Bytes of flat arrays for gradients, which are there from step to step."""
+        zero = self.layout.zero_stage
+        return self.gradients if zero or (self.sharing > 1 and self.overlap) else 0.0
+
+    @property
+    def earlier(self) -> float:
+        """Bytes of the gradients of earlier microbatches, while the last ones are computed."""
+        if self.layout.zero_stage < 2:
+            return self.g * self.parameters  # not yet in the flat arrays
+        last_sent = self.of_embedding if self.first else self.of_layer
+        return 2 * self.g * (last_sent if self.layout.zero_stage == 3 else self.bucket)
+
+    @property
+    def bucket(self) -> float:
+        """Parameters of a bucket of gradients."""
+        zero, count = self.layout.zero_stage, self.parameters
+        if zero == 3:
+            ends = self.first or self.last
+            return max(self.of_layer, self.of_embedding if ends else 0.0)
+        return min(BUCKET / self.e, count / (4 if zero else 2)) if self.sharing > 1 else 0.0
+
+    @property
+    def fixed(self) -> float:
+        """Bytes that are there for all of a step: model states, and the batch."""
+        batch = 8.0 * self.layout.microbatch * self.layout.microbatches * self.shape.time
+        return self.weights + self.optimizer + self.room + batch
 
     # ── moments ──
 
     def memory(self) -> StageMemory:
-        layout, e, g = self.layout, self.e, self.g
-        zero, n, many = layout.zero_stage, self.sharing, layout.microbatches
-        count = self.parameters
-        weights = count * e / (n if zero == 3 else 1)
-        owned = count / (n if zero else 1)
-        of_adam = 2 * (MOMENT if self.mixed else e) + (MASTER if self.mixed else 0)
-        optimizer = owned * of_adam
-        batch = 8.0 * layout.microbatch * many * self.shape.time
-        fixed = weights + optimizer + batch
-        whole = count * g  # of all gradients
-
-        # gradients that are there for all of the step, and those of earlier microbatches
-        room = earlier = 0.0
-        if (zero == 0 and n > 1 and self.overlap) or zero == 1:
-            room, earlier = whole, whole
-        elif zero >= 2:
-            room = whole / n
-        else:
-            earlier = whole
-        accumulates = many > 1
-        before = room + (earlier if accumulates else 0.0)
-
-        waiting = self.in_flight
-        if accumulates and self.warm_up == many:  # the first backward has all of them, …
-            rest = waiting * (1 - 1 / many) + earlier  # … the second one fewer
-            before, waiting = room, max(waiting, rest)
-        peaks = {}
-        sizes = self.widths()
+        many, waiting, earlier = self.layout.microbatches, self.in_flight, 0.0
+        at_once = waiting
+        if many > 1:
+            earlier = self.earlier
+            if self.warm_up == many:  # the first backward has all of them, the second one fewer
+                at_once, earlier = max(waiting, waiting * (1 - 1 / many) + earlier), 0.0
+        moments = {
+            "backward": at_once + earlier + self.backward(),
+            "gradients": self.travelling(),
+            "optimizer": self.update(),
+        }
         if self.last:
-            head = (e * self.table / (1 if zero == 3 else 1)) if zero == 3 else 0.0
-            logits = self.logits
-            # the gradient of the logits, and those that it gives to the weight and to its input
-            after = e * self.n * self.shape.vocabulary / layout.tp + e * self.shape.width * self.n
-            after += self.table * (e if accumulates or e != g else 0)
-            after += 0.0 if accumulates else self.table * g
-            peaks["loss"] = fixed + before + waiting + head + max(logits, after)
-        inside = 0.0
-        if layout.recompute == "full":
-            inside = sum(self.kept.values()) - e * self.shape.width * self.outside
-        elif layout.recompute == "selective":
-            inside = sum(self.kept.get(name, 0.0) for name in CORE)
-        gathered = 2 * e * self.of_layer if zero == 3 else 0.0
-        boxes = self.boxes
-        peaks["backward"] = (
-            fixed + before + waiting + inside + self.layer_backward(sizes) + gathered + boxes
-        )
-        bucket = min(BUCKET, count * e / 4 if zero else count * e / 2) if n > 1 else 0.0
-        if zero == 3:
-            bucket = e * max(self.of_layer, self.of_embedding if self.first or self.last else 0)
-        travelling = 0.0
-        if n > 1:
-            copies = 2 if zero >= 2 else 1
-            travelling = 2 * bucket * g / e * (copies - 1 / n)
-        on_the_way = {0: whole if not room else 0.0, 1: 0.0, 2: bucket * 2, 3: bucket}[zero]
-        late = room + on_the_way + travelling
-        peaks["gradients"] = fixed + late + (e * self.of_layer * 2 if zero == 3 else 0.0)
-        wide = 4 * owned if self.mixed and g < 4 else 0.0
-        kept_gradients = {0: room or whole, 1: whole, 2: whole / n, 3: whole / n}[zero]
-        tied = self.shape.tied and layout.pp > 1 and (self.first or self.last)
-        sums = (10 if self.mixed else 2.5 * g) * self.table if tied else 0.0
-        peaks["optimizer"] = fixed + kept_gradients + wide + sums
-        moment = max(peaks, key=lambda name: peaks[name])
-        total = peaks[moment]
-        gradients = max(before if accumulates else kept_gradients, kept_gradients + wide)
-        activations = waiting + (4 * self.n * self.shape.vocabulary / layout.tp if self.last else 0)
-        alive = weights + optimizer + kept_gradients + (activations if moment != "optimizer" else 0)
+            moments["loss"] = at_once + earlier + self.loss()
+        moment = max(moments, key=lambda name: moments[name])
+        total = self.fixed + moments[moment]
+        kept = 4 * self.n * self.shape.vocabulary / self.layout.tp if self.last else 0.0
+        alive = self.weights + self.optimizer + self.gradients
+        if moment in ("loss", "backward"):
+            alive += waiting + kept
         return StageMemory(
-            weights, gradients, optimizer, activations, max(0.0, total - alive), total, moment
+            self.weights,
+            self.gradients,
+            self.optimizer,
+            waiting + kept,
+            max(0.0, total - alive),
+            total,
+            moment,
         )
 
-    def widths(self) -> tuple[float, float]:
-        """Features inside the MLP, and parameters of its largest matrix."""
-        f = self.shape.inside / self.layout.tp
-        return f, f * self.shape.width
+    def loss(self) -> float:
+        """Bytes that are there at the loss, or in the output layer's backward after it."""
+        e, layout, table = self.e, self.layout, self.table
+        logits = self.n * self.shape.vocabulary / layout.tp
+        at_loss = 12 * logits if layout.tp == 1 else (8 + (e if e < 4 else 0)) * logits
+        # the gradients of the logits and of the layer's input and weight
+        after = e * (logits + self.shape.width * self.n)
+        if layout.microbatches > 1 or e != self.g:
+            after += e * table
+        if layout.microbatches == 1:
+            after += self.g * table
+        gathered = e * table if layout.zero_stage == 3 else 0.0
+        return max(at_loss, after) + gathered + (self.message if layout.pp > 1 else 0.0)
 
-    def layer_backward(self, sizes: tuple[float, float]) -> float:
+    def backward(self) -> float:
+        """Bytes that the backward of one layer needs."""
+        layout, kept = self.layout, self.kept
+        found = self.layer_backward() - (self.of_head if self.last else 0.0)
+        if layout.recompute == "full":
+            found += sum(kept.values()) - self.layer_waits
+        elif layout.recompute == "selective":
+            found += sum(kept.get(name, 0.0) for name in CORE)
+        if layout.zero_stage == 3:
+            # this layer's weights and the next one's; and gradients of the one before
+            found += 2 * self.e * self.of_layer
+            found += max(0.0, 2 * self.g * self.of_layer - sum(kept.values()))
+        if layout.pp > 1:  # on their way between stages
+            messages = 1 if self.first or self.last else 2
+            found += (messages + (layout.chunks > 1)) * self.message
+        return found
+
+    def travelling(self) -> float:
+        """Bytes of gradients at the end of the last backward, when two buckets are on their way."""
+        zero, size = self.layout.zero_stage, self.g * self.bucket
+        found = 0.0 if self.room else self.g * self.parameters
+        if self.sharing > 1:
+            found += 2 * size * ((2 if zero >= 2 else 1) - 1 / self.sharing)
+        if zero >= 2:
+            found += size if zero == 3 else 2 * size
+        return found + (2 * self.e * self.of_layer if zero == 3 else 0.0)
+
+    def update(self) -> float:
+        """Bytes of gradients while the optimizer updates the weights."""
+        found = 0.0 if self.room else self.gradients
+        if self.mixed and self.g < 4:
+            found += 4 * self.owned  # in 32 bits
+        if self.shape.tied and self.layout.pp > 1 and (self.first or self.last):
+            found += (10 if self.mixed else 2.5 * self.g) * self.table  # summed over two stages
+        return found
+
+    @property
+    def message(self) -> float:
+        """Bytes of the activations that a stage sends."""
+        return self.e * self.shape.width * self.outside
+
+    def layer_backward(self) -> float:
         """Bytes of the gradients inside of a layer."""
-        f, matrix = sizes
-        e, h, n = self.e, self.shape.width, self.n
-        mlp = e * h * n + e * f * n + (e + (self.g if self.g != e else 0)) * matrix
+        e, h, n, f = self.e, self.shape.width, self.n, self.shape.inside / self.layout.tp
+        mlp = e * (h + f) * n + (e + (self.g if self.g != e else 0)) * f * h
         if self.shape.gated:
             mlp = max(mlp, e * h * n + 2 * e * f * n)
         return max(mlp, self.attention_backward())
@@ -351,20 +427,10 @@ class _Rank:
         freed = self.kept["inside the MLP"] + self.kept["input of the MLP"]
         if layout.cp > 1 and layout.context != "ulysses":
             square = 4 * heads * (shape.time / layout.cp) ** 2
-            rest = (6 * 4 * shape.width + 6 * 4 * shape.kv_width) * self.n / layout.tp
-            return 2 * square + rest - freed
+            squares = 2 if shape.kv == shape.heads else 3  # the products of groups need a copy
+            h, kv = (7, 8) if layout.context == "zigzag" else (11, 10)  # in 32 bits
+            rest = 4 * (h * shape.width + kv * shape.kv_width) * self.n / layout.tp
+            return squares * square + rest - freed
         if shape.attention == "unfused":
             return 2 * self.e * heads * shape.time**2 - freed
         return 0.0
-
-    @property
-    def boxes(self) -> float:
-        """Bytes of activations and gradients between stages, on their way."""
-        if self.layout.pp == 1:
-            return 0.0
-        many = 2 if self.first else 3
-        many += 2 if self.layout.chunks > 1 else 0
-        return many * self.e * self.shape.width * self.outside
-
-
-CORE = ("log of the sums of the softmax", "softmax", "causal mask", "attention's dropout")

@@ -46,12 +46,21 @@ def gradient_itemsize(layout: ParallelLayout) -> int:
 def accumulation_seconds(
     layout: ParallelLayout, cluster: Cluster, software: Software, parameters: float
 ) -> float:
-    """Seconds in which gradients of microbatches are added up."""
-    times = layout.microbatches - (software.accumulation == "later")
-    if software.accumulation == "fused" or not times:
+    """Seconds in which gradients of microbatches are added up, or moved to the arrays in which
+    they are sent.
+    """
+    if software.accumulation == "fused":
         return 0.0
-    nbytes = ITEMSIZE[layout.precision] + 2 * gradient_itemsize(layout)
-    return times * memory_seconds(cluster.chip, parameters * nbytes)
+    size, weight = gradient_itemsize(layout), ITEMSIZE[layout.precision]
+    added = memory_seconds(cluster.chip, parameters * (weight + 2 * size))
+    if software.accumulation == "each":
+        return layout.microbatches * added
+    ranks = layout.dp * layout.cp * layout.ep
+    # to the arrays that are sent; then the other ranks' blocks are added
+    moved = parameters * (weight + size + 3 * size * (ranks - 1) / ranks)
+    times = layout.microbatches if layout.zero_stage >= 2 else 1
+    sent = times * memory_seconds(cluster.chip, moved) if ranks > 1 else 0.0
+    return (layout.microbatches - 1) * added + sent
 
 
 def gradient_seconds(
@@ -79,8 +88,11 @@ def gradient_seconds(
     gather = all_gather_seconds(cluster, weights, ranks, stride, algorithm=how)
     scatter = all_gather_seconds(cluster, gradients, ranks, stride, algorithm=how)
 
+    # backward's own messages along cp and ep go first
+    overlap = layout.overlap and software.dp_overlap and layout.cp == layout.ep == 1
+
     def exposed(messages: float, kernels: float) -> float:
-        if not layout.overlap:
+        if not overlap:
             return messages
         return max(beside(messages, kernels, software), messages / buckets)
 

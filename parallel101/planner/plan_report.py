@@ -6,21 +6,20 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel101.cost.step_memory import StageMemory
+from parallel101.planner.planned import Planned, RankedLayouts
 from parallel101.planner.search import layout_text
 from parallel101.planner.trainer_call import why_no_model
 from parallel101.record.units import decimal_bytes, human_seconds
 from parallel101.viz.run_table import TextTable, as_text
 
-if TYPE_CHECKING:
-    from parallel101.planner.plan import Plan, Planned
-
 # name of a part of StepTime → what it is
 PART_WORDS = {
     "matmul": "products of matrices, and attention",
     "memory-bound": "other kernels, bound by memory bandwidth",
+    "host": "waiting for the CPU to launch kernels",
     "tp": "messages along tp that nothing hides",
     "cp": "messages along cp that nothing hides",
     "ep": "messages along ep that nothing hides",
@@ -73,7 +72,7 @@ NOT_MODELLED = (
 # ── text ──
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: RankedLayouts) -> str:
     """All tables, for a terminal of about 130 columns."""
     best = plan.best
     parts = [
@@ -90,7 +89,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def heading(plan: Plan) -> str:
+def heading(plan: RankedLayouts) -> str:
     """The model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -105,11 +104,11 @@ def heading(plan: Plan) -> str:
     )
 
 
-def model_words(plan: Plan) -> str:
+def model_words(plan: RankedLayouts) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: Plan) -> TextTable:
+def layouts_table(plan: RankedLayouts) -> TextTable:
     """One row for each of the best layouts."""
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
     head += ["tokens/s", "MFU", "HFU", "first", "last", "simulated", "recompute", "along time"]
@@ -140,12 +139,10 @@ def layouts_table(plan: Plan) -> TextTable:
         if not (name in ("cp", "ep", "chunks", "ZeRO") and all(r[k] in "01" for r in rows))
         and any(r[k] for r in rows)
     ]
-    best = f"The best {len(rows)}" if len(rows) > 1 else "The best"
-    fit = f"{plan.fitting:,} layouts fit" if plan.fitting > 1 else "One layout fits"
     fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
-    title = f"{fit}{f' with {fixed}' if fixed else ''}. {best}, by the quick model:"
+    title = f"The best {len(rows)} of {plan.tried:,} layouts" if plan.tried > 1 else "The layout"
     return TextTable(
-        title if plan.fitting > 1 else f"{fit}{f' with {fixed}' if fixed else ''}:",
+        f"{title}{f' with {fixed}' if fixed else ''}, by the quick model",
         [head[k] for k in kept],
         [[row[k] for k in kept] for row in rows],
         numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
@@ -187,7 +184,7 @@ def memory_table(of: Planned) -> TextTable:
         return [*(decimal_bytes(count(stage)) for stage in (first, last)), words]
 
     rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in MEMORY_WORDS.items()]
-    rows.append(row("together", lambda stage: stage.total))
+    rows.append(row("at the peak of all together", lambda stage: stage.total))
     rows.append(row(f"headroom of {decimal_bytes(have)}", lambda stage: have - stage.total))
     note = ""
     if of.simulated is not None:
@@ -202,7 +199,7 @@ def call_or_reason(of: Planned) -> str:
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: Plan) -> TextTable:
+def refused_table(plan: RankedLayouts) -> TextTable:
     rows = [
         [f"{why.count:,}", why.what, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
@@ -217,7 +214,7 @@ def not_modelled_table() -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: RankedLayouts) -> str:
     """Everything that a plan has. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {
@@ -230,7 +227,7 @@ def plan_json(plan: Plan) -> str:
         },
         "batch": {"samples": plan.batch, "tokens": plan.batch * shape.time},
         "fixed": dict(plan.fixed),
-        "fitting": plan.fitting,
+        "tried": plan.tried,
         "layouts": [as_json(of) for of in plan],
         "why_not": [
             {

@@ -83,6 +83,9 @@ SOFTWARE = {
     "vtrain profile": VTRAIN_PROFILE,
     "trainers": TRAINERS,
 }
+TABLES = Path(__file__).parent / "published_tables"  # see its README.md
+MEGATRON_ROWS = TABLES / "megatron_table1_three_rows.csv"
+VTRAIN_ROWS = TABLES / "vtrain_single_node_a100.csv"
 VTRAIN_NETWORK = 100e9  # bytes per second of a node: inter_node_bandwidth, 800 Gb/s
 GPT_VOCABULARY = {"vtrain": 50257, "megatron": 51200}
 

@@ -1,6 +1,6 @@
 """Ranks the layouts of a model on a cluster: all that fit, fastest first, by the quick model.
 
-    meshes ─▶ layouts of each ─▶ fits the memory? ─▶ seconds of a step ─▶ sorted
+    meshes ─▶ layouts of each ─▶ seconds of a step ─▶ sorted ─▶ fits the memory?
 
 Nothing is left out by a guess: of a search without fixed fields, the best layout is the best of all
 that layout_rules.py lists.
@@ -39,6 +39,11 @@ class Evaluated(NamedTuple):
     time: StepTime
     memory: tuple[StageMemory, ...]
 
+    @property
+    def most(self) -> float:
+        """Bytes on the fullest GPU."""
+        return most_of(self.memory)
+
 
 @dataclass
 class Found:
@@ -46,14 +51,14 @@ class Found:
 
     Attributes:
         best: the fastest layouts that fit, fastest first.
-        fitting: how many fit.
-        too_large: how many the trainer would accept, and don't fit.
-        smallest: of those, the one that needs the least memory on its largest stage, and its bytes.
+        tried: how many layouts the trainer would accept.
+        too_large: how many of them would be faster than the last of `best`, and don't fit.
+        smallest: of those, the one that needs the least memory on its fullest GPU, and its bytes.
         meshes, layouts: what was refused for other reasons.
     """
 
     best: list[Evaluated] = field(default_factory=list)
-    fitting: int = 0
+    tried: int = 0
     too_large: int = 0
     smallest: tuple[float, ParallelLayout] | None = None
     meshes: Refusals = field(default_factory=Refusals)
@@ -79,7 +84,10 @@ def search(
     top: int,
     progress: bool = True,
 ) -> Found:
-    """Return the `top` fastest of all layouts that fit, and why the others were refused.
+    """Return the `top` fastest of all layouts that fit, and why others were refused.
+
+    All layouts are timed, and from the fastest on their memory is counted until enough fit. Of
+    equally fast layouts, those that need less memory are first.
 
     Args:
         batch: samples of a step.
@@ -88,37 +96,35 @@ def search(
     """
     found = Found()
     meshes = list(meshes_of(shape, cluster, batch, fixed, found.meshes))
-    layouts = [
-        layout for mesh in meshes for layout in layouts_of(shape, mesh, batch, fixed, found.layouts)
+    timed = [
+        (step_time(shape, layout, cluster), layout)
+        for mesh in bar(meshes, "layouts of each mesh", progress)
+        for layout in layouts_of(shape, mesh, batch, fixed, found.layouts)
     ]
-    bar = tqdm(
-        layouts,
-        desc="layouts",
-        unit="",
-        delay=1,
-        disable=not progress,
-        leave=False,
-        file=sys.stderr,
-    )
-    for layout in bar:
-        memory = step_memory(shape, layout)
-        most = max(stage.total for stage in memory)
-        if most > cluster.memory_bytes:
+    found.tried = len(timed)
+    timed.sort(key=lambda pair: pair[0].seconds)
+    for time, layout in bar(timed, "memory of each layout", progress):
+        if len(found.best) >= top and time.seconds > found.best[-1].time.seconds:
+            break
+        evaluated = Evaluated(layout, time, step_memory(shape, layout))
+        if evaluated.most <= cluster.memory_bytes:
+            found.best.append(evaluated)
+        else:
             found.too_large += 1
-            if found.smallest is None or most < found.smallest[0]:
-                found.smallest = most, layout
-            continue
-        found.fitting += 1
-        found.best.append(Evaluated(layout, step_time(shape, layout, cluster), memory))
-        if len(found.best) >= 4 * top:
-            found.best = fastest(found.best, top)
-    found.best = fastest(found.best, top)
+            if found.smallest is None or evaluated.most < found.smallest[0]:
+                found.smallest = evaluated.most, layout
+    found.best.sort(key=lambda one: (one.time.seconds, one.most))
+    del found.best[top:]
     return found
 
 
-def fastest(evaluated: list[Evaluated], top: int) -> list[Evaluated]:
-    """Of equally fast layouts, first those that need less memory."""
-    return sorted(evaluated, key=lambda e: (e.time.seconds, max(s.total for s in e.memory)))[:top]
+def bar(items: list[Any], text: str, progress: bool) -> tqdm:
+    """The items, with a progress bar if they take longer than a second."""
+    return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
+
+
+def most_of(memory: tuple[StageMemory, ...]) -> float:
+    return max(stage.total for stage in memory)
 
 
 # ── if nothing fits ──
@@ -171,8 +177,7 @@ def smallest_gpus(
             continue
         refused = Refusals()
         for layout in layouts_of(shape, mesh, batch, leanest(mesh, fixed), refused):
-            memory = step_memory(shape, layout)
-            if max(stage.total for stage in memory) <= cluster.memory_bytes:
+            if most_of(step_memory(shape, layout)) <= cluster.memory_bytes:
                 return gpus
     return None
 
@@ -190,7 +195,7 @@ def meshes_by_size(
 ) -> Iterator[tuple[int, ParallelLayout]]:
     """All meshes on which the model could be trained, on however many GPUs, small ones first."""
     stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
-    axes = {
+    axes: dict[str, Any] = {
         "tp": [n for n in divisors(shape.kv) if n <= per_node],
         "pp": [n for n in stages if can_have(shape.layers, n)],
         "cp": [1, *(n for n in divisors(shape.time // 2) if 1 < n <= 32)],
@@ -198,7 +203,8 @@ def meshes_by_size(
         "dp": divisors(batch),
     }
     axes |= {axis: [fixed[axis]] for axis in axes if axis in fixed}
-    meshes = [ParallelLayout(**dict(zip(axes, sizes))) for sizes in product(*axes.values())]
+    every: Iterator[dict[str, Any]] = (dict(zip(axes, n)) for n in product(*axes.values()))
+    meshes = [ParallelLayout(**sizes) for sizes in every]
     yield from sorted(((m.gpus, m) for m in meshes), key=lambda pair: pair[0])
 
 
@@ -221,14 +227,18 @@ def said(fixed: Mapping[str, Any]) -> str:
 
 def layout_text(layout: ParallelLayout) -> str:
     """A layout in one line: "dp 16 · tp 8 · pp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
-    words = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
-    words = words or ["1 GPU"]
-    words.append(f"microbatch {layout.microbatch} × {layout.microbatches}")
+    return " · ".join(layout_words(layout))
+
+
+def layout_words(layout: ParallelLayout) -> tuple[str, str]:
+    """Its axes, and its other options."""
+    axes = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
+    words = [f"microbatch {layout.microbatch} × {layout.microbatches}"]
     words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
     words += [f"{layout.schedule}"] * (layout.schedule not in ("1f1b", "interleaved"))
     words += [f"ZeRO {layout.zero_stage}"] * (layout.zero_stage > 0)
     words += ["sequence parallel"] * layout.sequence_parallel
-    words += [f"{layout.recompute} recomputation"] * (layout.recompute != "none")
+    words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
     words += [layout.context] * (layout.cp > 1 and layout.context != "zigzag")
     words += ["no overlap"] * (not layout.overlap)
-    return " · ".join(words)
+    return " · ".join(axes) or "1 GPU", " · ".join(words)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.cost.hardware import CHIPS, Torus
+from parallel101.cost.hardware import CHIPS
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
 from parallel101.ranks.program import will_import
@@ -38,7 +38,8 @@ from parallel101.sim.virtual_gpu import GpuCount
 
 BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
-GPUS = tuple(chip.name for chip in CHIPS.values() if not isinstance(chip.links, Torus))
+# the GPUs that a virtual rank may have
+GPUS = tuple(chip.name for chip in CHIPS.values() if chip.kernels is not None)
 # with trace="payload", messages up to this size are recorded with their values
 PAYLOAD_BYTES = 4096
 DEFAULT_WORLD_SIZE = 4

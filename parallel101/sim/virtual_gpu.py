@@ -248,8 +248,8 @@ NOTHING = Kernel(0.0, 0)
 def virtual_gpu(chip: str | Chip) -> Iterator[VirtualGPU]:
     """Let this rank compute on a virtual GPU: see VirtualGPU. Its tensors are meta tensors.
 
-    `scaled_dot_product_attention` and `rms_norm` are then one kernel each, and optimizers take
-    fused=True, as on a GPU.
+    `scaled_dot_product_attention`, `rms_norm` and `dropout` are then one kernel each, and
+    optimizers take fused=True, as on a GPU.
     """
     gpu = VirtualGPU(chip)
     with _as_on_a_gpu(), listening(gpu._span), gpu:
@@ -271,6 +271,7 @@ def _as_on_a_gpu() -> Iterator[None]:
             library = torch.library.Library("aten", "IMPL")
             library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
             library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
+            library.impl("dropout", _fused_dropout, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.fused_optimizers_on_meta())
     try:
@@ -313,6 +314,11 @@ def _fused_rms_norm(
     for each position. (torch has a kernel of its own for a GPU's tensors, but not for meta tensors.)
     """
     return aten.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
+
+
+def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """As dropout, by the kernel that torch runs on a GPU: its mask has a byte a number."""
+    return aten.native_dropout(x, p, train)[0] if train and p else x
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -40,6 +40,13 @@ def ok():
             id="network without sim",
         ),
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),
+        (
+            {"device": "H1000", "backend": "sim"},
+            ValueError,
+            "'A100', 'H100', 'B200', or None",
+        ),
+        ({"device": torch.device("cuda"), "backend": "sim"}, ValueError, "must be one of 'A100'"),
+        ({"device": "H100"}, ValueError, "works with backend='sim' only, and backend is 'gloo'"),
     ],
 )
 def test_bad_arguments(kwargs, error, message):

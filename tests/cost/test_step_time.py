@@ -1,0 +1,179 @@
+"""The quick model of a step: parts add up, closed forms, and what must hold for every layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel101.cost import (
+    MEGATRON_2021,
+    TRAINERS,
+    Cluster,
+    ModelShape,
+    ParallelLayout,
+    hardware_flops,
+    model_flops,
+    step_time,
+)
+from parallel101.cost.kernels import product_seconds
+from parallel101.cost.layer_kernels import (
+    LayerCut,
+    eager_memory,
+    fused_memory,
+    linear_products,
+)
+from parallel101.models import GPT, GPTConfig, Llama, LlamaConfig
+
+GPT3 = ModelShape(12288, 96, 96, 51200, 2048)
+SMALL = ModelShape(4096, 16, 32, 51200, 2048)
+LLAMA = ModelShape(
+    4096, 16, 32, 128256, 4096, kv_heads=8, feed_forward=14336, gated=True, norm="rms",
+    biases=False, positions="rotary", tied=False,
+)  # fmt: skip
+H100 = Cluster("H100", 4096)
+LAYOUTS = [
+    ParallelLayout(microbatch=2, microbatches=3),
+    ParallelLayout(dp=8, tp=4, microbatch=2, zero_stage=1),
+    ParallelLayout(dp=8, zero_stage=3, recompute="full"),
+    ParallelLayout(dp=2, tp=8, pp=4, microbatches=8, sequence_parallel=True),
+    ParallelLayout(tp=2, pp=4, microbatches=8, chunks=2, recompute="selective"),
+    ParallelLayout(cp=4, tp=2, pp=2, microbatches=4),
+    ParallelLayout(cp=4, tp=2, context="ulysses", overlap=False),
+]
+
+
+@pytest.mark.parametrize("shape", [SMALL, LLAMA, replace(SMALL, attention="unfused")], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parts_add_up_and_are_not_negative(shape, layout):
+    step = step_time(shape, layout, H100)
+    assert step.seconds == pytest.approx(sum(step.parts.values()))
+    assert all(part >= 0 for part in step.parts.values())
+    assert step.low < step.seconds < step.high
+    assert 0 < step.mfu <= step.hfu < 0.9
+    assert step.tokens_per_second == pytest.approx(layout.batch * shape.time / step.seconds)
+    assert step.limit
+
+
+def test_flops_are_those_of_the_papers():
+    """72 B s L h² (1 + s/(6h) + V/(12 L h)), and formula (3) of Narayanan et al."""
+    B, s, L, h, V = 1536, 2048, 96, 12288, 51200
+    model = 72 * B * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
+    hardware = 96 * B * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
+    assert model_flops(GPT3, B) == pytest.approx(model)
+    assert hardware_flops(GPT3, B, "full") == pytest.approx(hardware)
+    assert hardware_flops(GPT3, B, "none") == model_flops(GPT3, B)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_models(tied):
+    gpt = GPT(GPTConfig(vocabulary=100, context=24, layers=3, heads=4, width=32, tied=tied))
+    shape = ModelShape(32, 3, 4, 100, 24, tied=tied)
+    assert shape.parameters == sum(p.numel() for p in gpt.parameters())
+    sizes = {"vocabulary": 100, "context": 24, "layers": 3, "heads": 4, "width": 32}
+    llama = Llama(LlamaConfig(**sizes, kv_heads=2, hidden=88, tied=tied))
+    shape = replace(
+        shape, kv_heads=2, feed_forward=88, gated=True, norm="rms", biases=False, positions="rotary"
+    )
+    assert shape.parameters == sum(p.numel() for p in llama.parameters())
+
+
+def test_one_gpu_is_the_sum_of_its_kernels():
+    """Products of one layer, by hand."""
+    shape, layout = replace(SMALL, layers=1), ParallelLayout(microbatch=2)
+    chip, T, h = H100.chip, 2 * 2048, 4096
+    sizes = [(T, h, h)] * 4 + [(T, 4 * h, h), (T, h, 4 * h)]
+    products = [p for m, n, k in sizes for p in ((m, n, k), (m, k, n), (k, n, m))]
+    products += [(T, 51200, h), (T, h, 51200), (h, 51200, T)]
+    seconds = sum(product_seconds(chip, *p) for p in products)
+    step = step_time(shape, layout, H100)
+    assert step.matmul > seconds  # and attention
+    assert step.matmul == pytest.approx(seconds, rel=0.1)
+    assert step.tp == step.cp == step.pp == step.dp == step.bubble == 0
+
+
+def test_the_bubble_is_that_of_the_paper():
+    """(P − 1)/(v M) of the work of a rank, but for the embedding and the head."""
+    plain = replace(SMALL, layers=32, vocabulary=64)
+    for chunks in (1, 2, 4):
+        layout = ParallelLayout(pp=4, microbatches=16, chunks=chunks)
+        step = step_time(plain, layout, H100)
+        busy = step.matmul + step.memory_bound
+        assert step.bubble == pytest.approx(3 / (16 * chunks) * busy, rel=0.15)
+    zero = step_time(plain, ParallelLayout(pp=4, microbatches=16, schedule="zb-h2"), H100)
+    assert zero.bubble < 0.2 * step_time(plain, ParallelLayout(pp=4, microbatches=16), H100).bubble
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+def test_more_gpus_do_not_take_longer_per_token(axis):
+    seconds = []
+    for n in (1, 2, 4, 8):
+        sizes = {"microbatches": 64 // n if axis == "dp" else 64, axis: n}
+        seconds.append(step_time(SMALL, ParallelLayout(**sizes), H100).seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] > seconds[0] / 8
+
+
+def test_what_costs_time():
+    def of(**options):
+        return step_time(SMALL, ParallelLayout(**{"microbatches": 8, **options}), H100)
+
+    assert of(recompute="full").seconds > of(recompute="selective").seconds > of().seconds
+    assert of(recompute="full").mfu < of().mfu and of(recompute="full").hfu > of().hfu * 0.9
+    assert of(tp=8, overlap=False).tp > of(tp=8).tp
+    assert of(dp=8, overlap=False).dp > of(dp=8).dp
+    zero = [of(dp=8, zero_stage=stage, overlap=False).dp for stage in (1, 2, 3)]
+    assert zero == sorted(zero)
+    assert of(tp=16).tp > 3 * of(tp=8).tp  # beyond the node
+    assert of(precision="fp32").seconds > 1.5 * of().seconds
+    assert of(dp=8, gradient_dtype="fp32", overlap=False).dp > of(dp=8, overlap=False).dp
+    unfused = step_time(replace(SMALL, attention="unfused"), ParallelLayout(microbatches=8), H100)
+    assert unfused.memory_bound > 1.5 * of().memory_bound
+
+
+def test_limits_are_named():
+    assert "tensor cores" in step_time(GPT3, ParallelLayout(microbatch=8), H100).limit
+    few = ParallelLayout(pp=16, microbatches=2)
+    assert "bubble" in step_time(replace(SMALL, vocabulary=512), few, H100).limit
+    assert "replicas" in step_time(SMALL, ParallelLayout(dp=1024), H100).limit
+    assert "tensor parallel" in step_time(SMALL, ParallelLayout(tp=32), H100).limit
+
+
+def test_programs_differ():
+    layout = ParallelLayout(tp=8, pp=4, microbatches=16, recompute="full", overlap=False)
+    shape = replace(SMALL, attention="unfused", dropout=True)
+    ours, theirs = (step_time(shape, layout, H100, software=s) for s in (TRAINERS, MEGATRON_2021))
+    assert theirs.memory_bound < ours.memory_bound  # it fuses
+    assert theirs.pp > ours.pp  # and waits for messages
+    assert "host" in theirs.parts and "host" not in ours.parts
+    cut = LayerCut(tp=8, microbatch=2)
+    assert len(linear_products(shape, cut, joined=True)) == 4
+    assert sum(eager_memory(shape, cut).core) > sum(fused_memory(shape, cut).core)
+
+
+def test_bad_sizes_are_refused_in_words():
+    for layout, message in (
+        (ParallelLayout(tp=3), "heads=32 can't be cut over tp=3"),
+        (ParallelLayout(cp=3), "time=2048 can't be cut over cp=3"),
+        (ParallelLayout(dp=8192), "8192 GPUs, the cluster 4096"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step_time(SMALL, layout, H100)
+    with pytest.raises(ValueError, match="kv_heads=8 can't be cut over tp=16"):
+        step_time(LLAMA, ParallelLayout(tp=16), H100)
+    for bad, message in (
+        ({"width": 10, "heads": 4}, "width=10 isn't a multiple of heads=4"),
+        ({"kv_heads": 5}, "heads=32 isn't a multiple of kv_heads=5"),
+        ({"layers": 0}, "layers=0"),
+        ({"norm": "batch"}, "norm='batch'"),
+        ({"experts": 2, "top_k": 3}, "top_k=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(SMALL, **bad)
+    for bad, message in (
+        ({"dp": 0}, "dp=0"),
+        ({"chunks": 2}, "without a pipeline"),
+        ({"pp": 4, "chunks": 2, "microbatches": 6}, "a multiple of pp=4"),
+        ({"recompute": "some"}, "recompute='some'"),
+        ({"zero_stage": 4}, "zero_stage=4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ParallelLayout(**bad)

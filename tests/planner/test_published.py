@@ -1,0 +1,104 @@
+"""The quick model against published runs. The pins leave room above the errors in BENCHMARKS.md."""
+
+import pytest
+
+from parallel101.bench.published_runs import main
+from parallel101.cost.software import MEGATRON_2021, MEGATRON_2022, VTRAIN_PROFILE
+from parallel101.planner.published import (
+    MEGATRON_ROWS,
+    VTRAIN_ROWS,
+    published_errors,
+    read_runs,
+    summary,
+)
+
+HEADER = "layers,hidden,heads,tp,pp,dp,gpus,global_batch,micro_batch,v_chunks,step_s"
+ROW = "80,12288,96,8,8,24,1536,2304,2,2,24.82"
+
+
+def table(tmp_path, text, **options):
+    path = tmp_path / "runs.csv"
+    path.write_text(text, **options)
+    return path
+
+
+def test_the_calibration_rows():
+    rows = published_errors(MEGATRON_ROWS)
+    assert len(rows) == 3 and summary(rows).worst < 0.03
+    assert {row.run.software for row in rows} == {MEGATRON_2021}
+    assert [row.run.layout.overlap for row in rows] == [True, True, False]
+
+
+def test_vtrains_profile():
+    rows = published_errors(VTRAIN_ROWS)
+    of = summary(rows)
+    assert of.rows == 1440 and of.median < 0.09 and of.mean < 0.10
+    assert {row.run.software for row in rows} == {VTRAIN_PROFILE}
+    busy = [row for row in rows if row.run.shape.width == 2048 and row.run.layout.microbatch == 8]
+    assert summary(busy).median < 0.07
+
+
+def test_tflops_give_the_same_seconds(tmp_path):
+    rows = read_runs(MEGATRON_ROWS)
+    text = MEGATRON_ROWS.read_text().replace("step_s_from_flops", "unused")
+    for a, b in zip(rows, read_runs(table(tmp_path, text)), strict=True):
+        assert a.measured == pytest.approx(b.measured, rel=0.01)
+
+
+def test_columns_by_other_names_with_a_mark_and_other_line_ends(tmp_path):
+    text = (
+        "\ufeff# GPUs,global batch,micro batch,hidden size,attention heads,# layers,"
+        "sequence length,tensor parallelism,data parallelism,pipeline parallelism,"
+        "iteration time (ms)\r\n"
+        "64,512,4,3072,32,30,2048,2,32,1,5000\r\n\r\n"
+    )
+    (run,) = read_runs(table(tmp_path, text, encoding="utf-8", newline=""))
+    assert run.software is MEGATRON_2021 and run.layout.recompute == "full"
+    assert run.measured == 5.0 and run.cluster.levels[1].bandwidth == 100e9
+    assert (run.layout.dp, run.layout.tp, run.layout.microbatches) == (32, 2, 4)
+
+
+def test_columns_that_say_how_it_was_trained(tmp_path):
+    text = (
+        f"{HEADER},recompute,sequence_parallel,attention,device,note\n"
+        f"{ROW},selective,yes,flash,H100,x\n"
+    )
+    (run,) = read_runs(table(tmp_path, text))
+    assert run.software is MEGATRON_2022 and run.layout.sequence_parallel
+    assert run.layout.recompute == "selective" and run.shape.attention == "fused"
+    assert run.cluster.chip.name == "H100"
+    (run,) = read_runs(table(tmp_path, f"{HEADER}\n{ROW}\n"), device="B200")
+    assert run.cluster.chip.name == "B200"
+
+
+def test_two_times_in_a_row_are_two_runs(tmp_path):
+    head = HEADER.replace("step_s", "full_recompute_s,present_work_s")
+    full, present = published_errors(table(tmp_path, f"{head}\n{ROW},19\n"))
+    assert (full.run.layout.recompute, present.run.layout.recompute) == ("full", "selective")
+    assert full.measured == 24.82 and present.measured == 19
+    assert 1.2 < full.predicted / present.predicted < 1.45
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{HEADER}\n{ROW.replace('2304', '2305')}\n", r"line 2.*batch=2305 isn't a multiple"),
+        (f"{HEADER}\n{ROW.replace('80', 'many')}\n", r"layers='many': expected a number"),
+        (f"{HEADER.replace('tp,', 'x,')}\n{ROW}\n", "no column for tp"),
+        (f"{HEADER.replace('step_s', 'x')}\n{ROW}\n", "no time"),
+        (f"{HEADER}\n", "no rows"),
+    ],
+    ids=["batch", "number", "column", "time", "rows"],
+)
+def test_what_is_wrong_is_said(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        published_errors(table(tmp_path, text))
+
+
+def test_the_command_prints_rows_or_groups_and_draws(tmp_path, capsys):
+    picture = tmp_path / "picture.svg"
+    assert main([str(MEGATRON_ROWS), str(VTRAIN_ROWS), "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "| 18.4 | 256 GPUs tp8 pp1 dp32 b8 full | 9.4 |" in printed
+    assert "1440 rows: mean" in printed and "| width 2048 | 720 |" in printed
+    assert picture.read_text().startswith("<?xml")
