@@ -88,7 +88,7 @@ def too_slow(trial: Trial) -> str | None:
         return None
     return (
         f"{text(found.layout)}: MFU {found.time.mfu:.1%}, {found.share:.0%} of the planner's "
-        f"{found.time.mfu / found.share:.1%}"
+        f"{found.best[1]:.1%}"
     )
 
 
@@ -132,7 +132,7 @@ def largest_loss(*names: str) -> Callable[[Chosen], bool]:
 
 
 def needless_recomputation(found: Chosen) -> bool:
-    return found.layout.recompute == "full" and found.best.layout.recompute == "none"
+    return found.layout.recompute == "full" and found.best[0].recompute == "none"
 
 
 def no_chunks(found: Chosen) -> bool:

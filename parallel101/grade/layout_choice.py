@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import chip_of
@@ -20,9 +20,6 @@ from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.grade.exercise import Trial
 from parallel101.grade.training_exercises import ended
-
-if TYPE_CHECKING:
-    from parallel101.planner.plan import Planned
 
 ASKED = 500  # times that a learner's function may ask what a layout costs
 SHAPE = ("width", "layers", "heads", "vocabulary", "time")
@@ -129,8 +126,8 @@ class Chosen:
         return step_time(self.shape, self.layout, self.cluster)
 
     @property
-    def best(self) -> Planned:
-        """The planner's layout for the same model and cluster."""
+    def best(self) -> tuple[ParallelLayout, float]:
+        """The planner's layout for the same model and cluster, and its MFU."""
         cluster = self.cluster
         return planned(
             self.shape, cluster.chip.name, cluster.gpus, cluster.memory_bytes, self.layout.batch
@@ -139,12 +136,14 @@ class Chosen:
     @property
     def share(self) -> float:
         """Of the planner's MFU."""
-        return self.time.mfu / self.best.mfu
+        return self.time.mfu / self.best[1]
 
 
 @lru_cache(maxsize=64)
-def planned(shape: ModelShape, device: str, gpus: int, memory: float, batch: int) -> Planned:
-    """The layout with the best MFU that the planner finds, without context and expert parallel."""
+def planned(
+    shape: ModelShape, device: str, gpus: int, memory: float, batch: int
+) -> tuple[ParallelLayout, float]:
+    """The fastest layout that the planner finds without context and expert parallel, and its MFU."""
     from parallel101.planner.plan import plan  # here, so that no rank has it in its memory
 
     found = plan(
@@ -158,7 +157,7 @@ def planned(shape: ModelShape, device: str, gpus: int, memory: float, batch: int
         top=1,
         progress=False,
     )
-    return found.best
+    return found.best.layout, found.best.mfu
 
 
 def chosen(trials: Sequence[Trial]) -> list[Chosen]:
