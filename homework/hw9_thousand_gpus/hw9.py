@@ -73,17 +73,16 @@ class Cluster:
 def memory(shape: Shape, layout: Layout) -> dict[str, float]:
     """Count the bytes that a GPU of the pipeline's first stage holds at the peak of a step.
 
-        first stage   F0 F1 F2 F3 ·  ·  B0 …        1F1B: what a forward pass keeps
-        last stage    ·  ·  ·  F0 B0 …              is freed by its backward pass
+        first of 3 stages   F0 F1 F2 ·  ·  B0 F3 B1 …     what a forward pass keeps
+        last of 3 stages    ·  ·  F0 B0 F1 B1 F2 B2 …     is freed by its backward pass
 
-    Parameters: of the embedding, V · h; of each layer, 12h². Biases, norms and positions are left
-    out. tp cuts all of them. The pipeline has at least two stages, and the output layer is on the
-    last one.
+    Parameters: the embedding has V · h, and each layer 12h². tp cuts all of them. Biases, norms and
+    positions are left out. There are at least two stages, and the output layer is on the last one.
 
-    Precision: weights in bf16, gradients in fp32. Adam keeps two averages and the master weights,
-    all in fp32. ZeRO-1 cuts the optimizer's state over dp, ZeRO-2 the gradients, too.
+    Precision: weights are in bf16 and gradients in fp32. Adam keeps two averages and the master
+    weights, all in fp32. ZeRO-1 cuts the optimizer's state over dp, and ZeRO-2 the gradients, too.
 
-    Activations, in bf16: of one microbatch, a layer keeps
+    Activations are in bf16. Of one microbatch, a layer keeps
 
         inputs of the two norms, of query-key-value, and of the MLP       4 of (b, s, h)
         query, key, value, and what attention returns                     4 of (b, s, h)
@@ -95,8 +94,8 @@ def memory(shape: Shape, layout: Layout) -> dict[str, float]:
     With full recomputation, a layer keeps its input only (which sequence parallel cuts), until its
     backward pass computes everything again, one layer at a time.
 
-    Schedules: 1F1B, and for v > 1 the interleaved one, in which M is a multiple of P and at
-    least 2P.
+    The schedule is 1F1B, or for v > 1 the interleaved one. Then M is a multiple of P, and at least
+    2P.
 
     Returns:
         "weights", "gradients", "optimizer", "activations": bytes.
@@ -109,8 +108,10 @@ def memory(shape: Shape, layout: Layout) -> dict[str, float]:
 def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """Estimate the time of a training step, as one would on paper.
 
-        first stage   F0 F1 F2 F3 ·  ·  B0  B1  B2  B3   reduce       each F and B of a microbatch:
-        last stage    ·  ·  F0 B0  F1 B1  …              gradients    matrix products, all-reduces
+        first of 3 stages   F0 F1 F2 ·  ·  B0 F3 B1 … B3   ┐ all-reduce of
+        last of 3 stages    ·  ·  F0 B0 F1 B1 F2 B2 …      ┘ the gradients
+
+        F, B                matrix products, and all-reduces along tp
 
     Only these parts take time, and none of them overlaps with another:
 
@@ -158,10 +159,10 @@ def choose_layout(
     Returns:
         A Layout, or a dict with its fields. "bytes" of it is at most `memory`. Its MFU is compared
         with that of the best layout that the planner of parallel101 finds for this model and
-        cluster: 95 % of it earns full points, 60 % none, and what is between, in proportion.
+        cluster. 95 % of that earns full points, and 60 % none. In between, the points grow evenly.
 
-    The grader draws other models and clusters. What `evaluate` predicts is as in lesson 11: GPUs as
-    they are, with all their links and all small kernels, and bf16 gradients.
+    The grader draws models and clusters that you haven't seen. `evaluate` is lesson 11's quick
+    model, with latencies and all small kernels. Here the gradients are in bf16.
 
     Points: 30 % value, 70 % mfu. Value is here: the layout has all GPUs, and fits.
     """
@@ -187,10 +188,9 @@ def checkpoint_interval(
         "lost": the share of time that is lost with this interval: to writing, to what is computed
         again, and to restarts.
 
-    Count as Young does: failures are rare, so the interval and both other times are far below the
-    time between two failures of the run. Time lost to writing is relative to the interval, and
-    time lost to a failure is relative to the time between two failures. A failure comes at any
-    moment of an interval with equal probability.
+    Use Young's approximation: the run works for much longer than all these times before it fails.
+    So divide the time of a write by the interval, and the time that a failure costs by the time
+    between two failures. A failure is equally likely at any moment of an interval.
 
     Each of the two numbers earns half of the points.
     """

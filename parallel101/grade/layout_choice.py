@@ -143,7 +143,7 @@ class Chosen:
 def planned(
     shape: ModelShape, device: str, gpus: int, memory: float, batch: int
 ) -> tuple[ParallelLayout, float]:
-    """The fastest layout that the planner finds without context and expert parallel, and its MFU."""
+    """The planner's fastest layout without context and expert parallel, and its MFU."""
     from parallel101.planner.plan import plan  # here, so that no rank has it in its memory
 
     found = plan(

@@ -124,6 +124,26 @@ def test_the_models_work_is_that_of_the_papers_without_the_output_layer():
         assert work + head == pytest.approx(model_flops(shape, layout.batch))
 
 
+def test_the_estimate_of_megatrons_run_is_as_near_as_the_notebook_says():
+    """The row of 145.6 billion parameters in Table 1 of Narayanan et al.; its step of 24.8 s follows
+    from 148 TFLOP/s and the paper's formula (3).
+    """
+    (homework,) = find_sets(HOMEWORK / "hw9_thousand_gpus")
+    text = homework.notebook.read_text(encoding="utf-8")
+    shape = {"width": 12288, "layers": 80, "heads": 96, "vocabulary": 51200, "time": 2048}
+    layout = {"dp": 24, "tp": 8, "pp": 8, "microbatch": 2, "microbatches": 48, "chunks": 2}
+    layout |= {"recompute": "full"}
+    cluster = {"flops": 312e12, "efficiency": 0.6, "node": 8, "nvlink": 300, "network": 1600}
+    for given in (shape, layout, cluster):
+        for name, value in given.items():
+            if name != "flops" and value != "full":
+                assert f"{name}={value}" in text
+    found = named(REFERENCE["step_seconds"], shape, layout, cluster)
+    assert f"you get {found['mfu']:.0%}".replace("%", " %") in text
+    assert f"an MFU of {148 * 3 / 4 / 312:.0%}".replace("%", " %") in text
+    assert sum(found[name] for name in ("matmul", "tp", "bubble", "dp")) == pytest.approx(24.8, 0.1)
+
+
 def test_an_all_reduce_takes_the_seconds_that_a_ring_takes_on_the_virtual_clock():
     """Of tp in a node, and of dp across nodes: neighbours along dp are on other nodes."""
 
