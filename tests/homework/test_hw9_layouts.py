@@ -125,7 +125,7 @@ def test_the_models_work_is_that_of_the_papers_without_the_output_layer():
 
 
 def test_the_estimate_of_megatrons_run_is_as_near_as_the_notebook_says():
-    """The row of 145.6 billion parameters in Table 1 of Narayanan et al.; its step of 24.8 s follows
+    """The row of 145.6 billion parameters in Table 1 of Narayanan et al. Its step of 24.8 s follows
     from 148 TFLOP/s and the paper's formula (3).
     """
     (homework,) = find_sets(HOMEWORK / "hw9_thousand_gpus")
