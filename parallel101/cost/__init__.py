@@ -16,8 +16,11 @@ A step of training, for the planner:
 model_shape.py, parallel_layout.py, cluster.py, software.py     what is trained, how, on what
 kernels.py         seconds of one kernel; virtual GPUs compute with the same
 collective_seconds.py     seconds of a collective along an axis of a layout
-layer_seconds.py   seconds of a layer's kernels and messages
-step_time.py       seconds of a step, MFU and HFU
+layer_kernels.py, layer_seconds.py     the kernels and messages of a layer, and their seconds
+update_seconds.py  seconds from gradients to new weights: accumulation, dp, optimizer
+step_time.py       seconds of a step by part
+step_memory.py     peak bytes of a step on each stage
+model_flops.py     operations of a step, for MFU and HFU
 """
 
 from parallel101.collectives.segments import best_segments
@@ -43,6 +46,7 @@ from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
 from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
+from parallel101.cost.step_memory import StageMemory, step_memory
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.cost.times import (
     Memory,
@@ -73,6 +77,7 @@ __all__ = [
     "ParallelLayout",
     "ProductTime",
     "Software",
+    "StageMemory",
     "StepTime",
     "Time",
     "Torus",
@@ -95,6 +100,7 @@ __all__ += [
     "model_states",
     "reduce_scatter",
     "ring_attention_bytes",
+    "step_memory",
     "step_time",
 ]
 __all__ += ["torus_form", "two_level_form", "ulysses_bytes"]

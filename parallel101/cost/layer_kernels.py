@@ -191,8 +191,9 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
     core_after: list[float] = []
     if cut.cp > 1 and cut.context != "ulysses":
         blocks = S * ring_share(cut)  # in fp32
-        core += [4 * blocks] + [8 * blocks] * 3  # logsumexp, subtract, exp, a copy
-        core_after += [8 * blocks] * 4 + [12 * blocks]
+        mask = 8 * S / cut.cp  # of the rank's own block
+        core += [4 * blocks] + [8 * blocks] * 3 + [mask]  # logsumexp, subtract, exp, a copy
+        core_after += [8 * blocks] * 4 + [12 * blocks, mask]
     elif shape.attention == "unfused":
         core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous
         core_after += [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]

@@ -126,6 +126,7 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: 
     else:
         squares = square_products(shape, cut)
         gradients = [p.input_gradient for p in squares] + [p.weight_gradient for p in squares]
+        gradients += squares[:1] if ring else []  # the scores again
         part = ring_share(cut) if ring else 1.0
         core = part * products_seconds(cluster, squares, 4 if ring else e)
         core_after = part * products_seconds(cluster, gradients, 4 if ring else e)

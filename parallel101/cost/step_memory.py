@@ -23,12 +23,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel101.cost.layer_activations import CORE, itemsize, layer_kept
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
-# what selective recomputation computes again
-CORE = ("log of the sums of the softmax", "softmax", "causal mask", "attention's dropout")
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 MASTER, MOMENT = 4, 4  # bytes a parameter of the optimizer's copy, and of each of Adam's averages
 
@@ -68,68 +67,12 @@ def step_memory(
     """
     layers = stage_layers(shape.layers, layout.pp * layout.chunks)
     return tuple(
-        _Rank(shape, layout, layers[position :: layout.pp], position, cpu).memory()
+        _RankMemory(shape, layout, layers[position :: layout.pp], position, cpu).memory()
         for position in range(layout.pp)
     )
 
 
-def layer_kept(
-    shape: ModelShape, layout: ParallelLayout, *, regather: bool = False, cpu: bool = False
-) -> dict[str, float]:
-    """Name of a tensor → the bytes of it that a rank keeps of one layer and one microbatch, without
-    recomputation.
-
-    Args:
-        regather: with sequence parallel, inputs of column layers are kept cut.
-    """
-    e, t = itemsize(layout), layout.tp
-    n = layout.microbatch * shape.time // layout.cp
-    outside = n / t if layout.sequence_parallel else n
-    gathered = outside if regather else n
-    h, kv, f = shape.width, shape.kv_width, shape.inside
-    found = {
-        "inputs of the two norms": 2 * e * h * outside,
-        "statistics of the norms": 2 * 8 * outside,
-        "input of query, key and value": e * h * gathered,
-        "query": e * h * n / t,
-        "key and value": 2 * e * kv * n / t,
-        "input of the attention's output layer": e * h * n / t,
-        "input of the MLP": e * h * gathered,
-    }
-    if shape.norm == "rms" and cpu:  # in 32 bits: the input's copy, and the normalised input
-        found["inputs of the two norms"] = 2 * (4 + 4) * h * outside
-        found["statistics of the norms"] = 2 * 4 * outside
-    if shape.attention == "fused" or layout.cp > 1:
-        found["log of the sums of the softmax"] = 4 * shape.heads * n / t
-    else:
-        square = shape.heads / t * layout.microbatch * shape.time**2
-        found["softmax"] = e * square
-        found["causal mask"] = float(shape.time**2)
-        found["key and value"] = 2 * e * h * n / t  # repeated for the heads that share them
-        if shape.dropout:
-            found["attention's dropout"] = (2 * e if cpu else e + 1) * square
-    if shape.positions == "rotary":
-        samples = layout.microbatch if layout.cp > 1 else 1
-        found["rotations"] = 4.0 * shape.head_width * shape.time / layout.cp * samples
-    if shape.dropout:
-        found["dropout masks"] = 2 * (e if cpu else 1) * h * outside
-    if layout.cp > 1 and layout.context == "ulysses":
-        found["attention's output, by heads"] = e * h * n / t
-    found["inside the MLP"] = (4 if shape.gated else 2) * e * f * n / t
-    if shape.experts:
-        rows = n * shape.top_k
-        found["inside the MLP"] = 2.0 * e * f * rows
-        found["rows of the experts, and their results"] = 2.0 * e * h * rows
-        found["numbers of the rows"] = 8.0 * 9 * rows
-    return found
-
-
-def itemsize(layout: ParallelLayout) -> int:
-    """Bytes of a weight in the forward, and of a number in most activations."""
-    return 4 if layout.precision == "fp32" else 2
-
-
-class _Rank:
+class _RankMemory:
     """One position along pp."""
 
     def __init__(

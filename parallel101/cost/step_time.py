@@ -40,6 +40,7 @@ from parallel101.cost.update_seconds import (
     accumulation_seconds,
     gradient_itemsize,
     gradient_seconds,
+    layer_parameters,
     optimizer_seconds,
     rank_parameters,
 )
@@ -186,6 +187,7 @@ def step_time(
             one.forward.total,
             one.backward.total,
             mine[slowest] + len(ends),
+            1 - mine[slowest] * layer_parameters(shape, layout.tp, layout.ep) / parameters,
         ),
         bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one),
         optimizer=optimizer_seconds(layout, cluster, software, parameters),

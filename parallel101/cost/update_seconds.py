@@ -22,14 +22,20 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "bf16-mixed": 2, "fp16-mixed": 2}
 
 
 @lru_cache(maxsize=1 << 14)
+def layer_parameters(shape: ModelShape, tp: int, ep: int) -> float:
+    """Parameters of one layer on a rank."""
+    mlp: float = shape.mlp_parameters
+    if shape.experts:
+        mlp *= shape.experts / ep
+    return (shape.attention_parameters + mlp) / tp + 2 * shape.norm_parameters
+
+
+@lru_cache(maxsize=1 << 14)
 def rank_parameters(
     shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
 ) -> float:
     """Parameters of a rank whose stage has so many layers, and maybe the embedding or the head."""
-    mlp: float = shape.mlp_parameters
-    if shape.experts:
-        mlp *= shape.experts / ep
-    found = layers * ((shape.attention_parameters + mlp) / tp + 2 * shape.norm_parameters)
+    found = layers * layer_parameters(shape, tp, ep)
     if first:
         found += shape.embedding_parameters / tp
     if last:
@@ -71,6 +77,7 @@ def gradient_seconds(
     forward: float,
     backward: float,
     buckets: int,
+    ends: float,
 ) -> float:
     """Exposed seconds of summing gradients, and of gathering weights, along dp, cp and ep.
 
@@ -78,6 +85,8 @@ def gradient_seconds(
         parameters: on this rank.
         forward, backward: seconds of one microbatch on it. With overlap, messages are in flight
             meanwhile, except those of the last of `buckets` equal parts.
+        ends: the part of the parameters that is in the embedding and the head. With ZeRO-3, they
+            are gathered before each pass, and nothing hides that.
     """
     ranks, stride = layout.dp * layout.ep * layout.cp, layout.tp
     if ranks == 1:
@@ -102,8 +111,9 @@ def gradient_seconds(
         return exposed(scatter, backward) + gather
     if layout.zero_stage == 2:
         return layout.microbatches * exposed(scatter, backward) + gather
-    once = exposed(gather, forward) + exposed(gather + scatter, backward)
-    return layout.microbatches * once
+    layers = 1 - ends
+    once = exposed(layers * gather, forward) + exposed(layers * (gather + scatter), backward)
+    return layout.microbatches * (once + ends * (2 * gather + scatter))
 
 
 def optimizer_seconds(

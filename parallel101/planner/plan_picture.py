@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.planner.plan_report import MEMORY_WORDS, model_words
-from parallel101.planner.planned import Planned, RankedLayouts
+from parallel101.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.planner.search import layout_text, layout_words
 from parallel101.record.units import decimal_bytes, human_seconds, listed
 from parallel101.viz.scene import HATCHING, Node, Scene
@@ -106,7 +106,7 @@ def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[flo
     return y, lower
 
 
-def _range(panel: Node, of: Planned, y: float, scale: float) -> None:
+def _range(panel: Node, of: PlannedLayout, y: float, scale: float) -> None:
     """The range of the quick model, and the simulated step."""
     low, high = LEFT + of.low * scale, LEFT + of.high * scale
     d = f"M{low:.1f} {y - 3}v6M{low:.1f} {y}H{high:.1f}M{high:.1f} {y - 3}v6"
@@ -163,7 +163,7 @@ def _legend(scene: Scene, kinds: Mapping[str, str], y: float, lower: int) -> int
 # ── memory ──
 
 
-def _memory(scene: Scene, best: Planned, y: float, lower: int) -> tuple[float, int]:
+def _memory(scene: Scene, best: PlannedLayout, y: float, lower: int) -> tuple[float, int]:
     """The memory of the first and of the last stage. Returns where it ends."""
     have = best.cluster.memory_bytes
     words = f"Memory of layout 1, of {decimal_bytes(have)} on each GPU"
@@ -199,7 +199,7 @@ def _memory(scene: Scene, best: Planned, y: float, lower: int) -> tuple[float, i
 # ── nodes ──
 
 
-def _nodes(scene: Scene, best: Planned, y: float, lower: int) -> float:
+def _nodes(scene: Scene, best: PlannedLayout, y: float, lower: int) -> float:
     """Which GPU has which part of the model and of the batch. Returns where it ends."""
     layout, per_node = best.layout, min(best.cluster.nodes_of, best.layout.gpus)
     words = scene.panel(f"translate(0,{lower})")

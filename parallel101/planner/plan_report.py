@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from parallel101.cost.step_memory import StageMemory
-from parallel101.planner.planned import Planned, RankedLayouts
+from parallel101.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.planner.search import layout_text
 from parallel101.planner.trainer_call import why_no_model
 from parallel101.record.units import decimal_bytes, human_seconds
@@ -83,6 +83,12 @@ def plan_text(plan: RankedLayouts) -> str:
         "The HybridTrainer that has layout 1, on each rank\n"
         + textwrap.indent(call_or_reason(best), "  ").rstrip(),
     ]
+    failed = [
+        f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
+        for number, of in enumerate(plan, 1)
+        if of.not_simulated
+    ]
+    parts[2:2] = failed
     if plan.why_not:
         parts.append(as_text(refused_table(plan)))
     parts.append(as_text(not_modelled_table()))
@@ -151,13 +157,13 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
     )
 
 
-def simulated_words(of: Planned) -> str:
+def simulated_words(of: PlannedLayout) -> str:
     if of.simulated is None or of.difference is None:
-        return ""
+        return "failed" if of.not_simulated else ""
     return f"{human_seconds(of.simulated.seconds)} ({of.difference:+.1%})"
 
 
-def time_table(of: Planned) -> TextTable:
+def time_table(of: PlannedLayout) -> TextTable:
     """Where the time of a step goes."""
     rows = [
         [human_seconds(seconds), f"{seconds / of.seconds:.1%}", PART_WORDS[name]]
@@ -175,7 +181,7 @@ def time_table(of: Planned) -> TextTable:
     )
 
 
-def memory_table(of: Planned) -> TextTable:
+def memory_table(of: PlannedLayout) -> TextTable:
     """What fills the memory of a GPU of the first and of the last stage."""
     first, last = of.memory[0], of.memory[-1]
     have = of.cluster.memory_bytes
@@ -193,7 +199,7 @@ def memory_table(of: Planned) -> TextTable:
     return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2, note)
 
 
-def call_or_reason(of: Planned) -> str:
+def call_or_reason(of: PlannedLayout) -> str:
     """The call, or why there is none."""
     reason = why_no_model(of.shape)
     return f"No model can be built: {reason}." if reason else of.call
@@ -243,7 +249,7 @@ def plan_json(plan: RankedLayouts) -> str:
     return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def as_json(of: Planned) -> dict[str, Any]:
+def as_json(of: PlannedLayout) -> dict[str, Any]:
     simulated = None
     if of.simulated is not None:
         simulated = {
@@ -266,6 +272,7 @@ def as_json(of: Planned) -> dict[str, Any]:
         "memory": memory_json(of.memory),
         "headroom": of.headroom,
         "simulated": simulated,
+        "not_simulated": of.not_simulated,
         "call": None if why_no_model(of.shape) else of.call,
     }
 

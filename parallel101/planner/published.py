@@ -48,24 +48,52 @@ from parallel101.cost.step_time import StepTime, step_time
 
 COLUMNS = {
     "name": ("name", "model", "params_b", "parameters_b", "params"),
-    "gpus": ("gpus", "num_gpus", "ngpus", "gpu_count"),
+    "gpus": ("gpus", "num_gpus", "ngpus", "n_gpus", "gpu_count", "n"),
     "batch": ("global_batch", "global_batch_size", "batch_size", "batch", "gbs"),
     "microbatch": ("micro_batch", "micro_batch_size", "microbatch", "microbatch_size", "mbs", "b"),
     "hidden": ("hidden", "hidden_size", "width", "h"),
     "heads": ("heads", "attention_heads", "num_heads", "num_attention_heads", "a"),
     "layers": ("layers", "num_layers", "l"),
     "time": ("sequence_length", "seq_length", "seq_len", "sequence", "seq", "time", "s"),
-    "vocabulary": ("vocabulary", "vocab", "vocab_size", "vocabulary_size", "v"),
+    "vocabulary": ("vocabulary", "vocab", "vocab_size", "vocabulary_size"),
     "tp": ("tp", "tensor_parallelism", "tensor_parallel", "tensor_parallel_size", "t"),
     "pp": ("pp", "pipeline_parallelism", "pipeline_parallel", "pipeline_parallel_size", "p"),
     "dp": ("dp", "data_parallelism", "data_parallel", "data_parallel_size", "d"),
-    "chunks": ("v_chunks", "chunks", "interleave", "interleaving", "virtual_stages"),
-    "seconds": ("step_s_from_flops", "step_s", "seconds", "step_seconds", "iteration_time_s"),
-    "milliseconds": ("iteration_time_ms", "step_ms", "milliseconds"),
+    "chunks": (
+        "v_chunks",
+        "chunks",
+        "num_chunks",
+        "interleave",
+        "interleaving",
+        "interleaving_size",
+        "virtual_stages",
+        "virtual_pipeline",
+        "v",
+    ),
+    "seconds": (
+        "step_s_from_flops",
+        "step_s",
+        "seconds",
+        "step_seconds",
+        "iteration_s",
+        "iteration_seconds",
+        "iteration_time_s",
+        "iteration_time_seconds",
+        "iteration_time",
+        "time_s",
+        "measured_s",
+    ),
+    "milliseconds": ("iteration_time_ms", "iteration_ms", "step_ms", "time_ms", "milliseconds"),
     "tflops": ("tflops_gpu", "tflops_per_gpu", "tflops"),
     "full_seconds": ("full_recompute_s", "full_recomputation_s", "full_s"),
-    "selective_seconds": ("present_work_s", "selective_sp_s", "selective_s"),
-    "recompute": ("recompute", "recomputation", "activation_recomputation", "checkpoint"),
+    "selective_seconds": ("present_work_s", "present_work", "selective_sp_s", "selective_s"),
+    "recompute": (
+        "recompute",
+        "recomputation",
+        "activation_recomputation",
+        "full_recompute",
+        "checkpoint",
+    ),
     "sequence_parallel": ("sequence_parallel", "sequence_parallelism", "sp"),
     "attention": ("attention",),
     "device": ("device", "gpu", "chip", "gpu_name"),
@@ -86,6 +114,7 @@ SOFTWARE = {
 TABLES = Path(__file__).parent / "published_tables"  # see its README.md
 MEGATRON_ROWS = TABLES / "megatron_table1_three_rows.csv"
 VTRAIN_ROWS = TABLES / "vtrain_single_node_a100.csv"
+VTRAIN_MARK = {"milliseconds", "dp"}  # columns by which its tables are known
 VTRAIN_NETWORK = 100e9  # bytes per second of a node: inter_node_bandwidth, 800 Gb/s
 GPT_VOCABULARY = {"vtrain": 50257, "megatron": 51200}
 
@@ -176,7 +205,7 @@ def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         names = known_columns(reader.fieldnames or [])
-        vtrain = "milliseconds" in names.values()
+        vtrain = set(names.values()) >= VTRAIN_MARK
         runs: list[PublishedRun] = []
         for row in reader:
             if not any((value or "").strip() for value in row.values() if isinstance(value, str)):

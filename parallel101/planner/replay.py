@@ -171,7 +171,8 @@ class TapeRecorder:
                 return post(tensors, position, tag)
             tape.links |= links
             after = self.passed()
-            like = self.like(tensors[0])
+            with torch_private.no_function_modes():
+                like = self.like(tensors[0])
             tape.events.append(Post(after, post, position, tag, like, current_collective()))
             works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
             work = post(tensors, position, tag)
@@ -317,12 +318,13 @@ class PlayedPipeline:
         self.runner, self.recorder = runner, recorder
         self.run, self.compute, self.receive = runner.run, runner.compute, runner.receive
         self.planned, self.final = real_microbatches(runner.actions, first, last)
-        runner.run = self.listen  # type: ignore[method-assign]
+        runner.run = self.listen  # type: ignore[assignment,method-assign]
         runner.compute = self.compute_or_play  # type: ignore[method-assign]
         runner.receive = self.receive_and_begin  # type: ignore[method-assign]
 
     def listen(self, *batch: Any) -> None:
-        self.real, self.ways = set(self.planned), {}
+        self.real = set(self.planned)
+        self.ways: dict[tuple[int, int], Key] = {}  # of each microbatch: see TapeRecorder
         with self.recorder.listening():
             self.run(*batch)
             self.recorder.settle_all()
@@ -370,7 +372,7 @@ class PlayedPipeline:
             made = tape.loss_again(runner.losses) if made is None else made
             x = runner.inputs[i] if arrived is None else arrived
             split = WeightGradients(split=(stage, i) in runner.split)
-            runner.held[stage, i] = Held(x, made, split)
+            runner.held[stage, i] = Held(x, made, split)  # type: ignore[arg-type]
         elif kind == "W":
             runner.later.pop((stage, i))
         else:

@@ -9,7 +9,7 @@ that layout_rules.py lists.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ def search(
     return found
 
 
-def bar(items: list[Any], text: str, progress: bool) -> tqdm:
+def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
     """The items, with a progress bar if they take longer than a second."""
     return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
 

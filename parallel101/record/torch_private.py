@@ -407,18 +407,25 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
 
 
 @contextlib.contextmanager
-def fused_optimizers_on_meta() -> Iterator[None]:
-    """Inside, torch's optimizers take fused=True for meta tensors, as for a GPU's.
+def optimizers_as_on_a_gpu() -> Iterator[None]:
+    """Inside, torch's optimizers take fused=True for meta tensors, as for a GPU's. By default they,
+    and the clipping of gradients, take one kernel for many tensors, as on a GPU.
 
-    Relies on them calling `_get_fused_kernels_supported_devices` of torch.optim.optimizer.
+    Relies on the functions of torch.utils._foreach_utils that list the devices with such kernels.
     """
-    module: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides its name
-    devices = module._get_fused_kernels_supported_devices
-    module._get_fused_kernels_supported_devices = lambda: [*devices(), "meta"]
-    try:
+    # torch.optim hides the name of its module, which has the same functions
+    modules: list[Any] = [
+        importlib.import_module(name)
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+    ]
+    with contextlib.ExitStack() as changes:
+        for kind in ("fused", "foreach"):
+            name = f"_get_{kind}_kernels_supported_devices"
+            devices = [*getattr(modules[0], name)(), "meta"]
+            for module in modules:
+                changes.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, functools.partial(list, devices))
         yield
-    finally:
-        module._get_fused_kernels_supported_devices = devices
 
 
 def dispatch_modes() -> list[Any]:
@@ -427,6 +434,11 @@ def dispatch_modes() -> list[Any]:
     Relies on `torch.utils._python_dispatch`, which lists them.
     """
     return _python_dispatch._get_current_dispatch_mode_stack()
+
+
+# a context in which modes such as `with torch.device(…)` don't see uses of tensors: asking one for
+# its shape takes a microsecond longer with such a mode. Relies on torch._C having it
+no_function_modes = torch._C.DisableTorchFunction
 
 
 def uncounted_like(x: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,9 @@ is given the whole model, and cuts it before that.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -40,10 +39,10 @@ from torch import Tensor
 # torch has no public name for it; tests/sim/test_virtual_gpu.py needs it
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel101.cost import kernels
 from parallel101.cost.hardware import Chip, chip_of
 from parallel101.record import torch_private
 from parallel101.record.spans import listening, recorder
+from parallel101.sim.operation_costs import FREE, NOTHING, OperationCost, kernel_of, tensors_in
 
 aten = torch.ops.aten
 
@@ -56,23 +55,16 @@ class GpuCount(NamedTuple):
     peak_bytes: int  # the most that was alive at once, from the first span "forward"
 
 
-class Kernel(NamedTuple):
-    """What one operation costs."""
-
-    seconds: float
-    flops: int
-
-
-class Known(NamedTuple):
+class KnownOperation(NamedTuple):
     """What an operation did when it was first called with arguments of these shapes."""
 
-    kernel: Kernel
+    kernel: OperationCost
     # of each output: (size, stride, dtype) of a new tensor, or which argument it is
     outputs: tuple[Any, ...] | None  # None: it must be called again
     several: bool
 
 
-class _Alive(weakref.ref):
+class _AliveStorage(weakref.ref):
     """A weak reference to a storage that counts."""
 
     __slots__ = ("key", "nbytes")
@@ -99,7 +91,7 @@ class VirtualGPU(TorchDispatchMode):
         self.chip = chip_of(chip)
         self.flops, self.busy, self.kernels = 0, 0.0, 0
         self.live = self.peak = 0
-        self._alive: dict[int, _Alive] = {}  # by id of the storage
+        self._alive: dict[int, _AliveStorage] = {}  # by id of the storage
         self._known = KNOWN.setdefault(self.chip, {})  # by operation and arguments
         self._spans, self._trains = 0, False
         self._outside: tuple[float, float] | None = None  # start and end of kernels in no span
@@ -141,7 +133,7 @@ class VirtualGPU(TorchDispatchMode):
             self._run(known.kernel)
         return out
 
-    def _run(self, kernel: Kernel) -> None:
+    def _run(self, kernel: OperationCost) -> None:
         """Let a kernel's time pass."""
         self.kernels += 1
         self.flops += kernel.flops
@@ -184,20 +176,20 @@ class VirtualGPU(TorchDispatchMode):
         key = id(storage)  # the same as long as its memory
         if key in self._alive:
             return
-        ref = _Alive(storage, self._freed)
-        ref.key, ref.nbytes = key, storage.nbytes()
-        self._alive[key] = ref
+        ref: Any = _AliveStorage(storage, self._freed)
+        self._alive[key], ref.key, ref.nbytes = ref, key, storage.nbytes()
         self.live += ref.nbytes
         self.peak = max(self.peak, self.live)
 
     def _freed(self, ref: Any) -> None:
-        if self._alive.get(ref.key) is ref:
-            del self._alive[ref.key]
-            self.live -= ref.nbytes
+        key, nbytes = ref.key, ref.nbytes
+        if self._alive.get(key) is ref:
+            del self._alive[key]
+            self.live -= nbytes
 
 
 # what all ranks remember, by chip; of operations with numbers that change, not more than so many
-KNOWN: dict[Chip, dict[Any, Known]] = {}
+KNOWN: dict[Chip, dict[Any, KnownOperation]] = {}
 MOST_KNOWN = 50_000
 
 
@@ -210,7 +202,7 @@ def key_of(value: Any) -> Any:
     return type(value), value  # 1 and 1.0 and True are equal
 
 
-def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Known:
+def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> KnownOperation:
     """What to remember of an operation that has returned `out`."""
     if func.namespace == "_c10d_functional":
         raise NotImplementedError(
@@ -223,7 +215,9 @@ def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Know
     inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
     tensors = [t for t in tensors_in(outputs) if t.is_meta]
     if not (inputs or tensors) or torch.Tag.inplace_view in func.tags:
-        return Known(NOTHING, None, several)  # on the CPU, or it gives a tensor another shape
+        return KnownOperation(
+            NOTHING, None, several
+        )  # on the CPU, or it gives a tensor another shape
     kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
     names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
     memory = {id(t.untyped_storage()) for t in inputs}
@@ -234,14 +228,11 @@ def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Know
         elif id(t) in names:
             described.append(names[id(t)])
         elif not isinstance(t, Tensor) or not t.is_meta or id(t.untyped_storage()) in memory:
-            return Known(kernel, None, several)
+            return KnownOperation(kernel, None, several)
         else:
             described.append((t.shape, t.stride(), t.dtype))
     again = several and not isinstance(out, tuple)
-    return Known(kernel, None if again else tuple(described), several)
-
-
-NOTHING = Kernel(0.0, 0)
+    return KnownOperation(kernel, None if again else tuple(described), several)
 
 
 @contextmanager
@@ -273,7 +264,7 @@ def _as_on_a_gpu() -> Iterator[None]:
             library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
             library.impl("dropout", _fused_dropout, "AutogradMeta")
             _changes.callback(library._destroy)
-            _changes.enter_context(torch_private.fused_optimizers_on_meta())
+            _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
     try:
         yield
     finally:
@@ -311,7 +302,7 @@ def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """As rms_norm, by the kernel of LayerNorm: it moves as many bytes, and keeps one number more
-    for each position. (torch has a kernel of its own for a GPU's tensors, but not for meta tensors.)
+    for each position. (torch has its own one for a GPU, but not for meta tensors.)
     """
     return aten.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
 
@@ -319,112 +310,3 @@ def _fused_rms_norm(
 def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """As dropout, by the kernel that torch runs on a GPU: its mask has a byte a number."""
     return aten.native_dropout(x, p, train)[0] if train and p else x
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors among these values, and in the lists among them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [t for t in value if isinstance(t, Tensor)]
-    return found
-
-
-# ── what a kernel costs ──
-
-
-def kernel_of(
-    chip: Chip, func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
-) -> Kernel:
-    """The cost of one operation."""
-    packet = func.overloadpacket
-    if packet in PRODUCTS:
-        a, b = (args[i] for i in PRODUCTS[packet])
-        *batch, m, k = a.shape
-        n, many = b.shape[-1], batch[0] if batch else 1
-        flops = 2 * many * m * n * k
-        itemsize = a.element_size()
-        seconds = kernels.product_seconds(chip, m, n, k, batch=many, itemsize=itemsize)
-        return Kernel(seconds if flops else 0.0, flops)
-    if packet in ATTENTION:
-        backward = packet in BACKWARD
-        q, k = args[int(backward)], args[1 + int(backward)]
-        flops = attention_flops(q, k, causal=any(a is True for a in args), backward=backward)
-        nbytes = sum(map(read_bytes, inputs)) + sum(t.nbytes for t in outputs)
-        seconds = kernels.attention_seconds(
-            chip, flops, nbytes, backward=backward, itemsize=q.element_size()
-        )
-        return Kernel(seconds, flops)
-    nbytes = moved_bytes(func, packet, args, kwargs, outputs)
-    return Kernel(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
-
-
-def attention_flops(q: Tensor, k: Tensor, *, causal: bool, backward: bool) -> int:
-    """Of (batch, heads, time, d) queries and keys: two products forward, five backward."""
-    batch, heads, queries, d = q.shape
-    forward = 4 * batch * heads * queries * k.shape[-2] * d
-    return int(forward * (0.5 if causal else 1) * (2.5 if backward else 1))
-
-
-def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes."""
-    written = sum(t.nbytes for t in outputs)
-    if packet in WRITE_ONLY:
-        return written
-    if packet in ROWS:  # reads as much as it writes, and the numbers of the rows
-        return 2 * written + sum(read_bytes(t) for t in tensors_in(args[1:]) if t.is_meta)
-    if packet in INTO_ROWS:  # reads and writes the rows that it changes
-        values = [t for t in tensors_in((*args[1:], *kwargs.values())) if t.is_meta]
-        return sum(map(read_bytes, values)) + 2 * max(map(read_bytes, values), default=0)
-    if packet is aten.copy_:
-        return written + read_bytes(args[1])
-    total = written
-    schema = func._schema.arguments
-    for position, argument in enumerate(schema):
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        mine = sum(read_bytes(t) for t in tensors_in((given,)) if t.is_meta)
-        changed = argument.alias_info is not None and argument.alias_info.is_write
-        # what is changed in place and also returned is among the outputs already
-        total += mine * (1 + (changed and not func._schema.returns))
-    return total
-
-
-def read_bytes(t: Tensor) -> int:
-    """Bytes of a tensor in memory: of an expanded one, fewer than its elements."""
-    sizes = (size for size, stride in zip(t.shape, t.stride()) if stride or not size)
-    return math.prod(sizes) * t.element_size()
-
-
-# where their two factors are in the arguments
-PRODUCTS = {
-    aten.mm: (0, 1),
-    aten.bmm: (0, 1),
-    aten.addmm: (1, 2),
-    aten.baddbmm: (1, 2),
-}
-BACKWARD = {
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward,
-}
-ATTENTION = BACKWARD | {
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-}
-WRITE_ONLY = {aten.fill_, aten.zero_, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like}
-WRITE_ONLY |= {aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.new_zeros}
-WRITE_ONLY |= {aten.new_ones, aten.new_full, aten.randn, aten.rand, aten.randint, aten.eye}
-WRITE_ONLY |= {aten.normal_, aten.uniform_, aten.bernoulli_}
-ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-INTO_ROWS = {aten.index_put_, aten.index_put, aten.scatter_, aten.scatter_add_, aten.index_add_}
-FREE: set[Callable] = {
-    aten._unsafe_view.default,
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.lift_fresh.default,
-    aten._reshape_alias.default,
-}

@@ -317,7 +317,7 @@ def test_the_command_plans_and_writes_its_files(capsys, tmp_path):
     )
     assert len(first["simulated"]["peak_bytes"]) == first["layout"]["pp"]
     assert picture.read_text().startswith("<svg")
-    assert cli.main(["plan", "--model", "llama-3-405b", "--gpus", "8"]) == 1
+    assert cli.main(["plan", "--model", "llama-3-405b", "--gpus", "8", "--simulate", "0"]) == 1
     assert "The smallest number of GPUs that would do is" in capsys.readouterr().err
 
 
@@ -339,3 +339,13 @@ def test_wrong_arguments_get_a_message(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "--gpus", "8", "--model", "llama-3-8b", *WRONG_ARGUMENTS[words]])
     assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_said_and_the_plan_stays(monkeypatch):
+    def fails(*_):
+        raise p101.RankFailed("rank 0 failed\nat line 3", 0)
+
+    monkeypatch.setattr("parallel101.planner.simulated_step.simulate_step", fails)
+    plan = planned(simulate=1, top=2)
+    assert plan.best.simulated is None and plan[1].not_simulated == ""
+    assert f"Layout 1 couldn't be run on virtual GPUs: {plan.best.not_simulated}" in str(plan)

@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "keras": {"trainers", "autograd", "collectives", "mesh", SPANS},
     "record": set(),
     "sim": {"record"},
-    "sim.virtual_gpu": {"record", "cost"},  # what a kernel costs
+    "sim.virtual_gpu": {"record", "cost"},
+    "sim.operation_costs": {"cost"},
     "ranks": {"sim", "record"},
     "ranks.launch": {"cost.hardware", "sim", "record"},  # the names of GPUs
     "analysis": {"record"},

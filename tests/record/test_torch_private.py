@@ -255,3 +255,16 @@ def test_a_running_batch_is_found():
         "batch_isend_irecv, its argument p2p_op_list, or how it calls isend and irecv",
         "sim with rules='nccl'",
     )
+
+
+def test_optimizers_on_meta():
+    weight = torch.empty(4, 4, device="meta", requires_grad=True)
+    weight.grad = torch.empty_like(weight)
+    with torch_private.optimizers_as_on_a_gpu():
+        torch.optim.AdamW([weight], fused=True).step()
+    refused = False
+    try:
+        torch.optim.AdamW([weight], fused=True).step()
+    except RuntimeError:
+        refused = True
+    assert refused, moved("_get_fused_kernels_supported_devices", "virtual GPUs")

@@ -75,8 +75,13 @@ def test_tensors_that_gloo_would_misread(side, bad, words):
     assert error.rank == (side == "recv")
 
 
-def test_only_cpu_tensors_are_sent():
-    error = simulate(lambda r: dist.send(torch.ones(1, device="meta"), 1 - r), 2).error
+def test_a_message_has_numbers_on_both_sides_or_on_neither():
+    def program(rank):
+        devices = ["meta", "cpu"]
+        x = torch.ones(1, device=devices[rank])
+        return dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+
+    error = simulate(program, 2).error
     assert isinstance(error, MisuseError) and "meta" in str(error)
 
 

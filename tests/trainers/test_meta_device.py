@@ -217,3 +217,18 @@ def test_a_model_on_the_meta_device_is_refused_on_ranks_without_a_device():
 
     with pytest.raises(p101.RankFailed, match=r"has no values: .* or launch with device="):
         p101.launch(program, world_size=1, backend="sim")
+
+
+def test_optimizers_and_clipping_use_one_kernel_for_many_tensors_as_on_a_gpu():
+    def program(foreach):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        model(torch.ones(2, 8)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+        optimizer.step()
+
+    default, many, single = (
+        p101.launch(program, foreach, world_size=1, backend="sim", device="H100").gpus[0].busy
+        for foreach in (None, True, False)
+    )
+    assert default == many < single

@@ -24,9 +24,10 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.planner.known_models import batch_of_model, shape_of_model
 from parallel101.planner.layout_rules import KEYS, check_fixed
-from parallel101.planner.planned import Planned, RankedLayouts, WhyNot
-from parallel101.planner.search import Found, nothing_fits, search
+from parallel101.planner.planned_layout import PlannedLayout, RankedLayouts, WhyNot
+from parallel101.planner.search import Found, bar, nothing_fits, search
 from parallel101.planner.trainer_call import why_no_model
+from parallel101.record.errors import DeadlockError, LaunchTimeout, RankFailed
 
 if TYPE_CHECKING:
     from parallel101.viz.scene import Scene
@@ -35,7 +36,7 @@ BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gi
 
 
 @dataclass(frozen=True)
-class Plan(RankedLayouts):
+class TrainingPlan(RankedLayouts):
     """The best layouts, fastest first: with tables, a picture and JSON of them."""
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ def plan(
     top: int = 10,
     time: int | None = None,
     progress: bool = True,
-) -> Plan:
+) -> TrainingPlan:
     """Plan how to train a model on a cluster. All layouts that fit are ranked.
 
     Args:
@@ -121,9 +122,11 @@ def plan(
     fixed = {key: value for key, value in fixed.items() if key != "precision"}
     if not found.best:
         raise nothing_fits(shape, cluster, batch, fixed, found)
-    layouts = [Planned(shape, cluster, *evaluated) for evaluated in found.best]
+    layouts = [PlannedLayout(shape, cluster, *evaluated) for evaluated in found.best]
     layouts[:simulate] = simulated(layouts[:simulate], progress)
-    return Plan(shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed)
+    return TrainingPlan(
+        shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed
+    )
 
 
 def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
@@ -156,19 +159,21 @@ def samples(
     return whole
 
 
-def simulated(layouts: list[Planned], progress: bool) -> list[Planned]:
-    """The same layouts, each run on virtual GPUs, if this package has a model of that shape."""
+def simulated(layouts: list[PlannedLayout], progress: bool) -> list[PlannedLayout]:
+    """The same layouts, each run on virtual GPUs, if this package has a model of that shape. What
+    can't be run says why in `not_simulated`.
+    """
     if not layouts or why_no_model(layouts[0].shape):
         return layouts
-    from tqdm import tqdm
-
     from parallel101.planner.simulated_step import simulate_step
 
-    bar = tqdm(layouts, desc="running on virtual GPUs", unit="", delay=1, disable=not progress)
-    with bar:
-        return [
-            replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster)) for one in bar
-        ]
+    def run(one: PlannedLayout) -> PlannedLayout:
+        try:
+            return replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster))
+        except (RankFailed, DeadlockError, LaunchTimeout) as error:
+            return replace(one, not_simulated=str(error).partition("\n")[0])
+
+    return [run(one) for one in bar(layouts, "running on virtual GPUs", progress)]
 
 
 def why_not_of(found: Found) -> tuple[WhyNot, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedLayout:
     """A layout that fits, and what a step with it costs.
 
     Attributes:
@@ -27,6 +27,7 @@ class Planned:
         time: the quick model's, see cost/step_time.py.
         memory: peak bytes on each rank along pp, see cost/step_memory.py.
         simulated: the step on virtual GPUs; None if it was not run.
+        not_simulated: why the run failed, if it did.
     """
 
     shape: ModelShape
@@ -35,6 +36,7 @@ class Planned:
     time: StepTime
     memory: tuple[StageMemory, ...]
     simulated: SimulatedStep | None = None
+    not_simulated: str = ""
 
     @property
     def seconds(self) -> float:
@@ -128,19 +130,19 @@ class RankedLayouts:
     shape: ModelShape
     cluster: Cluster
     batch: int
-    layouts: tuple[Planned, ...]
+    layouts: tuple[PlannedLayout, ...]
     tried: int
     why_not: tuple[WhyNot, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def best(self) -> Planned:
+    def best(self) -> PlannedLayout:
         return self.layouts[0]
 
-    def __iter__(self) -> Iterator[Planned]:
+    def __iter__(self) -> Iterator[PlannedLayout]:
         return iter(self.layouts)
 
-    def __getitem__(self, index: int) -> Planned:
+    def __getitem__(self, index: int) -> PlannedLayout:
         return self.layouts[index]
 
     def __len__(self) -> int:

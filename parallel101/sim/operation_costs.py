@@ -1,0 +1,131 @@
+"""What one operation of torch costs on a GPU: see virtual_gpu.py for the rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel101.cost import kernels
+from parallel101.cost.hardware import Chip
+
+aten = torch.ops.aten
+
+
+class OperationCost(NamedTuple):
+    """What one operation costs."""
+
+    seconds: float
+    flops: int
+
+
+NOTHING = OperationCost(0.0, 0)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors among these values, and in the lists among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [t for t in value if isinstance(t, Tensor)]
+    return found
+
+
+def kernel_of(
+    chip: Chip, func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
+) -> OperationCost:
+    """The cost of one operation."""
+    packet = func.overloadpacket
+    if packet in PRODUCTS:
+        a, b = (args[i] for i in PRODUCTS[packet])
+        *batch, m, k = a.shape
+        n, many = b.shape[-1], batch[0] if batch else 1
+        flops = 2 * many * m * n * k
+        itemsize = a.element_size()
+        seconds = kernels.product_seconds(chip, m, n, k, batch=many, itemsize=itemsize)
+        return OperationCost(seconds if flops else 0.0, flops)
+    if packet in ATTENTION:
+        backward = packet in BACKWARD
+        q, k = args[int(backward)], args[1 + int(backward)]
+        flops = attention_flops(q, k, causal=any(a is True for a in args), backward=backward)
+        nbytes = sum(map(read_bytes, inputs)) + sum(t.nbytes for t in outputs)
+        seconds = kernels.attention_seconds(
+            chip, flops, nbytes, backward=backward, itemsize=q.element_size()
+        )
+        return OperationCost(seconds, flops)
+    nbytes = moved_bytes(func, packet, args, kwargs, outputs)
+    return OperationCost(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
+
+
+def attention_flops(q: Tensor, k: Tensor, *, causal: bool, backward: bool) -> int:
+    """Of (batch, heads, time, d) queries and keys: two products forward, five backward."""
+    batch, heads, queries, d = q.shape
+    forward = 4 * batch * heads * queries * k.shape[-2] * d
+    return int(forward * (0.5 if causal else 1) * (2.5 if backward else 1))
+
+
+def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
+    """Bytes that an operation reads and writes."""
+    written = sum(t.nbytes for t in outputs)
+    if packet in WRITE_ONLY:
+        return written
+    if packet in ROWS:  # reads as much as it writes, and the numbers of the rows
+        return 2 * written + sum(read_bytes(t) for t in tensors_in(args[1:]) if t.is_meta)
+    if packet in INTO_ROWS:  # reads and writes the rows that it changes
+        values = [t for t in tensors_in((*args[1:], *kwargs.values())) if t.is_meta]
+        return sum(map(read_bytes, values)) + 2 * max(map(read_bytes, values), default=0)
+    if packet is aten.copy_:
+        return written + read_bytes(args[1])
+    total = written
+    schema = func._schema.arguments
+    for position, argument in enumerate(schema):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        mine = sum(read_bytes(t) for t in tensors_in((given,)) if t.is_meta)
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        # what is changed in place and also returned is among the outputs already
+        total += mine * (1 + (changed and not func._schema.returns))
+    return total
+
+
+def read_bytes(t: Tensor) -> int:
+    """Bytes of a tensor in memory: of an expanded one, fewer than its elements."""
+    sizes = (size for size, stride in zip(t.shape, t.stride()) if stride or not size)
+    return math.prod(sizes) * t.element_size()
+
+
+# where their two factors are in the arguments
+PRODUCTS = {
+    aten.mm: (0, 1),
+    aten.bmm: (0, 1),
+    aten.addmm: (1, 2),
+    aten.baddbmm: (1, 2),
+}
+BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+}
+ATTENTION = BACKWARD | {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+}
+WRITE_ONLY = {aten.fill_, aten.zero_, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like}
+WRITE_ONLY |= {aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.new_zeros}
+WRITE_ONLY |= {aten.new_ones, aten.new_full, aten.randn, aten.rand, aten.randint, aten.eye}
+WRITE_ONLY |= {aten.normal_, aten.uniform_, aten.bernoulli_}
+ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+INTO_ROWS = {aten.index_put_, aten.index_put, aten.scatter_, aten.scatter_add_, aten.index_add_}
+FREE: set[Callable] = {
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.lift_fresh.default,
+    aten._reshape_alias.default,
+}

@@ -1,0 +1,248 @@
+"""Predicted peaks of memory against those that are counted, on virtual GPUs and on real ranks."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import parallel101 as p101
+from parallel101.cost import LayerShape, kept_by_our_gpt, layer_activations, step_memory
+from parallel101.cost.layer_activations import layer_kept
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout as Layout
+from parallel101.cost.stage_layers import entries_of_stages
+from parallel101.models import GPT, GPTConfig, Llama, LlamaConfig
+from parallel101.models.gpt import balanced_next_token_loss, next_token_loss
+
+GPT_SHAPE = ModelShape(width=256, layers=4, heads=8, vocabulary=512, time=256)
+UNFUSED = replace(GPT_SHAPE, attention="unfused", time=512)
+EXPERTS = replace(GPT_SHAPE, experts=4)
+LLAMA = ModelShape(
+    width=256,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    vocabulary=2048,
+    time=256,
+    feed_forward=704,
+    gated=True,
+    norm="rms",
+    positions="rotary",
+    biases=False,
+    tied=False,
+)
+
+
+SHAPES = {"GPT": GPT_SHAPE, "unfused": UNFUSED, "experts": EXPERTS, "Llama": LLAMA}
+SHAPES["dropout"] = replace(GPT_SHAPE, dropout=True)
+
+
+def named(case):
+    """The id of a test: the shape, and what of the layout is not the default."""
+    (shape, layout), usual = case, vars(Layout())
+    name = next(name for name, of in SHAPES.items() if of == shape)
+    return "-".join([name, *(f"{k}={v}" for k, v in vars(layout).items() if v != usual[k])])
+
+
+def model_of(shape):
+    sizes = {
+        "vocabulary": shape.vocabulary,
+        "context": shape.time,
+        "layers": shape.layers,
+        "heads": shape.heads,
+        "width": shape.width,
+        "tied": shape.tied,
+        "attention": shape.attention,
+    }
+    if shape.gated:
+        return Llama(LlamaConfig(**sizes, kv_heads=shape.kv, hidden=shape.inside))
+    return GPT(GPTConfig(**sizes, experts=shape.experts, dropout=0.1 * shape.dropout))
+
+
+def trainer_of(shape, layout):
+    axes = [a for a in ("pp", "dp", "ep", "cp", "tp") if a == "dp" or getattr(layout, a) > 1]
+    mesh = init_device_mesh("cpu", [getattr(layout, a) for a in axes], mesh_dim_names=axes)
+    options = {"accumulate": layout.microbatches}
+    if layout.pp > 1:
+        options = {
+            "microbatches": layout.microbatches,
+            "schedule": "interleaved" if layout.chunks > 1 else layout.schedule,
+            "chunks": layout.chunks,
+            "layers_per_stage": entries_of_stages(shape.layers, layout.pp * layout.chunks),
+        }
+    loss = p101.vocabulary_cross_entropy if layout.tp > 1 else next_token_loss
+    return p101.HybridTrainer(
+        model_of(shape),
+        balanced_next_token_loss if shape.experts else loss,
+        lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        mesh=mesh,
+        zero_stage=layout.zero_stage,
+        overlap=layout.overlap,
+        sequence_parallel=layout.sequence_parallel,
+        context=layout.context,
+        recompute=layout.recompute,
+        precision=layout.precision,
+        gradient_dtype=torch.float32 if layout.gradient_dtype else None,
+        verify=False,
+        **options,
+    )
+
+
+def tokens(shape, layout):
+    samples = layout.microbatch * layout.microbatches
+    return torch.zeros(samples, shape.time, dtype=torch.long)
+
+
+def train(shape, layout):
+    """Two steps: the first one makes the optimizer's state."""
+    trainer, batch = trainer_of(shape, layout), tokens(shape, layout)
+    trainer.step(batch, batch)
+    trainer.step(batch, batch)
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, on a real rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.live, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and id(s := t.untyped_storage()) not in self.alive:
+                self.alive.add(id(s))
+                self.live += s.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(s, self.gone, id(s), s.nbytes())
+        return out
+
+    def gone(self, key, nbytes):
+        self.alive.remove(key)
+        self.live -= nbytes
+
+
+def train_and_count(shape, layout):
+    with Storages() as storages:
+        trainer, batch = trainer_of(shape, layout), tokens(shape, layout)
+        trainer.step(batch, batch)
+        storages.peak = storages.live
+        trainer.step(batch, batch)
+    return storages.peak
+
+
+def check(counted, shape, layout, within, **options):
+    """The peaks of all ranks, pp being the outermost axis."""
+    each = layout.gpus // layout.pp
+    predicted = step_memory(shape, layout, **options)
+    assert len(predicted) == layout.pp
+    for position, stage in enumerate(predicted):
+        peak = max(counted[position * each : (position + 1) * each])
+        assert stage.total == pytest.approx(peak, rel=within), (position, stage)
+
+
+ONE_STAGE = [
+    (GPT_SHAPE, Layout(microbatch=2)),
+    (GPT_SHAPE, Layout(microbatch=16)),
+    (GPT_SHAPE, Layout(microbatch=2, microbatches=3)),
+    (GPT_SHAPE, Layout(microbatch=8, precision="fp32")),
+    (GPT_SHAPE, Layout(microbatch=8, precision="bf16")),
+    (GPT_SHAPE, Layout(microbatch=2, microbatches=2, gradient_dtype="fp32")),
+    (GPT_SHAPE, Layout(microbatch=16, recompute="full")),
+    (SHAPES["dropout"], Layout(microbatch=16)),
+    (UNFUSED, Layout(microbatch=4)),
+    (UNFUSED, Layout(microbatch=4, recompute="selective")),
+    (GPT_SHAPE, Layout(dp=2, microbatch=4, microbatches=2)),
+    (GPT_SHAPE, Layout(dp=2, microbatch=4, overlap=False)),
+    (GPT_SHAPE, Layout(dp=4, zero_stage=1)),
+    (GPT_SHAPE, Layout(dp=4, microbatch=4, microbatches=2, zero_stage=1)),
+    (GPT_SHAPE, Layout(dp=4, microbatch=16, zero_stage=2)),
+    (GPT_SHAPE, Layout(dp=4, zero_stage=3)),
+    (GPT_SHAPE, Layout(dp=4, microbatch=16, zero_stage=3, recompute="full")),
+    (GPT_SHAPE, Layout(tp=2, microbatch=4)),
+    (GPT_SHAPE, Layout(tp=4, microbatch=4, sequence_parallel=True)),
+    (GPT_SHAPE, Layout(cp=2, microbatch=8)),
+    (GPT_SHAPE, Layout(cp=2, microbatch=8, context="ulysses")),
+    (EXPERTS, Layout(microbatch=8, ep=2, dp=2, zero_stage=1)),
+    (LLAMA, Layout(microbatch=8)),
+    (LLAMA, Layout(microbatch=8, tp=4, sequence_parallel=True)),
+    (LLAMA, Layout(microbatch=8, tp=2, recompute="full")),
+    (LLAMA, Layout(microbatch=8, cp=2)),
+]
+PIPELINES = [
+    (GPT_SHAPE, Layout(pp=4, microbatch=4, microbatches=8)),
+    (GPT_SHAPE, Layout(pp=2, microbatch=4, microbatches=4, chunks=2)),
+    (GPT_SHAPE, Layout(pp=2, microbatch=4, microbatches=4, schedule="gpipe")),
+    (GPT_SHAPE, Layout(pp=2, microbatch=4, microbatches=4, schedule="zb-h1")),
+    (GPT_SHAPE, Layout(pp=2, microbatch=8, microbatches=2, recompute="full")),
+    (GPT_SHAPE, Layout(pp=2, dp=2, microbatch=8, microbatches=4, zero_stage=3)),
+    (LLAMA, Layout(pp=2, dp=2, tp=2, microbatch=2, microbatches=4, zero_stage=1)),
+    (LLAMA, Layout(pp=2, microbatch=4, microbatches=4)),
+]
+
+
+@pytest.mark.parametrize("case", ONE_STAGE + PIPELINES, ids=named)
+def test_peak_of_virtual_gpus(case):
+    shape, layout = case
+    size = layout.gpus
+    run = p101.launch(
+        train, shape, layout, world_size=size, backend="sim", device="H100", timeout=120
+    )
+    check([gpu.peak_bytes for gpu in run.gpus], shape, layout, 0.04)
+
+
+REAL = [
+    (GPT_SHAPE, Layout(microbatch=4)),
+    (GPT_SHAPE, Layout(dp=2, microbatch=4, zero_stage=3)),
+    (GPT_SHAPE, Layout(pp=2, microbatch=4, microbatches=4)),
+    (LLAMA, Layout(tp=2, microbatch=4, sequence_parallel=True)),
+]
+
+
+@pytest.mark.parametrize("case", REAL, ids=named)
+def test_peak_of_real_ranks(case):
+    shape, layout = case
+    run = p101.launch(train_and_count, shape, layout, world_size=layout.gpus, timeout=120)
+    check(run.results, shape, layout, 0.05, cpu=True)
+
+
+def held(shape, layout):
+    trainer, batch = trainer_of(shape, layout), tokens(shape, layout)
+    trainer.step(batch, batch)
+    with p101.count_activations(trainer):
+        trainer.step(batch, batch)
+    return trainer.describe().bytes
+
+
+def test_parts_are_those_that_trainers_report():
+    """Of GPT on real ranks, as in lesson 09."""
+    layout = Layout(dp=2, pp=2, microbatch=2, microbatches=4, zero_stage=1)
+    run = p101.launch(held, GPT_SHAPE, layout, world_size=4, timeout=120)
+    for position, stage in enumerate(step_memory(GPT_SHAPE, layout, cpu=True)):
+        of = {kind: by_rank[2 * position] for kind, by_rank in run.results[0].items()}
+        optimizer = of["optimizer state"] + of["master weights"]
+        assert stage.weights == pytest.approx(of["weights"], rel=0.01)
+        assert stage.optimizer == pytest.approx(optimizer, rel=0.01)
+        # its own block of them and, on stage 1, all that are sent
+        assert stage.gradients == pytest.approx(of["gradients"], rel=0.01)
+        assert stage.activations == pytest.approx(of["activations (peak)"], rel=0.05)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("in_time", [False, True])
+def test_a_layer_keeps_what_the_papers_formula_says(tp, in_time):
+    """Unfused attention in 16 bits: with what our GPT keeps besides."""
+    layout = Layout(tp=tp, microbatch=2, sequence_parallel=in_time)
+    of = LayerShape(256, 8, 512, 2, tp, sequence_parallel=in_time, regather=False, dropout=False)
+    papers = sum(layer_activations(of).values()) + sum(kept_by_our_gpt(of).values())
+    assert sum(layer_kept(UNFUSED, layout, cpu=True).values()) == pytest.approx(papers, rel=1e-12)
+
+
+def test_the_most_at_once_and_when():
+    few, many = (step_memory(GPT_SHAPE, Layout(microbatch=b))[0] for b in (1, 64))
+    assert (few.moment, many.moment) == ("optimizer", "loss")
+    assert few.weights == many.weights == 2 * GPT_SHAPE.parameters
+    assert many.total > few.total

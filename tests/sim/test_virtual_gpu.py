@@ -1,0 +1,208 @@
+"""Virtual GPUs: what an operation on meta tensors costs, and what is counted."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import parallel101 as p101
+from parallel101.cost import kernels
+from parallel101.cost.hardware import CHIPS
+from parallel101.models import GPT, GPTConfig
+from parallel101.models.gpt import next_token_loss
+from parallel101.sim import virtual_gpu as module
+from parallel101.sim.virtual_gpu import known_of, virtual_gpu
+
+H100 = CHIPS["H100"]
+
+
+def meta(*shape, dtype=torch.bfloat16, grad=False):
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+@contextlib.contextmanager
+def kernels_of(seconds, flops=0, count=1):
+    """Checks what the operations inside cost."""
+    with virtual_gpu("H100") as gpu:
+        before = gpu.busy, gpu.flops, gpu.kernels
+        yield gpu
+        assert gpu.busy - before[0] == pytest.approx(seconds, rel=1e-12)
+        assert (gpu.flops - before[1], gpu.kernels - before[2]) == (flops, count)
+
+
+def test_products():
+    a, b, c = meta(256, 512), meta(512, 1024), meta(1024)
+    seconds = kernels.product_seconds(H100, 256, 1024, 512)
+    with kernels_of(seconds, 2 * 256 * 512 * 1024):
+        a @ b
+    with kernels_of(seconds, 2 * 256 * 512 * 1024):  # with its bias
+        F.linear(a, b.t(), c)
+    several = kernels.product_seconds(H100, 64, 64, 32, batch=12)
+    with kernels_of(several, 2 * 12 * 64 * 64 * 32):
+        torch.bmm(meta(12, 64, 32), meta(12, 32, 64))
+    wide = kernels.product_seconds(H100, 64, 64, 32, itemsize=4)
+    with kernels_of(wide, 2 * 64 * 64 * 32):
+        meta(64, 32, dtype=torch.float32) @ meta(32, 64, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_is_one_kernel_each_way(causal):
+    q, k, v = (meta(2, heads, 512, 64, grad=True) for heads in (8, 2, 2))
+    flops = 4 * 2 * 8 * 512 * 512 * 64 // (2 if causal else 1)
+    with virtual_gpu("H100") as gpu:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        assert (gpu.kernels, gpu.flops) == (1, flops)
+        assert gpu.live < 1.1 * y.nbytes  # no (time, time) matrix
+        y.backward(torch.empty_like(y))
+        assert (gpu.kernels, gpu.flops) == (2, 3.5 * flops)
+    assert k.grad.shape == k.shape
+
+
+@pytest.mark.parametrize(
+    ("operation", "moved"),
+    [
+        (lambda x, y: x + y, 3),
+        (lambda x, y: x.add_(y), 3),
+        (lambda x, y: F.gelu(x), 2),
+        (lambda x, y: x.copy_(y), 2),
+        (lambda x, y: x.zero_(), 1),
+        (lambda x, y: torch.zeros_like(x), 1),
+        (lambda x, y: x.softmax(-1), 2),
+        (lambda x, y: x.view(-1).unflatten(0, (64, -1)).t(), 0),
+        (lambda x, y: torch.empty_like(x), 0),
+        (lambda x, y: x + y[:1].expand(64, -1), 2 + 1 / 64),
+        (lambda x, y: torch._foreach_add_([x, x], [y, y]), 6),
+    ],
+    ids=str.split("add add_ gelu copy_ zero_ zeros softmax views empty expanded foreach"),
+)
+def test_everything_else_by_the_bytes_that_it_moves(operation, moved):
+    x, y = meta(64, 4096), meta(64, 4096)
+    with kernels_of(kernels.memory_seconds(H100, moved * x.nbytes), count=bool(moved)):
+        operation(x, y)
+
+
+def test_a_lookup_reads_rows_and_not_the_table():
+    table, numbers = meta(50_000, 64), torch.empty(100, dtype=torch.long, device="meta")
+    with kernels_of(kernels.memory_seconds(H100, 2 * 100 * 64 * 2 + 100 * 8)):
+        F.embedding(numbers, table)
+
+
+def test_norms_and_dropout_are_one_kernel_and_keep_their_input():
+    x = meta(8, 128, 256, grad=True)
+    weight = meta(256, grad=True)
+    with virtual_gpu("H100") as gpu:
+        y = F.rms_norm(x, (256,), weight)
+        assert gpu.kernels == 1
+        assert gpu.live == y.nbytes + 2 * 8 * 128 * 4
+        z = F.dropout(x, 0.1, True)
+        assert gpu.kernels == 2
+        assert gpu.live == y.nbytes + 2 * 8 * 128 * 4 + z.nbytes + x.numel()
+
+
+def test_an_optimizer_may_be_fused():
+    weights = [meta(64, 64, dtype=torch.float32).requires_grad_() for _ in range(5)]
+    for w in weights:
+        w.grad = torch.empty_like(w)
+    with virtual_gpu("H100") as gpu:
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        optimizer.step()
+        before, busy = gpu.kernels, gpu.busy
+        optimizer.step()
+        moved = 5 * 64 * 64 * 4 * 7 + 2 * 5 * 4  # w, m and v twice, and g; and steps
+        assert gpu.kernels - before <= 2
+        assert gpu.busy - busy == pytest.approx(kernels.memory_seconds(H100, moved), rel=0.9)
+    with pytest.raises(RuntimeError, match="supported devices"):  # only there
+        torch.optim.AdamW(weights, fused=True).step()
+
+
+def train(model, steps):
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.zeros(2, 64, dtype=torch.long, device="meta")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        next_token_loss(model(batch), batch).backward()
+        optimizer.step()
+
+
+def forgetful(*args):
+    return known_of(*args)._replace(outputs=None)
+
+
+def test_what_is_remembered_is_what_torch_would_do(monkeypatch):
+    """The same counts, when every operation asks torch for its shapes."""
+    config = GPTConfig(width=64, heads=4, layers=2, vocabulary=128)
+    counts = []
+    for remember in (True, False):
+        if not remember:
+            monkeypatch.setattr(module, "KNOWN", {})
+            monkeypatch.setattr(module, "known_of", forgetful)
+        with virtual_gpu("H100") as gpu, torch.device("meta"):
+            train(GPT(config), 3)
+            counts.append((gpu.count(), gpu.live))
+    assert counts[0] == counts[1]
+
+
+def test_live_and_peak_bytes():
+    with virtual_gpu("A100") as gpu:
+        x = torch.empty(1000, device="meta")
+        y = x[:10]
+        del x
+        assert gpu.live == 4000  # its view holds it
+        z = torch.empty(500, device="meta")
+        assert gpu.peak == 6000
+        del y, z
+    assert (gpu.live, gpu.peak) == (0, 6000)
+
+
+def test_time_passes_in_spans_and_in_one_span_between_them():
+    def program():
+        x = torch.empty(1 << 20)
+        with p101.span("forward"):
+            y = x + 1
+        y += 1
+        y += 1
+        with p101.span("backward"):
+            pass
+        return str(y.device)
+
+    run = p101.launch(program, world_size=2, backend="sim", device="H100")
+    assert run.results == ["meta"] * 2
+    once = kernels.memory_seconds(H100, 8 << 20)
+    spans = [(e.name, e.start, e.end) for e in run.trace.events if e.rank == 1]
+    assert [name for name, _, _ in spans] == ["forward", "compute", "backward"]
+    ends = [end for _, _, end in spans]
+    assert ends[:2] == pytest.approx([once, 3 * once], rel=1e-6)
+    assert run.trace.makespan == pytest.approx(run.gpus[0].busy)
+
+
+def test_gpus_of_a_run():
+    def program(rank_dependent):
+        n = 64 << torch.distributed.get_rank() if rank_dependent else 64
+        torch.ones(n, n) @ torch.ones(n, n)
+
+    run = p101.launch(program, True, world_size=2, backend="sim", device="B200")
+    assert [gpu.flops for gpu in run.gpus] == [2 * 64**3, 2 * 128**3]
+    assert run.gpus[1].peak_bytes == 3 * 4 * 128**2
+    assert p101.launch(lambda: None, world_size=1, backend="sim").gpus is None
+
+
+def test_the_peak_does_not_count_what_was_there_before_training():
+    def program():
+        whole = torch.empty(1000)
+        part = whole[:10].clone()
+        del whole
+        with p101.span("forward"):
+            torch.empty(20)
+        return part
+
+    run = p101.launch(program, world_size=1, backend="sim", device="H100")
+    assert run.gpus[0].peak_bytes == 4 * 30
+
+
+def test_outside_torch_is_as_before():
+    q = meta(1, 1, 8, 8, grad=True)
+    with virtual_gpu("H100"), virtual_gpu("A100"):
+        pass
+    y = F.scaled_dot_product_attention(q, q, q)
+    assert "Flash" not in str(y.grad_fn)
