@@ -151,8 +151,10 @@ def bounds_of_all(
         return {name: {(0, 0): bounds} for name, bounds in mine.items()}
     found: dict[str, dict[tuple[int, int], Bounds]] = {}
     others = ("pp", "tp", "ep")  # along dp and cp all ranks know the same
-    texts = Agreement(axes.along(others), agree.device).texts(json.dumps(mine))
-    for position, text in zip(axes.line(others), texts):
+    line = axes.line(others)
+    if len(line) < len(agree.ranks):
+        agree = Agreement(axes.along(others), agree.device)
+    for position, text in zip(line, agree.texts(json.dumps(mine))):
         block = block_at(axes.coordinates(position))
         for name, bounds in json.loads(text).items():
             found.setdefault(name, {})[block] = tuple(map(tuple, bounds))
