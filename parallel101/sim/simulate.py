@@ -14,9 +14,6 @@
     virtual_gpu.py        device="H100": operations on meta tensors take a GPU's time (with
                           operation_costs.py)
     mirrored.py           runs in which one rank stands for many (with mirrored_group.py)
-    mirrored.py           runs in which one rank stands for many (with mirrored_group.py)
-    virtual_gpu.py        device="H100": operations on meta tensors take a GPU's time (with
-                          operation_costs.py)
     process_state.py      what each rank has to itself, as if it were a process, and what all
                           share (with modules.py, random_states.py and logging_states.py)
 
