@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from parallel101.grade.estimate_exercises import (
     EstimatePart,
     Facts,
-    Said,
     about,
+    answers,
     estimate_case,
     numbers,
     off_by,
@@ -49,21 +49,8 @@ def checkpoint_cases(draw: Draw) -> list[Case]:
     ]
 
 
-def best_interval(facts: Facts, _: Said) -> float:
-    return math.sqrt(2 * facts["write"] * facts["between"])
-
-
-def lost(facts: Facts, said: Said) -> float:
-    """With the learner's own interval."""
-    interval = said.get("interval", 0.0)
-    if interval <= 0:
-        return 0.0
-    again = interval / 2 + facts["restart"]
-    return facts["write"] / interval + again / facts["between"]
-
-
-INTERVAL = EstimatePart("interval", "the interval that loses least", best_interval)
-LOST = EstimatePart("lost", "the share of time that is lost with your interval", lost)
+INTERVAL = EstimatePart("interval", "the interval that loses least")
+LOST = EstimatePart("lost", "the share of time that is lost with your interval")
 
 
 def without(term: str):
@@ -77,7 +64,7 @@ def without(term: str):
             "half": interval / 2 / between,
             "write": -facts["write"] / interval,
         }[term]
-        return 1 + more / lost(facts, said)
+        return 1 + more / answers().lost(facts, said)
 
     return factor
 
@@ -135,9 +122,9 @@ CHECKPOINT = Exercise(
             ),
             off_by(
                 INTERVAL,
-                lambda f: f["between"] / best_interval(f, {}),
-                lambda f: f["write"] / best_interval(f, {}),
-                lambda f: f["between"] / 2 / best_interval(f, {}),
+                lambda f: f["between"] / answers().interval(f, {}),
+                lambda f: f["write"] / answers().interval(f, {}),
+                lambda f: f["between"] / 2 / answers().interval(f, {}),
             ),
         ),
         Misconception(
@@ -200,16 +187,8 @@ def straggler_cases(draw: Draw) -> list[Case]:
     ]
 
 
-def slow(facts: Facts, _: Said) -> float:
-    return 1 - (1 - facts["q"]) ** facts["gpus"]
-
-
-def step(facts: Facts, said: Said) -> float:
-    return 1 + said.get("slow", 0.0) * (facts["slowdown"] - 1)
-
-
-SLOW = EstimatePart("slow", "the probability that a step has a slow GPU", slow)
-STEP = EstimatePart("step", "the mean time of a step, given your probability", step)
+SLOW = EstimatePart("slow", "the probability that a step has a slow GPU")
+STEP = EstimatePart("step", "the mean time of a step, given your probability")
 
 
 def step_as(*formulas: Callable[[Facts, float], float]) -> Callable[[Sequence[Trial]], bool]:
@@ -217,7 +196,7 @@ def step_as(*formulas: Callable[[Facts, float], float]) -> Callable[[Sequence[Tr
     factors = [
         lambda trial, formula=formula: (
             formula(trial.case.facts, numbers(trial).get("slow", 0.0))
-            / step(trial.case.facts, numbers(trial))
+            / answers().step(trial.case.facts, numbers(trial))
         )
         for formula in formulas
     ]
@@ -246,24 +225,24 @@ STRAGGLERS = Exercise(
             ),
             off_by(
                 SLOW,
-                lambda f: f["gpus"] * f["q"] / slow(f, {}),
-                lambda f: min(1.0, f["gpus"] * f["q"]) / slow(f, {}),
+                lambda f: f["gpus"] * f["q"] / answers().slow(f, {}),
+                lambda f: min(1.0, f["gpus"] * f["q"]) / answers().slow(f, {}),
             ),
         ),
         Misconception(
             "all GPUs slow at once",
             "One slow GPU is enough: the others wait for it.",
-            off_by(SLOW, lambda f: f["q"] ** f["gpus"] / slow(f, {})),
+            off_by(SLOW, lambda f: f["q"] ** f["gpus"] / answers().slow(f, {})),
         ),
         Misconception(
             "one GPU's probability",
             "q is the probability for one GPU. The step waits for the slowest of all of them.",
-            off_by(SLOW, lambda f: f["q"] / slow(f, {})),
+            off_by(SLOW, lambda f: f["q"] / answers().slow(f, {})),
         ),
         Misconception(
             "no GPU slow",
             "That is the probability that no GPU is slow in a step.",
-            off_by(SLOW, lambda f: (1 - slow(f, {})) / slow(f, {})),
+            off_by(SLOW, lambda f: (1 - answers().slow(f, {})) / answers().slow(f, {})),
         ),
         Misconception(
             "time added on top",

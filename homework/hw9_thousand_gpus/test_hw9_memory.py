@@ -12,7 +12,7 @@ from collections.abc import Callable
 from parallel101.grade.estimate_exercises import (
     EstimatePart,
     Facts,
-    Said,
+    answers,
     estimate_case,
     named,
     off_by,
@@ -84,57 +84,10 @@ def cases(draw: Draw) -> list[Case]:
     ]
 
 
-# ---- the model ----
-
-
-def parameters(facts: Facts) -> float:
-    """Of the embedding and the layers of the first stage, on each GPU."""
-    h = facts["width"]
-    return (facts["vocabulary"] * h + 12 * h**2 * facts["layers"] / facts["pp"]) / facts["tp"]
-
-
-def weights(facts: Facts, _: Said) -> float:
-    return 2 * parameters(facts)
-
-
-def gradients(facts: Facts, _: Said) -> float:
-    return 4 * parameters(facts) / (facts["dp"] if facts["zero_stage"] >= 2 else 1)
-
-
-def optimizer(facts: Facts, _: Said) -> float:
-    return 12 * parameters(facts) / (facts["dp"] if facts["zero_stage"] >= 1 else 1)
-
-
-def of_layer(facts: Facts) -> float:
-    """All that a layer keeps of one microbatch."""
-    sbh = facts["time"] * facts["microbatch"] * facts["width"]
-    return 8 * sbh / outside(facts) + 24 * sbh / facts["tp"]
-
-
-def outside(facts: Facts) -> int:
-    """By how much activations are cut that tensor parallel leaves whole."""
-    return facts["tp"] if facts["sequence_parallel"] else 1
-
-
-def layers_kept(facts: Facts) -> float:
-    """Layers whose activations are kept at once, each for one microbatch."""
-    stages, chunks = facts["pp"], facts["chunks"]
-    if chunks == 1:
-        return facts["layers"] / stages * min(stages, facts["microbatches"])
-    return facts["layers"] / stages / chunks * (stages * chunks + stages - 1)
-
-
-def activations(facts: Facts, _: Said = {}) -> float:  # noqa: B006
-    if facts["recompute"] == "none":
-        return layers_kept(facts) * of_layer(facts)
-    inputs = 2 * facts["time"] * facts["microbatch"] * facts["width"] / outside(facts)
-    return layers_kept(facts) * inputs + of_layer(facts)
-
-
-WEIGHTS = EstimatePart("weights", "bytes of the weights", weights)
-GRADIENTS = EstimatePart("gradients", "bytes of the gradients", gradients)
-OPTIMIZER = EstimatePart("optimizer", "bytes of the optimizer's state", optimizer)
-ACTIVATIONS = EstimatePart("activations", "bytes of the activations", activations, weight=2)
+WEIGHTS = EstimatePart("weights", "bytes of the weights")
+GRADIENTS = EstimatePart("gradients", "bytes of the gradients")
+OPTIMIZER = EstimatePart("optimizer", "bytes of the optimizer's state")
+ACTIVATIONS = EstimatePart("activations", "bytes of the activations", weight=2)
 STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
 
 # ---- mistakes ----
@@ -153,32 +106,31 @@ def kept(**changes):
         other = {
             name: change(facts) if callable(change) else change for name, change in changes.items()
         }
-        return activations({**facts, **other}) / activations(facts)
+        return answers().activations({**facts, **other}, {}) / answers().activations(facts, {})
 
     return factor
 
 
 def embedding(facts: Facts) -> float:
     """The embedding's part of the parameters."""
-    return facts["vocabulary"] * facts["width"] / facts["tp"] / parameters(facts)
+    return facts["vocabulary"] * facts["width"] / facts["tp"] / answers().parameters(facts)
 
 
 def microbatches_kept(count: Callable[[Facts], float]):
     """Another number of microbatches in flight, each with all layers of the stage."""
 
     def factor(facts: Facts) -> float:
+        whole = answers().activations(facts, {})
+        extra = answers().of_layer(facts) if facts["recompute"] == "full" else 0.0
         layers = count(facts) * facts["layers"] / facts["pp"]
-        extra = of_layer(facts) if facts["recompute"] == "full" else 0.0
-        return ((activations(facts) - extra) * layers / layers_kept(facts) + extra) / activations(
-            facts
-        )
+        return ((whole - extra) * layers / answers().layers_kept(facts) + extra) / whole
 
     return factor
 
 
 def without_recomputed(facts: Facts) -> float:
-    extra = of_layer(facts) if facts["recompute"] == "full" else 0.0
-    return 1 - extra / activations(facts)
+    extra = answers().of_layer(facts) if facts["recompute"] == "full" else 0.0
+    return 1 - extra / answers().activations(facts, {})
 
 
 MISTAKES = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from parallel101.grade.estimate_exercises import (
     EstimatePart,
     Facts,
-    Said,
+    answers,
     estimate_case,
     named,
     off_by,
@@ -18,7 +18,6 @@ from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Ques
 
 # peak, and GB/s of NVLink: A100, H100, B200, as in parallel101/cost/hardware.py
 GPUS = ((312e12, 300.0), (990e12, 450.0), (2250e12, 900.0))
-WEIGHTS = 12  # of a layer, in units of h²
 
 
 def step_case(draw: Draw, *, node: int, dp: int, tp: int, pp: int, **others) -> Case:
@@ -73,69 +72,11 @@ def cases(draw: Draw) -> list[Case]:
     ]
 
 
-# ---- the model ----
-
-
-def forward(facts: Facts) -> float:
-    """Operations of one layer's forward pass, for one microbatch."""
-    b, s, h = facts["microbatch"], facts["time"], facts["width"]
-    return 2 * WEIGHTS * b * s * h**2 + 4 * b * s**2 * h
-
-
-def passes(facts: Facts) -> int:
-    """Forward, and backward for two; recomputation is another forward."""
-    return 4 if facts["recompute"] == "full" else 3
-
-
-def layers_here(facts: Facts) -> float:
-    """Passes of one microbatch through one layer that a GPU makes in a step."""
-    return facts["microbatches"] * facts["layers"] / facts["pp"]
-
-
-def bandwidth(facts: Facts, gpus: int) -> float:
-    """Bytes per second of a ring over so many neighbouring GPUs."""
-    if gpus <= facts["node"]:
-        return facts["nvlink"] * 1e9
-    return facts["network"] * 1e9 / 8 / facts["node"]
-
-
-def all_reduce(nbytes: float, n: int, bandwidth: float) -> float:
-    return 2 * (n - 1) / n * nbytes / bandwidth
-
-
-def matmul(facts: Facts, _: Said) -> float:
-    reached = facts["flops"] * facts["efficiency"]
-    return layers_here(facts) * passes(facts) * forward(facts) / facts["tp"] / reached
-
-
-def tp(facts: Facts, _: Said) -> float:
-    nbytes = 2 * facts["microbatch"] * facts["time"] * facts["width"]
-    once = all_reduce(nbytes, facts["tp"], bandwidth(facts, facts["tp"]))
-    return layers_here(facts) * 2 * (passes(facts) - 1) * once
-
-
-def bubble(facts: Facts, said: Said) -> float:
-    busy = said.get("matmul", 0.0) + said.get("tp", 0.0)
-    return busy * (facts["pp"] - 1) / (facts["chunks"] * facts["microbatches"])
-
-
-def dp(facts: Facts, _: Said) -> float:
-    weights = WEIGHTS * facts["width"] ** 2 * facts["layers"] / (facts["pp"] * facts["tp"])
-    return all_reduce(4 * weights, facts["dp"], bandwidth(facts, facts["tp"] * facts["dp"]))
-
-
-def mfu(facts: Facts, said: Said) -> float:
-    seconds = sum(said.get(name, 0.0) for name in ("matmul", "tp", "bubble", "dp"))
-    gpus = facts["dp"] * facts["tp"] * facts["pp"]
-    model = 3 * forward(facts) * facts["layers"] * facts["microbatches"] * facts["dp"]
-    return model / (seconds * gpus * facts["flops"]) if seconds > 0 else 0.0
-
-
-MATMUL = EstimatePart("matmul", "matrix products", matmul)
-TP = EstimatePart("tp", "all-reduces along tp", tp)
-BUBBLE = EstimatePart("bubble", "the bubble, given your first two", bubble)
-DP = EstimatePart("dp", "the all-reduce along dp", dp)
-MFU = EstimatePart("mfu", "MFU, given your four times", mfu)
+MATMUL = EstimatePart("matmul", "matrix products")
+TP = EstimatePart("tp", "all-reduces along tp")
+BUBBLE = EstimatePart("bubble", "the bubble, given your first two")
+DP = EstimatePart("dp", "the all-reduce along dp")
+MFU = EstimatePart("mfu", "MFU, given your four times")
 PARTS = (MATMUL, TP, BUBBLE, DP, MFU)
 
 # ---- mistakes: the factor by which a part is wrong ----
@@ -145,9 +86,14 @@ def full(facts: Facts) -> bool:
     return facts["recompute"] == "full"
 
 
+def passes(facts: Facts) -> int:
+    """Forward, and backward for two; recomputation is another forward."""
+    return 4 if full(facts) else 3
+
+
 def scores(facts: Facts) -> float:
     """The part of the operations that the weights don't explain."""
-    return 4 * facts["microbatch"] * facts["time"] ** 2 * facts["width"] / forward(facts)
+    return 4 * facts["microbatch"] * facts["time"] ** 2 * facts["width"] / answers().forward(facts)
 
 
 def in_node(facts: Facts, part: EstimatePart) -> bool:
@@ -170,14 +116,20 @@ def both(part: EstimatePart):
 
 def nvlink_everywhere(part: EstimatePart):
     def factor(facts: Facts) -> float:
-        return bandwidth(facts, 10**9) / (facts["nvlink"] * 1e9) if not in_node(facts, part) else 1
+        return (
+            answers().bandwidth(facts, 10**9) / (facts["nvlink"] * 1e9)
+            if not in_node(facts, part)
+            else 1
+        )
 
     return factor
 
 
 def network_everywhere(part: EstimatePart):
     def factor(facts: Facts) -> float:
-        return facts["nvlink"] * 1e9 / bandwidth(facts, 10**9) if in_node(facts, part) else 1
+        return (
+            facts["nvlink"] * 1e9 / answers().bandwidth(facts, 10**9) if in_node(facts, part) else 1
+        )
 
     return factor
 
@@ -205,7 +157,11 @@ MISTAKES = (
             "The matrix products of backward are counted once. For each product of forward, "
             "backward has two: the gradient of the input, and that of the weights."
         ),
-        off_by(MATMUL, lambda f: (passes(f) - 1) / passes(f), lambda f: 2 / passes(f)),
+        off_by(
+            MATMUL,
+            lambda f: (passes(f) - 1) / passes(f),
+            lambda f: 2 / passes(f),
+        ),
     ),
     Misconception(
         "backward forgotten",

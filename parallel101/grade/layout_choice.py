@@ -144,7 +144,7 @@ def planned(
     shape: ModelShape, device: str, gpus: int, memory: float, batch: int
 ) -> tuple[ParallelLayout, float]:
     """The planner's fastest layout without context and expert parallel, and its MFU."""
-    from parallel101.planner.plan import plan  # here, so that no rank has it in its memory
+    from parallel101.planner.training_plan import plan  # here, so that no rank has it in its memory
 
     found = plan(
         shape,

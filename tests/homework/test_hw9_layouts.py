@@ -192,14 +192,15 @@ def test_a_secret_seed_draws_clusters_on_which_the_reference_finds_a_good_layout
             assert chosen.fits and chosen.share >= 0.95, (seed, case.note, found)
 
 
-def test_no_rank_of_the_exercise_has_the_planner_in_its_memory():
-    exercise = EXERCISES["choose_layout"]
-    modules = imported_modules(exercise.source)
+def test_no_rank_has_the_planner_or_the_formulas_in_its_memory():
+    (homework,) = find_sets(HOMEWORK / "hw9_thousand_gpus")
+    modules = {name for one in homework.exercises for name in imported_modules(one.source)}
     assert "parallel101.grade.layout_choice" in modules
     code = f"import sys, parallel101.grade.rank, {', '.join(modules)}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "parallel101.cost.step_time" in found.stdout
     assert "parallel101.planner" not in found.stdout
+    assert "parallel101.grade.estimate_answers" not in found.stdout
 
 
 def test_the_tool_says_what_is_wrong_and_counts_what_it_answers():

@@ -135,9 +135,9 @@ def choose_layout__least_memory(shape, gpus, memory, batch, evaluate):
 
 
 def choose_layout__asks_the_planner(shape, gpus, memory, batch, evaluate):
-    from parallel101.planner.plan import plan
+    import parallel101
 
-    return vars(plan("llama-3-70b", gpus=gpus).best.layout)
+    return vars(parallel101.plan(vars(shape), gpus=gpus).best.layout)
 
 
 def choose_layout__asks_through_the_tool(shape, gpus, memory, batch, evaluate):

@@ -1,5 +1,7 @@
 """Wrong solutions of homework 9. EXPECTED: the misconception that the grader must name for each."""
 
+import sys
+
 EXPECTED = {
     "step_seconds__backward_once": "backward counted like forward",
     "step_seconds__recompute_in_place_of_backward": "backward counted like forward",
@@ -33,11 +35,17 @@ EXPECTED = {
     "step_seconds__one_replica": "one replica's work over all GPUs",
     "step_seconds__of_what_is_reached": "relative to what products reach",
     "step_seconds__constant": None,
+    "step_seconds__asks_the_grader": None,
     "step_seconds__six_n_d": "attention's scores forgotten",
     "step_seconds__pipeline_efficiency": "bubble as a share of the step",
     "step_seconds__two_mistakes": "backward counted like forward",
 }
-POINTS = {"step_seconds__hfu": 8.0, "step_seconds__constant": 0.0, "step_seconds__bits": 6.0}
+POINTS = {
+    "step_seconds__hfu": 8.0,
+    "step_seconds__bits": 6.0,
+    "step_seconds__constant": 0.0,
+    "step_seconds__asks_the_grader": 0.0,
+}
 
 
 def estimate(
@@ -280,3 +288,15 @@ def step_seconds__pipeline_efficiency(shape, layout, cluster):
     seconds = busy + bubble + right["dp"]
     before = busy + right["bubble"] + right["dp"]
     return right | {"bubble": bubble, "mfu": right["mfu"] * before / seconds}
+
+
+def step_seconds__asks_the_grader(shape, layout, cluster):
+    """Looks for the checks of the exercise in this process, and calls their formulas."""
+    frame, said = sys._getframe(), {}
+    while "exercise" not in frame.f_locals:
+        frame = frame.f_back
+    facts = {**vars(shape), **vars(layout), **vars(cluster)}
+    for check in frame.f_locals["exercise"].checks:
+        part = check.wrong.__closure__[0].cell_contents
+        said[part.name] = part.right(facts, said)
+    return said
