@@ -38,6 +38,7 @@ from parallel101.sim.message_matching import (
     snapshot,
 )
 from parallel101.sim.torch_collectives import (
+    Buffer,
     Buffers,
     buffers_of,
     check_counts,
@@ -394,6 +395,22 @@ class CollectiveWork(SimWork, dist.Work):
         )
 
 
+def unfit_buffers(work: CollectiveWork, given: Buffer, output: Buffer) -> MisuseError:
+    """A rank expects something else than another rank gives it."""
+    rank, call = work.rank.number, work.call().brief
+    if given.nbytes != output.nbytes:
+        return MisuseError(
+            f"rank {rank} expects {output.nbytes} bytes from a rank that gives it {given.nbytes}: "
+            f"{call}. Tensor sizes and split sizes must match on all ranks.",
+            rank,
+        )
+    return MisuseError(
+        f"{call}: some ranks pass tensors on the meta device, which have no numbers, and others "
+        f"pass tensors with numbers. {ON_META}",
+        rank,
+    )
+
+
 class RunningCollective:
     """One collective of a group.
 
@@ -479,27 +496,10 @@ class RunningCollective:
         for buffers in zip(*(work.buffers for work in works), strict=True):
             moves = moves_of(first.kind, buffers, first.arguments.root)
             for position, output, inputs in moves:
-                wrong = next((given for given in inputs if given.nbytes != output.nbytes), None)
-                if wrong is not None:
-                    work = works[position]
-                    world.fail(
-                        MisuseError(
-                            f"rank {work.rank.number} expects {output.nbytes} bytes from a rank "
-                            f"that gives it {wrong.nbytes}: {work.call().brief}. Tensor sizes and "
-                            "split sizes must match on all ranks.",
-                            work.rank.number,
-                        )
-                    )
-                    return
-            mixed = (move for move in moves if len({bool(b.pointer) for b in move.buffers}) > 1)
-            if (move := next(mixed, None)) is not None:
-                work = works[move.position]
-                world.fail(
-                    MisuseError(
-                        f"{work.call().brief}: some ranks pass tensors on the meta device, which "
-                        f"have no numbers, and others pass tensors with numbers. {ON_META}",
-                        work.rank.number,
-                    )
-                )
-                return
+                for given in inputs:
+                    if given.nbytes != output.nbytes or (
+                        given.nbytes and bool(given.pointer) != bool(output.pointer)
+                    ):
+                        world.fail(unfit_buffers(works[position], given, output))
+                        return
             execute(moves, first.arguments.op)

@@ -176,10 +176,6 @@ class Move(NamedTuple):
     output: Buffer
     inputs: list[Buffer]
 
-    @property
-    def buffers(self) -> list[Buffer]:
-        return [self.output, *self.inputs]
-
 
 def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move]:
     """Which rank gets what from which ranks."""

@@ -133,6 +133,15 @@ def test_single_tensor_forms(n):
         assert uneven[:, 1].tolist() == [r for r in range(n) for _ in range((r + rank) % 3)]
 
 
+def test_a_rank_may_be_given_nothing():
+    def program(rank):  # everything goes to rank 1
+        mine = torch.empty(6 if rank else 0)
+        dist.all_to_all_single(mine, torch.full((3,), float(rank)), [3 * rank] * 2, [0, 3])
+        return mine.tolist()
+
+    assert run(program, 2).results == [[], [0.0] * 3 + [1.0] * 3]
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_coalesced_forms(n):
     def program(rank):
