@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
         reduce_scatter_async,
     )
     from parallel101.mesh import split_sizes
-    from parallel101.planner.plan import plan
+    from parallel101.planner.training_plan import plan
     from parallel101.ranks.launch import Run, launch
     from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
     from parallel101.record.events import Event, Message

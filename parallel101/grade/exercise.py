@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,7 @@ class _Anything:
 
 ANYTHING: Any = _Anything()  # an expected result that is not looked at
 # what checks look at, in the order in which they are shown
-KINDS = ("value", "bytes", "peers", "steps", "memory", "overlap")
+KINDS = ("value", "bytes", "peers", "steps", "memory", "overlap", "mfu")
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class Check:
         allowed: for a run that has it by a tolerance only, a sentence with what was found and why
             that is allowed; None for any other.
         weight: against the other checks of its kind, with which it shares the points.
+        part: for trials that lack the property, the part of the points that they earn all the same.
     """
 
     kind: str
@@ -156,6 +158,7 @@ class Check:
     wrong: Callable[[Trial], str | None]
     allowed: Callable[[Trial], str | None] = lambda trial: None
     weight: float = 1.0
+    part: Callable[[Sequence[Trial]], float] = lambda trials: 0.0
 
 
 @dataclass(frozen=True)
@@ -327,13 +330,16 @@ def load_exercises(path: Path) -> list[Exercise]:
     return [replace(exercise, path=str(path), source=source) for exercise in exercises_in(module)]
 
 
-def module_of(path: str, source: str, name: str) -> types.ModuleType:
+def module_of(path: str, source: str, name: str, register: bool = False) -> types.ModuleType:
     """The module that a source text defines.
 
-    Its tracebacks show lines of `path`, which need not be readable here.
+    Its tracebacks show lines of `path`, which need not be readable here. With `register`, the code
+    can find its module in sys.modules while it runs, as dataclasses do.
     """
     module = types.ModuleType(name)
     module.__file__ = path
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    exec(compile(source, path, "exec"), module.__dict__)
+    if register:
+        sys.modules[name] = module
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     return module

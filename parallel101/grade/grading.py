@@ -37,7 +37,15 @@ from parallel101.grade.remote import (
 # of the cases that everybody sees; a teacher's own seed is in no public file
 PUBLIC_SEED = "parallel101"
 # of the points, if an exercise has all kinds
-SHARES = {"value": 0.5, "bytes": 0.15, "peers": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}
+SHARES = {
+    "value": 0.5,
+    "bytes": 0.15,
+    "peers": 0.15,
+    "steps": 0.15,
+    "memory": 0.1,
+    "overlap": 0.1,
+    "mfu": 0.5,
+}
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
 # of a run: each other one would end so too
@@ -192,11 +200,12 @@ def judge(
             message, trial = too_few_bytes(exercise, trials)
             if not message:
                 message, trial = never_waited(trials)
-        if check.kind != "value" and not message and not value_is_right:
+        counts = check.kind == "value" or value_is_right
+        if not message and not counts:
             message = "counts only with the right value"
         value_is_right = value_is_right or (check.kind == "value" and not message)
         shown = shown or trial
-        points = 0.0 if message else out_of
+        points = out_of * (part_of(check, trials) if message and counts else not message)
         note = message or tolerated(check, trials)
         findings.append(Finding(check.kind, check.says, not message, points, out_of, note))
     wrong = not all(finding.passed for finding in findings)
@@ -217,6 +226,14 @@ def judge(
         list(trials),
         shown or (trials[-1] if trials else None),
     )
+
+
+def part_of(check: Check, trials: Sequence[Trial]) -> float:
+    """The part of its points that a check earns although it isn't passed: 0 to 1, but not all."""
+    try:
+        return min(max(check.part(trials), 0.0), 0.99)
+    except Exception:  # what a rank returns may be anything
+        return 0.0
 
 
 def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:

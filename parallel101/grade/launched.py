@@ -7,7 +7,6 @@ What counts is graded on ranks whose messages pass through the grader: see remot
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -53,8 +52,7 @@ def run_case(exercise: Exercise, source: str, path: str, arguments: list[tuple],
         exercises_in(module_of(exercise.path, exercise.source, "parallel101_exercises")),
         exercise.function,
     )
-    learner = module_of(path, source, "homework")
-    sys.modules["homework"] = learner
+    learner = module_of(path, source, "homework", register=True)
     torch.manual_seed(seed)
     device = torch.get_default_device()
     mine = [

@@ -116,7 +116,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             if submission is None or connection.world_size != case.text["world_size"]:
                 connection.world_size = case.text["world_size"]
                 join(connection)
-                submission = module_of(job["path"], job["source"], job["module"])
+                submission = module_of(job["path"], job["source"], job["module"], register=True)
             function = getattr(submission, job["function"], None)
             if not callable(function):
                 raise NameError(

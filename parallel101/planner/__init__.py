@@ -5,7 +5,8 @@ layout_rules.py     which layouts there are, and which a HybridTrainer accepts
 search.py           ranks all layouts that fit by the quick model of parallel101.cost
 simulated_step.py   runs one on virtual GPUs
 trainer_call.py     the HybridTrainer call that builds it
-plan.py             p101.plan(…), which does all of this
+planned_layout.py   what is found
+training_plan.py    p101.plan(…), which does all of this
 plan_report.py      its result as text and as JSON, and what it does not model
 plan_picture.py     its result as a picture
 plan_command.py     parallel101 plan

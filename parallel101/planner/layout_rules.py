@@ -152,7 +152,7 @@ def layouts_of(
     share = batch // (mesh.dp * mesh.ep)
     chunks = [1]
     if mesh.pp > 1:
-        most = shape.layers // mesh.pp
+        most = (shape.layers + 2) // mesh.pp
         chunks += [c for c in range(2, most + 1) if can_be_staged(shape.layers, mesh.pp * c)]
     # nothing is sharded if there is nobody to share with, and cut along time without tp
     zero = CHOICES["zero_stage"] if data > 1 else (0,)

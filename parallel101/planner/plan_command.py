@@ -102,8 +102,8 @@ def main(args: argparse.Namespace) -> int:
 
     Raises ValueError for arguments that can't be.
     """
-    from parallel101.planner.plan import plan
     from parallel101.planner.search import NoLayoutError
+    from parallel101.planner.training_plan import plan
 
     for option in ("json", "picture"):
         if (path := getattr(args, option)) and not path.absolute().parent.is_dir():

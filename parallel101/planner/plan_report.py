@@ -6,16 +6,14 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel101.cost.step_memory import StageMemory
+from parallel101.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.planner.search import layout_text
 from parallel101.planner.trainer_call import why_no_model
 from parallel101.record.units import decimal_bytes, human_seconds
 from parallel101.viz.run_table import TextTable, as_text
-
-if TYPE_CHECKING:
-    from parallel101.planner.plan import Plan, Planned
 
 # name of a part of StepTime → what it is
 PART_WORDS = {
@@ -74,7 +72,7 @@ NOT_MODELLED = (
 # ── text ──
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: RankedLayouts) -> str:
     """All tables, for a terminal of about 130 columns."""
     best = plan.best
     parts = [
@@ -85,13 +83,19 @@ def plan_text(plan: Plan) -> str:
         "The HybridTrainer that has layout 1, on each rank\n"
         + textwrap.indent(call_or_reason(best), "  ").rstrip(),
     ]
+    failed = [
+        f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
+        for number, of in enumerate(plan, 1)
+        if of.not_simulated
+    ]
+    parts[2:2] = failed
     if plan.why_not:
         parts.append(as_text(refused_table(plan)))
     parts.append(as_text(not_modelled_table()))
     return "\n\n".join(parts) + "\n"
 
 
-def heading(plan: Plan) -> str:
+def heading(plan: RankedLayouts) -> str:
     """The model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -106,11 +110,11 @@ def heading(plan: Plan) -> str:
     )
 
 
-def model_words(plan: Plan) -> str:
+def model_words(plan: RankedLayouts) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: Plan) -> TextTable:
+def layouts_table(plan: RankedLayouts) -> TextTable:
     """One row for each of the best layouts."""
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
     head += ["tokens/s", "MFU", "HFU", "first", "last", "simulated", "recompute", "along time"]
@@ -153,13 +157,13 @@ def layouts_table(plan: Plan) -> TextTable:
     )
 
 
-def simulated_words(of: Planned) -> str:
+def simulated_words(of: PlannedLayout) -> str:
     if of.simulated is None or of.difference is None:
-        return ""
+        return "failed" if of.not_simulated else ""
     return f"{human_seconds(of.simulated.seconds)} ({of.difference:+.1%})"
 
 
-def time_table(of: Planned) -> TextTable:
+def time_table(of: PlannedLayout) -> TextTable:
     """Where the time of a step goes."""
     rows = [
         [human_seconds(seconds), f"{seconds / of.seconds:.1%}", PART_WORDS[name]]
@@ -177,7 +181,7 @@ def time_table(of: Planned) -> TextTable:
     )
 
 
-def memory_table(of: Planned) -> TextTable:
+def memory_table(of: PlannedLayout) -> TextTable:
     """What fills the memory of a GPU of the first and of the last stage."""
     first, last = of.memory[0], of.memory[-1]
     have = of.cluster.memory_bytes
@@ -186,7 +190,7 @@ def memory_table(of: Planned) -> TextTable:
         return [*(decimal_bytes(count(stage)) for stage in (first, last)), words]
 
     rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in MEMORY_WORDS.items()]
-    rows.append(row("together", lambda stage: stage.total))
+    rows.append(row("at the peak of all together", lambda stage: stage.total))
     rows.append(row(f"headroom of {decimal_bytes(have)}", lambda stage: have - stage.total))
     note = ""
     if of.simulated is not None:
@@ -195,13 +199,13 @@ def memory_table(of: Planned) -> TextTable:
     return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2, note)
 
 
-def call_or_reason(of: Planned) -> str:
+def call_or_reason(of: PlannedLayout) -> str:
     """The call, or why there is none."""
     reason = why_no_model(of.shape)
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: Plan) -> TextTable:
+def refused_table(plan: RankedLayouts) -> TextTable:
     rows = [
         [f"{why.count:,}", why.what, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
@@ -216,7 +220,7 @@ def not_modelled_table() -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: RankedLayouts) -> str:
     """Everything that a plan has. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {
@@ -245,7 +249,7 @@ def plan_json(plan: Plan) -> str:
     return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def as_json(of: Planned) -> dict[str, Any]:
+def as_json(of: PlannedLayout) -> dict[str, Any]:
     simulated = None
     if of.simulated is not None:
         simulated = {
@@ -268,6 +272,7 @@ def as_json(of: Planned) -> dict[str, Any]:
         "memory": memory_json(of.memory),
         "headroom": of.headroom,
         "simulated": simulated,
+        "not_simulated": of.not_simulated,
         "call": None if why_no_model(of.shape) else of.call,
     }
 

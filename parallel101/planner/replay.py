@@ -6,9 +6,13 @@
 A tape has what the simulator saw of an action, such as a stage's forward: time that passed,
 messages that were posted, and waits. The tape of the last real one is played. Its messages are
 really sent, so that they meet others on their links; if nothing else uses these links, only the
-tape's seconds pass, which is the same. Real are, for each stage, the first two microbatches, since
-the first backward makes the gradients, and the last, in which gradients leave (with ZeRO 2 and 3,
-the last two).
+tape's seconds pass, which is the same. Real are, for each stage,
+
+    the first two microbatches    since the first backward makes the gradients (with ZeRO 2 and 3
+                                  three: they free them later)
+    the last                      in which gradients leave (with ZeRO 2 and 3 the last two)
+    a forward behind a backward   and any other pair the first time, since an action may free what
+                                  the one before it has kept
 
 The hooks go around the runner of a trainer (trainers/pipeline_parallel.py, accumulation.py), which
 does everything else itself: it posts, waits and sends as always.
@@ -118,7 +122,8 @@ class TapeRecorder:
     """Records one rank's tapes, and plays them.
 
     Attributes:
-        tapes: the last of each action.
+        tapes: the last of each action; of each (action, way of the microbatch's forward), and of
+            each (action, way, the action before). A forward's way is the action before it.
         played: how many of each have been recorded or played.
         works: the messages of each of them that may still be waited for.
         outside: the links of messages that are on no tape that is played.
@@ -126,11 +131,14 @@ class TapeRecorder:
 
     def __init__(self, rank: VirtualRank, gpu: VirtualGPU):
         self.rank, self.gpu = rank, gpu
-        self.tapes: dict[Key, Tape] = {}
+        self.tapes: dict[tuple, Tape] = {}
+        self.before: Key = (0, "")  # the last action
+        self.way: Key = (0, "")  # of the microbatch's forward
         self.played: dict[Key, int] = {}
         self.works: dict[tuple[Key, int], list[Any]] = {}
         self.loose: dict[Key, list[Any]] = {}  # posted by played tapes, and not waited for
         self.outside: set[int] = set()
+        self.alike: dict[tuple, Tensor] = {}
         self.tape: Tape | None = None  # that is being recorded
         self.key: Key = (0, "")
 
@@ -139,6 +147,8 @@ class TapeRecorder:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, this rank's messages are seen."""
+        self.tapes.clear()
+        self.before = self.way = (0, "")
         groups = [group for group in self.rank.groups if "send" not in vars(group)]
         for group in groups:
             for name in ("send", "recv"):
@@ -161,7 +171,8 @@ class TapeRecorder:
                 return post(tensors, position, tag)
             tape.links |= links
             after = self.passed()
-            like = torch_private.uncounted_like(tensors[0])
+            with torch_private.no_function_modes():
+                like = self.like(tensors[0])
             tape.events.append(Post(after, post, position, tag, like, current_collective()))
             works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
             work = post(tensors, position, tag)
@@ -170,6 +181,13 @@ class TapeRecorder:
             return RecordedWork(self, work, len(works) - 1)
 
         return posted
+
+    def like(self, x: Tensor) -> Tensor:
+        """A tensor to send in place of x, which doesn't count as memory."""
+        key = x.shape, x.dtype, x.device
+        if key not in self.alike:
+            self.alike[key] = torch_private.uncounted_like(x)
+        return self.alike[key]
 
     def passed(self) -> float:
         """Seconds since the last event of the tape."""
@@ -208,12 +226,20 @@ class TapeRecorder:
         if final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
         else:
-            self.tapes[key] = tape
+            for known in self.ways(key):
+                self.tapes[known] = tape
         self.count(key)
         return tape
 
+    def ways(self, key: Key) -> tuple[tuple, ...]:
+        return (key, self.way, self.before), (key, self.way), key
+
+    def tape_of(self, key: Key) -> Tape:
+        return next(self.tapes[way] for way in self.ways(key) if way in self.tapes)
+
     def count(self, key: Key) -> None:
         """One more tape: messages of the last two may still be waited for."""
+        self.before = key
         self.played[key] = number = self.played.get(key, 0) + 1
         self.works.pop((key, number - 4), None)
 
@@ -223,7 +249,7 @@ class TapeRecorder:
         """Let happen what the last tape of this action has; what is alive is corrected by
         `correct`.
         """
-        tape, rank, gpu = self.tapes[key], self.rank, self.gpu
+        tape, rank, gpu = self.tape_of(key), self.rank, self.gpu
         gpu.peak = max(gpu.peak, gpu.live + tape.peak)
         flops, busy, kernels = tape.counts
         gpu.flops, gpu.busy, gpu.kernels = gpu.flops + flops, gpu.busy + busy, gpu.kernels + kernels
@@ -278,25 +304,27 @@ class TapeRecorder:
 def replay(trainer: Trainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
     """From now on, the trainer runs only some of its microbatches for real."""
     runner, recorder = trainer.runner, TapeRecorder(rank, gpu)
-    last = 2 if runner.sync.zero_stage >= 2 else 1
+    first, last = (3, 2) if runner.sync.zero_stage >= 2 else (2, 1)
     if isinstance(runner, Pipeline):
-        PlayedPipeline(runner, recorder, last)
+        PlayedPipeline(runner, recorder, first, last)
     else:
-        PlayedAccumulation(runner, recorder, last)
+        PlayedAccumulation(runner, recorder, first, last)
 
 
 class PlayedPipeline:
     """Hooks on a Pipeline: `compute` and what it calls first, `receive`."""
 
-    def __init__(self, runner: Pipeline, recorder: TapeRecorder, last: int):
+    def __init__(self, runner: Pipeline, recorder: TapeRecorder, first: int, last: int):
         self.runner, self.recorder = runner, recorder
         self.run, self.compute, self.receive = runner.run, runner.compute, runner.receive
-        self.real, self.final = real_microbatches(runner.actions, last)
-        runner.run = self.listen  # type: ignore[method-assign]
+        self.planned, self.final = real_microbatches(runner.actions, first, last)
+        runner.run = self.listen  # type: ignore[assignment,method-assign]
         runner.compute = self.compute_or_play  # type: ignore[method-assign]
         runner.receive = self.receive_and_begin  # type: ignore[method-assign]
 
     def listen(self, *batch: Any) -> None:
+        self.real = set(self.planned)
+        self.ways: dict[tuple[int, int], Key] = {}  # of each microbatch: see TapeRecorder
         with self.recorder.listening():
             self.run(*batch)
             self.recorder.settle_all()
@@ -313,6 +341,12 @@ class PlayedPipeline:
         if not self.even:
             self.compute(action)
             return
+        recorder, microbatch = self.recorder, action[::2]
+        if action.kind == "F":
+            recorder.way = self.ways[microbatch] = recorder.before
+            if recorder.ways(action[:2])[0] not in recorder.tapes:
+                self.real.add(microbatch)
+        recorder.way = self.ways[microbatch]
         if action[::2] in self.real:
             losses, weights = len(runner.losses.parts), len(runner.losses.weights)
             self.compute(action)
@@ -322,8 +356,7 @@ class PlayedPipeline:
             tape.keep_loss(runner.losses, losses, weights)
             return
         arrived = self.receive(action)
-        live = self.recorder.tapes[action[:2]].live
-        with self.recorder.correct(live):
+        with self.recorder.correct(self.recorder.tape_of(action[:2]).live):
             self.play(action, arrived)
             del arrived
 
@@ -339,7 +372,7 @@ class PlayedPipeline:
             made = tape.loss_again(runner.losses) if made is None else made
             x = runner.inputs[i] if arrived is None else arrived
             split = WeightGradients(split=(stage, i) in runner.split)
-            runner.held[stage, i] = Held(x, made, split)
+            runner.held[stage, i] = Held(x, made, split)  # type: ignore[arg-type]
         elif kind == "W":
             runner.later.pop((stage, i))
         else:
@@ -353,7 +386,7 @@ SENT = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
 
 
 def real_microbatches(
-    actions: Sequence[Action], last: int
+    actions: Sequence[Action], first: int, last: int
 ) -> tuple[set[tuple[int, int]], set[Action]]:
     """(stage, microbatch) of those that are run for real, and the actions with which the gradients
     of a stage are complete.
@@ -364,7 +397,7 @@ def real_microbatches(
             kind: [a for a in actions if (a.stage, a.kind) == (stage, kind)] for kind in NAMES
         }
         for of in of_kind.values():
-            real |= {action[::2] for action in of[:2]}
+            real |= {action[::2] for action in of[:first]}
         complete = of_kind["W"] or of_kind["B"]
         real |= {action[::2] for action in complete[-last:]}
         final |= {of[-1] for of in of_kind.values() if of}
@@ -374,8 +407,8 @@ def real_microbatches(
 class PlayedAccumulation:
     """Hooks on an Accumulation: `forward`, and the `backward` of its sync."""
 
-    def __init__(self, runner: Accumulation, recorder: TapeRecorder, last: int):
-        self.runner, self.recorder, self.last = runner, recorder, last
+    def __init__(self, runner: Accumulation, recorder: TapeRecorder, first: int, last: int):
+        self.runner, self.recorder, self.first, self.last = runner, recorder, first, last
         self.run, self.forward = runner.run, runner.forward
         self.i = 0
         runner.run = self.listen  # type: ignore[method-assign]
@@ -391,7 +424,8 @@ class PlayedAccumulation:
 
     @property
     def real(self) -> bool:
-        return not self.even or self.i < 2 or self.i >= self.runner.microbatches - self.last
+        left = self.runner.microbatches - self.i
+        return not self.even or self.i < self.first or left <= self.last
 
     def forward_or_play(self, inputs: Batch, targets: Batch, losses: Losses) -> Any:
         if self.real:
@@ -401,7 +435,7 @@ class PlayedAccumulation:
             tape = self.recorder.end(final=False)
             tape.keep_loss(losses, count, weights)
             return loss
-        with self.recorder.correct(self.recorder.tapes[0, "F"].live):
+        with self.recorder.correct(self.recorder.tape_of((0, "F")).live):
             tape = self.recorder.play((0, "F"))
             return PlayedLoss(tape.loss_again(losses))
 
@@ -424,7 +458,7 @@ class PlayedSync:
                 yield
             recorder.end(final=last)
         else:
-            with recorder.correct(recorder.tapes[0, "B"].live):
+            with recorder.correct(recorder.tape_of((0, "B")).live):
                 recorder.play((0, "B"))
                 yield
         played.i += 1

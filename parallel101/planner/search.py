@@ -9,7 +9,7 @@ that layout_rules.py lists.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -96,15 +96,14 @@ def search(
     """
     found = Found()
     meshes = list(meshes_of(shape, cluster, batch, fixed, found.meshes))
-    bar = {"unit": "", "delay": 1, "disable": not progress, "leave": False, "file": sys.stderr}
     timed = [
         (step_time(shape, layout, cluster), layout)
-        for mesh in tqdm(meshes, desc="layouts of each mesh", **bar)
+        for mesh in bar(meshes, "layouts of each mesh", progress)
         for layout in layouts_of(shape, mesh, batch, fixed, found.layouts)
     ]
     found.tried = len(timed)
     timed.sort(key=lambda pair: pair[0].seconds)
-    for time, layout in tqdm(timed, desc="memory of each layout", **bar):
+    for time, layout in bar(timed, "memory of each layout", progress):
         if len(found.best) >= top and time.seconds > found.best[-1].time.seconds:
             break
         evaluated = Evaluated(layout, time, step_memory(shape, layout))
@@ -117,6 +116,11 @@ def search(
     found.best.sort(key=lambda one: (one.time.seconds, one.most))
     del found.best[top:]
     return found
+
+
+def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
+    """The items, with a progress bar if they take longer than a second."""
+    return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
 
 
 def most_of(memory: tuple[StageMemory, ...]) -> float:
@@ -191,7 +195,7 @@ def meshes_by_size(
 ) -> Iterator[tuple[int, ParallelLayout]]:
     """All meshes on which the model could be trained, on however many GPUs, small ones first."""
     stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
-    axes = {
+    axes: dict[str, Any] = {
         "tp": [n for n in divisors(shape.kv) if n <= per_node],
         "pp": [n for n in stages if can_have(shape.layers, n)],
         "cp": [1, *(n for n in divisors(shape.time // 2) if 1 < n <= 32)],
@@ -199,7 +203,8 @@ def meshes_by_size(
         "dp": divisors(batch),
     }
     axes |= {axis: [fixed[axis]] for axis in axes if axis in fixed}
-    meshes = [ParallelLayout(**dict(zip(axes, sizes))) for sizes in product(*axes.values())]
+    every: Iterator[dict[str, Any]] = (dict(zip(axes, n)) for n in product(*axes.values()))
+    meshes = [ParallelLayout(**sizes) for sizes in every]
     yield from sorted(((m.gpus, m) for m in meshes), key=lambda pair: pair[0])
 
 
@@ -222,14 +227,18 @@ def said(fixed: Mapping[str, Any]) -> str:
 
 def layout_text(layout: ParallelLayout) -> str:
     """A layout in one line: "dp 16 · tp 8 · pp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
-    words = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
-    words = words or ["1 GPU"]
-    words.append(f"microbatch {layout.microbatch} × {layout.microbatches}")
+    return " · ".join(layout_words(layout))
+
+
+def layout_words(layout: ParallelLayout) -> tuple[str, str]:
+    """Its axes, and its other options."""
+    axes = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
+    words = [f"microbatch {layout.microbatch} × {layout.microbatches}"]
     words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
     words += [f"{layout.schedule}"] * (layout.schedule not in ("1f1b", "interleaved"))
     words += [f"ZeRO {layout.zero_stage}"] * (layout.zero_stage > 0)
     words += ["sequence parallel"] * layout.sequence_parallel
-    words += [f"{layout.recompute} recomputation"] * (layout.recompute != "none")
+    words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
     words += [layout.context] * (layout.cp > 1 and layout.context != "zigzag")
     words += ["no overlap"] * (not layout.overlap)
-    return " · ".join(words)
+    return " · ".join(axes) or "1 GPU", " · ".join(words)

@@ -69,6 +69,7 @@ def simulate_step(
 
     Args:
         full: run every rank, and every microbatch.
+        trace: record the run, for pictures. A full one is always recorded.
         network: instead of the cluster's.
         played: whether most microbatches are played from the first ones (replay.py); None: unless
             `full`.
@@ -88,6 +89,7 @@ def simulate_step(
         device=cluster.chip.name,
         network=network or Network.two_level(**cluster.network_arguments()),
         mirrors=mirrors,
+        trace=trace,
         timeout=3600.0,
     )
     ends = [max(of_ranks) for of_ranks in zip(*(ends for ends, _ in run.results), strict=True)]

@@ -155,7 +155,7 @@ def launch(
             are, and their `step` returns 0.0. None: the CPU, with numbers.
         mirrors: on sim, which ranks of a mesh have a thread and stand for the others, in a program
             that does the same on all of them: a `sim.mirrored.MirroredAxes`. `results` are of those
-            ranks. None: all have one.
+            ranks, and the run is recorded only with `trace`. None: all have one.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
@@ -176,7 +176,7 @@ def launch(
     if mirrors is not None:
         world_size = _mirrored_size(mirrors, world_size, backend, rules)
     timeout = min(timeout, MAX_TIMEOUT)
-    recording = bool(trace) or backend == "sim"
+    recording = bool(trace) or (backend == "sim" and mirrors is None)
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
     if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
         results, records = join_job(
@@ -207,6 +207,8 @@ def launch(
         _check_gpus(size)
     if network is not None:
         network.router(size)  # raises if its topology is for another number of ranks
+        if mirrors is not None:
+            mirrors.router(network)
     directory = _working_directory()
     program = _pack_program(fn, args, kwargs)
     preload(will_import(program[0]))

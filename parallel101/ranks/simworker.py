@@ -93,6 +93,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
             rules=job.rules,
             payload_bytes=job.payload_bytes,
             mirrors=job.mirrors,
+            recording=job.recording,
             on_start=watcher.watch,
         )
     _this_thread.rank = None

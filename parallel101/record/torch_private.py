@@ -436,6 +436,11 @@ def dispatch_modes() -> list[Any]:
     return _python_dispatch._get_current_dispatch_mode_stack()
 
 
+# a context in which modes such as `with torch.device(…)` don't see uses of tensors: asking one for
+# its shape takes a microsecond longer with such a mode. Relies on torch._C having it
+no_function_modes = torch._C.DisableTorchFunction
+
+
 def uncounted_like(x: torch.Tensor) -> torch.Tensor:
     """A new tensor of the same shape, dtype and device, which no mode of this thread sees.
 

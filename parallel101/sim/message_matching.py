@@ -579,6 +579,8 @@ class PointToPointGroup(torch_private.PythonGroup):
 
 def check_sendable(tensor: torch.Tensor, kind: str, rank: VirtualRank, where: str) -> None:
     """Raise MisuseError for a tensor that virtual ranks can't send or receive."""
+    if tensor.is_meta and tensor.is_contiguous():  # most of those that come here
+        return
     if problem := on_a_device(tensor, kind) or unfit(tensor, kind):
         refuse(problem, rank, where)
 

@@ -13,10 +13,15 @@ rank's own: right for what ranks gather when all have the same, wrong for a sum 
 no question on the meta device.
 
 A message takes the route between the two real ranks. It holds its sender's link out, and the link
-in of the rank that stands for its receiver. On a switch a run has the same times as with all ranks.
-On a network of nodes too, if the ranks of a node share no rail, and if a message between two ranks
-stays inside a node exactly when its mirror images do: say, tp fills the nodes. Otherwise every
-message takes as long as the slowest of its images, as if they took turns on a shared rail.
+in of the rank that stands for its receiver. On a switch a run has the same times as with all ranks,
+and on nodes whose ranks share no rail it has, too, in direct exchanges. Not the same are
+
+    ties               messages of two axes that ask for one link at the same instant: with all
+                       ranks the lower sender is first, which differs from rank to rank. A latency.
+    shared rails       a message takes as long as the images of it take together that share its
+                       rail: rings are right to a few percent, direct exchanges take up to a third
+                       longer with all ranks, since their messages get in each other's way
+    rings over several axes with nodes: only the image that stays in a node is seen
 """
 
 from __future__ import annotations
@@ -112,9 +117,9 @@ class MirroredAxes:
         real, topology = network.router(self.world_size), network.topology
         if not isinstance(topology, SwitchTopology | TwoLevelTopology):
             raise ValueError(
-                f"mirrored ranks, and the network is a {type(topology).__name__}: expected a switch "
-                "(Network(…)) or nodes (Network.two_level(…)), on which a message holds a link of "
-                "its sender and one of its receiver"
+                f"mirrored ranks, and the network has a {type(topology).__name__}: expected a "
+                "switch (Network(…)) or nodes (Network.two_level(…)), on which a message holds a "
+                "link of its sender and one of its receiver"
             )
         of_node = topology.ranks_per_node if isinstance(topology, TwoLevelTopology) else 1
 
@@ -131,10 +136,8 @@ class MirroredAxes:
                 before = held.get(hops[0][0], (0.0, 0.0))
                 held[hops[0][0]] = before[0] + latency, before[1] + 1 / bandwidth
             out, into = real(src, dst).hops[0][0], real(self.back(src, dst), to).hops[0][-1]
-            latency, per_byte = (
-                max(of for of, _ in held.values()),
-                max(of for _, of in held.values()),
-            )
+            latency = max(of for of, _ in held.values())
+            per_byte = max(of for _, of in held.values())
             return NetworkRoute(latency, 1 / per_byte if per_byte else math.inf, ((out, into),))
 
         return route

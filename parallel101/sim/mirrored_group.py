@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from parallel101.record import torch_private
 from parallel101.record.errors import MisuseError
 from parallel101.record.spans import Collective
 from parallel101.record.where import caller
 from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, RunningCollective, SharedState, SimGroup
 from parallel101.sim.message_matching import RecvWork, SendWork, UnmatchedMessages, refuse
+from parallel101.sim.mirrored import MirroredAxes
 
 # the collectives that give a rank what others have, as it is: by symmetry that is its own
 GIVE = ("all_gather", "all_gather_async", "barrier", "broadcast")
+
+
+def mirrors_of(world: World) -> MirroredAxes:
+    assert world.mirrors is not None
+    return world.mirrors
 
 
 class Line:
@@ -25,10 +32,10 @@ class Line:
     """
 
     def __init__(self, ranks: Sequence[int], number: int, world: World):
-        assert world.mirrors is not None
+        mirrors = mirrors_of(world)
         self.number = number
         self.position = {rank: position for position, rank in enumerate(ranks)}
-        self.stands = [world.mirrors.representative(rank) for rank in ranks]
+        self.stands = [mirrors.representative(rank) for rank in ranks]
         # those that have a thread, in order, and the place of each among them
         self.threads = list(dict.fromkeys(self.stands))
         self.place = {rank: place for place, rank in enumerate(self.threads)}
@@ -38,12 +45,15 @@ class Line:
         """What both sides of a message have in common. `sent`: asked by its sender."""
         if self.whole:
             return tag, src, dst
-        steps = (self.position[dst] - self.position[src]) % len(self.stands)
-        places = self.place[self.stands[steps]]
+        ranks, threads = len(self.stands), len(self.threads)
+        steps = (self.position[dst] - self.position[src]) % ranks
+        if 2 * steps > ranks:  # the other way round is shorter
+            steps -= ranks
+        places = self.place[self.stands[abs(steps)]] * (1 if steps > 0 else -1)
         if sent:
-            dst = self.threads[(self.place[src] + places) % len(self.threads)]
+            dst = self.threads[(self.place[src] + places) % threads]
         else:
-            src = self.threads[(self.place[dst] - places) % len(self.threads)]
+            src = self.threads[(self.place[dst] - places) % threads]
         return tag, src, dst, steps, self.number
 
 
@@ -81,8 +91,7 @@ class MirroredChannels(dict):
                 number = len(group.shared.lines)
                 line = group.shared.lines[ranks] = Line(ranks, number, group.world)
             return line.channel(src, dst, src == me, tag)
-        mirrors = group.world.mirrors
-        assert mirrors is not None
+        mirrors = mirrors_of(group.world)
         steps = mirrors.back(dst, src) - mirrors.representative(dst)  # along mirrored axes
         return tag, mirrors.representative(src), mirrors.representative(dst), steps, "message"
 
@@ -129,8 +138,7 @@ class MirroredState(SharedState):
 
     def find_misuse(self) -> MisuseError | None:
         """Asked when nothing goes on: perhaps a rank waits for one that has no thread."""
-        mirrors = self.world.mirrors
-        assert mirrors is not None
+        mirrors = mirrors_of(self.world)
         waits = [rank.waiting.call() for rank in self.world.ranks if rank.waiting is not None]
         absent = (call for call in waits if not set(call.peers).issubset(mirrors.present))
         if (error := super().find_misuse()) is not None or (call := next(absent, None)) is None:
@@ -153,17 +161,25 @@ class MirroredGroup(SimGroup):
     def __init__(self, shared: MirroredState, *args: Any):
         super().__init__(shared, *args)
         self.channels = MirroredChannels(self, self.channels)
-        mirrors = shared.world.mirrors
-        assert mirrors is not None
+        mirrors = mirrors_of(shared.world)
         self.callers = len({*map(mirrors.representative, self.ranks)}.intersection(self.ranks))
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> NoReturn:
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
+        with torch_private.no_function_modes():
+            return super().send(tensors, dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
+        with torch_private.no_function_modes():
+            return super().recv(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
         refuse(
             "no source to a receive, and which message is first is not known where ranks have no "
             "thread: name the source",
             self.member,
             caller(),
         )
+        raise AssertionError("refuse raises")
 
     def _collective_with(self, key: tuple) -> RunningCollective:
         return self.shared.incomplete.setdefault(key, MirroredCollective(self, key))
@@ -173,14 +189,15 @@ class MirroredCollective(RunningCollective):
     """A collective of torch's own. Each rank's call counts for all that it stands for."""
 
     def join(self, work: CollectiveWork) -> None:
-        if work.root is not None and work.root not in self.group.world.mirrors.present:
+        present = mirrors_of(self.group.world).present
+        if work.root is not None and work.root not in present:
             refuse(
                 f"root {work.root} to {work.kind}, and that rank has no thread: choose one of "
-                f"{self.group.world.mirrors.present}",
+                f"{present}",
                 work.rank,
                 work.where,
             )
         super().join(work)
 
     def call_of(self, rank: int) -> CollectiveWork:
-        return self.works[self.group.world.mirrors.representative(rank)]
+        return self.works[mirrors_of(self.group.world).representative(rank)]

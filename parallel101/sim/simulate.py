@@ -60,6 +60,13 @@ from parallel101.sim.work import poll_future, wait_for_future
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
 
 
+class NoEvents(list):
+    """The record of a run that is not recorded."""
+
+    def append(self, _: object) -> None:
+        """Forget it."""
+
+
 @dataclass
 class SimResult:
     """The result of a simulation. Virtual times are in seconds from its start."""
@@ -84,6 +91,7 @@ def simulate(
     rules: str = "gloo",
     payload_bytes: int = 0,
     mirrors: MirroredAxes | None = None,
+    recording: bool = True,
     on_start: Callable[[SharedState], None] = lambda _: None,
 ) -> SimResult:
     """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised.
@@ -98,6 +106,7 @@ def simulate(
         payload_bytes: events keep the values of messages of up to this many bytes.
         mirrors: which ranks have a thread, and stand for the others (see mirrored.py); results are
             of those. None: all have one.
+        recording: whether events are kept.
         on_start: called with the run's state before it begins, so that another thread can look at
             it during the run.
 
@@ -107,6 +116,8 @@ def simulate(
         raise ValueError(f"world_size must be a number of ranks, 1 or more; got {world_size!r}")
     network = Network() if network is None else network
     world = World(world_size, network, mirrors)
+    if not recording:
+        world.events = NoEvents()
     torch_worlds = [torch_private.RankWorld() for _ in world.ranks]
     shared: SharedState
     new_group: Callable[..., SimGroup]

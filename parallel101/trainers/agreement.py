@@ -24,6 +24,7 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import wait_span
 
 DIGEST = 8  # bytes of a hash
+FEW_STEPS = "bruck"  # a few bytes a rank, however many ranks there are
 KINDS = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 SEED_ALIKE = (
     "seed all ranks alike before you build the model (torch.manual_seed(0)), or pass sync=True "
@@ -47,7 +48,9 @@ class Agreement:
         with wait_span("agree"):
             return (
                 all_gather(
-                    torch.tensor([mine], dtype=torch.float64, device=self.device), group=self.group
+                    torch.tensor([mine], dtype=torch.float64, device=self.device),
+                    group=self.group,
+                    algorithm=FEW_STEPS,
                 )
                 .t()
                 .tolist()
@@ -58,11 +61,10 @@ class Agreement:
         data = torch.empty(0, dtype=torch.uint8, device=self.device)
         if mine:
             data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self.device)
-        sizes = all_gather(torch.tensor([len(data)], device=self.device), group=self.group).tolist()
-        return [
-            part.numpy().tobytes().decode()
-            for part in all_gather(data, group=self.group, sizes=sizes).cpu().split(sizes)
-        ]
+        mine_of_all = torch.tensor([len(data)], device=self.device)
+        sizes = all_gather(mine_of_all, group=self.group, algorithm=FEW_STEPS).tolist()
+        all_data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS).cpu()
+        return [part.numpy().tobytes().decode() for part in all_data.split(sizes)]
 
     def same(self, mine: str) -> bool:
         """Whether all ranks pass the same text. They send each other its hash, 8 bytes."""
@@ -74,7 +76,9 @@ class Agreement:
                 len(
                     set(
                         all_gather(
-                            torch.tensor([number], device=self.device), group=self.group
+                            torch.tensor([number], device=self.device),
+                            group=self.group,
+                            algorithm=FEW_STEPS,
                         ).tolist()
                     )
                 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
-from parallel101.mesh import GroupLike
+from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.layout import Pieces
 
 Parameters = Mapping[str, nn.Parameter]
@@ -202,10 +202,13 @@ def dense_gradient(name: str, p: nn.Parameter) -> Tensor:
 
 
 def sum_gradients(parameters: Parameters, group: GroupLike) -> None:
-    """Sum these gradients over the ranks of the group, in one all-reduce."""
+    """Sum these gradients over the ranks of the group, in one all-reduce. Along tp it is direct, as
+    those of the layers are.
+    """
     if parameters:
+        algorithm = "direct" if group_of(group).axis == "tp" else "auto"
         row = torch.cat([dense_gradient(name, p).flatten() for name, p in parameters.items()])
-        total = all_reduce(row, group=group, algorithm="direct")
+        total = all_reduce(row, group=group, algorithm=algorithm)
         parts = total.split([p.numel() for p in parameters.values()])
         for p, part in zip(parameters.values(), parts):
             p.grad = part.view_as(p)

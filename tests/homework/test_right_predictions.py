@@ -24,6 +24,11 @@ ANSWERS = [
     ("mixture_of_experts", "sent", 2 * (3 + 3) * 16 * 8),
     ("train_on_mesh", "sent", 2 * 1 / 2 * (1920 / 2 + 240)),
     ("bus_bandwidth", "algorithm", 30 / (2 * 3 / 4)),
+    # 8 layers of 12h² and the embedding, cut over tp 8, 18 bytes each
+    ("memory", "states", round(18 * (8 * 12 * 12288**2 + 51200 * 12288) / 8 / 1e9)),
+    ("step_seconds", "bubble", round(100 * 11 / 96, 1)),
+    ("checkpoint_interval", "lost", round(100 * ((2 * 60 / 10986) ** 0.5 + 600 / 10986))),
+    ("stragglers", "slow", round(100 * (1 - 0.999**1024))),
 ]
 
 

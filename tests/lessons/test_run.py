@@ -537,6 +537,51 @@ PRINTED = {
         "break-share-run": [r"\[('\de-0[1-5]'(, )?){8}\]"],
         "break-order-run": ["src=0 is this rank's own position"],
     },
+    "11_a_thousand_gpus": {
+        "problem-run": [
+            r"a step .*computed: 1\.75 s\n.*computed: 73 days\n.*on 1,024 GPUs: 260 days"
+        ],
+        "roofline-run": ["computed: 310 tokens"],
+        "layer-run": [
+            "NVLink .*computed: 17.8 ranks",
+            r"tp  8: messages take  39% of the arithmetic\n(.*\n)*network card .*: 2.0 ranks",
+            "tp  4: messages take 152% of the arithmetic",
+        ],
+        "tokens-run": [r" 1024 GPUs .* 4096 tokens .* 2475 needed\n 16384 GPUs .* 256 tokens"],
+        "mfu-run": ["HFU 47.4%, MFU 35.6%"],
+        "llama-mfu-run": ["computed: 32%"],
+        "virtual-run": ["tensors are on meta"],
+        "virtual-gpus": [r"rank 0: 92 TFLOP .* 13\.\d GB .*\nrank 4: 143 TFLOP"],
+        "layout-run": [
+            r"5\.[78]\d s, MFU 3[45]%, 6[12] GB on the first stage, 2[78] GB on the last",
+            r"matmul 3\.0\d memory-bound (0\.9\d|1\.0\d) tp .* bubble 0\.8\d",
+        ],
+        "layout-simulate": [r"virtual GPUs: 5\.\d\d s, [+-][01]\.\d%"],
+        "planner-best": [
+            r"^4\.[67]\d s, MFU 4[23]%",
+            r"\(256, 4\),\n.*\(\"dp\", \"tp\"\)(.|\n)*zero_stage=3",
+            r"^1\.[01]\d s less: 4[678] days",
+        ],
+        "domain-run": [r"8 GPUs: 1\.1 ms, 16 GPUs: [56]\.\d ms"],
+        "stragglers-run": ["computed: 24% longer"],
+        "stragglers-many-run": [
+            r"8 GPUs .* 0\.1% of the steps\n.*1024 GPUs .* 9\.7% .*\n.*16384 GPUs .* 80\.6%"
+        ],
+        "saving-check": ["not right yet"],
+        "saving-run": [
+            r" 1024 GPUs, 148\.8 s: every 121 minutes, 4\.1% lost",
+            r" 1024 GPUs,   6\.3 s: every  25 minutes, 0\.8% lost",
+            r"16384 GPUs, 148\.8 s: every  30 minutes, 16\.3% lost",
+            r"16384 GPUs,   6\.3 s: every   6 minutes, 3\.4% lost",
+        ],
+        "published-run": [r"(.*: [+-]0\.\d%\n?){3}"],
+        "llama-run": [r" 8192 GPUs .* 430, .*: \+7%\n 16384 GPUs .* 400, .*: \+7%"],
+        "breaks-run": [
+            "a single node: .* would do is 32$",
+            "a round number: ",
+            "tp over two nodes: .*heads",
+        ],
+    },
 }
 IN_PICTURES = {  # text in a picture
     "00_ranks": {
@@ -658,6 +703,14 @@ IN_PICTURES = {  # text in a picture
         "zigzag-run": ["Causal ring attention, zigzag"],
         "hot-run": ["Dispatch with an untrained router"],
         "balance-train": ["Dispatch with a balanced router"],
+    },
+    "11_a_thousand_gpus": {
+        "roofline-picture": ["TFLOP/s of a product on an H100"],
+        "virtual-run": ["Four blocks of a 70B model, on virtual H100s"],
+        "planner-run": ["llama-3-70b on 1,024 H100s"],
+        "domain-run": ["An all-reduce of activations"],
+        "stragglers-run": ["all equally fast", "a slow GPU in stage 2", "makespan 70.5"],
+        "saving-picture": ["Percent of the time lost"],
     },
 }
 

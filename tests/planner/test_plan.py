@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import parallel101 as p101
+from parallel101 import cli
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.stage_layers import entries_of_stages
+from parallel101.cost.stage_layers import entries_of_stages, stage_layers
 from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
 from parallel101.planner.layout_rules import why_not
@@ -240,14 +241,15 @@ def test_what_cannot_be_is_an_error_in_words(words):
 
 
 def test_a_model_that_fits_nowhere_says_what_is_missing_and_how_many_gpus_would_do():
-    with pytest.raises(NoLayoutError, match="GB more than there is") as error:
-        planned("llama-3-70b", gpus=8)
+    options = {"memory": 100e6, "nodes_of": 2}
+    with pytest.raises(NoLayoutError, match="MB more than there is") as error:
+        planned(gpus=1, **options)
     least = error.value.smallest_gpus
-    assert least and least > 8 and f"that would do is {least}" in str(error.value)
-    assert planned("llama-3-70b", gpus=least, top=1).best.headroom >= 0
-    for fewer in range(16, least, 8):
+    assert least and least > 2 and f"that would do is {least}" in str(error.value)
+    assert planned(gpus=least, **options).best.headroom >= 0
+    for fewer in range(2, least, 2):
         with pytest.raises(NoLayoutError):
-            planned("llama-3-70b", gpus=fewer)
+            planned(gpus=fewer, **options)
     with pytest.raises(NoLayoutError, match="More GPUs wouldn't help") as error:
         planned(memory=1e6)
     assert error.value.smallest_gpus is None
@@ -279,3 +281,71 @@ def test_a_shape_that_no_model_has_is_planned_and_not_built():
     assert plan.best.simulated is None and "No model can be built" in str(plan)
     with pytest.raises(ValueError, match="norm='rms'"):
         _ = plan.best.call
+
+
+def test_layers_are_shared_evenly_and_the_embedding_and_the_head_may_count_as_one():
+    assert stage_layers(80, 16) == (5,) * 16
+    assert stage_layers(126, 16) == (7, *[8] * 14, 7)
+    assert stage_layers(126, 128) == (0, *[1] * 126, 0)
+    assert entries_of_stages(126, 128) == (1, *[1] * 126, 2)
+    assert entries_of_stages(4, 1) == (7,)
+    for layers, stages in ((80, 3), (5, 2), (1, 2)):
+        with pytest.raises(ValueError, match="divides"):
+            stage_layers(layers, stages)
+    # 16 ranks with 8 chunks, as section 3.3.2 of arXiv 2407.21783 has it
+    fixed = {"tp": 8, "pp": 16, "dp": 128, "chunks": 8, "zero_stage": 2, "microbatch": 1}
+    best = planned("llama-3-405b", gpus=16384, batch_tokens=2**24, layout=fixed).best
+    assert best.layout.gpus == 16384 and "*[1] * 127, 2]" in best.call
+
+
+# ── parallel101 plan ──
+
+
+def test_the_command_plans_and_writes_its_files(capsys, tmp_path):
+    model, picture, found = (tmp_path / name for name in ("m.json", "plan.svg", "plan.json"))
+    model.write_text('{"width": 256, "layers": 4, "heads": 4, "vocabulary": 512, "time": 64}')
+    arguments = ["--gpus", "4", "--batch-tokens", "1Ki", "--layout", "tp=2,recompute=full"]
+    arguments += ["--memory", "16GB", "--simulate", "1", "--top", "2", "--json", str(found)]
+    assert cli.main(["plan", "--model", str(model), *arguments, "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "4 H100s in a node, 16 GB each; 16 samples or 1,024 tokens a step" in text
+    plan = json.loads(found.read_text())
+    first, second = plan["layouts"]
+    assert plan["fixed"] == {"tp": 2, "recompute": "full"} and second["simulated"] is None
+    assert (
+        first["simulated"]["seconds"] > 0 and f"({first['simulated']['difference']:+.1%})" in text
+    )
+    assert len(first["simulated"]["peak_bytes"]) == first["layout"]["pp"]
+    assert picture.read_text().startswith("<svg")
+    assert cli.main(["plan", "--model", "llama-3-405b", "--gpus", "8", "--simulate", "0"]) == 1
+    assert "The smallest number of GPUs that would do is" in capsys.readouterr().err
+
+
+WRONG_ARGUMENTS = {
+    "unknown: expected one of llama-3-8b": ["--model", "llama"],
+    "device='V100': expected one of 'A100'": ["--device", "V100"],
+    "not KEY=VALUE": ["--layout", "tp8"],
+    "given twice": ["--layout", "tp=8,tp=4"],
+    "unknown key 'zero'": ["--layout", "zero=1"],
+    "not an amount": ["--batch-tokens", "many"],
+    "less than a megabyte": ["--memory", "80"],
+    "does not exist": ["--json", "no/such/folder/plan.json"],
+    "ends in .svg": ["--picture", "plan.txt"],
+}
+
+
+@pytest.mark.parametrize("words", WRONG_ARGUMENTS)
+def test_wrong_arguments_get_a_message(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "--gpus", "8", "--model", "llama-3-8b", *WRONG_ARGUMENTS[words]])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_said_and_the_plan_stays(monkeypatch):
+    def fails(*_):
+        raise p101.RankFailed("rank 0 failed\nat line 3", 0)
+
+    monkeypatch.setattr("parallel101.planner.simulated_step.simulate_step", fails)
+    plan = planned(simulate=1, top=2)
+    assert plan.best.simulated is None and plan[1].not_simulated == ""
+    assert f"Layout 1 couldn't be run on virtual GPUs: {plan.best.not_simulated}" in str(plan)

@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "grade": {"analysis", "record", "ranks", "sim"},
     "grade.picture": {"analysis", "record", "ranks", "sim", "viz"},
     "grade.feedback": {"analysis", "record", "ranks", "sim", "publish"},  # its page
+    "grade.layout_choice": {"cost", "record"},  # what a learner's layout costs
     "publish": {"viz", "analysis", "record"},
     # it plans in closed form, runs the best layouts, and draws them
     "planner": {"cost", "models", "trainers", "ranks", "sim", "viz", "analysis", "record"},
@@ -73,6 +74,7 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
     "cli": {"viz", "analysis", "grade", "planner"},
+    "grade.layout_choice": {"planner"},  # its best layout, which no rank may import
     "publish": {"__init__"},
 }
 

@@ -27,7 +27,7 @@ def usage_error(capsys, *argv: str) -> str:
 
 def test_wrong_arguments_get_a_message_with_what_was_expected(capsys, tmp_path):
     assert "invalid choice: 'train' (choose from" in usage_error(capsys, "train")
-    assert "run | merge | grade | release | bench" in usage_error(capsys)
+    assert "run | merge | grade | release | plan | bench" in usage_error(capsys)
     assert "unrecognized arguments: --fast" in usage_error(capsys, "lessons", "--fast")
     assert "nowhere is not a folder" in usage_error(capsys, "lessons", "--lessons", "nowhere")
     assert "no notebook" in usage_error(capsys, "lessons", "--lessons", str(tmp_path))

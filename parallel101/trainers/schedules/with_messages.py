@@ -47,19 +47,23 @@ def posted_ahead(
     """One rank's list. `expected`: by sending rank, the receives in the order in which it sends."""
     needed = [receive_for(action, placement) for action in actions]
     channel = {receive: source for source, receives in expected.items() for receive in receives}
-    waiting = {source: list(receives) for source, receives in expected.items()}
+    waiting = {source: iter(receives) for source, receives in expected.items()}
+    posted: set[Action] = set()
 
     def post(receive: Action) -> Iterator[Action]:
-        of_source = waiting[channel[receive]]
-        while receive in of_source:
-            yield of_source.pop(0)
+        while receive not in posted:
+            posted.add(earlier := next(waiting[channel[receive]]))
+            yield earlier
 
+    # of each action: what the first of the actions behind it needs that needs anything
+    following: list[Action | None] = [None]
+    for receive in reversed(needed[1:]):
+        following.append(receive or following[-1])
+    following.reverse()
     for place, action in enumerate(actions):
-        if (receive := needed[place]) is not None:
-            yield from post(receive)
-        following = next((receive for receive in needed[place + 1 :] if receive is not None), None)
-        if following is not None:
-            yield from post(following)
+        for receive in (needed[place], following[place]):
+            if receive is not None:
+                yield from post(receive)
         yield action
         yield from sent[place]
 

@@ -59,7 +59,8 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> O
             f"{len(found)} (the first of shape "
             f"{tuple(strangers[0].shape)}) are not among those that it was given; {hint}"
         )
-    left_out = [name for key, name in expected.items() if key not in {id(p) for p in found}]
+    given = {id(p) for p in found}
+    left_out = [name for key, name in expected.items() if key not in given]
     if left_out:
         raise ValueError(
             f"the optimizer leaves out {len(left_out)} of the parameters that it was given, "

@@ -130,6 +130,14 @@ class ResolvedPlan:
             explain_shape_errors(module, name, tp.size, bool(self.time_cuts.cut_time))
         self.time_cuts.connect(model, tp_in_time, here)
 
+        def forget(*_: Any) -> None:
+            tp.forget()
+            tp_in_time.forget()
+
+        # no column layer outside of a module of the sequence takes what layers inside share
+        for module in [model] if local is None else map(model.get_submodule, local):
+            module.register_forward_hook(forget)
+
 
 def resolve(
     plan: TensorPlan,

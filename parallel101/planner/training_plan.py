@@ -13,155 +13,31 @@ are run on virtual GPUs, by the trainer itself (simulated_step.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.step_memory import StageMemory
-from parallel101.cost.step_time import StepTime
 from parallel101.planner.known_models import batch_of_model, shape_of_model
 from parallel101.planner.layout_rules import KEYS, check_fixed
-from parallel101.planner.search import Found, most_of, nothing_fits, search
-from parallel101.planner.trainer_call import build_trainer, call_text, why_no_model
+from parallel101.planner.planned_layout import PlannedLayout, RankedLayouts, WhyNot
+from parallel101.planner.search import Found, bar, nothing_fits, search
+from parallel101.planner.trainer_call import why_no_model
+from parallel101.record.errors import DeadlockError, LaunchTimeout, RankFailed
 
 if TYPE_CHECKING:
-    from parallel101.planner.simulated_step import SimulatedStep
     from parallel101.viz.scene import Scene
 
 BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A layout that fits, and what a step with it costs.
-
-    Attributes:
-        shape, cluster, layout: what was planned.
-        time: the quick model's, see cost/step_time.py.
-        memory: peak bytes on each rank along pp, see cost/step_memory.py.
-        simulated: the step on virtual GPUs; None if it was not run.
-    """
-
-    shape: ModelShape
-    cluster: Cluster
-    layout: ParallelLayout
-    time: StepTime
-    memory: tuple[StageMemory, ...]
-    simulated: SimulatedStep | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Of a step, by the quick model."""
-        return self.time.seconds
-
-    @property
-    def low(self) -> float:
-        return self.time.low
-
-    @property
-    def high(self) -> float:
-        return self.time.high
-
-    @property
-    def mfu(self) -> float:
-        """The model's FLOPs over what the GPUs could do in this time."""
-        return self.time.mfu
-
-    @property
-    def hfu(self) -> float:
-        """The same with the FLOPs that are computed again in backward."""
-        return self.time.hfu
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.time.tokens_per_second
-
-    @property
-    def limit(self) -> str:
-        """What limits the step, in words."""
-        return self.time.limit
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Name → seconds; together they are `seconds`. Communication counts where it is exposed."""
-        return self.time.parts
-
-    @property
-    def headroom(self) -> float:
-        """Bytes that are left on the fullest GPU."""
-        return self.cluster.memory_bytes - most_of(self.memory)
-
-    @property
-    def difference(self) -> float | None:
-        """The simulated step over the quick model's, minus one; None if it was not run."""
-        return self.simulated.seconds / self.seconds - 1 if self.simulated else None
-
-    @property
-    def call(self) -> str:
-        """The lines that build the model and its HybridTrainer on each rank.
-
-        Raises ValueError if this package has no model of that shape.
-        """
-        return call_text(self.shape, self.layout)
-
-    def trainer(
-        self, model: Any, loss_fn: Any, optimizer: Callable[..., Any], **others: Any
-    ) -> Any:
-        """Return the HybridTrainer of this layout. Every rank calls it.
-
-        Args:
-            model, loss_fn, optimizer: as HybridTrainer takes them.
-            others: more of its options, such as clip_norm.
-        """
-        return build_trainer(self.shape, self.layout, model, loss_fn, optimizer, **others)
-
-
-class WhyNot(NamedTuple):
-    """Why layouts were refused: `count` meshes, or layouts of the other meshes."""
-
-    reason: str
-    count: int
-    what: str  # "meshes" or "layouts"
-    example: ParallelLayout
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The best layouts, fastest first. It can be indexed and iterated over.
-
-    Attributes:
-        shape, cluster, batch: what was planned for; batch in samples.
-        layouts: the best, as many as `top`.
-        tried: how many layouts were compared.
-        why_not: why others were refused, most of them first.
-        fixed: what the user fixed of the layout.
-    """
-
-    shape: ModelShape
-    cluster: Cluster
-    batch: int
-    layouts: tuple[Planned, ...]
-    tried: int
-    why_not: tuple[WhyNot, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def best(self) -> Planned:
-        return self.layouts[0]
-
-    def __iter__(self) -> Iterator[Planned]:
-        return iter(self.layouts)
-
-    def __getitem__(self, index: int) -> Planned:
-        return self.layouts[index]
-
-    def __len__(self) -> int:
-        return len(self.layouts)
+class TrainingPlan(RankedLayouts):
+    """The best layouts, fastest first: with tables, a picture and JSON of them."""
 
     def __str__(self) -> str:
         from parallel101.planner.plan_report import plan_text
@@ -201,7 +77,7 @@ def plan(
     top: int = 10,
     time: int | None = None,
     progress: bool = True,
-) -> Plan:
+) -> TrainingPlan:
     """Plan how to train a model on a cluster. All layouts that fit are ranked.
 
     Args:
@@ -246,9 +122,11 @@ def plan(
     fixed = {key: value for key, value in fixed.items() if key != "precision"}
     if not found.best:
         raise nothing_fits(shape, cluster, batch, fixed, found)
-    layouts = [Planned(shape, cluster, *evaluated) for evaluated in found.best]
+    layouts = [PlannedLayout(shape, cluster, *evaluated) for evaluated in found.best]
     layouts[:simulate] = simulated(layouts[:simulate], progress)
-    return Plan(shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed)
+    return TrainingPlan(
+        shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed
+    )
 
 
 def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
@@ -281,19 +159,21 @@ def samples(
     return whole
 
 
-def simulated(layouts: list[Planned], progress: bool) -> list[Planned]:
-    """The same layouts, each run on virtual GPUs, if this package has a model of that shape."""
+def simulated(layouts: list[PlannedLayout], progress: bool) -> list[PlannedLayout]:
+    """The same layouts, each run on virtual GPUs, if this package has a model of that shape. What
+    can't be run says why in `not_simulated`.
+    """
     if not layouts or why_no_model(layouts[0].shape):
         return layouts
-    from tqdm import tqdm
-
     from parallel101.planner.simulated_step import simulate_step
 
-    bar = tqdm(layouts, desc="running on virtual GPUs", unit="", delay=1, disable=not progress)
-    with bar:
-        return [
-            replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster)) for one in bar
-        ]
+    def run(one: PlannedLayout) -> PlannedLayout:
+        try:
+            return replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster))
+        except (RankFailed, DeadlockError, LaunchTimeout) as error:
+            return replace(one, not_simulated=str(error).partition("\n")[0])
+
+    return [run(one) for one in bar(layouts, "running on virtual GPUs", progress)]
 
 
 def why_not_of(found: Found) -> tuple[WhyNot, ...]:

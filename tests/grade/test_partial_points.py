@@ -1,0 +1,86 @@
+"""A check may give a part of its points, and a submission may hold dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel101.grade.exercise import Case, Check, Exercise, Trial
+from parallel101.grade.exercise_report import ExerciseReport
+from parallel101.grade.grading import judge, run_cases
+from parallel101.grade.remote import Submission, SubmissionRanks
+from parallel101.record.trace import Trace
+from tests.grade.test_relay import DECLARATION
+
+CASE = Case([()], [True])
+
+
+def exercise(part) -> Exercise:
+    return Exercise(
+        number="1",
+        function="f",
+        title="A share",
+        points=10,
+        weights={"value": 0.4, "mfu": 0.6},
+        cases=lambda draw: [CASE],
+        checks=(
+            Check("value", "true", lambda trial: None if trial.results[0] else "false"),
+            Check("mfu", "all of it", lambda trial: "not all of it", part=part),
+        ),
+        least_received=lambda case: [0],
+    )
+
+
+def trial(value: bool) -> Trial:
+    return Trial(CASE, [value], Trace((), 1, "sim"))
+
+
+def half(trials) -> float:
+    return 0.5
+
+
+def fails(trials) -> float:
+    raise KeyError("what a rank returns may be anything")
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "points"),
+    [
+        (half, True, 4 + 3),
+        (half, False, 0),  # it counts only with the right value
+        (lambda trials: 7.0, True, 4 + 0.99 * 6),  # a check that isn't passed has not all points
+        (lambda trials: -1.0, True, 4),
+        (fails, True, 4),
+    ],
+    ids=["half", "wrong value", "too much", "too little", "error"],
+)
+def test_a_check_that_is_not_passed_earns_its_part_if_the_value_is_right(part, value, points):
+    verdict = judge(exercise(part), [trial(value)])
+    assert verdict.points == pytest.approx(points) and not verdict.passed
+    assert "not all of it" in str(ExerciseReport(verdict, "f.py"))
+
+
+def test_without_a_part_a_check_earns_all_or_nothing():
+    assert judge(exercise(lambda trials: 0.0), [trial(True)]).points == 4
+    assert Check("mfu", "all of it", lambda trial: None).part([]) == 0
+
+
+DATACLASS = """from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Layout:
+    dp: int = 1
+
+def f():
+    return Layout(dp=8).dp == 8
+"""
+
+
+@pytest.mark.parametrize("first", ["", "from __future__ import annotations\n"], ids=["", "future"])
+def test_a_submission_may_define_dataclasses(first):
+    declared = replace(exercise(half), path="declared.py", source=DECLARATION.format(more=""))
+    with SubmissionRanks(declared, Submission(Path("f.py"), first + DATACLASS)) as ranks:
+        (found,) = run_cases(ranks, [CASE], float("inf"))
+    assert found.error is None and found.results == [True]

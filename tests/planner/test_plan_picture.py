@@ -1,0 +1,84 @@
+"""The picture of a plan: bars and words agree with it, and no text covers another."""
+
+from __future__ import annotations
+
+import dataclasses
+import xml.etree.ElementTree as ET
+from types import SimpleNamespace
+
+import pytest
+
+import parallel101 as p101
+from parallel101.planner.plan_picture import crossing, place_of
+from parallel101.viz.scene import Scene
+from tests.viz.drawn import SVG, text_boxes, titled
+
+PLANS = {
+    "many": ("llama-3-70b", {"gpus": 1024, "layout": {"tp": 4, "pp": 8, "zero_stage": 1}}),
+    "context": ("llama-3-8b", {"gpus": 64, "layout": {"cp": 2, "tp": 2, "pp": 2, "chunks": 4}}),
+    "one stage": ("llama-3-8b", {"gpus": 16, "layout": {"pp": 1, "tp": 8}}),
+    "small": ("256,8,8,1000,128", {"gpus": 4, "batch_tokens": 4096}),
+    "one GPU": ("256,8,8,1000,128", {"gpus": 1, "batch_tokens": 4096}),
+}
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def plan(request):
+    model, options = PLANS[request.param]
+    plan = p101.plan(model, **options, simulate=0, top=6, progress=False)
+    best = plan.best
+    ran = SimpleNamespace(seconds=best.seconds * 1.05, peak_bytes=(7, 9), mfu=0.5, hfu=0.5)
+    layouts = (dataclasses.replace(best, simulated=ran), *plan.layouts[1:])
+    return dataclasses.replace(plan, layouts=layouts)
+
+
+def test_bars_are_as_long_as_their_parts(plan):
+    scene = plan.picture()
+    assert isinstance(scene, Scene) and scene.narrow
+    widths = {}
+    for name in ("matmul", "memory-bound", "bubble"):
+        for rect, of in zip(titled(scene, f"{name}:"), plan, strict=False):
+            widths[name, id(of)] = float(rect.get("width")) / max(of.parts[name], 1e-12)
+    shown = [w for (name, of), w in widths.items() if name == "matmul"]
+    assert len(shown) == min(len(plan), 5) and max(shown) == pytest.approx(min(shown), rel=1e-2)
+    (headroom,) = {
+        rect.get("width") for rect in ET.fromstring(scene.svg()).iter(f"{SVG}rect")
+        if rect.get("class") == "idle" and rect.get("height") == "22"
+    }  # fmt: skip
+    scale = float(headroom) / plan.cluster.memory_bytes
+    weights = titled(scene, "weights:")[0]
+    expected = plan.best.memory[0].weights * scale
+    assert float(weights.get("width")) == pytest.approx(expected, abs=0.11)
+    assert f"{plan.best.mfu:.1%}" in " ".join(t for t, *_ in text_boxes(scene, 0.0))
+
+
+def test_every_gpu_that_is_drawn_is_where_the_layout_has_it(plan):
+    layout = plan.best.layout
+    squares = titled(plan.picture(), "GPU ")
+    assert 0 < len(squares) <= 4 * 3 * 8
+    for square in squares:
+        words = square.find(f"{SVG}title").text
+        gpu = int(words.removeprefix("GPU ").partition(":")[0])
+        place = place_of(layout, gpu)
+        assert words == f"GPU {gpu}: " + ", ".join(f"{a} {n}" for a, n in place.items())
+        assert gpu == sum(place[a] * stride for a, stride in layout.strides.items())
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+def test_no_text_leaves_the_card_or_covers_another(plan, narrow):
+    scene = plan.picture()
+    width, height = scene.narrow if narrow else (scene.width, scene.height)
+    boxes = [box for box in text_boxes(scene, 0.0, narrow) if box[0] != "…"]
+    for i, (text, left, top, right, bottom) in enumerate(boxes):
+        assert left >= 0 and right <= width + 1 and bottom <= height - 2, text
+        for other, x0, y0, x1, y1 in boxes[:i]:
+            assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top, (text, other)
+
+
+def test_which_axes_stay_inside_a_node():
+    layout = p101.cost.ParallelLayout(dp=4, tp=4, cp=2, pp=2)
+    assert crossing(layout, 8) == [
+        "tp 4 and cp 2 stay inside a node, on NVLink.",
+        "dp 4 and pp 2 cross nodes, on the network.",
+    ]
+    assert crossing(layout, 64) == ["tp 4, cp 2, dp 4 and pp 2 stay inside a node, on NVLink."]

@@ -1,0 +1,151 @@
+"""One rank that stands for many: the same times as with all of them, or an error in words."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.collectives import all_gather, all_reduce
+from parallel101.record.errors import MisuseError, RankFailed
+from parallel101.record.spans import recorder
+from parallel101.sim.mirrored import MirroredAxes
+from parallel101.sim.network import Network
+from parallel101.trainers.layout import Axes
+
+SIZES = {"pp": 2, "dp": 4, "tp": 2}
+NODES = Network.two_level(4, bandwidth=200e9, rails=4)
+
+
+def step(sizes, calls):
+    """Stages that arrive at unlike times, collectives, and a message to the next stage."""
+    axes = Axes(None, sizes)
+    stage, x = axes.here["pp"], torch.empty(240_000, device="meta")
+    p101.compute(1e-3 * (1 + stage))
+    for names, algorithm in calls:
+        p101.compute(1e-5)
+        all_reduce(x, group=axes.along(names), algorithm=algorithm)
+    line = axes.along(["pp"]).ranks
+    if stage == 0:
+        dist.isend(x, line[1]).wait()
+    elif stage == 1:
+        dist.irecv(x, line[0]).wait()
+    numbers = torch.tensor([1.0, 2.0])
+    assert all_gather(numbers, group=axes.along(sizes)).tolist() == [1.0, 2.0] * axes.members.size
+    return recorder().now()
+
+
+def both(program, sizes, network, *args):
+    """The latest end of a run with all ranks, and of one with those that stand for others."""
+    alike = MirroredAxes(sizes, tuple(axis for axis in sizes if axis != "pp"))
+    full = p101.launch(
+        program, sizes, *args, world_size=alike.world_size, backend="sim", network=network
+    )
+    few = p101.launch(program, sizes, *args, backend="sim", network=network, mirrors=alike)
+    assert len(few.results) == sizes["pp"]
+    return max(full.results), max(few.results)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, {"dp": 3, "pp": 4, "tp": 2}], ids=["inner", "outer"])
+def test_a_switch_exactly(sizes):
+    calls = [(("tp",), "direct"), (("dp",), "ring"), (("dp", "tp"), "direct")]
+    full, few = both(step, sizes, Network(), calls)
+    assert few == pytest.approx(full, rel=1e-12)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_nodes_with_a_rail_for_each_rank_exactly(tp):
+    sizes = {"pp": 2, "dp": 8 // tp, "tp": tp}  # tp 2: some dp neighbours are in the same node
+    full, few = both(step, sizes, NODES, [(("tp",), "direct"), (("dp",), "direct")])
+    assert few == pytest.approx(full, rel=1e-12)
+
+
+def test_ranks_that_share_a_rail_take_turns():
+    shared = Network.two_level(4, bandwidth=50e9, rails=1)
+    full, few = both(step, SIZES, shared, [(("dp",), "ring")])
+    assert few != full
+    assert few == pytest.approx(full, rel=0.1)
+
+
+def collectives_of_torch(sizes):
+    x, rank = torch.ones(3), dist.get_rank()
+    dist.all_reduce(x)
+    rows = torch.empty(dist.get_world_size())
+    dist.all_gather_into_tensor(rows, torch.tensor([float(rank)]))
+    group = dist.new_group([rank, rank + 1], use_local_synchronization=True)  # one has no thread
+    dist.barrier(group)
+    return x.tolist(), rows.tolist()
+
+
+def test_collectives_of_torch_count_each_rank_for_all_that_it_stands_for():
+    run = p101.launch(
+        collectives_of_torch, SIZES, backend="sim", mirrors=MirroredAxes(SIZES, ("dp", "tp"))
+    )
+    assert run.results == [([16.0] * 3, [0.0] * 8 + [8.0] * 8)] * 2
+
+
+def large(sizes):
+    axes = Axes(None, sizes)
+    axes.along(["dp"])
+    return all_gather(torch.ones(1), group=axes.along(sizes), algorithm="bruck").sum().item()
+
+
+def test_16384_ranks_in_a_second():
+    sizes = {"pp": 16, "dp": 128, "tp": 8}
+    mirrors = MirroredAxes(sizes, ("dp", "tp"))
+    assert len(mirrors.present) == 16
+    began = time.process_time()
+    assert mirrors.router(NODES)(0, 8).bandwidth == 50e9
+    assert time.process_time() - began < 1
+    assert p101.launch(large, sizes, backend="sim", mirrors=mirrors).results == [16384.0] * 16
+
+
+def test_present_ranks_and_those_for_which_they_stand():
+    mirrors = MirroredAxes({"dp": 3, "pp": 2, "tp": 2}, ("dp", "tp"))
+    assert mirrors.present == [0, 2]
+    stands = [mirrors.representative(rank) for rank in range(mirrors.world_size)]
+    assert stands == [0, 0, 2, 2] * 3
+
+
+def tree(sizes):
+    all_reduce(torch.ones(8, device="meta"), group=Axes(None, sizes).along(["dp"]))
+
+
+def sums_numbers(sizes):
+    all_reduce(torch.ones(8), group=Axes(None, sizes).along(["dp"]), algorithm="direct")
+
+
+def other_root(sizes):
+    dist.broadcast(torch.ones(1), src=1)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (tree, "waits in vain.*trees and doubling need all ranks"),
+        (sums_numbers, "with numbers in all_reduce.*use the meta"),
+        (other_root, "root 1 to broadcast, and that rank has no thread"),
+    ],
+)
+def test_what_is_not_the_same_at_all_positions_is_refused(program, words):
+    with pytest.raises((MisuseError, RankFailed), match=f"(?s){words}"):
+        p101.launch(program, SIZES, backend="sim", mirrors=MirroredAxes(SIZES, ("dp", "tp")))
+
+
+def test_arguments_are_checked_before_a_rank_starts():
+    mirrors = MirroredAxes(SIZES, ("dp",))
+    with pytest.raises(ValueError, match="no axis 'cp'"):
+        MirroredAxes(SIZES, ("cp",))
+    with pytest.raises(ValueError, match="rules='gloo' only"):
+        p101.launch(print, backend="sim", rules="nccl", mirrors=mirrors)
+    with pytest.raises(ValueError, match=r"world_size is 4.*has 16 ranks"):
+        p101.launch(print, backend="sim", world_size=4, mirrors=mirrors)
+    with pytest.raises(TypeError, match="must be a MirroredAxes"):
+        p101.launch(print, backend="sim", mirrors=SIZES)
+    with pytest.raises(ValueError, match="expected a switch"):
+        p101.launch(print, backend="sim", network=Network.torus((2, 4, 2)), mirrors=mirrors)
+    assert math.isinf(mirrors.router(Network(bandwidth=math.inf))(0, 2).bandwidth)
