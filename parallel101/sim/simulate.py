@@ -11,6 +11,7 @@
     queues.py             rules="nccl": in which order a rank's operations start on NCCL
     limits.py             time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
+    stores.py             torch's stores: waiting for a key lets time pass
     virtual_gpu.py        device="H100": operations on meta tensors take a GPU's time (with
                           operation_costs.py)
     mirrored.py           runs in which one rank stands for many (with mirrored_group.py)
@@ -55,6 +56,7 @@ from parallel101.sim.process_state import ProcessStates
 from parallel101.sim.queue_notes import queue_notes
 from parallel101.sim.queues import QueuedGroup, QueuedState
 from parallel101.sim.second_world import SecondGroups
+from parallel101.sim.stores import SimStore, SimStores
 from parallel101.sim.work import poll_future, wait_for_future
 
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
@@ -135,7 +137,7 @@ def simulate(
     if isinstance(second.shared, QueuedState):
         second.world.deadlock_notes = partial(queue_notes, second.shared.queues)
     on_start(shared)
-    store, ranks = dist.HashStore(), {rank.number: rank for rank in world.ranks}
+    stores, ranks = SimStores(), {rank.number: rank for rank in world.ranks}
 
     def main(number: int) -> Any:
         # OpenMP counts for each thread: without this, a rank's first layers start a pool on the one
@@ -143,6 +145,7 @@ def simulate(
         torch.set_num_threads(1)
         rank = ranks[number]
         group = new_group(rank, "world", range(world_size), "0")
+        store = SimStore(stores.default)
         torch_worlds[rank.index].add_default(group, "0", backend, store, world_size)
         try:
             return rank_main(number)
@@ -163,7 +166,8 @@ def simulate(
     torch_private.name_groups_by_thread(True)
     try:
         profiler = torch_private.around_profiler(states.use_profiler, states.profiler_stopped)
-        with on_one_core(), torch_private.ahead_of_futures(wait_for_future, poll_future), profiler:
+        futures = torch_private.ahead_of_futures(wait_for_future, poll_future)
+        with on_one_core(), futures, profiler, stores.used():
             results = world.run(main, states.switcher())
     finally:
         torch_private.name_groups_by_thread(False)
