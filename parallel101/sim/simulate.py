@@ -8,7 +8,8 @@
     group.py              the process group that torch.distributed uses, and how ranks wait for
                           each other in its collectives
     torch_collectives.py  which bytes torch's own collectives move, and how long they take
-    queues.py             rules="nccl": in which order a rank's operations start on NCCL
+    queues.py             rules="nccl": in which order a rank's operations start on NCCL (with
+                          queue_notes.py, and nccl_warnings.py on what may hang)
     limits.py             time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
     stores.py             torch's stores: waiting for a key lets time pass
@@ -83,6 +84,7 @@ class SimResult:
     error: BaseException | None
     # the rank that raised `error`; None for a DeadlockError or a MisuseError
     failed_rank: int | None
+    warnings: list[str]  # under NCCL's rules: see nccl_warnings.py
 
 
 def simulate(
@@ -129,13 +131,13 @@ def simulate(
     elif rules == "nccl":
         shared = queued = QueuedState(world, payload_bytes)
         backend, new_group = "sim_nccl", partial(QueuedGroup, queued)
-        world.deadlock_notes = partial(queue_notes, queued.queues)
+        world.deadlock_notes = partial(queue_notes, queued)
     else:
         shared = SharedState(world, payload_bytes)
         backend, new_group = "sim", partial(SimGroup, shared)
     second = SecondGroups(shared)
     if isinstance(second.shared, QueuedState):
-        second.world.deadlock_notes = partial(queue_notes, second.shared.queues)
+        second.world.deadlock_notes = partial(queue_notes, second.shared)
     on_start(shared)
     stores, ranks = SimStores(), {rank.number: rank for rank in world.ranks}
 
@@ -191,6 +193,7 @@ def simulate(
         unwaited,
         error,
         (world.failed_rank or 0) if of_one_rank else None,
+        shared.warnings.texts() if isinstance(shared, QueuedState) else [],
     )
 
 
