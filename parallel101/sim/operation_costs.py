@@ -53,7 +53,8 @@ def kernel_of(
         passes = sum(args[10][:2])  # gradients of x, and of the weight
         return OperationCost(passes * forward.seconds, passes * forward.flops)
     if packet is aten._grouped_mm:
-        return grouped_product(chip, *args[:2], ends=args[2] if len(args) > 2 else kwargs["offs"])
+        ends = args[2] if len(args) > 2 else kwargs.get("offs")
+        return grouped_product(chip, args[0], args[1], ends)
     if packet in ATTENTION:
         backward = packet in BACKWARD
         q, k = args[int(backward)], args[1 + int(backward)]
@@ -86,9 +87,9 @@ def convolution(chip: Chip, weight: Tensor, places: Tensor, groups: int) -> Oper
     return product(chip, rows, own // groups, math.prod(under), groups, like=weight)
 
 
-def grouped_product(chip: Chip, a: Tensor, b: Tensor, ends: Tensor) -> OperationCost:
+def grouped_product(chip: Chip, a: Tensor, b: Tensor, ends: Tensor | None) -> OperationCost:
     """The cost of one product for each group, such as an expert: all have equally much."""
-    groups = len(ends)
+    groups = len(b if ends is None else ends)
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     if a.dim() == b.dim() == 2:
         k //= groups

@@ -428,7 +428,7 @@ def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return aten.native_dropout(x, p, train)[0] if train and p else x
 
 
-FUSED = {
+FUSED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _fused_attention,
     aten.rms_norm.default: _fused_rms_norm,
     aten.dropout.default: _fused_dropout,
@@ -439,4 +439,6 @@ def composite(func: Any) -> Callable[..., Any] | None:
     """What carries out an operation that torch makes of others, such as linear; None if it makes it
     of none. Autograd takes them apart before they come here, but not in torch.inference_mode.
     """
-    return FUSED.get(func) or (func.decompose if torch_private.is_composite(func) else None)
+    if func in FUSED:
+        return FUSED[func]
+    return func.decompose if torch_private.is_composite(func) else None
