@@ -438,6 +438,16 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+def is_composite(operation: Any) -> bool:
+    """Whether torch makes this operation (an OpOverload) of others, with gradients by theirs.
+
+    Relies on torch._C._dispatch_has_kernel_for_dispatch_key.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        operation.name(), "CompositeImplicitAutograd"
+    )
+
+
 def dispatch_modes() -> list[Any]:
     """The modes of this thread that see every operation, the innermost last.
 
