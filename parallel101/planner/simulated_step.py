@@ -19,7 +19,7 @@ from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_time import step_time
-from parallel101.planner.replay import replay
+from parallel101.planner.played_microbatches import replay
 from parallel101.planner.trainer_call import config_of, mesh_of, model_text, trainer_options
 from parallel101.ranks.launch import Run, launch
 from parallel101.record import torch_private
@@ -71,7 +71,7 @@ def simulate_step(
         full: run every rank, and every microbatch.
         trace: record the run, for pictures. A full one is always recorded.
         network: instead of the cluster's.
-        played: whether most microbatches are played from the first ones (replay.py); None: unless
+        played: whether most microbatches are played from the first ones (played_microbatches.py); None: unless
             `full`.
         options: of HybridTrainer, in addition to the layout's: clip_norm.
     """

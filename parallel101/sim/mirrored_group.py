@@ -25,7 +25,7 @@ def mirrors_of(world: World) -> MirroredAxes:
     return world.mirrors
 
 
-class Line:
+class MirroredLine:
     """The ranks of a collective, and which of their messages meet.
 
     Position p's message to position p + k meets the receive of position p from p − k.
@@ -89,7 +89,7 @@ class MirroredChannels(dict):
             line = group.shared.lines.get(ranks)
             if line is None:
                 number = len(group.shared.lines)
-                line = group.shared.lines[ranks] = Line(ranks, number, group.world)
+                line = group.shared.lines[ranks] = MirroredLine(ranks, number, group.world)
             return line.channel(src, dst, src == me, tag)
         mirrors = mirrors_of(group.world)
         steps = mirrors.back(dst, src) - mirrors.representative(dst)  # along mirrored axes
@@ -134,7 +134,7 @@ class MirroredState(SharedState):
     def __init__(self, world: World, payload_bytes: int):
         super().__init__(world, payload_bytes)
         self.unmatched = MirroredMessages()
-        self.lines: dict[tuple[int, ...], Line] = {}
+        self.lines: dict[tuple[int, ...], MirroredLine] = {}
 
     def find_misuse(self) -> MisuseError | None:
         """Asked when nothing goes on: perhaps a rank waits for one that has no thread."""

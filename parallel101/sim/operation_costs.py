@@ -44,15 +44,20 @@ def kernel_of(
     if packet in PRODUCTS:
         a, b = (args[i] for i in PRODUCTS[packet])
         *batch, m, k = a.shape
-        n, many = b.shape[-1], batch[0] if batch else 1
-        flops = 2 * many * m * n * k
-        itemsize = a.element_size()
-        seconds = kernels.product_seconds(chip, m, n, k, batch=many, itemsize=itemsize)
-        return OperationCost(seconds if flops else 0.0, flops)
+        return product(chip, m, b.shape[-1] if b.dim() > 1 else 1, k, *batch, like=a)
+    if packet is aten.convolution:
+        return convolution(chip, args[1], args[0] if args[6] else outputs[0], groups=args[8])
+    if packet is aten.convolution_backward:
+        dy, x, weight = args[:3]
+        forward = convolution(chip, weight, x if args[7] else dy, groups=args[9])
+        passes = sum(args[10][:2])  # gradients of x, and of the weight
+        return OperationCost(passes * forward.seconds, passes * forward.flops)
     if packet in ATTENTION:
         backward = packet in BACKWARD
         q, k = args[int(backward)], args[1 + int(backward)]
-        flops = attention_flops(q, k, causal=any(a is True for a in args), backward=backward)
+        names = [argument.name for argument in func._schema.arguments]
+        causal = {**dict(zip(names, args)), **kwargs}.get("is_causal", False)
+        flops = attention_flops(q, k, causal=causal, backward=backward)
         nbytes = sum(map(read_bytes, inputs)) + sum(t.nbytes for t in outputs)
         seconds = kernels.attention_seconds(
             chip, flops, nbytes, backward=backward, itemsize=q.element_size()
@@ -60,6 +65,23 @@ def kernel_of(
         return OperationCost(seconds, flops)
     nbytes = moved_bytes(func, packet, args, kwargs, outputs)
     return OperationCost(kernels.memory_seconds(chip, nbytes) if nbytes else 0.0, 0)
+
+
+def product(chip: Chip, m: int, n: int, k: int, many: int = 1, *, like: Tensor) -> OperationCost:
+    """The cost of `many` products (m, k) · (k, n), in the dtype of `like`."""
+    flops = 2 * many * m * n * k
+    seconds = kernels.product_seconds(chip, m, n, k, batch=many, itemsize=like.element_size())
+    return OperationCost(seconds if flops else 0.0, flops)
+
+
+def convolution(chip: Chip, weight: Tensor, places: Tensor, groups: int) -> OperationCost:
+    """The cost of a convolution, as a product for each group of channels: of the weight with the
+    numbers under it at each place. Places are those of the result, (batch, channels, …); if it is
+    transposed, those of its input.
+    """
+    own, *under = weight.shape
+    rows = places.numel() // places.shape[1]
+    return product(chip, rows, own // groups, math.prod(under), groups, like=weight)
 
 
 def attention_flops(q: Tensor, k: Tensor, *, causal: bool, backward: bool) -> int:
@@ -78,17 +100,23 @@ def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list
         return 2 * written + sum(read_bytes(t) for t in tensors_in(args[1:]) if t.is_meta)
     if packet in INTO_ROWS:  # reads and writes the rows that it changes
         values = [t for t in tensors_in((*args[1:], *kwargs.values())) if t.is_meta]
-        return sum(map(read_bytes, values)) + 2 * max(map(read_bytes, values), default=0)
+        whole = read_bytes(args[0]) + written if packet is aten.index_put else 0  # it is copied
+        return whole + sum(map(read_bytes, values)) + 2 * max(map(read_bytes, values), default=0)
     if packet is aten.copy_:
         return written + read_bytes(args[1])
     total = written
-    schema = func._schema.arguments
-    for position, argument in enumerate(schema):
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.is_out:  # it is among the outputs
+            continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
         mine = sum(read_bytes(t) for t in tensors_in((given,)) if t.is_meta)
         changed = argument.alias_info is not None and argument.alias_info.is_write
-        # what is changed in place and also returned is among the outputs already
-        total += mine * (1 + (changed and not func._schema.returns))
+        # what is changed in place and also returned is among the outputs already; gradients are
+        # changed by a fused optimizer only if it is given a grad_scale
+        if changed and not func._schema.returns and argument.name != "grads":
+            total += mine
+        if not (changed and packet in OVERWRITTEN):
+            total += mine
     return total
 
 
@@ -102,8 +130,15 @@ def read_bytes(t: Tensor) -> int:
 PRODUCTS = {
     aten.mm: (0, 1),
     aten.bmm: (0, 1),
+    aten.mv: (0, 1),
+    aten._int_mm: (0, 1),
+    aten._scaled_mm: (0, 1),
     aten.addmm: (1, 2),
+    aten.addmm_: (1, 2),
+    aten.addmv: (1, 2),
+    aten.addbmm: (1, 2),
     aten.baddbmm: (1, 2),
+    aten.baddbmm_: (1, 2),
 }
 BACKWARD = {
     aten._scaled_dot_product_flash_attention_backward,
@@ -117,6 +152,7 @@ WRITE_ONLY = {aten.fill_, aten.zero_, aten.zeros, aten.zeros_like, aten.ones, at
 WRITE_ONLY |= {aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.new_zeros}
 WRITE_ONLY |= {aten.new_ones, aten.new_full, aten.randn, aten.rand, aten.randint, aten.eye}
 WRITE_ONLY |= {aten.normal_, aten.uniform_, aten.bernoulli_}
+OVERWRITTEN = {aten._foreach_copy_, aten._foreach_zero_}
 ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 INTO_ROWS = {aten.index_put_, aten.index_put, aten.scatter_, aten.scatter_add_, aten.index_add_}
 FREE: set[Callable] = {

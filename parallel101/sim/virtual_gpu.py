@@ -6,7 +6,7 @@
 
 Each operation of torch is one kernel, with these costs:
 
-    matrix products       by m, n, k: mm, addmm with its bias, bmm, baddbmm
+    matrix products       by m, n, k: mm, addmm with its bias, bmm, baddbmm, convolutions
     fused attention       one kernel forward and one backward, which keep no (time, time) matrix;
                           with a causal mask they compute half of it
     views                 nothing
@@ -108,11 +108,13 @@ class VirtualGPU(TorchDispatchMode):
         key = (func, *map(key_of, args), *map(key_of, kwargs.items()))
         known = self._known.get(key)
         if known is None or known.outputs is None:
-            out = func(*args, **kwargs)
+            out = called(func, args, kwargs)
             if known is None:
+                known = known_of(self.chip, func, args, kwargs, out)
                 if len(self._known) == MOST_KNOWN:
                     self._known.clear()
-                known = self._known[key] = known_of(self.chip, func, args, kwargs, out)
+                if not (BY_NUMBERS & {*func.tags} and has_numbers(args)):
+                    self._known[key] = known
             outputs = out if isinstance(out, tuple | list) else (out,)
         else:
             outputs = tuple(
@@ -202,6 +204,53 @@ def key_of(value: Any) -> Any:
     return type(value), value  # 1 and 1.0 and True are equal
 
 
+# what an operation returns, or its shape, depends on the numbers in its arguments
+BY_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def numbers_needed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} needs the numbers in a tensor. A virtual GPU has none: its tensors are on torch's "
+        "meta device, and have only a shape and a dtype. Leave out what reads numbers (.item(), "
+        "if, .cpu(), f'{loss:.3f}', x[mask]), make such tensors with device=\"cpu\", or launch "
+        "without device=. torch's DataLoader, DistributedDataParallel and FSDP read numbers, too: "
+        "make batches with torch.randint, and use a trainer of parallel101 or dist.all_reduce"
+    )
+
+
+def on_two_devices(func: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{func.overloadpacket} has tensors on the CPU and tensors on the meta device, where those "
+        "of a virtual GPU are: make all of them in the program, or move them with .to('meta')"
+    )
+
+
+def called(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Call an operation, and return what it returns. What doesn't work on the meta device is an
+    error that says so.
+    """
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "meta" not in str(error).lower():
+            raise
+        copies = func.overloadpacket in (aten.copy_, aten._to_copy)
+        if copies or BY_NUMBERS & {*func.tags}:
+            raise numbers_needed(f"{func.overloadpacket}") from None
+        if has_numbers((*args, *kwargs.values())):
+            raise on_two_devices(func) from None
+        if isinstance(error, NotImplementedError):
+            raise NotImplementedError(
+                f"torch has no {func.overloadpacket} for the meta device, so virtual GPUs don't "
+                "have it: use other operations, or launch without device="
+            ) from None
+        raise
+
+
+def has_numbers(args: tuple) -> bool:
+    return not all(t.is_meta for t in tensors_in(args))
+
+
 def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> KnownOperation:
     """What to remember of an operation that has returned `out`."""
     if func.namespace == "_c10d_functional":
@@ -219,6 +268,10 @@ def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Know
             NOTHING, None, several
         )  # on the CPU, or it gives a tensor another shape
     kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
+    if kernel.flops and has_numbers(
+        (*args, *kwargs.values())
+    ):  # torch computes shapes, and goes on
+        raise on_two_devices(func)
     names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
     memory = {id(t.untyped_storage()) for t in inputs}
     described: list[Any] = []
@@ -265,6 +318,9 @@ def _as_on_a_gpu() -> Iterator[None]:
             library.impl("dropout", _fused_dropout, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
+            for kind, name, method in REFUSED:
+                _changes.callback(setattr, kind, name, getattr(kind, name))
+                setattr(kind, name, method)
     try:
         yield
     finally:
@@ -272,6 +328,37 @@ def _as_on_a_gpu() -> Iterator[None]:
             _users[0] -= 1
             if not _users[0]:
                 _changes.close()
+
+
+_format, _init_autocast = Tensor.__format__, torch.autocast.__init__
+
+
+def _formatted(x: Tensor, spec: str) -> str:
+    """As f"{x:.3f}"."""
+    if spec and x.is_meta:
+        raise numbers_needed(f"The format {spec!r}")
+    return _format(x, spec)
+
+
+def _autocast(
+    block: torch.autocast,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> None:
+    """As torch.autocast(…)."""
+    if enabled:
+        raise RuntimeError(
+            "torch.autocast does nothing on the meta device, and so on virtual GPUs: expected a "
+            "model in the dtype to compute in. Call model.bfloat16(), or give a trainer "
+            'precision="bf16" or "bf16-mixed"'
+        )
+    _init_autocast(block, device_type, dtype, enabled, cache_enabled)
+
+
+# what torch would ignore on the meta device, or refuse without a reason
+REFUSED = ((Tensor, "__format__", _formatted), (torch.autocast, "__init__", _autocast))
 
 
 def _fused_attention(
@@ -286,10 +373,13 @@ def _fused_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """As scaled_dot_product_attention, by the operations that torch runs on a GPU."""
+    if q.dim() != 4 or v.shape[-1] != q.shape[-1]:  # not fused there, either
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
     if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
-            0
-        ]
+        fused = aten._scaled_dot_product_flash_attention
+        return fused(q, k, v, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)

@@ -209,6 +209,12 @@ def test_what_needs_numbers_is_refused_in_words(tmp_path):
     assert "the weight of the loss is on the meta device" in others["weight"]
 
 
+def test_a_model_on_the_cpu_is_refused_on_ranks_with_a_device():
+    model = gpt({})
+    with pytest.raises(p101.RankFailed, match="is on cpu and the ranks have virtual GPUs"):
+        p101.launch(lambda: trainer_of("dp 1", model), world_size=1, backend="sim", device="H100")
+
+
 def test_a_model_on_the_meta_device_is_refused_on_ranks_without_a_device():
     def program():
         with torch.device("meta"):

@@ -81,8 +81,14 @@ def check_model(model: Any) -> torch.device:
                 f"{name!r} has no shape yet, since its module is lazy: run the model once "
                 "before, model(inputs)"
             )
+    on_gpus = torch.get_default_device().type == "meta"  # a virtual one: launch(…, device=…)
     for name, p in model.named_parameters():
-        if p.is_meta and torch.get_default_device().type != "meta":
+        if on_gpus and not p.is_meta:
+            raise ValueError(
+                f"{name!r} is on {p.device} and the ranks have virtual GPUs, whose tensors are on "
+                "the meta device: build the model in the program, or call model.to('meta') there"
+            )
+        if p.is_meta and not on_gpus:
             raise ValueError(
                 f"{name!r} is on the meta device and has no values: give it some, with "
                 "model.to_empty(device=…) and its init, or launch with device=…, such as "

@@ -45,7 +45,7 @@ Key = tuple[int, str]  # stage and kind of an action
 
 
 @dataclass
-class Post:
+class TapedPost:
     """A message, posted `after` seconds of computing."""
 
     after: float
@@ -57,7 +57,7 @@ class Post:
 
 
 @dataclass
-class Wait:
+class TapedWait:
     """For a message: of this tape, or of one of `key` that was played or recorded before."""
 
     after: float
@@ -80,7 +80,7 @@ class Tape:
         loss: the same of what it added to the losses. weights: of losses with a weight.
     """
 
-    events: list[Post | Wait] = field(default_factory=list)
+    events: list[TapedPost | TapedWait] = field(default_factory=list)
     rest: float = 0.0
     seconds: float = 0.0
     links: set[int] = field(default_factory=set)
@@ -107,7 +107,7 @@ class Tape:
         return losses.parts[-1]
 
 
-class RecordedWork:
+class TapedWork:
     """A message of a tape that is being recorded: a wait for it is recorded, too."""
 
     def __init__(self, recorder: TapeRecorder, work: Any, number: int):
@@ -173,12 +173,12 @@ class TapeRecorder:
             after = self.passed()
             with torch_private.no_function_modes():
                 like = self.like(tensors[0])
-            tape.events.append(Post(after, post, position, tag, like, current_collective()))
+            tape.events.append(TapedPost(after, post, position, tag, like, current_collective()))
             works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
             work = post(tensors, position, tag)
             works.append(work)
             self.at = self.rank.now()
-            return RecordedWork(self, work, len(works) - 1)
+            return TapedWork(self, work, len(works) - 1)
 
         return posted
 
@@ -193,10 +193,10 @@ class TapeRecorder:
         """Seconds since the last event of the tape."""
         return self.rank.now() - self.at
 
-    def wait(self, message: RecordedWork) -> bool:
+    def wait(self, message: TapedWork) -> bool:
         if self.tape is not None:
             back = self.played.get(message.key, 0) - message.count
-            self.tape.events.append(Wait(self.passed(), message.key, back, message.number))
+            self.tape.events.append(TapedWait(self.passed(), message.key, back, message.number))
         if not message.work.waited:  # a played tape may have waited for it
             message.work.wait()
         self.at = self.rank.now()
@@ -219,8 +219,8 @@ class TapeRecorder:
         gpu.peak = max(gpu.peak, self.peak)
         now = gpu.flops, gpu.busy, gpu.kernels
         tape.counts = tuple(a - b for a, b in zip(now, self.counted))  # type: ignore[assignment]
-        posted = [event for event in tape.events if isinstance(event, Post)]
-        waits = [event for event in tape.events if isinstance(event, Wait)]
+        posted = [event for event in tape.events if isinstance(event, TapedPost)]
+        waits = [event for event in tape.events if isinstance(event, TapedWait)]
         here = {event.number for event in waits if (event.key, event.back) == (key, 0)}
         tape.closed = len(here) == len(waits) == len(posted)
         if final and key in self.tapes:
@@ -266,7 +266,7 @@ class TapeRecorder:
         for event in tape.events:
             if event.after:
                 self.rank.compute(event.after)
-            if isinstance(event, Post):
+            if isinstance(event, TapedPost):
                 set_current_collective(event.collective)
                 works.append(event.post([event.like], event.peer, event.tag))
                 set_current_collective(None)
