@@ -186,9 +186,12 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         around += [2 * e * rows] * 2 + [3 * e * rows] * 2
         after += [2 * e * rows] * 2 + [3 * e * rows] * 2
         after += [2 * e * max(1, shape.experts // cut.ep) * shape.mlp_parameters / cut.tp]
-    if cut.sequence_parallel:  # time is dim 1: copies before and after each message
-        around += [2 * e * whole] * 4 + [2 * e * N] * 4
-        after += [2 * e * whole] * 4 + [2 * e * N] * 4
+    if cut.sequence_parallel:  # a rank's own block is copied to its place
+        around += [2 * e * N] * 2
+        after += [2 * e * N] * 2
+        if cut.microbatch > 1:  # time is dim 1: copies before and after each message
+            around += [2 * e * whole] * 4 + [2 * e * N] * 3
+            after += [2 * e * whole] * 4 + [2 * e * N] * 3
     if shape.dropout:
         around += [(2 * e + 1) * N] * 2
         after += [(2 * e + 1) * N] * 2

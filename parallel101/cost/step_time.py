@@ -37,12 +37,11 @@ from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (
     ITEMSIZE,
+    Stage,
     accumulation_seconds,
     gradient_itemsize,
     gradient_seconds,
-    layer_parameters,
     optimizer_seconds,
-    rank_parameters,
 )
 
 # nine of ten of the calibration's steps that keep a GPU busy are within it, see BENCHMARKS.md
@@ -168,29 +167,22 @@ def step_time(
     ends = [embedding] * (slowest == 0) + [head] * (slowest == last)
     one = together(layer, mine[slowest], ends)
     busy = one.both
-    parameters = rank_parameters(
-        shape, layout.tp, layout.ep, mine[slowest], slowest == 0, slowest == last
-    )
+    stage = Stage(shape, mine[slowest], slowest == 0, slowest == last)
+    added, moved = accumulation_seconds(layout, cluster, software, stage)
+    sends = M if layout.zero_stage >= 2 else 1
     return StepTime(
         matmul=M * busy.matmul,
-        memory_bound=M * busy.memory + accumulation_seconds(layout, cluster, software, parameters),
+        memory_bound=M * busy.memory + added + sends * moved,
         host=M * busy.host,
         tp=M * busy.tp,
         cp=M * busy.cp,
         ep=M * busy.ep,
         pp=pipeline_seconds(shape, layout, cluster, software, of_rank),
         dp=gradient_seconds(
-            layout,
-            cluster,
-            software,
-            parameters,
-            one.forward.total,
-            one.backward.total,
-            mine[slowest] + len(ends),
-            1 - mine[slowest] * layer_parameters(shape, layout.tp, layout.ep) / parameters,
+            layout, cluster, software, stage, one.forward.total, one.backward.total + moved
         ),
         bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one),
-        optimizer=optimizer_seconds(layout, cluster, software, parameters),
+        optimizer=optimizer_seconds(layout, cluster, software, stage),
         model_flops=model_flops(shape, layout.batch),
         hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,
