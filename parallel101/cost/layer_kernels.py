@@ -24,6 +24,9 @@ from typing import NamedTuple
 from parallel101.cost.model_shape import ModelShape
 
 
+SMALL = 1.0  # bytes of a kernel that takes as long as its launch
+
+
 class LayerCut(NamedTuple):
     """What of a ParallelLayout a layer's time depends on."""
 
@@ -196,8 +199,11 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         around += [(2 * e + 1) * N] * 2
         after += [(2 * e + 1) * N] * 2
     if shape.positions == "rotary":  # in fp32: cast, complex product, cast
-        around += [(2 * e + 16) * (Q + K)]
-        after += [(2 * e + 24) * (Q + K), 2 * e * (Q + K)]
+        turned = [nbytes * x for x in (Q, K) for nbytes in (e + 4, 8, e + 4)]
+        around += turned + [SMALL] * 7  # the angles
+        after += turned + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K]
+    if cut.tp > 1:  # two kernels that stand for the gradient of a column layer until it's computed
+        after += [SMALL] * 2 * ((5 if shape.gated else 4) + (3 if shape.biases else 0))
     core: list[float] = []
     core_after: list[float] = []
     if cut.cp > 1 and cut.context != "ulysses":
@@ -205,6 +211,14 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         mask = 8 * S / cut.cp  # of the rank's own block
         core += [4 * blocks] + [8 * blocks] * 3 + [mask]  # logsumexp, subtract, exp, a copy
         core_after += [8 * blocks] * 4 + [12 * blocks, mask]
+        # to fp32 and back, scaled; ∂O · O
+        core += [4 * Q, (e + 4) * Q, 8 * Q, (e + 4) * Q, 4 * e * K]
+        core_after += [(e + 4) * Q] * 4 + [8 * Q] * 3 + [12 * Q, 2 * (e + 4) * K, 4 * e * K]
+        rows = Q * ring_share(cut)
+        for _ in range(cut.cp):  # a block is added to the others, and its gradients, too
+            core += [2 * (e + 4) * K] + [8 * rows] * 4 + [SMALL] * 7
+            core_after += [8 * K, 2 * (e + 4) * K] + [8 * rows] * 2 + [12 * rows]
+            core_after += [8 * K] * 2 + [16 * K] * 2 + [24 * K]
     elif shape.attention == "unfused":
         core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous
         core_after += [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]

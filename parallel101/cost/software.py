@@ -34,6 +34,7 @@ class Software:
         loss_bytes: read and written for each logit, forward and backward.
         optimizer_bytes: read and written for each parameter by clipping and the update, with master
             weights.
+        optimizer_launches: kernels of each array of parameters for that, besides the update.
         host: seconds of the CPU to launch a kernel. 0: not modelled.
         padding: the vocabulary is padded to a multiple of this on each tp rank; 1: it isn't.
     """
@@ -50,6 +51,7 @@ class Software:
     contention: float = 0.0
     loss_bytes: int = 52
     optimizer_bytes: int = 62
+    optimizer_launches: int = 0
     host: float = 0.0
     padding: int = 128
 
@@ -70,6 +72,7 @@ TRAINERS = Software(
     buckets=True,
     loss_bytes=60,
     optimizer_bytes=46,
+    optimizer_launches=3,
     padding=1,
 )
 

@@ -153,12 +153,12 @@ def gradient_seconds(
         times = layout.microbatches if layout.zero_stage == 2 else 1
         return times * exposed(scatter, backward, parts) + gather
     of_layers = stage.layers * layer_parameters(stage.shape, layout.tp, layout.ep) / parameters
+    in_a_pass = stage.layers // layout.chunks  # then another stage's weights are gathered
     inside = count * stage.layers // (stage.layers + ends)
     gather, scatter = seconds(weight, of_layers, inside), seconds(gradient, of_layers, inside)
     outside, other = 1 - of_layers, count - inside
     alone = 2 * seconds(weight, outside, other) + seconds(gradient, outside, other)
-    once = exposed(gather, forward, stage.layers)
-    once += exposed(gather + scatter, backward, stage.layers)
+    once = exposed(gather, forward, in_a_pass) + exposed(gather + scatter, backward, in_a_pass)
     return layout.microbatches * (once + alone)
 
 
@@ -168,4 +168,6 @@ def optimizer_seconds(
     """Seconds of clipping and of the update."""
     mine = stage.parameters(layout) / (layout.dp if layout.zero_stage else 1)
     nbytes = software.optimizer_bytes if "mixed" in layout.precision else 28
-    return memory_seconds(cluster.chip, mine * nbytes)
+    pieces = max(stage.arrays(layout) * mine / stage.parameters(layout), 1)
+    launches = software.optimizer_launches * pieces * cluster.kernels.launch
+    return memory_seconds(cluster.chip, mine * nbytes) + launches
