@@ -179,7 +179,13 @@ def step_time(
         ep=M * busy.ep,
         pp=pipeline_seconds(shape, layout, cluster, software, of_rank),
         dp=gradient_seconds(
-            layout, cluster, software, stage, one.forward.total, one.backward.total + moved
+            layout,
+            cluster,
+            software,
+            stage,
+            one.forward.total,
+            one.backward.total + moved,
+            one.backward.matmul + moved,
         ),
         bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one),
         optimizer=optimizer_seconds(layout, cluster, software, stage),

@@ -85,7 +85,8 @@ def accumulation_seconds(
     moving = memory_seconds(cluster.chip, moved) + messages_of(layout, software, stage) * (
         (ranks - 2) * launch
     )
-    return (layout.microbatches - 1) * added, moving if ranks > 1 else 0.0
+    again = layout.microbatches - 1 if layout.zero_stage < 2 else 0  # ZeRO 2 and 3 send each
+    return again * added, moving if ranks > 1 else 0.0
 
 
 def messages_of(layout: ParallelLayout, software: Software, stage: Stage) -> int:
@@ -113,6 +114,7 @@ def gradient_seconds(
     stage: Stage,
     forward: float,
     backward: float,
+    products: float,
 ) -> float:
     """Exposed seconds of summing gradients, and of gathering weights, along dp, cp and ep.
 
@@ -121,6 +123,8 @@ def gradient_seconds(
 
     Args:
         forward, backward: seconds of one microbatch on this rank.
+        products: of backward's products alone. Our ZeRO 1 and 2 have two buckets on their way at a
+            time, so the product that makes the next gradient is what hides a bucket.
     """
     ranks, stride = layout.dp * layout.ep * layout.cp, layout.tp
     if ranks == 1:
@@ -151,7 +155,8 @@ def gradient_seconds(
         if layout.zero_stage == 0:
             return exposed(2 * scatter, backward, parts)
         times = layout.microbatches if layout.zero_stage == 2 else 1
-        return times * exposed(scatter, backward, parts) + gather
+        meanwhile = products if software.buckets else backward
+        return times * exposed(scatter, meanwhile, parts) + gather
     of_layers = stage.layers * layer_parameters(stage.shape, layout.tp, layout.ep) / parameters
     in_a_pass = stage.layers // layout.chunks  # then another stage's weights are gathered
     inside = count * stage.layers // (stage.layers + ends)
