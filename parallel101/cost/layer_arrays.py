@@ -48,9 +48,7 @@ def stage_arrays(
 
 
 @lru_cache(maxsize=1 << 14)
-def count_arrays(
-    shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
-) -> int:
+def count_arrays(shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool) -> int:
     return len(stage_arrays(shape, tp, ep, layers, first, last))
 
 

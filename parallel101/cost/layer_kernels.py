@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
 
-
 SMALL = 1.0  # bytes of a kernel that takes as long as its launch
 
 
