@@ -198,7 +198,7 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         around += [(2 * e + 1) * N] * 2
         after += [(2 * e + 1) * N] * 2
     if shape.positions == "rotary":  # in fp32: cast, complex product, cast
-        turned = [nbytes * x for x in (Q, K) for nbytes in (e + 4, 8, e + 4)]
+        turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)]
         around += turned + [SMALL] * 7  # the angles
         after += turned + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K]
     if cut.tp > 1:  # two kernels that stand for the gradient of a column layer until it's computed
