@@ -213,10 +213,10 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         # to fp32 and back, scaled; ∂O · O
         core += [4 * Q, (e + 4) * Q, 8 * Q, (e + 4) * Q, 4 * e * K]
         core_after += [(e + 4) * Q] * 4 + [8 * Q] * 3 + [12 * Q, 2 * (e + 4) * K, 4 * e * K]
-        rows = Q * ring_share(cut)
+        part = Q * ring_share(cut)
         for _ in range(cut.cp):  # a block is added to the others, and its gradients, too
-            core += [2 * (e + 4) * K] + [8 * rows] * 4 + [SMALL] * 7
-            core_after += [8 * K, 2 * (e + 4) * K] + [8 * rows] * 2 + [12 * rows]
+            core += [2 * (e + 4) * K] + [8 * part] * 4 + [SMALL] * 7
+            core_after += [8 * K, 2 * (e + 4) * K] + [8 * part] * 2 + [12 * part]
             core_after += [8 * K] * 2 + [16 * K] * 2 + [24 * K]
     elif shape.attention == "unfused":
         core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous

@@ -562,7 +562,7 @@ PRINTED = {
             r"\(4, 32, 8\),\n.*\(\"pp\", \"dp\", \"tp\"\)(.|\n)*zero_stage=1(.|\n)*chunks=20",
             r"^0\.[67]\d s less: 2[789] days",
         ],
-        "domain-run": [r"8 GPUs: 1\.1 ms, 16 GPUs: [56]\.\d ms"],
+        "domain-run": [r"8 GPUs: 1\.0 ms, 16 GPUs: [56]\.\d ms"],
         "stragglers-run": ["computed: 24% longer"],
         "stragglers-many-run": [
             r"8 GPUs .* 0\.1% of the steps\n.*1024 GPUs .* 9\.7% .*\n.*16384 GPUs .* 80\.6%"
