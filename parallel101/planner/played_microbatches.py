@@ -31,6 +31,8 @@ from torch import Tensor
 from parallel101.record import torch_private
 from parallel101.record.spans import Collective, current_collective, set_current_collective, span
 from parallel101.sim.clock import VirtualRank
+from parallel101.sim.mirrored_exchange import Exchange
+from parallel101.sim.mirrored_group import MirroredGroup
 from parallel101.sim.virtual_gpu import VirtualGPU
 from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.gradient_sync import GradientSync
@@ -57,6 +59,15 @@ class TapedPost:
 
 
 @dataclass
+class TapedExchange:
+    """Messages that were posted at once."""
+
+    after: float
+    post: Callable[..., Any]
+    exchange: Exchange
+
+
+@dataclass
 class TapedWait:
     """For a message: of this tape, or of one of `key` that was played or recorded before."""
 
@@ -80,7 +91,7 @@ class Tape:
         loss: the same of what it added to the losses. weights: of losses with a weight.
     """
 
-    events: list[TapedPost | TapedWait] = field(default_factory=list)
+    events: list[TapedPost | TapedExchange | TapedWait] = field(default_factory=list)
     rest: float = 0.0
     seconds: float = 0.0
     links: set[int] = field(default_factory=set)
@@ -113,6 +124,10 @@ class TapedWork:
     def __init__(self, recorder: TapeRecorder, work: Any, number: int):
         self.recorder, self.work, self.number = recorder, work, number
         self.key, self.count = recorder.key, recorder.played.get(recorder.key, 0)
+
+    @property
+    def waited(self) -> bool:
+        return self.work.waited
 
     def wait(self) -> bool:
         return self.recorder.wait(self)
@@ -153,11 +168,14 @@ class TapeRecorder:
         for group in groups:
             for name in ("send", "recv"):
                 setattr(group, name, self.hook(group, getattr(group, name), name == "send"))
+            if isinstance(group, MirroredGroup):
+                group.exchange = self.exchange_hook(group.exchange)  # type: ignore[method-assign]
         try:
             yield
         finally:
             for group in groups:
-                del group.send, group.recv
+                for name in ("send", "recv", "exchange"):
+                    vars(group).pop(name, None)
 
     def hook(self, group: Any, post: Callable[..., Any], sends: bool) -> Callable[..., Any]:
         route, me = self.rank.world.route, self.rank.number
@@ -179,6 +197,25 @@ class TapeRecorder:
             works.append(work)
             self.at = self.rank.now()
             return TapedWork(self, work, len(works) - 1)
+
+        return posted
+
+    def exchange_hook(self, post: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for messages that are posted at once."""
+
+        def posted(exchange: Exchange) -> list[Any]:
+            tape = self.tape
+            links = {link for hops, _ in exchange.links for hop in hops for link in hop}
+            if tape is None:
+                self.outside |= links
+                return post(exchange)
+            tape.links |= links
+            tape.events.append(TapedExchange(self.passed(), post, exchange))
+            works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
+            first = len(works)
+            works += post(exchange)
+            self.at = self.rank.now()
+            return [TapedWork(self, work, first + i) for i, work in enumerate(works[first:])]
 
         return posted
 
@@ -219,10 +256,10 @@ class TapeRecorder:
         gpu.peak = max(gpu.peak, self.peak)
         now = gpu.flops, gpu.busy, gpu.kernels
         tape.counts = tuple(a - b for a, b in zip(now, self.counted))  # type: ignore[assignment]
-        posted = [event for event in tape.events if isinstance(event, TapedPost)]
+        posted = len(self.works.get((key, self.played.get(key, 0)), ()))
         waits = [event for event in tape.events if isinstance(event, TapedWait)]
         here = {event.number for event in waits if (event.key, event.back) == (key, 0)}
-        tape.closed = len(here) == len(waits) == len(posted)
+        tape.closed = len(here) == len(waits) == posted
         if final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
         else:
@@ -270,6 +307,8 @@ class TapeRecorder:
                 set_current_collective(event.collective)
                 works.append(event.post([event.like], event.peer, event.tag))
                 set_current_collective(None)
+            elif isinstance(event, TapedExchange):
+                works += event.post(event.exchange)
             else:
                 of = self.works.get((event.key, self.played.get(event.key, 0) - event.back), [])
                 if event.number < len(of) and not of[event.number].waited:
