@@ -74,7 +74,8 @@ class TapedWait:
     after: float
     key: Key
     back: int  # that many tapes ago
-    number: int  # of the message, on its tape
+    number: int  # of the message, or of those posted at once, on its tape
+    place: int | None = None  # of the message among those
 
 
 @dataclass
@@ -125,12 +126,15 @@ class TapedWork:
         self.recorder, self.work, self.number = recorder, work, number
         self.key, self.count = recorder.key, recorder.played.get(recorder.key, 0)
 
-    @property
-    def waited(self) -> bool:
-        return self.work.waited
-
     def wait(self) -> bool:
         return self.recorder.wait(self)
+
+
+class TapedExchangeWork(TapedWork):
+    """The same for messages that were posted at once."""
+
+    def wait_for(self, place: int) -> None:
+        self.recorder.wait(self, place)
 
 
 class TapeRecorder:
@@ -203,19 +207,18 @@ class TapeRecorder:
     def exchange_hook(self, post: Callable[..., Any]) -> Callable[..., Any]:
         """The same for messages that are posted at once."""
 
-        def posted(exchange: Exchange) -> list[Any]:
+        def posted(exchange: Exchange) -> Any:
             tape = self.tape
-            links = {link for hops, _ in exchange.links for hop in hops for link in hop}
+            links = {link for hops, _ in exchange.runs for hop in hops for link in hop}
             if tape is None:
                 self.outside |= links
                 return post(exchange)
             tape.links |= links
             tape.events.append(TapedExchange(self.passed(), post, exchange))
             works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
-            first = len(works)
-            works += post(exchange)
+            works.append(post(exchange))
             self.at = self.rank.now()
-            return [TapedWork(self, work, first + i) for i, work in enumerate(works[first:])]
+            return TapedExchangeWork(self, works[-1], len(works) - 1)
 
         return posted
 
@@ -230,11 +233,14 @@ class TapeRecorder:
         """Seconds since the last event of the tape."""
         return self.rank.now() - self.at
 
-    def wait(self, message: TapedWork) -> bool:
+    def wait(self, message: TapedWork, place: int | None = None) -> bool:
         if self.tape is not None:
             back = self.played.get(message.key, 0) - message.count
-            self.tape.events.append(TapedWait(self.passed(), message.key, back, message.number))
-        if not message.work.waited:  # a played tape may have waited for it
+            wait = TapedWait(self.passed(), message.key, back, message.number, place)
+            self.tape.events.append(wait)
+        if place is not None:
+            message.work.wait_for(place)
+        elif not message.work.waited:  # a played tape may have waited for it
             message.work.wait()
         self.at = self.rank.now()
         return True
@@ -256,9 +262,15 @@ class TapeRecorder:
         gpu.peak = max(gpu.peak, self.peak)
         now = gpu.flops, gpu.busy, gpu.kernels
         tape.counts = tuple(a - b for a, b in zip(now, self.counted))  # type: ignore[assignment]
-        posted = len(self.works.get((key, self.played.get(key, 0)), ()))
+        posted = sum(
+            len(event.exchange.peers) if isinstance(event, TapedExchange) else 1
+            for event in tape.events
+            if not isinstance(event, TapedWait)
+        )
         waits = [event for event in tape.events if isinstance(event, TapedWait)]
-        here = {event.number for event in waits if (event.key, event.back) == (key, 0)}
+        here = {
+            (event.number, event.place) for event in waits if (event.key, event.back) == (key, 0)
+        }
         tape.closed = len(here) == len(waits) == posted
         if final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
@@ -308,10 +320,12 @@ class TapeRecorder:
                 works.append(event.post([event.like], event.peer, event.tag))
                 set_current_collective(None)
             elif isinstance(event, TapedExchange):
-                works += event.post(event.exchange)
+                works.append(event.post(event.exchange))
             else:
                 of = self.works.get((event.key, self.played.get(event.key, 0) - event.back), [])
-                if event.number < len(of) and not of[event.number].waited:
+                if event.number < len(of) and event.place is not None:
+                    of[event.number].wait_for(event.place)
+                elif event.number < len(of) and not of[event.number].waited:
                     of[event.number].wait()
         if tape.rest:
             self.rank.compute(tape.rest)

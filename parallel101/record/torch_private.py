@@ -441,6 +441,18 @@ def dispatch_modes() -> list[Any]:
 no_function_modes = torch._C.DisableTorchFunction
 
 
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """A TorchDispatchMode whose __torch_dispatch__ torch calls directly.
+
+    By default torch first turns its compiler off, which takes longer than a small operation of a
+    virtual GPU. Relies on `_should_skip_dynamo`, which torch asks when a subclass is defined.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def uncounted_like(x: torch.Tensor) -> torch.Tensor:
     """A new tensor of the same shape, dtype and device, which no mode of this thread sees.
 

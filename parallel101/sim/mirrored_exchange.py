@@ -16,7 +16,7 @@ until `flush`, or until the first wait.
 from __future__ import annotations
 
 import sys
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,35 +25,29 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call, collective_terms
 from parallel101.record.spans import Collective
 from parallel101.record.where import where as where_from
-from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.message_matching import dtype_name, plain_shape
 
 if TYPE_CHECKING:
     from parallel101.sim.mirrored_group import MirroredGroup
 
 
-class ExchangedMessage(NamedTuple):
-    """A message to a rank that is mirrored. Another rank sends the same to this one."""
-
-    peer: int  # its receiver, in the world
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Exchange(NamedTuple):
-    """What a rank posts at once: its sends, which are its receives as well.
+    """What a rank posts at once: its sends. Other ranks send the same to this one.
 
     Attributes:
-        collective, tag: of all messages.
-        links: the hops of each run of messages that hold the same links, and how many there are.
-        messages, seconds: in the order of the sends; how long each holds its links.
+        collective, tag, dtype: of all messages.
+        runs: for each run of messages that hold the same links: these, and how many there are.
+        peers, nbytes, shapes: of each send, in order; a peer is a rank of the world.
+        seconds: how long each holds its links.
     """
 
     collective: Collective | None
     tag: int
-    links: tuple[tuple[tuple[tuple[int, ...], ...], int], ...]
-    messages: tuple[ExchangedMessage, ...]
+    dtype: torch.dtype
+    runs: tuple[tuple[tuple[tuple[int, ...], ...], int], ...]
+    peers: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
     seconds: tuple[float, ...]
 
 
@@ -64,26 +58,14 @@ class ExchangeTransfer:
         ends: of each message; empty before the start.
     """
 
-    __slots__ = (
-        *("done", "duration", "ends", "exchange", "first", "group", "hops"),
-        *("posted", "rank", "seconds", "started", "where", "world"),
-    )
+    __slots__ = ("done", "duration", "ends", "first", "hops", "posted", "seconds", "started")
 
     def __init__(
-        self,
-        group: MirroredGroup,
-        exchange: Exchange,
-        hops: tuple[tuple[int, ...], ...],
-        first: int,
-        count: int,
-        where: str,
+        self, posted: PostedExchange, hops: tuple[tuple[int, ...], ...], first: int, count: int
     ):
-        self.group, self.exchange, self.hops, self.first = group, exchange, hops, first
-        self.world: World = group.world
-        self.rank: VirtualRank = group.member
-        self.seconds = exchange.seconds[first : first + count]
+        self.posted, self.hops, self.first = posted, hops, first
+        self.seconds = posted.exchange.seconds[first : first + count]
         self.duration = sum(self.seconds)
-        self.where, self.posted = where, self.world.now
         self.started, self.done = 0.0, False
         self.ends: list[float] = []
 
@@ -91,111 +73,135 @@ class ExchangeTransfer:
         """The first message has its links. The rank may wait for it already."""
         self.started, self.done = now, True
         self.ends = list(accumulate(self.seconds, initial=now))[1:]
-        if self.rank.waiting is self:
-            self.world.schedule(now, self.rank)
+        self.duration = self.ends[-1] - now  # to the last bit, as one message after another
+        rank = self.posted.rank
+        if rank.waiting is self:
+            self.posted.world.schedule(now, rank)
 
     def fire(self) -> None:
         """The last message has ended."""
         for hop in self.hops[-1:]:
-            self.world.links.free(hop)
-        self.rank.in_flight -= len(self.seconds)
-        group, exchange, me = self.group, self.exchange, self.rank.number
-        start = self.started
-        for i, end in enumerate(self.ends, start=self.first):
-            message = exchange.messages[i]
-            self.world.events.append(
-                (  # the fields of a MessageRow
-                    me,
-                    message.peer,
-                    exchange.tag,
-                    message.nbytes,
-                    start,
-                    end,
-                    group.event_group_of(exchange.collective),
-                    group.next_seq(exchange.collective, exchange.tag, message.peer),
-                    message.shape,
-                    message.dtype,
-                    None,
-                    self.where,
-                    self.posted,
-                    self.where,
-                    self.posted,
-                )
-            )
-            start = end
+            self.posted.world.links.free(hop)
+        self.posted.rank.in_flight -= len(self.ends)
+        if self.posted.world.recording:
+            self.posted.record(self)
 
     def call(self) -> Call:
-        """The first message, for a report."""
-        message = self.exchange.messages[self.first]
-        return Call(
-            rank=self.rank.number,
-            kind="send",
-            peers=(message.peer,),
-            tag=self.exchange.tag,
-            group=self.group.label,
-            seq=0,
-            nbytes=message.nbytes,
-            shape=message.shape,
-            dtype=message.dtype,
-            where=self.where,
-            within=collective_terms(self.exchange.collective),
-        )
+        return self.posted.call(self.first)
 
     def missing(self) -> set[int]:
         return set()
 
 
-class ExchangeWork:
-    """One message of an exchange."""
+class PostedExchange:
+    """All messages of an exchange, in flight. Each is known by its place in it."""
 
-    __slots__ = ("place", "transfer", "waited")
+    def __init__(self, group: MirroredGroup, exchange: Exchange):
+        self.group, self.exchange = group, exchange
+        self.world, self.rank = world, rank = group.world, group.member
+        if rank.clock > world.now or world.failure is not None:
+            world.enter(rank)
+        self.where, self.when = where_from(sys._getframe(1)), world.now
+        self.left = len(exchange.peers)  # to wait for
+        self.transfers: list[ExchangeTransfer] = []
+        for hops, count in exchange.runs:
+            first = sum(len(other.seconds) for other in self.transfers)
+            transfer = ExchangeTransfer(self, hops, first, count)
+            self.transfers.append(transfer)
+            order = rank.send_order + 1 if rank.in_flight else 0
+            rank.send_order = order + count - 1
+            rank.in_flight += count
+            group.unmatched.number = number = group.unmatched.number + 2 * count
+            world.links.request(world.now, order, rank.number, number, transfer)
 
-    def __init__(self, transfer: ExchangeTransfer, place: int):
-        self.transfer, self.place, self.waited = transfer, place, False
+    @property
+    def waited(self) -> bool:
+        return self.left <= 0
+
+    def wait_for(self, place: int) -> None:
+        """Return when this message has ended. If that is later, the rank's clock is set to it."""
+        self.left -= 1
+        transfers = self.transfers
+        transfer = transfers[0]
+        if len(transfers) > 1:
+            transfer = next(each for each in reversed(transfers) if each.first <= place)
+        if not transfer.done:
+            self.world.wait(self.rank, transfer)
+        self.rank.clock = max(self.rank.clock, transfer.ends[place - transfer.first])
 
     def wait(self) -> bool:
-        """Return when the message has ended; for messages to come, the rank's clock is set."""
-        self.waited = True
-        transfer = self.transfer
-        rank = transfer.rank
-        if not transfer.done:
-            transfer.world.wait(rank, transfer)
-        rank.clock = max(rank.clock, transfer.ends[self.place])
+        """Wait for all messages."""
+        for transfer in self.transfers:
+            self.wait_for(transfer.first + len(transfer.seconds) - 1)
+        self.left = 0
         return True
 
+    def record(self, transfer: ExchangeTransfer) -> None:
+        exchange, group, start = self.exchange, self.group, transfer.started
+        for place, end in enumerate(transfer.ends, start=transfer.first):
+            peer = exchange.peers[place]
+            row = (  # the fields of a MessageRow
+                self.rank.number,
+                peer,
+                exchange.tag,
+                exchange.nbytes[place],
+                start,
+                end,
+                group.event_group_of(exchange.collective),
+                group.next_seq(exchange.collective, exchange.tag, peer),
+                plain_shape(exchange.shapes[place]),
+                dtype_name(exchange.dtype),
+                None,
+                self.where,
+                self.when,
+                self.where,
+                self.when,
+            )
+            self.world.events.append(row)
+            start = end
 
-def post(group: MirroredGroup, exchange: Exchange) -> list[ExchangeWork]:
-    """Post all messages of an exchange. Returns a work for each send, which is a receive's too."""
-    world, rank = group.world, group.member
-    if rank.clock > world.now or world.failure is not None:
-        world.enter(rank)
-    where, works, first = where_from(sys._getframe(1)), [], 0
-    for hops, count in exchange.links:
-        transfer = ExchangeTransfer(group, exchange, hops, first, count, where)
-        order = rank.send_order + 1 if rank.in_flight else 0
-        rank.send_order = order + count - 1
-        rank.in_flight += count
-        group.unmatched.number = number = group.unmatched.number + 2 * count
-        world.links.request(world.now, order, rank.number, number, transfer)
-        works += [ExchangeWork(transfer, place) for place in range(count)]
-        first += count
-    return works
+    def call(self, place: int) -> Call:
+        """A message, for a report."""
+        exchange = self.exchange
+        return Call(
+            rank=self.rank.number,
+            kind="send",
+            peers=(exchange.peers[place],),
+            tag=exchange.tag,
+            group=self.group.label,
+            seq=0,
+            nbytes=exchange.nbytes[place],
+            shape=plain_shape(exchange.shapes[place]),
+            dtype=dtype_name(exchange.dtype),
+            where=self.where,
+            within=collective_terms(exchange.collective),
+        )
 
 
-class PostedMessage:
-    """A send or a receive of a MirroredComm, which is posted with others."""
+class MirroredMessage:
+    """A send to the rank k positions further, and the receive from the rank k positions before."""
 
-    __slots__ = ("comm", "work")
+    __slots__ = ("comm", "inbox", "outbox", "place", "posted", "waited", "works")
 
     def __init__(self, comm: MirroredComm):
         self.comm = comm
-        self.work: Any = None
+        self.outbox: torch.Tensor | None = None
+        self.inbox: torch.Tensor | None = None
+        self.posted: Any = None  # the exchange
+        self.works: list[Any] | None = None  # or its own works
+        self.waited, self.place = False, 0
 
     def wait(self) -> None:
-        if self.work is None:
+        if self.waited:
+            return
+        if self.posted is None and self.works is None:
             self.comm.flush()
-        if not self.work.waited:  # a send and the receive of as far the other way end together
-            self.work.wait()
+        self.waited = True
+        if self.works is None:
+            self.posted.wait_for(self.place)
+        else:
+            for work in self.works:
+                work.wait()
 
 
 class MirroredComm:
@@ -207,71 +213,80 @@ class MirroredComm:
     def __init__(self, comm: Any, group: MirroredGroup):
         self.comm, self.process_group = comm, group
         self.rank, self.size = comm.rank, comm.size
-        self._posted: list[tuple[bool, torch.Tensor, int, PostedMessage]] = []
+        self._messages: dict[int, MirroredMessage] = {}  # by the steps to the receiver
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.comm, name)
 
-    def isend(self, tensor: torch.Tensor, to: int) -> PostedMessage:
-        message = PostedMessage(self)
-        self._posted.append((True, tensor, to, message))
+    def isend(self, tensor: torch.Tensor, to: int) -> MirroredMessage:
+        steps = (to - self.rank) % self.size
+        message = self._messages.get(steps)
+        if message is None or message.outbox is not None:
+            message = self._another(steps)
+        message.outbox = tensor
         return message
 
-    def irecv(self, tensor: torch.Tensor, source: int) -> PostedMessage:
-        message = PostedMessage(self)
-        self._posted.append((False, tensor, source, message))
+    def irecv(self, tensor: torch.Tensor, source: int) -> MirroredMessage:
+        steps = (self.rank - source) % self.size
+        message = self._messages.get(steps)
+        if message is None or message.inbox is not None:
+            message = self._another(steps)
+        message.inbox = tensor
+        return message
+
+    def _another(self, steps: int) -> MirroredMessage:
+        if steps in self._messages:
+            self.flush()
+        message = self._messages[steps] = MirroredMessage(self)
         return message
 
     def flush(self) -> None:
         """Post what has been given since the last time."""
-        posted, self._posted = self._posted, []
-        if not posted:
+        messages, self._messages = self._messages, {}
+        if not messages:
             return
         with torch_private.no_function_modes():
-            exchange = self.exchange_of(posted)
-        if exchange is None:  # no rotation: a send has no receive from as far the other way
-            for sends, tensor, peer, message in posted:
-                give = self.comm.isend if sends else self.comm.irecv
-                message.work = give(tensor, peer)
+            exchange = self.exchange_of(messages)
+        if exchange is not None:
+            posted = self.process_group.exchange(exchange)
+            for place, message in enumerate(messages.values()):
+                message.posted, message.place = posted, place
+                message.outbox = message.inbox = None
             return
-        works, me = self.process_group.exchange(exchange), self.rank
-        by_steps = {}
-        sent = iter(works)
-        for sends, _, peer, message in posted:
-            if sends:
-                message.work = by_steps[(peer - me) % self.size] = next(sent)
-        for sends, _, peer, message in posted:
-            if not sends:
-                message.work = by_steps[(me - peer) % self.size]
+        # no rotation, or an empty tensor
+        for steps, message in messages.items():
+            message.works = []
+            if message.inbox is not None:
+                source = (self.rank - steps) % self.size
+                message.works.append(self.comm.irecv(message.inbox, source))
+            if message.outbox is not None:
+                to = (self.rank + steps) % self.size
+                message.works.append(self.comm.isend(message.outbox, to))
 
-    def exchange_of(self, posted: list) -> Exchange | None:
-        """What these messages are together; None if they don't meet."""
-        me, size, ranks = self.rank, self.size, self.comm.group.ranks
-        sends = {(peer - me) % size: x for sent, x, peer, _ in posted if sent}
-        receives = {(me - peer) % size: x for sent, x, peer, _ in posted if not sent}
-        if sends.keys() != receives.keys() or 2 * len(sends) != len(posted):
+    def exchange_of(self, messages: dict[int, MirroredMessage]) -> Exchange | None:
+        """What these messages are together; None if one has no counterpart."""
+        outboxes = [message.outbox for message in messages.values()]
+        inboxes = [message.inbox for message in messages.values()]
+        both = [x for x in (*outboxes, *inboxes) if x is not None]
+        if len(both) < 2 * len(messages):
             return None
-        if any(x.dtype != receives[steps].dtype or not x.nbytes for steps, x in sends.items()):
+        dtype = both[0].dtype
+        if not all(x.dtype == dtype and x.nbytes for x in both):
             return None
-        route = self.process_group.world.route
-        links: list[list] = []
-        messages, seconds = [], []
-        for steps, x in sends.items():
-            peer = ranks[(me + steps) % size]
-            latency, bandwidth, hops = route(self.process_group.member.number, peer)
-            if links and links[-1][0] == hops:
-                links[-1][1] += 1
-            else:
-                links.append([hops, 1])
-            nbytes = x.nbytes
-            seconds.append(latency + nbytes / bandwidth)
-            messages.append(
-                ExchangedMessage(peer, nbytes, plain_shape(x.shape), dtype_name(x.dtype))
-            )
+        me, ranks = self.process_group.member.number, self.comm.group.ranks
+        peers = tuple(ranks[(self.rank + steps) % self.size] for steps in messages)
+        routes = [self.process_group.world.route(me, peer) for peer in peers]
+        nbytes = tuple(x.nbytes for x in both[: len(messages)])
         return Exchange(
             self.comm.collective,
             self.comm.tag,
-            tuple((hops, count) for hops, count in links),
-            tuple(messages),
-            tuple(seconds),
+            dtype,
+            tuple((hops, len([*run])) for hops, run in groupby(route.hops for route in routes)),
+            peers,
+            nbytes,
+            tuple(x.shape for x in both[: len(messages)]),
+            tuple(
+                latency + size / bandwidth
+                for (latency, bandwidth, _), size in zip(routes, nbytes, strict=True)
+            ),
         )

@@ -16,7 +16,7 @@ from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, RunningCollective, SharedState, SimGroup
 from parallel101.sim.message_matching import RecvWork, SendWork, UnmatchedMessages, refuse
 from parallel101.sim.mirrored import MirroredAxes
-from parallel101.sim.mirrored_exchange import Exchange, ExchangeWork, MirroredComm, post
+from parallel101.sim.mirrored_exchange import Exchange, MirroredComm, PostedExchange
 
 # the collectives that give a rank what others have, as it is: by symmetry that is its own
 GIVE = ("all_gather", "all_gather_async", "barrier", "broadcast")
@@ -170,9 +170,9 @@ class MirroredGroup(SimGroup):
         with torch_private.no_function_modes():
             return super().recv(tensors, src, tag)
 
-    def exchange(self, exchange: Exchange) -> list[ExchangeWork]:
-        """Post messages that meet their own mirror images, all at once."""
-        return post(self, exchange)
+    def exchange(self, exchange: Exchange) -> PostedExchange:
+        """Post messages of which each meets its own mirror image, all at once."""
+        return PostedExchange(self, exchange)
 
     def comm_for(self, comm: Any) -> Any:
         """The Comm for a collective of parallel101, as fast as this one may be."""
