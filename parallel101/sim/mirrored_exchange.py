@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,9 +26,6 @@ from parallel101.record.calls import Call, collective_terms
 from parallel101.record.spans import Collective
 from parallel101.record.where import where as where_from
 from parallel101.sim.message_matching import dtype_name, plain_shape
-
-if TYPE_CHECKING:
-    from parallel101.sim.mirrored_group import MirroredGroup
 
 
 class Exchange(NamedTuple):
@@ -94,9 +91,13 @@ class ExchangeTransfer:
 
 
 class PostedExchange:
-    """All messages of an exchange, in flight. Each is known by its place in it."""
+    """All messages of an exchange, in flight. Each is known by its place in it.
 
-    def __init__(self, group: MirroredGroup, exchange: Exchange):
+    Args:
+        group: a MirroredGroup, which posts them.
+    """
+
+    def __init__(self, group: Any, exchange: Exchange):
         self.group, self.exchange = group, exchange
         self.world, self.rank = world, rank = group.world, group.member
         if rank.clock > world.now or world.failure is not None:
@@ -208,9 +209,13 @@ class MirroredComm:
     """A Comm of parallel101.collectives whose messages are posted at once.
 
     All its ranks have one and the same thread, and its tensors are on the meta device.
+
+    Args:
+        comm: the Comm of parallel101.collectives that it replaces.
+        group: the MirroredGroup that posts.
     """
 
-    def __init__(self, comm: Any, group: MirroredGroup):
+    def __init__(self, comm: Any, group: Any):
         self.comm, self.process_group = comm, group
         self.rank, self.size = comm.rank, comm.size
         self._messages: dict[int, MirroredMessage] = {}  # by the steps to the receiver

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -196,7 +196,7 @@ class MirroredGroup(SimGroup):
         """The number of a message of an exchange on its channel."""
         self.event_group_of(collective)
         size, me = self.world.size, self.member.number
-        channel = self.channels.get((tag * size + me) * size + peer)
+        channel = cast(MirroredChannels, self.channels).get((tag * size + me) * size + peer)
         channel[0] += 1
         return channel[0]
 
