@@ -39,8 +39,6 @@ import torch
 from torch import Tensor
 
 # torch has no public name for it; tests/sim/test_virtual_gpu.py needs it
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from parallel101.cost.hardware import Chip, chip_of
 from parallel101.record import torch_private
 from parallel101.record.spans import listening, recorder
@@ -74,7 +72,7 @@ class _AliveStorage(weakref.ref):
     nbytes: int
 
 
-class VirtualGPU(TorchDispatchMode):
+class VirtualGPU(torch_private.DispatchMode):
     """Inside, this thread's operations on meta tensors move its rank's clock, and are counted.
 
     What an operation costs, and which tensors it returns, depends on its arguments' shapes. It is
