@@ -9,11 +9,28 @@ import random
 from collections import Counter
 
 import pytest
+from bs4 import BeautifulSoup
 
 import parallel101 as p101
-from parallel101.publish.tools.schedule_builder_page import RULES
+from parallel101.publish.page import offline_html
+from parallel101.publish.tools.schedule_builder_page import (
+    ADDRESS,
+    NAMES,
+    RULES,
+    TITLE,
+    published,
+    schedule_builder_page,
+    score,
+)
 from parallel101.trainers.schedules.with_messages import with_messages
 from parallel101.viz.chromium import Browser
+from tests.browser.seen import (
+    cut_off,
+    out_of_reach,
+    scrolls_without_a_cue,
+    too_pale,
+    without_a_name,
+)
 
 pytestmark = pytest.mark.browser
 
@@ -45,7 +62,9 @@ def some_schedule(draw: random.Random) -> Lists:
         lists = [[str(action) for action in of_rank] for of_rank in messages]
     of_rank = draw.choice(lists)
     computed = [len(action) < 4 for action in of_rank]  # no send or receive
-    if draw.random() < 0.2 and (pairs := [k for k in range(1, len(computed)) if all(computed[k - 1 : k + 1])]):
+    if draw.random() < 0.2 and (
+        pairs := [k for k in range(1, len(computed)) if all(computed[k - 1 : k + 1])]
+    ):
         at = draw.choice(pairs) - 1
         of_rank[at : at + 2] = [f"({of_rank[at]};{of_rank[at + 1]})OVERLAP_F_B"]
     return lists
@@ -137,3 +156,230 @@ def test_the_rules_and_the_times_are_pythons(browser):
             (slot.rank, str(slot.action.computed()[0]), slot.start, slot.end)
             for slot in expected.slots
         )
+
+
+# ---- the page ----
+
+SAID = "document.querySelector('#said').textContent"
+PYTHON = "document.querySelector('.python').textContent"
+LISTS = "state.lists"
+ROWS = "[...document.querySelectorAll('.score tbody tr')].map(r => r.innerText.split('\\t'))"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("builder") / ADDRESS
+    path.write_text(offline_html(TITLE, schedule_builder_page()))
+    return path.as_uri()
+
+
+@pytest.fixture
+def opened(browser, page) -> Browser:
+    """The page with an empty board of two ranks and two microbatches."""
+    return with_lists(browser, page, [[], []])
+
+
+def with_lists(browser: Browser, page: str, lists: Lists, microbatches: int = 2) -> Browser:
+    browser.open("about:blank")
+    browser.open(
+        f"{page}#ranks={len(lists)}&microbatches={microbatches}&stages=one&times=1,1,1,0&lists="
+        + "_".join(".".join(of_rank) for of_rank in lists)
+    )
+    return browser
+
+
+def button(kind: str, rank: int) -> str:
+    return f"document.querySelector('.next [data-rank=\"{rank}\"][data-kind={kind}]')"
+
+
+def ran(python: str) -> dict:
+    """The names that copied code defines."""
+    names: dict = {}
+    exec(python, names)
+    return names
+
+
+def test_the_mouse_builds_a_schedule_that_python_runs(opened, capsys):
+    opened.js("document.querySelector('.board').scrollIntoView()")
+    order = ["F0", "F1", "F0", "B1", "B0", "F0", "F1", "B1", "B0"]
+    for action in order:
+        opened.click(button(action[0], int(action[1])))
+    names = ran(opened.js(PYTHON))
+    assert names["schedule"].actions == opened.js(LISTS)
+    assert "complete" in opened.js(SAID) and opened.js(LISTS)[1] == ["1F0", "1B0", "1F1", "1B1"]
+    printed = capsys.readouterr().out.split()
+    row = opened.js(ROWS)[0]
+    assert [row[1], row[3]] == [f"{names['times'].makespan:g}", f"{100 * float(printed[1]):.1f} %"]
+
+
+def test_keys_build_the_same(opened):
+    for rank, keys in ((0, "f"), (1, "fb"), (0, "bf"), (1, "fb"), (0, "b")):
+        opened.js(f"document.querySelector('[role=listbox][data-rank=\"{rank}\"]').focus()")
+        for key in keys:
+            opened.key(key, text=key)
+    assert opened.js(LISTS) == [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    opened.key("s", text="s")
+    opened.key("ArrowLeft")
+    assert "input gradient" in opened.js(SAID)
+    assert opened.js(LISTS)[0][-2:] == ["0I1", "0W1"]
+    opened.key("Delete")
+    assert opened.js(LISTS)[0] == ["0F0", "0B0", "0F1"] and "1 action that needs it" in opened.js(
+        SAID
+    )
+    opened.key("u", text="u")
+    assert opened.js(LISTS)[0][-2:] == ["0I1", "0W1"]
+
+
+def test_what_is_impossible_says_why(browser, page):
+    lists = [["0F0", "0F1"], ["1F0", "1B0", "1F1"]]
+    with_lists(browser, page, lists)
+    browser.click(button("W", 0))
+    assert browser.js(SAID) == "Not possible: 0W0 needs 0I0, which isn't placed yet."
+    browser.js("choose(1, 'a1B0')")
+    browser.click("document.querySelector('#earlier')")
+    assert browser.js(SAID) == "Not possible: 1B0 needs 1F0, which comes later."
+    browser.js("(choose(1, 'a1F1'), move(1, '1F1', 0))")
+    assert browser.js(LISTS)[1] == ["1F1", "1F0", "1B0"]
+    browser.click(button("B", 0))
+    browser.js("move(0, '0B0', 1)")
+    assert "the ranks would wait for each other forever" in browser.js(SAID)
+    assert browser.js(LISTS)[0] == ["0F0", "0F1", "0B0"]
+
+
+def test_a_bubble_says_what_it_waits_for_and_takes_an_action(browser, page):
+    with_lists(browser, page, [["0F0", "0I0", "0F1", "0I1"], ["1F0", "1B0", "1F1", "1B1"]])
+    browser.js("choose(0, 'w0I1')")
+    assert "Rank 0 waits from 6 to 9 for 1B1 on rank 1, which ends at 9" in browser.js(SAID)
+    browser.click(button("W", 0))
+    assert browser.js(LISTS)[0] == ["0F0", "0I0", "0F1", "0W0", "0I1"]
+    times = p101.Schedule([["0F0", "0I0", "0F1", "0W0", "0I1", "0W1"], browser.js(LISTS)[1]]).time()
+    browser.click(button("W", 0))
+    assert browser.js(ROWS)[0][1] == f"{times.makespan:g}"
+
+
+def test_an_action_is_dragged_with_the_mouse_and_chosen_with_a_finger(browser, page):
+    with_lists(browser, page, [["0F0", "0F1"], ["1F0", "1F1", "1B0"]])
+    box = "document.querySelector('#a1F1')"
+    browser.js(f"{box}.scrollIntoView({{block: 'center'}})")
+    x, y, width = browser.js(f"(b => [b.x + b.width / 2, b.y + 9, b.width])"
+                             f"({box}.getBoundingClientRect())")  # fmt: skip
+    for kind, at in (("Pressed", x), ("Moved", x + width), ("Moved", x + 3 * width)):
+        browser.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=at, y=y, button="left",
+                     buttons=1, clickCount=1)  # fmt: skip
+    browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=x + 3 * width, y=y,
+                 button="left", clickCount=1)  # fmt: skip
+    assert browser.js(LISTS)[1] == ["1F0", "1B0", "1F1"]
+    points = [{"x": x - width, "y": y}]
+    browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=points)
+    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.until("chosen?.id === 'a1F0'")
+
+
+def test_what_was_accepted_on_the_way_is_a_schedule_in_the_end(opened):
+    games = opened.js("""(() => {
+        let seed = 7;
+        const random = n => (seed = (seed * 48271) % 2147483647) % n;
+        draw = () => {};
+        return [...Array(40)].map(() => {
+            state.ranks = 2 + random(2), state.microbatches = 1 + random(3);
+            state.stages = ["one", "loop", "v"][random(3)];
+            state.lists = Array.from({ length: state.ranks }, () => []);
+            build();
+            for (let turn = 0; turn < 2000 && !complete(); turn++) {
+                const rank = random(state.ranks), stages = stagesOf(rank);
+                place(rank, stages[random(stages.length)], "FBIW"[random(4)]);
+                const names = state.lists[rank];
+                if (names.length && !random(3))
+                    move(rank, names[random(names.length)], random(names.length));
+                if (names.length && !random(40)) {
+                    chosen = { rank, id: `a${names[random(names.length)]}` };
+                    remove();
+                }
+            }
+            return [state.lists, state.microbatches, placement(), address()]; }) })()""")
+    for lists, microbatches, placement, address in games:
+        schedule = p101.Schedule(lists)
+        schedule.check("nccl")
+        assert schedule.microbatches == microbatches
+        assert [*schedule.placement.values()] == placement
+        assert "_".join(".".join(of_rank) for of_rank in lists) in address
+
+
+def test_the_address_carries_the_schedule(browser, page):
+    lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0"]]
+    with_lists(browser, page, lists)
+    assert browser.js(LISTS) == lists
+    browser.click(button("F", 1))
+    browser.call("Page.reload")
+    browser.until("document.readyState === 'complete' && state.lists[1].length === 3")
+    assert ran(browser.js(PYTHON))["schedule"].actions == [lists[0], ["1F0", "1B0", "1F1"]]
+    with_lists(browser, page, [["0B0", "0F0"], ["1F0", "1B0"]])
+    assert "can't be used: 0B0 needs 0F0, which comes later" in browser.js(SAID)
+    with_lists(browser, page, [["<b>", "0F0"], []])
+    assert "can't be used" in browser.js(SAID) and browser.errors == []
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_published_schedules_have_pythons_score_and_goals(browser, page, name):
+    with_lists(browser, page, [[], [], []], 6)
+    static = browser.js("document.querySelector('.score tbody').innerText.split('\\n').slice(1)")
+    parsed = schedule_builder_page().partition("<tbody>")[2].partition("</tbody>")[0]
+    rows = [row.get_text("\t") for row in BeautifulSoup(parsed, "html.parser")("tr")]
+    assert [row.strip() for row in static] == rows
+    browser.js(
+        f"(f => (f.value = '{name}', f.dispatchEvent(new Event('change', {{bubbles: true}}))))"
+        "(document.querySelector('#from'))"
+    )
+    mine, *others = browser.js(ROWS)
+    assert mine[1:] == next(row[1:] for row in others if row[0] == NAMES[name])
+    schedule = ran(browser.js(PYTHON))["schedule"]
+    assert schedule == published(3, 6)[name]
+    reached = browser.js(
+        "[...document.querySelectorAll('.goals li')].map(g => g.matches('.reached'))"
+    )
+    of = score(schedule, 2 if name == "interleaved" else 1)
+    assert reached == [True, of.held <= 3, of.bubble_rate < 1e-9]
+
+
+def test_lists_with_messages_are_checked_under_both_rules(opened):
+    opened.js("document.querySelector('.paste').open = true")
+    for rules, words in (("gloo", "run under gloo's rules"), ("nccl", "under NCCL's rules, where")):
+        opened.click(f"document.querySelector('#check-{rules}')")
+        assert words in opened.js("document.querySelector('#verdict').textContent")
+
+
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
+    browser.emulate(prefers_color_scheme=scheme)
+    for name in ("half", "interleaved"):
+        browser.resize(width, 900)
+        lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0", "1F1"], ["2F0", "2B0"]]
+        with_lists(browser, page, lists, 3)
+        if name != "half":
+            browser.js(
+                f"(state.stages = 'loop', state.lists = listsOf('{name}'), build(), "
+                "choose(1, 'a1F1'))"
+            )
+        browser.js("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
+        assert cut_off(browser) == []
+        if width == 1100:
+            assert out_of_reach(browser) == []
+        browser.js("scrollTo(0, 0)")
+        browser.resize(width, browser.js("document.documentElement.scrollHeight"))
+        assert too_pale(browser) == []
+        keep(browser, f"builder-{name}-{scheme}-{width}")
+    assert browser.errors == []
+
+
+def test_without_a_script_the_text_and_the_score_are_there(browser, page):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open("about:blank")
+        browser.open(page)
+        words = browser.js("document.body.innerText")
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert "ZB-H2" in words and "needs JavaScript" in words and "Start from" not in words

@@ -1,7 +1,8 @@
 """The page on which the reader builds a pipeline schedule by hand.
 
     schedule_rules.js    what is possible, and how long it takes: the rules of Schedule.check
-    schedule_builder.js  the page: placing, moving, the score, the address, the code to copy
+    schedule_builder.js  the schedule as it grows: placing, moving, removing, the address
+    schedule_board.js    how it is drawn, the score and the code to copy; mouse, touch and keys
 
 The published schedules that it compares with come from `schedule(…)`. What can be read without
 a script, with the score of three ranks and six microbatches, is written here.
@@ -10,6 +11,7 @@ a script, with the score of three ranks and six microbatches, is written here.
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -68,6 +70,7 @@ def score(made: Schedule, chunks: int) -> ScheduleScore:
     return ScheduleScore(times.makespan, work * rate / (1 - rate), rate, held)
 
 
+@cache
 def schedule_builder_page() -> str:
     """Return the body of the page."""
     lists = {
@@ -87,12 +90,13 @@ def schedule_builder_page() -> str:
 microbatch passes forward through all stages, and its gradient passes back. Which order should each
 rank work in? Published answers trade idle time against memory. Find your own.</p>
 <ul class="text kinds">
-<li><b class="kind F">F</b> the forward of a microbatch on a stage. Its activations stay in memory
-until its backward is complete.</li>
-<li><b class="kind B">B</b> its backward, which takes I and W together.</li>
-<li><b class="kind I">I</b> half of it: the gradient of the input, which the stage before needs.</li>
-<li><b class="kind W">W</b> the other half: the gradient of the weights. No other rank waits for
-it.</li>
+<li><b class="kind F">F</b> <span>the forward of a microbatch on a stage. Its
+activations stay in memory until its backward is complete.</span></li>
+<li><b class="kind B">B</b> <span>its backward, which takes I and W together.</span></li>
+<li><b class="kind I">I</b> <span>half of it: the gradient of the input, which the stage
+before needs.</span></li>
+<li><b class="kind W">W</b> <span>the other half: the gradient of the weights. No other
+rank waits for it.</span></li>
 </ul>
 <p class="text"><code>1F2</code> is the forward of microbatch 2 on stage 1. Microbatches and stages
 count from 0.</p>
@@ -113,11 +117,14 @@ result travels to another rank. With two stages a rank, each stage takes half.</
 <ol class="goals" aria-label="Goals"></ol>
 <p id="said" role="status"></p>
 <div class="scroll"><div class="board"></div></div>
+<p class="board-note">Under each rank: the microbatches in flight over time. Dashed: the most that a
+rank holds with 1F1B. Hatched: a bubble. Choose it to see what the rank waits for.
+<span id="second" hidden>Paler: the second stage of a rank.</span></p>
+<div class="next" role="group" aria-label="Place the next action"></div>
 <div class="edit" role="group" aria-label="Change the chosen action">
 <button id="earlier">◀ Earlier</button><button id="later">Later ▶</button>
 <button id="split">Split B into I and W</button><button id="remove">Remove</button>
 <span></span><button id="undo">Undo</button><button id="clear">Clear</button></div>
-<div class="next" role="group" aria-label="Place the next action"></div>
 <p class="keys-of-board">Keys, in a rank's row: F, B, I or W places the next one; ← and → choose;
 Shift with ← or → moves; S splits a backward; Delete removes; U undoes. With a bubble chosen, the
 next action goes there. With the mouse, or a finger on a chosen action, drag it.</p>
@@ -126,13 +133,13 @@ next action goes there. With the mouse, or a finger on a chosen action, drag it.
 <div class="scroll"><table class="score"><thead><tr><th>Schedule</th><th class="number">Step</th>
 <th class="number">Idle</th><th class="number">Bubble rate</th><th class="number">In flight</th>
 </tr></thead><tbody>{_rows()}</tbody></table></div>
-<p class="text score-note"><b>Step</b>: time from the first start to the last end. <b>Idle</b>: how
-long a rank waits between its own first start and last end, compared with the slowest rank, on
-average. <b>In flight</b>: the most microbatches whose activations one rank holds. A microbatch on
+<p class="text score-note"><b>Step</b>: time from the first start to the last end. <b>Idle</b>: the
+longest that a rank takes from its own first start to its last end, minus the time for which it
+computes. <b>In flight</b>: the most microbatches whose activations one rank holds. A microbatch on
 one of a rank's two stages counts half.</p>
 <section class="code" aria-label="As Python" hidden><h2>As Python</h2>
 <p class="text">The address of this page holds your schedule, so a bookmark keeps it. In Python, a
-trainer runs it: <code>PipelineParallel(…, schedule=schedule)</code>.</p>
+trainer runs it: <code>PipelineTrainer(…, schedule=schedule)</code>.</p>
 <p><button id="copy-python">Copy as Python</button> <button id="copy-address">Copy the
 address</button></p>
 <pre class="python" tabindex="0" aria-label="The schedule as Python"></pre>
@@ -148,7 +155,7 @@ NCCL.</p>
 <p id="verdict" role="status"></p></details></section>
 </main>
 <script>{RULES}const GIVEN = {given};
-{_file("schedule_builder.js")}</script>"""
+{_file("schedule_builder.js")}{_file("schedule_board.js")}</script>"""
 
 
 # pytorch issue 172668: stages 0 and 2 on rank 0, 1 and 3 on rank 1
