@@ -49,7 +49,7 @@ function draw() {
   for (const id of ["earlier", "later", "remove"]) at(id).disabled = !action;
   at("split").disabled = !action?.includes("B");
   at("undo").disabled = !undone.length;
-  history.replaceState(null, "", address());
+  if (changed) history.replaceState(null, "", address());
 }
 
 function drawLane(rank, found, unit, longest, all) {

@@ -10,7 +10,8 @@ const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 const state = { ranks: 3, microbatches: 6, stages: "one",
   costs: { F: 1, I: 1, W: 1, communication: 0 }, lists: [[], [], []] };
 let chosen = null;  // { rank, id }: an action or a bubble
-let undone = [];    // earlier states, as texts
+let undone = [];  // earlier states, as texts
+let changed = false;  // whether the address must follow
 
 /* ---- the schedule ---- */
 
@@ -53,7 +54,10 @@ function published() {
 
 /* ---- changes: each is tried first, and refused with its reason ---- */
 
-const remember = () => { undone = [...undone.slice(-199), JSON.stringify(state)]; };
+function remember() {
+  undone = [...undone.slice(-199), JSON.stringify(state)];
+  changed = true;
+}
 
 function change(lists, words, choose) {
   const why = scheduleRules.obstacle(lists, placement());
