@@ -126,7 +126,7 @@ def said(lists: Lists, rules: str) -> str:
 
 def test_the_rules_and_the_times_are_pythons(browser):
     draw = random.Random(30)
-    many = [spoilt(draw, some_schedule(draw)) for _ in range(3000)]
+    many = [spoilt(draw, some_schedule(draw)) for _ in range(2000)]
     costs = [[draw.choice([0.25, 0.5, 1, 2, 3]) for _ in range(3)] for _ in many]
     delays = [draw.choice([0, 0, 0.5, 2]) for _ in many]
     ours = {rules: [said(lists, rules) for lists in many] for rules in ("gloo", "nccl")}
@@ -204,6 +204,8 @@ def test_the_mouse_builds_a_schedule_that_python_runs(opened, capsys):
     order = ["F0", "F1", "F0", "B1", "B0", "F0", "F1", "B1", "B0"]
     for action in order:
         opened.click(button(action[0], int(action[1])))
+    opened.click("document.querySelector('#copy-python')")
+    opened.until("document.querySelector('#copied').textContent === 'Copied the Python.'")
     names = ran(opened.js(PYTHON))
     assert names["schedule"].actions == opened.js(LISTS)
     assert "complete" in opened.js(SAID) and opened.js(LISTS)[1] == ["1F0", "1B0", "1F1", "1B1"]
@@ -376,6 +378,15 @@ def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
         assert too_pale(browser) == []
         keep(browser, f"builder-{name}-{scheme}-{width}")
     assert browser.errors == []
+
+
+def test_on_paper_nothing_is_cut_off(browser, page, keep):
+    browser.resize(717)  # A4 without Chromium's margins
+    with_lists(browser, page, published(3, 6)["1f1b"].actions, 6)
+    browser.emulate("print")
+    keep(browser, "builder-print", whole=True)
+    assert cut_off(browser, scrolls=False) == []
+    browser.emulate()
 
 
 def test_without_a_script_the_text_and_the_score_are_there(browser, page):

@@ -39,7 +39,7 @@ function draw() {
   const longest = Math.max(found.makespan, ...all.map(({ step }) => step));
   const least = Math.min(state.costs.F, state.costs.I, state.costs.W) / chunks();
   const room = document.querySelector(".scroll").clientWidth - 104;
-  const unit = Math.min(90, Math.max(room / longest, 25 / least));
+  const unit = Math.min(90, Math.max(room / longest, 23 / least));
   state.lists.forEach((_, rank) => drawLane(rank, found, unit, longest, all));
   drawAxis(unit, longest);
   drawNext();
@@ -256,7 +256,7 @@ async function copy(words, what) {
     document.execCommand("copy");
     field.remove();
   }
-  say(`Copied ${what}.`);
+  at("copied").textContent = `Copied ${what}.`;
 }
 
 function checkPasted(rules) {

@@ -141,7 +141,7 @@ one of a rank's two stages counts half.</p>
 <p class="text">The address of this page holds your schedule, so a bookmark keeps it. In Python, a
 trainer runs it: <code>PipelineTrainer(…, schedule=schedule)</code>.</p>
 <p><button id="copy-python">Copy as Python</button> <button id="copy-address">Copy the
-address</button></p>
+address</button> <span id="copied" role="status"></span></p>
 <pre class="python" tabindex="0" aria-label="The schedule as Python"></pre>
 <details class="paste"><summary>Check lists with sends and receives</summary>
 <p class="text">Paste lists with one line for each rank and commas between actions, as
