@@ -265,12 +265,18 @@ class JobWatcher(threading.Thread):
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
         self.signs = SignsOfLife(recorder.rank, size, store)
+        self.turns = 0
+        self.store_watch = threading.Thread(
+            target=self._watch_store, daemon=True, name="parallel101 store watch"
+        )
         self._publish(RankStatus())
 
     def run(self) -> None:
         seen: PostedCall | None = None
         published: PostedCall | None = None
+        self.store_watch.start()
         while not self.over.wait(TICK):
+            self.turns += 1
             try:
                 blocked = self.detector.blocked_in()
                 if (
@@ -310,6 +316,7 @@ class JobWatcher(threading.Thread):
         self._let_others_hear()
         self.over.set()
         self.join(GRACE)
+        self.store_watch.join(GRACE)
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
@@ -467,6 +474,23 @@ class JobWatcher(threading.Thread):
         sys.stderr.write("[rank 0] " + "\n  ".join(lines) + "\n")
         sys.stderr.flush()
 
+    def _watch_store(self) -> None:
+        """In a thread of its own: say that the store does not answer. The run goes on.
+
+        While a call of the store does not return, the watcher can't say anything.
+        """
+        seen, unchanged = -1, 0
+        while not self.over.wait(1.0):
+            unchanged = unchanged + 1 if self.turns == seen else 0
+            seen = self.turns
+            if unchanged == SILENT_FOR:
+                sys.stderr.write(
+                    f"[rank {self.recorder.rank}] the job's store at {_store_address()} has not "
+                    f"answered for {SILENT_FOR} s. Its machine may have stopped, or the network to "
+                    f"it. This rank is at {shown(self._place())}\n"
+                )
+                sys.stderr.flush()
+
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""
         if self.over.wait(2 * GRACE):
@@ -489,6 +513,7 @@ class SignsOfLife:
         self.given, self.due = 0, 0.0
         self.seen = [b""] * size
         self.unchanged = [0] * size  # by rank: looks since its last sign
+        self.told: set[int] = set()  # silent ranks that have been named
         self.next_look = 0.0
 
     def give(self) -> None:
@@ -509,8 +534,13 @@ class SignsOfLife:
         for rank, text in enumerate(texts):
             self.unchanged[rank] = self.unchanged[rank] + 1 if text == self.seen[rank] else 0
         self.seen = texts
-        silent = [rank for rank, looks in enumerate(self.unchanged) if looks == SILENT_FOR]
-        return {rank: str(from_json(texts[rank])[1]) for rank in silent if texts[rank]}
+        silent = {rank for rank, looks in enumerate(self.unchanged) if looks >= SILENT_FOR}
+        self.told &= silent
+        # a look later than it could be, so that the ranks of one host are told together
+        if all(self.unchanged[rank] == SILENT_FOR for rank in silent - self.told):
+            return {}
+        new, self.told = sorted(silent - self.told), silent
+        return {rank: str(from_json(texts[rank])[1]) for rank in new if texts[rank]}
 
 
 def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
