@@ -40,7 +40,7 @@ from parallel101.ranks.job_messages import (
 from parallel101.ranks.program import failure_of, forked_children_exit, own_init_accepted
 from parallel101.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.ranks.watcher import TICK, BlockedDetector
-from parallel101.ranks.wire import RankRecord
+from parallel101.ranks.wire import Failure, RankRecord
 from parallel101.record import process_groups
 from parallel101.record.calls import Call, CallChecker
 from parallel101.record.errors import (
@@ -59,6 +59,7 @@ from parallel101.record.where import shown, where
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0
 SILENT_FOR = 10  # seconds without a sign of life after which a rank, or the store, is reported
+LOST_AFTER = 3.0  # the same once a connection has broken: then the rank counts as dead
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
 
@@ -136,7 +137,7 @@ def join_job(
         except BaseException as error:
             watcher.keep_record()
             failure = failure_of(rank, error)
-            if failure.consequence and (cause := watcher.announced(within=GRACE)) is not None:
+            if failure.consequence and (cause := watcher.cause_of(failure)) is not None:
                 raise cause from None
             if isinstance(error, DeadlockError | MisuseError):
                 watcher.announce(error)
@@ -270,6 +271,7 @@ class JobWatcher(threading.Thread):
             target=self._watch_store, daemon=True, name="parallel101 store watch"
         )
         self._publish(RankStatus())
+        self.signs.give()
 
     def run(self) -> None:
         seen: PostedCall | None = None
@@ -331,7 +333,7 @@ class JobWatcher(threading.Thread):
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless a rank has done so already."""
         ours = to_json(error)
-        self.announced_here = self.store.compare_set("failure", "", ours).decode() == ours
+        self.announced_here |= self.store.compare_set("failure", "", ours).decode() == ours
 
     def announced(self, within: float) -> BaseException | None:
         """The failure that some rank has announced, or announces in the next `within` seconds."""
@@ -345,6 +347,30 @@ class JobWatcher(threading.Thread):
             self.heard = True
             self.store.set(f"heard/{self.recorder.rank}", "")
         return failure
+
+    def cause_of(self, failure: Failure) -> BaseException | None:
+        """What broke this rank's connection: another rank's failure, or a rank that has died.
+
+        None if it is not known.
+        """
+        if (cause := self.announced(within=GRACE)) is not None:
+            return cause
+        lost = self.signs.lost()
+        if not lost:
+            return None
+        has = "have" if len(lost) > 1 else "has"
+        died = RankFailed(
+            f"{ranks_text(lost)} ({_hosts(lost)}) {has} died: a connection broke, and since then "
+            f"no sign of life has come for {LOST_AFTER:g} s. The process was killed (perhaps for "
+            "want of memory: see the machine's log), or the machine has stopped.\n  rank "
+            f"{failure.rank} raised {failure.headline}\n\n{failure.traceback}",
+            min(lost),
+        )
+        self.announce(died)
+        if self.announced_here:
+            died.announced_by = failure.rank  # type: ignore[attr-defined]
+            return died
+        return self.announced(within=0.0)
 
     def _let_others_hear(self) -> None:
         """Wait until all ranks know of a failure, if the store ends with this process.
@@ -541,6 +567,17 @@ class SignsOfLife:
             return {}
         new, self.told = sorted(silent - self.told), silent
         return {rank: str(from_json(texts[rank])[1]) for rank in new if texts[rank]}
+
+    def lost(self) -> dict[int, str]:
+        """Ranks from which no sign of life comes in LOST_AFTER seconds, and their hosts."""
+        before = texts_of("alive", self.size, self.store)
+        time.sleep(LOST_AFTER)
+        after = texts_of("alive", self.size, self.store)
+        return {
+            rank: str(from_json(text)[1])
+            for rank, text in enumerate(after)
+            if text and text == before[rank] and rank != self.rank
+        }
 
 
 def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:

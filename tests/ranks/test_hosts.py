@@ -140,8 +140,9 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(tmp_path, cap
 
 
 RESTARTED = """
-    import os, time, torch, torch.distributed as dist
+    import os, time, torch, torch.distributed as dist, parallel101.ranks.torchrun as torchrun
 
+    torchrun.LOST_AFTER = 1.5
     dist.init_process_group("gloo")
     alone = dist.get_world_size() == 1
     open(f"ready {dist.get_rank()} of {dist.get_world_size()}", "w").close()
@@ -156,8 +157,9 @@ def test_a_host_that_dies_and_torchrun_that_restarts_the_others(tmp_path):
     write(tmp_path, RESTARTED)
     elastic = (
         "--nnodes 1:2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d --rdzv-id 7 "
-        "--rdzv-endpoint node0:29400 --monitor-interval 0.1 --rdzv-conf join_timeout=60,"
-        "last_call_timeout=1 -m parallel101 run --record trace script.py"
+        "--rdzv-endpoint node0:29400 --monitor-interval 0.1 --rdzv-conf "
+        "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3 "
+        "-m parallel101 run --record trace script.py"
     )
     with hosts(2, tmp_path) as cluster:
         first, second = (cluster.start(n, "torchrun", *elastic.split()) for n in range(2))
@@ -168,4 +170,7 @@ def test_a_host_that_dies_and_torchrun_that_restarts_the_others(tmp_path):
         )
         cluster.hosts[1].die()
         assert first.wait() == 0, first.text
+    assert "parallel101 run: rank 1 (on node1) has died" in first.text
+    line = line_of("dist.all_reduce", RESTARTED)
+    assert f'"script.py", line {line}, in <module>' in first.text
     assert "attempt 1 ends alone" in first.text
