@@ -249,6 +249,8 @@ def launch(
                 pass  # the process has died already: the monitor reports it
         monitor.watch()
         _check_waits(monitor.records())
+        for warning in (text for record in monitor.records() for text in record.warnings):
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         results = [unpack(*rank.result) for rank in monitor.ranks if rank.result is not None]
         if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
             results = [unpack(*packed) for packed in results[0]]

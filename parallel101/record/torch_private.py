@@ -101,6 +101,15 @@ class PythonGroup(dist.ProcessGroup):
         return self.getBackendName()  # type: ignore[attr-defined]  # which each group defines
 
 
+def leave_out_of_flight_recorder(backend: str) -> None:
+    """Keep torch's flight recorder from groups of this backend, which are written in Python.
+
+    Since 2.15, torch attaches it to every group, but it looks for the group's name in C++. Relies on
+    `_FR_SELF_RECORDING_BACKENDS`, which older versions don't have.
+    """
+    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+
+
 def fill_new_tensors() -> None:
     """Make torch.empty return NaN, or the largest integer, from now on.
 
@@ -188,6 +197,7 @@ class RankWorld:
         self.pg_to_tag: dict = {}
         self.pg_coalesce_state: dict = {}
         self.comms: list = []
+        self.pg_flight_recorder_hooks: dict = {}  # since torch 2.15
 
     pg_config_info = c10d._World.pg_config_info
 

@@ -562,7 +562,7 @@ PRINTED = {
             r"\(256, 4\),\n.*\(\"dp\", \"tp\"\)(.|\n)*zero_stage=3",
             r"^1\.[01]\d s less: 4[678] days",
         ],
-        "domain-run": [r"8 GPUs: 1\.1 ms, 16 GPUs: [56]\.\d ms"],
+        "domain-run": [r"8 GPUs: 1\.0 ms, 16 GPUs: [56]\.\d ms"],
         "stragglers-run": ["computed: 24% longer"],
         "stragglers-many-run": [
             r"8 GPUs .* 0\.1% of the steps\n.*1024 GPUs .* 9\.7% .*\n.*16384 GPUs .* 80\.6%"
