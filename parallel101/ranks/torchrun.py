@@ -16,7 +16,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -39,6 +38,15 @@ from parallel101.ranks.job_messages import (
 )
 from parallel101.ranks.program import failure_of, forked_children_exit, own_init_accepted
 from parallel101.ranks.schedulers import advice_on_address, torchrun_variables
+from parallel101.ranks.signs_of_life import (
+    SignsOfLife,
+    StoreWatch,
+    death_text,
+    silence_text,
+    store_address,
+    texts_of,
+    write_line,
+)
 from parallel101.ranks.watcher import TICK, BlockedDetector
 from parallel101.ranks.wire import Failure, RankRecord
 from parallel101.record import process_groups
@@ -52,14 +60,11 @@ from parallel101.record.errors import (
 )
 from parallel101.record.recorder import PostedCall, RankRecorder
 from parallel101.record.spans import record_into
-from parallel101.record.units import ranks_text
 from parallel101.record.wait_for import RankStatus, WaitForGraph
 from parallel101.record.where import shown, where
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0
-SILENT_FOR = 10  # seconds without a sign of life after which a rank, or the store, is reported
-LOST_AFTER = 3.0  # the same once a connection has broken: then the rank counts as dead
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
 
@@ -266,10 +271,7 @@ class JobWatcher(threading.Thread):
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
         self.signs = SignsOfLife(recorder.rank, size, store)
-        self.turns = 0
-        self.store_watch = threading.Thread(
-            target=self._watch_store, daemon=True, name="parallel101 store watch"
-        )
+        self.store_watch = StoreWatch(recorder.rank, self._place)
         self._publish(RankStatus())
         self.signs.give()
 
@@ -278,7 +280,7 @@ class JobWatcher(threading.Thread):
         published: PostedCall | None = None
         self.store_watch.start()
         while not self.over.wait(TICK):
-            self.turns += 1
+            self.store_watch.answers += 1
             try:
                 blocked = self.detector.blocked_in()
                 if (
@@ -295,7 +297,7 @@ class JobWatcher(threading.Thread):
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
                     if silent := self.signs.newly_silent():
-                        self._report_silence(silent)
+                        write_line(0, silence_text(silent, self.statuses))
                 if self.termination is not None and self.termination.arrived():
                     self.keep_record()
                     os._exit(128 + signal.SIGTERM)
@@ -318,7 +320,7 @@ class JobWatcher(threading.Thread):
         self._let_others_hear()
         self.over.set()
         self.join(GRACE)
-        self.store_watch.join(GRACE)
+        self.store_watch.stop()
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
@@ -358,14 +360,7 @@ class JobWatcher(threading.Thread):
         lost = self.signs.lost()
         if not lost:
             return None
-        has = "have" if len(lost) > 1 else "has"
-        died = RankFailed(
-            f"{ranks_text(lost)} ({_hosts(lost)}) {has} died: a connection broke, and since then "
-            f"no sign of life has come for {LOST_AFTER:g} s. The process was killed (perhaps for "
-            "want of memory: see the machine's log), or the machine has stopped.\n  rank "
-            f"{failure.rank} raised {failure.headline}\n\n{failure.traceback}",
-            min(lost),
-        )
+        died = RankFailed(death_text(lost, failure), min(lost))
         self.announce(died)
         if self.announced_here:
             died.announced_by = failure.rank  # type: ignore[attr-defined]
@@ -484,117 +479,17 @@ class JobWatcher(threading.Thread):
     def _place(self) -> str:
         return where(sys._current_frames().get(self.recorder.thread))
 
-    def _report_silence(self, silent: dict[int, str]) -> None:
-        """Say which ranks give no sign of life, and who waits for them. The run goes on."""
-        who = ranks_text(silent)
-        lines = [f"nothing has come from {who} ({_hosts(silent)}) for {SILENT_FOR} s"]
-        lines += [
-            waited(rank, status.blocked).replace("waited", "waits", 1)
-            for rank, status in enumerate(self.statuses)
-            if status.blocked is not None and rank not in silent
-        ]
-        lines.append(
-            "If this is a machine, it may have stopped or lost its network. If it is one process "
-            "of several, it may be stopped, or be busy in C code that keeps Python from running."
-        )
-        sys.stderr.write("[rank 0] " + "\n  ".join(lines) + "\n")
-        sys.stderr.flush()
-
-    def _watch_store(self) -> None:
-        """In a thread of its own: say that the store does not answer. The run goes on.
-
-        While a call of the store does not return, the watcher can't say anything.
-        """
-        seen, unchanged = -1, 0
-        while not self.over.wait(1.0):
-            unchanged = unchanged + 1 if self.turns == seen else 0
-            seen = self.turns
-            if unchanged == SILENT_FOR:
-                sys.stderr.write(
-                    f"[rank {self.recorder.rank}] the job's store at {_store_address()} has not "
-                    f"answered for {SILENT_FOR} s. Its machine may have stopped, or the network to "
-                    f"it. This rank is at {shown(self._place())}\n"
-                )
-                sys.stderr.flush()
-
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""
         if self.over.wait(2 * GRACE):
             return
         self.keep_record()
-        sys.stderr.write(
-            f"[rank {self.recorder.rank}] the connection to the job's store at {_store_address()} "
-            "has broken: the process that held it has ended, or its machine. This rank was at "
-            f"{shown(self._place())}\n"
+        write_line(
+            self.recorder.rank,
+            f"the connection to the job's store at {store_address()} has broken: the process that "
+            f"held it has ended, or its machine. This rank was at {shown(self._place())}",
         )
-        sys.stderr.flush()
         os._exit(1)
-
-
-class SignsOfLife:
-    """A count that each rank puts into the store every second, with the name of its host."""
-
-    def __init__(self, rank: int, size: int, store: dist.Store):
-        self.rank, self.size, self.store = rank, size, store
-        self.given, self.due = 0, 0.0
-        self.seen = [b""] * size
-        self.unchanged = [0] * size  # by rank: looks since its last sign
-        self.told: set[int] = set()  # silent ranks that have been named
-        self.next_look = 0.0
-
-    def give(self) -> None:
-        if time.monotonic() >= self.due:
-            self.given, self.due = self.given + 1, time.monotonic() + 1.0
-            self.store.set(f"alive/{self.rank}", to_json([self.given, socket.gethostname()]))
-
-    def newly_silent(self) -> dict[int, str]:
-        """Ranks from which nothing has come for SILENT_FOR looks, one a second; and their hosts.
-
-        Each silence is told once. Looks are counted and not seconds, because this process itself
-        may have been stopped for a while.
-        """
-        if time.monotonic() < self.next_look:
-            return {}
-        self.next_look = time.monotonic() + 1.0
-        texts = texts_of("alive", self.size, self.store)
-        for rank, text in enumerate(texts):
-            self.unchanged[rank] = self.unchanged[rank] + 1 if text == self.seen[rank] else 0
-        self.seen = texts
-        silent = {rank for rank, looks in enumerate(self.unchanged) if looks >= SILENT_FOR}
-        self.told &= silent
-        # a look later than it could be, so that the ranks of one host are told together
-        if all(self.unchanged[rank] == SILENT_FOR for rank in silent - self.told):
-            return {}
-        new, self.told = sorted(silent - self.told), silent
-        return {rank: str(from_json(texts[rank])[1]) for rank in new if texts[rank]}
-
-    def lost(self) -> dict[int, str]:
-        """Ranks from which no sign of life comes in LOST_AFTER seconds, and their hosts."""
-        before = texts_of("alive", self.size, self.store)
-        time.sleep(LOST_AFTER)
-        after = texts_of("alive", self.size, self.store)
-        return {
-            rank: str(from_json(text)[1])
-            for rank, text in enumerate(after)
-            if text and text == before[rank] and rank != self.rank
-        }
-
-
-def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
-    """What each rank has put into the store under this name; b"" if nothing yet."""
-    keys = [f"{name}/{rank}" for rank in range(size)]
-    if store.check(keys):
-        return store.multi_get(keys)
-    return [store.get(key) if store.check([key]) else b"" for key in keys]
-
-
-def _hosts(ranks: dict[int, str]) -> str:
-    names = sorted(set(ranks.values()))
-    return f"on {', '.join(names)}"
-
-
-def _store_address() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _store_outlives_ranks() -> bool:

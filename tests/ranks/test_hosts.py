@@ -93,9 +93,9 @@ def test_ranks_of_srun_on_four_hosts(tmp_path):
 
 # The second loop goes on until the test has made the file.
 TRAINING = """
-    import os, torch, torch.distributed as dist, parallel101.ranks.torchrun as torchrun
+    import os, torch, torch.distributed as dist, parallel101.ranks.signs_of_life as signs
 
-    torchrun.SILENT_FOR = 2
+    signs.SILENT_FOR = 2
     dist.init_process_group("gloo")
     done = torch.zeros(1)
     for _ in range(20):
@@ -140,9 +140,9 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(tmp_path, cap
 
 
 RESTARTED = """
-    import os, time, torch, torch.distributed as dist, parallel101.ranks.torchrun as torchrun
+    import os, time, torch, torch.distributed as dist, parallel101.ranks.signs_of_life as signs
 
-    torchrun.LOST_AFTER = 1.5
+    signs.LOST_AFTER = 1.5
     dist.init_process_group("gloo")
     alone = dist.get_world_size() == 1
     open(f"ready {dist.get_rank()} of {dist.get_world_size()}", "w").close()
