@@ -14,6 +14,7 @@ import pytest
 import parallel101 as p101
 from parallel101.ranks.schedulers import torchrun_variables
 from parallel101.ranks.script import free_port
+from parallel101.ranks.torchrun import loopback_explained
 
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
@@ -74,6 +75,15 @@ def test_a_missing_address_is_explained(environ, advice, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"(?s)MASTER_ADDR .*not both set.*{advice}"):
         p101.launch(print)
+
+
+def test_a_host_whose_name_is_loopback_is_explained():
+    refused = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:6063$0"
+    advice = r"at 127\.0\.1\.1, which is .*GLOO_SOCKET_IFNAME"
+    with pytest.raises(RuntimeError, match=advice), loopback_explained():
+        raise RuntimeError(f"Gloo connectFullMesh failed with {refused}")
+    with pytest.raises(RuntimeError, match="no space"), loopback_explained():
+        raise RuntimeError("no space")
 
 
 # Both ranks are forks of a process that has imported torch.
