@@ -121,7 +121,7 @@ def simulate(
     network = Network() if network is None else network
     world = World(world_size, network, mirrors)
     if not recording:
-        world.events = NoEvents()
+        world.events, world.recording = NoEvents(), False
     torch_worlds = [torch_private.RankWorld() for _ in world.ranks]
     shared: SharedState
     new_group: Callable[..., SimGroup]
