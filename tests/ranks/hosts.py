@@ -112,11 +112,13 @@ class Host:
             ["unshare", *kinds, f"--monotonic={clock}", "sh", "-c", f"{begin} echo; exec cat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             assert self.process.stdout is not None
             if not self.process.stdout.readline():
-                raise OSError("unshare failed")
+                raise OSError(self.process.communicate()[1].strip())
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
             self.first = int(children.read_text())  # its process number 1
             switch.add(port)
