@@ -179,6 +179,11 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit (default: none)",
     )
     run.add_argument(
+        "--keep-waiting",
+        action="store_true",
+        help="print a deadlock, and let the script's own time limits end it (default: end the run)",
+    )
+    run.add_argument(
         "--record",
         metavar="DIR",
         type=Path,
@@ -448,7 +453,8 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
             "--chrome FILE here"
         )
     os.environ["MASTER_PORT"] = str(free_port())
-    options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
+    names = ("world_size", "network", "rules", "timeout", "keep_waiting")
+    options = {name: getattr(args, name) for name in names}
     try:
         trace = launch(
             run_script, script, trace=True, backend=args.backend or "gloo", **options
@@ -490,6 +496,7 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             backend=backend,
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
+            keep_waiting=args.keep_waiting,
             keep=lambda record: write_rank_file(
                 args.record, rank, size, backend, record.events, record.unfinished
             ),

@@ -129,6 +129,8 @@ def launch(
     rules: str = "gloo",
     device: str | None = None,
     mirrors: MirroredAxes | None = None,
+    keep_waiting: bool = False,
+    stuck_after: float = 30.0,
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
@@ -156,6 +158,13 @@ def launch(
         mirrors: on sim, which ranks of a mesh have a thread and stand for the others, in a program
             that does the same on all of them: a `sim.mirrored.MirroredAxes`. `results` are of those
             ranks, and the run is recorded only with `trace`. None: all have one.
+        keep_waiting: the program handles the time limits of its process groups itself. A deadlock
+            that such a limit ends is only printed, and the run goes on. Without it, a deadlock ends
+            the run at once, whatever the limit. (A limit given to one call, as in
+            `work.wait(timedelta(seconds=5))`, is always left to the program.)
+        stuck_after: seconds without progress after which the ranks that others wait for are
+            printed with their Python stacks; again after twice the time, and so on. The run goes
+            on. Infinity: never.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
@@ -188,6 +197,7 @@ def launch(
             recording=recording,
             timeout=timeout,
             payload_bytes=payload_bytes,
+            keep_waiting=keep_waiting,
         )
         run = Run(
             results,
@@ -230,6 +240,8 @@ def launch(
                 rules=rules,
                 device=device,
                 mirrors=mirrors,
+                keep_waiting=keep_waiting,
+                stuck_after=stuck_after,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),

@@ -137,18 +137,16 @@ class Monitor:
                 raise self._root_cause()
             if (deadlock := self.wait_for.confirmed_deadlock(now)) is not None:
                 raise self.call_checker.error() or deadlock
-            all_wait = all(
-                status.blocked is not None or status.returned for status in self.wait_for.ranks
-            )
+            if (report := self.wait_for.report_of_limits(now)) is not None:
+                self.screen.lines("stderr", f"parallel101: {report}".splitlines())
+            all_wait = all(status.stuck or status.returned for status in self.wait_for.ranks)
             if idle is not None and idle.stuck(now, all_wait, self.wait_for.receive_dropped):
                 raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
             if now >= deadline:
                 raise self.call_checker.error() or self._timed_out()
-            next_look = [deadline]
+            next_look = [deadline, self.wait_for.next_look]
             if self.fail_at is not None:
                 next_look.append(self.fail_at)
-            if self.wait_for.suspected is not None:
-                next_look.append(self.wait_for.due)
             if idle is not None and idle.idle_since is not None:
                 next_look.append(idle.due)
             if self.checked:
@@ -212,11 +210,11 @@ class Monitor:
         if kind == CALL:
             self._check_call(Call(*value))
         elif kind == BLOCKED:
-            call, report = value
+            call, limit, report = value
             rank.take_report(report)
-            rank.status.blocked = Call(*call)
+            rank.status.blocked, rank.status.limit = Call(*call), limit
         elif kind == UNBLOCKED:
-            rank.status.blocked = None
+            rank.status.blocked = rank.status.limit = None
         elif kind == RECORD:
             rank.record, report = value
             rank.take_report(report)
@@ -225,7 +223,7 @@ class Monitor:
         elif kind == PLACES:
             rank.places = value
         elif kind == FAILURE:
-            rank.failure, rank.status.blocked = value, None
+            rank.failure, rank.status.blocked, rank.status.limit = value, None, None
             others_may_fail = value.consequence and len(self.ranks) > 1
             self._fail_within(WAIT_FOR_OTHERS if others_may_fail else WAIT_FOR_CAUSE)
 

@@ -125,6 +125,7 @@ def record_script(
     backend: str,
     world_size: int | None,
     timeout: float,
+    keep_waiting: bool,
     keep: Callable[[RankRecord], None],
 ) -> None:
     """Run a script as this process's rank of torchrun's job.
@@ -137,6 +138,7 @@ def record_script(
         "world_size": world_size,
         "backend": backend,
         "timeout": timeout,
+        "keep_waiting": keep_waiting,
         "keep_record": keep,
     }
     join_job(run_script, (script,), {}, recording=True, **options)

@@ -94,6 +94,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
             payload_bytes=job.payload_bytes,
             mirrors=job.mirrors,
             recording=job.recording,
+            keep_waiting=job.keep_waiting,
             on_start=watcher.watch,
         )
     _this_thread.rank = None

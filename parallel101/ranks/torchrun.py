@@ -65,6 +65,7 @@ def join_job(
     timeout: float,
     payload_bytes: int = 0,
     keep_record: Callable[[RankRecord], None] | None = None,
+    keep_waiting: bool = False,
 ) -> tuple[list[Any], list[RankRecord]]:
     """Run fn as this process's rank of the job; see `launch`.
 
@@ -95,6 +96,7 @@ def join_job(
         recording=recording,
         payload_bytes=payload_bytes,
         on_call=calls.append if recording else None,
+        keep_waiting=keep_waiting,
     )
     # a call blocks its connection, so the watcher needs its own
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
@@ -262,7 +264,8 @@ class JobWatcher(threading.Thread):
                     and (blocked is None or blocked is seen)
                 ):
                     call = None if blocked is None else blocked.call(self._place())
-                    self._publish(RankStatus(call, False, *self.recorder.report()))
+                    limit = None if blocked is None else blocked.caught_after
+                    self._publish(RankStatus(call, False, *self.recorder.report(), limit=limit))
                     published = blocked
                 seen = blocked
                 self._publish_calls()
@@ -340,6 +343,8 @@ class JobWatcher(threading.Thread):
             self.announce(misuse)
         elif (deadlock := self.wait_for.confirmed_deadlock(time.monotonic())) is not None:
             self.announce(deadlock)
+        elif (report := self.wait_for.report_of_limits(time.monotonic())) is not None:
+            sys.stderr.write(f"parallel101: {report}\n")
         for rank in range(self.size) if self.recorder.on_call is not None else ():
             while self.store.check([f"calls/{rank}/{self.batches_read[rank]}"]):
                 for call in pickle.loads(self.store.get(f"calls/{rank}/{self.batches_read[rank]}")):

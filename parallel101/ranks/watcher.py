@@ -103,9 +103,8 @@ class Watcher(ControlThread):
         if blocked is not None and blocked is self.seen and self.reported is None:
             # another thread posted while the counts were copied: report at the next look
             with contextlib.suppress(RuntimeError):
-                self.wire.send(
-                    BLOCKED, (tuple(blocked.call(self._place())), self.recorder.report())
-                )
+                call = tuple(blocked.call(self._place()))
+                self.wire.send(BLOCKED, (call, blocked.caught_after, self.recorder.report()))
                 self.reported = blocked
         self.seen = blocked
 
@@ -150,15 +149,10 @@ class BlockedDetector:
     def blocked_in(self) -> PostedCall | None:
         """The call in which the program is blocked.
 
-        None while it runs, while another of its threads may still post, and if the call ends by a
-        time limit of the program's own.
+        None while it runs, and while another of its threads may still post.
         """
         waiting = self.recorder.waiting or self._in_backward()
-        return (
-            None
-            if waiting is None or waiting.times_out or _others_at_work(self.recorder.thread)
-            else waiting
-        )
+        return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
 
     def _in_backward(self) -> PostedCall | None:
         """The call whose future torch's C++ waits for, as DDP's backward does.

@@ -78,6 +78,8 @@ class Job:
     rules: str  # on sim: "gloo" or "nccl"
     device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
     mirrors: Any  # on sim: a MirroredAxes, or None: all ranks have a thread
+    keep_waiting: bool  # the program handles the time limits of its groups itself
+    stuck_after: float  # on sim: seconds without progress after which there is a report
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]

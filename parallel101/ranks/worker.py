@@ -98,6 +98,7 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
         recording=job.recording,
         payload_bytes=job.payload_bytes,
         on_call=_call_sender(wire, calls) if job.recording else None,
+        keep_waiting=job.keep_waiting,
     )
     watcher = Watcher(recorder, wire)
     watcher.start()
