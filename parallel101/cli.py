@@ -184,6 +184,14 @@ def _parser() -> argparse.ArgumentParser:
         help="print a deadlock, and let the script's own time limits end it (default: end the run)",
     )
     run.add_argument(
+        "--stuck-after",
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="without progress for so long, print the stacks of the ranks that others wait for "
+        "(default: 30), again after pauses that double; the run goes on",
+    )
+    run.add_argument(
         "--record",
         metavar="DIR",
         type=Path,
@@ -453,7 +461,7 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
             "--chrome FILE here"
         )
     os.environ["MASTER_PORT"] = str(free_port())
-    names = ("world_size", "network", "rules", "timeout", "keep_waiting")
+    names = ("world_size", "network", "rules", "timeout", "keep_waiting", "stuck_after")
     options = {name: getattr(args, name) for name in names}
     try:
         trace = launch(

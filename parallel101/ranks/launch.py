@@ -31,7 +31,6 @@ from parallel101.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
 from parallel101.record.calls import never_waited, sends_never_waited
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.trace import Trace
-from parallel101.record.where import shown
 from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
 from parallel101.sim.virtual_gpu import GpuCount
@@ -225,7 +224,14 @@ def launch(
     rendezvous = Rendezvous(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
     prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
-    monitor = Monitor(processes, timeout, prefixes, checked=recording, on_gloo=backend == "gloo")
+    monitor = Monitor(
+        processes,
+        timeout,
+        prefixes,
+        checked=recording,
+        on_gloo=backend == "gloo",
+        stuck_after=stuck_after,
+    )
     explained = False
     try:
         for rank in monitor.ranks:
@@ -271,9 +277,9 @@ def launch(
         explained = __tracebackhide__ = True
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as interrupt:
-        monitor.ask_places(0.3)
-        for number, place in (pair for rank in monitor.ranks for pair in rank.places or []):
-            print(f"interrupted: rank {number} was at {shown(place)}", file=sys.stderr)
+        print(
+            "interrupted: what the ranks did", *monitor.what_ranks_do(), sep="\n", file=sys.stderr
+        )
         if recording:
             monitor.ask_records(TO_SEND_A_RECORD)
             interrupt.trace = _trace(monitor.records(), size, backend)  # type: ignore[attr-defined]

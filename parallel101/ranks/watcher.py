@@ -22,13 +22,14 @@ from types import FrameType
 
 import torch
 
+from parallel101.ranks.rank_stack import RankStack, StackReader
 from parallel101.ranks.wire import (
-    ASK_PLACES,
     ASK_RECORD,
+    ASK_STACKS,
     BLOCKED,
     EXIT,
-    PLACES,
     RECORD,
+    STACKS,
     UNBLOCKED,
     RankRecord,
     Wire,
@@ -67,8 +68,8 @@ class ControlThread(threading.Thread):
             exit_process(1)
         if kind == EXIT:
             self.may_exit.set()
-        elif kind == ASK_PLACES:
-            self.wire.send(PLACES, self.places())
+        elif kind == ASK_STACKS:
+            self.wire.send(STACKS, self.stacks())
         elif kind == ASK_RECORD:
             self.send_record()
 
@@ -78,8 +79,8 @@ class ControlThread(threading.Thread):
     def send_record(self) -> None:
         """Send what was recorded so far."""
 
-    def places(self) -> list[tuple[int, str]]:
-        """Where the program is: ranks, each with a "file:line"."""
+    def stacks(self) -> list[RankStack]:
+        """What each rank of this process does."""
         return []
 
 
@@ -90,12 +91,14 @@ class Watcher(ControlThread):
         super().__init__(wire)
         self.recorder = recorder
         self.detector = BlockedDetector(recorder)
+        self.stack_reader = StackReader(recorder)
         # where the rank is, if not in the program; else ""
         self.outside = "its start, before the program"
         self.seen: PostedCall | None = None
         self.reported: PostedCall | None = None
 
     def look(self) -> None:
+        self.stack_reader.look()
         blocked = self.detector.blocked_in()
         if self.reported is not None and blocked is not self.reported:
             self.wire.send(UNBLOCKED)
@@ -118,8 +121,8 @@ class Watcher(ControlThread):
             ),
         )
 
-    def places(self) -> list[tuple[int, str]]:
-        return [(self.recorder.rank, self.outside or self._place())]
+    def stacks(self) -> list[RankStack]:
+        return [self.stack_reader.read(self.outside)]
 
     def _place(self) -> str:
         return where(sys._current_frames().get(self.recorder.thread))

@@ -180,6 +180,11 @@ class RankRecorder:
         finally:
             self.waiting = before
 
+    @property
+    def calls_posted(self) -> int:
+        """How many messages and collectives so far. Other threads may ask."""
+        return sum(self.posted.values()) + sum(self.collectives.values())
+
     def report(self) -> StatusReport:
         """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
         recent = {group: list(operations) for group, operations in dict(self.recent).items()}
