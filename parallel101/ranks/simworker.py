@@ -187,9 +187,9 @@ class SimWatcher(ControlThread):
 
     def stacks(self) -> list[RankStack]:
         frames, found = sys._current_frames(), []
-        running, waits = (
-            (None, {}) if self.shared is None else what_ranks_wait_for(self.shared.world)
-        )
+        if self.shared is None:
+            return []
+        running, waits = what_ranks_wait_for(self.shared.world)
         for rank, thread in sorted(self.threads.items()):
             if (frame := frames.get(thread)) is None:
                 continue

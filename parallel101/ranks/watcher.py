@@ -15,14 +15,13 @@ import contextlib
 import os
 import select
 import sys
-import sysconfig
 import threading
 import time
 from types import FrameType
 
 import torch
 
-from parallel101.ranks.rank_stack import RankStack, StackReader
+from parallel101.ranks.rank_stack import INSTALLED, RankStack, StackReader
 from parallel101.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
@@ -132,9 +131,6 @@ class Watcher(ControlThread):
 
 
 _WAITING = (*torch.autograd.__path__, *torch.futures.__path__)  # where torch waits for futures
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 
 
 class BlockedDetector:
@@ -201,7 +197,7 @@ def _others_at_work(program: int) -> bool:
 def _in_program(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
-        if not is_inside(name) and not name.startswith(_INSTALLED):
+        if not is_inside(name) and not name.startswith(INSTALLED):
             return True
         frame = frame.f_back
     return False
