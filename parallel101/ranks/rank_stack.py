@@ -51,7 +51,7 @@ class RankStack(NamedTuple):
     native: str = ""  # the function in C that it is in, and where in the system; "" if not known
     quiet: float | None = None  # seconds in which it has called nothing of torch.distributed
     cpu: float | None = None  # seconds of CPU time that its process used in these
-    waits: str = ""  # on sim: the call that it waits in, and for whom
+    waits: str = ""  # on sim: "in recv for rank 1", or "for its turn"
 
 
 class StackReader:

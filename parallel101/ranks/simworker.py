@@ -194,7 +194,7 @@ class SimWatcher(ControlThread):
             if (frame := frames.get(thread)) is None:
                 continue
             if rank != running:
-                waits_for = waits.get(rank, "its turn")
+                waits_for = waits.get(rank, "for its turn")
                 found.append(RankStack(rank, where(frame), [], waits=waits_for))
                 continue
             times = time.monotonic() - self.since, time.process_time() - self.cpu
@@ -204,15 +204,14 @@ class SimWatcher(ControlThread):
 
 
 def what_ranks_wait_for(world: World) -> tuple[int, dict[int, str]]:
-    """The rank that runs, and for each that waits, in what and for whom."""
+    """The rank that runs, and for each that waits for others, in what and for whom."""
     waits = {}
     for rank in [*world.ranks, *([] if world.second is None else world.second.ranks)]:
         # the ranks go on meanwhile, and may change what is being read
         with contextlib.suppress(RuntimeError):
             if (work := rank.waiting) is not None and not rank.finished:
-                missing = work.missing()
-                whom = f" for {ranks_text(missing)}" if missing else ""
-                waits[rank.number] = f"{work.call().kind}{whom}"
+                if missing := work.missing():
+                    waits[rank.number] = f"in {work.call().kind} for {ranks_text(missing)}"
     return world.ranks[world._current].number, waits
 
 

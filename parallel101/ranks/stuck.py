@@ -125,7 +125,7 @@ def report_lines(
                 "Python's lock"
             )
         elif stack.waits:
-            lines.append(f"rank {rank} waits in {stack.waits}, at {shown(stack.place)}")
+            lines.append(f"rank {rank} waits {stack.waits}, at {shown(stack.place)}")
         else:
             lines += [f"rank {rank} is at {shown(stack.place)}", *_details(stack)]
     return lines
@@ -156,5 +156,5 @@ def stuck_text(lines: list[str], seconds: float, pause: float) -> str:
         pause: seconds until the next report.
     """
     head = f"parallel101: no progress for {int(seconds)} s, and no deadlock that can be proven."
-    end = f"The run goes on. If nothing changes, the next report comes in {pause:g} s."
+    end = f"The run goes on. If nothing changes, the next report comes in {pause:.0f} s."
     return "\n  ".join([head, *lines, end])
