@@ -482,9 +482,10 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
 def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
     from parallel101.ranks.script import record_script
+    from parallel101.ranks.torchrun import rank_and_size
     from parallel101.record.rank_files import rank_file, write_rank_file
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = rank_and_size()
     wrong = next(
         (f"--{name}" for name in ("page", "chrome", "network") if getattr(args, name) is not None),
         None,
@@ -492,8 +493,8 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     if args.record is None or wrong:
         what = f"{wrong} can't be used" if wrong else "--record DIR is needed"
         raise ValueError(
-            f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 merge "
-            "DIR` makes the page of all"
+            f"{what} in a job that torchrun, srun or mpirun started: each rank writes a file to "
+            "DIR, and `parallel101 merge DIR` makes the page of all"
         )
     args.record.mkdir(parents=True, exist_ok=True)
     rank_file(args.record, rank).unlink(missing_ok=True)  # of an earlier run
@@ -505,6 +506,8 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
             keep_waiting=args.keep_waiting,
+            stuck_after=args.stuck_after,
+            folder=args.record,
             keep=lambda record: write_rank_file(
                 args.record, rank, size, backend, record.events, record.unfinished
             ),

@@ -197,6 +197,7 @@ def launch(
             timeout=timeout,
             payload_bytes=payload_bytes,
             keep_waiting=keep_waiting,
+            stuck_after=stuck_after,
         )
         run = Run(
             results,

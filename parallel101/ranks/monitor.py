@@ -322,9 +322,8 @@ class Monitor:
         detector, now = self.stuck_detector, time.monotonic()
         quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
         if ranks := detector.stuck(now, self.wait_for, quiet):
-            waited = now - min(since for _, since in detector.waits.values())
             lines = report_lines(self.wait_for, stacks, ranks)
-            self._say(stuck_text(lines, waited, detector.pause).splitlines())
+            self._say(stuck_text(lines, detector.waited(now), detector.pause).splitlines())
 
     def what_ranks_do(self) -> list[str]:
         """What each rank waits for, or where it is, with its stack."""

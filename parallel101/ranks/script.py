@@ -126,11 +126,14 @@ def record_script(
     world_size: int | None,
     timeout: float,
     keep_waiting: bool,
+    stuck_after: float,
+    folder: Path,
     keep: Callable[[RankRecord], None],
 ) -> None:
     """Run a script as this process's rank of torchrun's job.
 
-    `keep` gets what the rank recorded, also if the script fails.
+    `keep` gets what the rank recorded, also if the script fails. Reports of stuck ranks are also
+    written to the folder.
 
     Raises what `launch` raises.
     """
@@ -139,6 +142,8 @@ def record_script(
         "backend": backend,
         "timeout": timeout,
         "keep_waiting": keep_waiting,
+        "stuck_after": stuck_after,
+        "folder": folder,
         "keep_record": keep,
     }
     join_job(run_script, (script,), {}, recording=True, **options)

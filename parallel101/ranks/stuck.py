@@ -85,6 +85,10 @@ class StuckDetector:
             self.not_before = now + max(retry, SHORTEST_PAUSE)
         return found
 
+    def waited(self, now: float) -> float:
+        """Seconds for which the first rank has waited."""
+        return now - min((since for _, since in self.waits.values()), default=now)
+
     def _chain(self, rank: int, graph: WaitForGraph) -> set[int]:
         """A waiting rank, the ranks that it waits for, those that they wait for, and so on."""
         chain: set[int] = set()

@@ -1,0 +1,181 @@
+"""Reports in a job of torchrun of ranks that keep the others waiting.
+
+    rank 0    asks: "stacks/asked" is now 3 ──▶ the job's store ──▶ every rank, within a second
+    all ranks answer: "stacks/3/<rank>"     ──▶ the job's store ──▶ rank 0: its stderr, and
+                                                                    reports.txt in the record's folder
+
+Rank 0 asks when ranks have waited for long (see stuck.py), and any rank that gets SIGUSR1 asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from parallel101.ranks.job_messages import from_json, to_json
+from parallel101.ranks.rank_stack import (
+    STACK_SIGNAL,
+    RankStack,
+    StackReader,
+    stack_of_dump,
+    stack_on_signal,
+)
+from parallel101.ranks.stuck import StuckDetector, report_lines, stuck_text
+from parallel101.record.recorder import RankRecorder
+from parallel101.record.wait_for import RankStatus, WaitForGraph
+
+LOOK = 1.0  # seconds between two looks at whether a rank has asked
+TO_ANSWER = 2.5  # seconds for all ranks to answer
+TO_DUMP = 0.5  # seconds for a rank to write its stack when a signal has asked for it
+
+
+class JobReports:
+    """Answers for one rank, and on rank 0 writes the reports. One thread uses it.
+
+    Args:
+        recorder: of the rank.
+        store: of the launch.
+        size: ranks of the job.
+        after: seconds without progress until the first report; infinity: none.
+        folder: where reports are written to, besides stderr; or None.
+    """
+
+    def __init__(
+        self,
+        recorder: RankRecorder,
+        store: dist.Store,
+        size: int,
+        after: float,
+        folder: Path | None,
+    ):
+        self.rank, self.store, self.size, self.folder = recorder.rank, store, size, folder
+        self.reader = StackReader(recorder)
+        self.detector = StuckDetector(after)
+        self.answered = self.reported = 0  # requests, by number
+        self.own = 0  # the number of the last one that came from the detector
+        self.next_look = self.until = 0.0
+        self.silent: list[int] = []  # ranks that a signal has asked
+        self.dump = None if folder is None else (folder / dump_name(self.rank)).open("w")
+        stack_on_signal(self.dump or sys.__stderr__ or sys.stderr)
+        store.set(f"process/{self.rank}", to_json([socket.gethostname(), os.getpid()]))
+        if folder is not None and self.rank == 0:
+            (folder / "reports.txt").unlink(missing_ok=True)  # of an earlier run
+
+    def look(self, graph: WaitForGraph) -> None:
+        """To be called ten times a second. `graph`: on rank 0, with the status of all ranks."""
+        self.reader.look()
+        now = time.monotonic()
+        if now >= self.next_look:
+            self.next_look = now + LOOK
+            self._answer()
+        if self.rank:
+            return
+        if self.answered > self.reported:
+            self._collect(now, graph)
+        elif now >= self.detector.due(now, graph):
+            self.own = self.ask()
+            self._answer()
+
+    def ask(self) -> int:
+        """Ask for a report of what all ranks do. Returns its number."""
+        self.next_look = 0.0
+        return self.store.add("stacks/asked", 1)
+
+    def say(self, text: str) -> None:
+        """Write a report."""
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+        if self.folder is not None:
+            with (self.folder / "reports.txt").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
+
+    def say_own(self, why: str, status: RankStatus) -> None:
+        """Write what this rank does."""
+        graph = WaitForGraph(self.size)
+        graph.ranks[self.rank] = status
+        lines = report_lines(graph, {self.rank: self.reader.read()}, [self.rank])
+        self.say("\n  ".join([f"[rank {self.rank}] {why}", *lines]))
+
+    def close(self) -> None:
+        """The launch is over: leave no empty file behind."""
+        if self.dump is not None and self.folder is not None:
+            self.dump.close()
+            path = self.folder / dump_name(self.rank)
+            with contextlib.suppress(OSError):
+                if path.stat().st_size == 0:
+                    path.unlink()
+
+    def _answer(self) -> None:
+        if (asked := self.store.add("stacks/asked", 0)) > self.answered:
+            self.answered = asked
+            self.store.set(f"stacks/{asked}/{self.rank}", to_json(self.reader.read()))
+            self.until = time.monotonic() + TO_ANSWER
+
+    def _collect(self, now: float, graph: WaitForGraph) -> None:
+        """On rank 0: report as soon as all ranks have answered, or have had the time to."""
+        keys = {rank: f"stacks/{self.answered}/{rank}" for rank in range(self.size)}
+        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        if len(there) < self.size and now < self.until:
+            return
+        missing = [rank for rank in keys if rank not in there]
+        if missing and not self.silent:
+            self.silent, self.until = missing, now + TO_DUMP
+            for pid in self._processes_here(missing).values():
+                _signal(pid)
+            return
+        stacks = {rank: from_json(self.store.get(key)) for rank, key in there.items()}
+        for rank, pid in self._processes_here(missing).items():
+            if dump := self._dump_of(rank):
+                stacks[rank] = stack_of_dump(rank, dump, pid)
+        for key in there.values():
+            self.store.delete_key(key)
+        by_hand = self.answered != self.own
+        self.reported, self.silent = self.answered, []
+        self._report(time.monotonic(), graph, stacks, by_hand)
+
+    def _report(
+        self, now: float, graph: WaitForGraph, stacks: dict[int, RankStack], by_hand: bool
+    ) -> None:
+        if by_hand:
+            lines = report_lines(graph, stacks)
+            self.say("\n  ".join(["parallel101: what the ranks do now (SIGUSR1)", *lines]))
+            return
+        quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
+        if ranks := self.detector.stuck(now, graph, quiet):
+            lines = report_lines(graph, stacks, ranks)
+            self.say(stuck_text(lines, self.detector.waited(now), self.detector.pause))
+
+    def _processes_here(self, ranks: Sequence[int]) -> dict[int, int]:
+        """The process ids of those ranks that run on this host."""
+        found = {}
+        for rank in ranks:
+            if self.store.check([f"process/{rank}"]):
+                host, pid = from_json(self.store.get(f"process/{rank}"))
+                if host == socket.gethostname():
+                    found[rank] = pid
+        return found
+
+    def _dump_of(self, rank: int) -> str:
+        if self.folder is None:
+            return ""
+        with contextlib.suppress(OSError):
+            return (self.folder / dump_name(rank)).read_text(errors="replace")
+        return ""
+
+
+def dump_name(rank: int) -> str:
+    """The file to which a rank writes its stack while C code keeps Python from running there."""
+    return f"stack-of-rank-{rank}.txt"
+
+
+def _signal(pid: int) -> None:
+    if STACK_SIGNAL is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, STACK_SIGNAL)

@@ -1,0 +1,112 @@
+"""Ranks of srun and mpirun join a launch as those of torchrun do. A batch script is no rank.
+
+The variables are those of Slurm 26.05's man pages and of Open MPI's and MPICH's documentation.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import parallel101 as p101
+from parallel101.ranks.schedulers import torchrun_variables
+from parallel101.ranks.script import free_port
+
+BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+RANK_1_OF_8 = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (STEP, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}),
+        (OPEN_MPI, RANK_1_OF_8),
+        (MPICH, RANK_1_OF_8),
+        # mpirun started its daemon by srun, and torchrun was started by srun
+        ({**STEP, **OPEN_MPI}, RANK_1_OF_8),
+        ({**STEP, **RANK_1_OF_8}, RANK_1_OF_8),
+        ({}, {}),
+        (BATCH_SCRIPT, {}),
+        # newer versions number the batch script, as -5, and the shell that salloc opens
+        ({**STEP, "SLURM_STEP_ID": "-5"}, {}),
+        ({**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)}, {}),
+        # srun --pty bash
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, {}),
+    ],
+    ids=[
+        "srun",
+        "Open MPI",
+        "MPICH",
+        "mpirun in Slurm",
+        "torchrun in Slurm",
+        "no job",
+        "sbatch",
+        "sbatch with a number",
+        "salloc",
+        "one task",
+    ],
+)
+def test_who_is_a_rank(environ, found):
+    assert torchrun_variables(environ) == found
+
+
+@pytest.mark.parametrize(
+    ("environ", "advice"),
+    [(STEP, "scontrol show hostnames"), (OPEN_MPI, "mpirun -x"), (MPICH, "mpiexec -genv")],
+    ids=["srun", "Open MPI", "MPICH"],
+)
+def test_a_missing_address_is_explained(environ, advice, monkeypatch):
+    for name in RANK_1_OF_8:
+        monkeypatch.setenv(name, "")  # so that it is restored: launch sets what torchrun sets
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"(?s)MASTER_ADDR .*not both set.*{advice}"):
+        p101.launch(print)
+
+
+SCRIPT = """
+import os, sys, torch.distributed as dist, parallel101 as p101
+job = p101.launch(lambda: [dist.get_rank(), os.environ["LOCAL_RANK"]])
+sys.stdout.write(f"{job.results}\\n")
+sys.stdout.flush()
+p101.launch(lambda: 1 / 0 if dist.get_rank() == 0 else dist.barrier())
+"""
+
+
+def test_a_job_whose_rank_0_holds_the_store_tells_all_ranks_what_failed():
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={
+                **os.environ,
+                **BATCH_SCRIPT,
+                **address,
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        output, errors = rank.communicate(timeout=120)
+        assert output == "[[0, '0'], [1, '1']]\n", errors
+        assert rank.returncode == 1
+        assert "RankFailed: rank 0 raised ZeroDivisionError" in errors
