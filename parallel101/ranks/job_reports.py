@@ -2,7 +2,7 @@
 
     rank 0    asks: "stacks/asked" is now 3 ──▶ the job's store ──▶ every rank, within a second
     all ranks answer: "stacks/3/<rank>"     ──▶ the job's store ──▶ rank 0: its stderr, and
-                                                                    reports.txt in the record's folder
+                                                         reports.txt in the record's folder
 
 Rank 0 asks when ranks have waited for long (see stuck.py), and any rank that gets SIGUSR1 asks.
 """
@@ -24,6 +24,7 @@ from parallel101.ranks.rank_stack import (
     STACK_SIGNAL,
     RankStack,
     StackReader,
+    no_stack_on_signal,
     stack_of_dump,
     stack_on_signal,
 )
@@ -105,6 +106,7 @@ class JobReports:
 
     def close(self) -> None:
         """The launch is over: leave no empty file behind."""
+        no_stack_on_signal()
         if self.dump is not None and self.folder is not None:
             self.dump.close()
             path = self.folder / dump_name(self.rank)

@@ -190,6 +190,13 @@ def stack_on_signal(file: int | IO, all_threads: bool = False) -> None:
             faulthandler.register(number, file, all_threads=all_threads)
 
 
+def no_stack_on_signal() -> None:
+    """Undo `stack_on_signal`."""
+    for number in (STACK_SIGNAL, USER_SIGNAL):
+        if number is not None:
+            faulthandler.unregister(number)
+
+
 def stack_of_dump(rank: int, dump: str, pid: int) -> RankStack:
     """The stack that `stack_on_signal` wrote. It has no source lines."""
     found = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)

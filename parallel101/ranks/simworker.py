@@ -209,9 +209,9 @@ def what_ranks_wait_for(world: World) -> tuple[int, dict[int, str]]:
     for rank in [*world.ranks, *([] if world.second is None else world.second.ranks)]:
         # the ranks go on meanwhile, and may change what is being read
         with contextlib.suppress(RuntimeError):
-            if (work := rank.waiting) is not None and not rank.finished:
-                if missing := work.missing():
-                    waits[rank.number] = f"in {work.call().kind} for {ranks_text(missing)}"
+            work = None if rank.finished else rank.waiting
+            if work is not None and (missing := work.missing()):
+                waits[rank.number] = f"in {work.call().kind} for {ranks_text(missing)}"
     return world.ranks[world._current].number, waits
 
 

@@ -579,7 +579,10 @@ class TerminationSignal:
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(writer, False)
-        self.handlers = {signal.SIGTERM: self._noted, signal.SIGINT: signal.default_int_handler}
+        self.handlers: dict[int, Any] = {
+            signal.SIGTERM: self._noted,
+            signal.SIGINT: signal.default_int_handler,
+        }
         signal.signal(signal.SIGTERM, self._noted)
         if USER_SIGNAL is not None:
             self.handlers[USER_SIGNAL] = self._noted
