@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ from parallel101.ranks.rank_stack import (
 )
 from parallel101.ranks.stuck import StuckDetector, report_lines, stuck_text
 from parallel101.record.recorder import RankRecorder
-from parallel101.record.wait_for import RankStatus, WaitForGraph
+from parallel101.record.wait_for import WaitForGraph
 
 LOOK = 1.0  # seconds between two looks at whether a rank has asked
 TO_ANSWER = 2.5  # seconds for all ranks to answer
@@ -56,7 +57,9 @@ class JobReports:
         after: float,
         folder: Path | None,
     ):
-        self.rank, self.store, self.size, self.folder = recorder.rank, store, size, folder
+        self.recorder, self.store, self.size, self.folder = recorder, store, size, folder
+        self.rank = recorder.rank
+        self.said = False  # that this rank was interrupted
         self.reader = StackReader(recorder)
         self.detector = StuckDetector(after)
         self.answered = self.reported = 0  # requests, by number
@@ -97,12 +100,23 @@ class JobReports:
             with (self.folder / "reports.txt").open("a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
-    def say_own(self, why: str, status: RankStatus) -> None:
-        """Write what this rank does."""
+    def interrupted(self, frame: FrameType | None = None) -> None:
+        """Ctrl-C has come: write what this rank does, once.
+
+        `frame`: where its program is, if its own thread calls this.
+        """
+        if self.said:
+            return
+        self.said = True
+        stack = self.reader.read(interrupted=frame)
         graph = WaitForGraph(self.size)
-        graph.ranks[self.rank] = status
-        lines = report_lines(graph, {self.rank: self.reader.read()}, [self.rank])
-        self.say("\n  ".join([f"[rank {self.rank}] {why}", *lines]))
+        if (waiting := self.recorder.waiting) is not None:
+            # what the other ranks have posted is not known here
+            call = waiting.call(stack.place)
+            peer = f" for rank {call.peers[0]}" if len(call.peers) == 1 else ""
+            stack = stack._replace(waits=f"in {call.kind}{peer}")
+        lines = report_lines(graph, {self.rank: stack}, [self.rank])
+        self.say("\n  ".join([f"[rank {self.rank}] interrupted", *lines]))
 
     def close(self) -> None:
         """The launch is over: leave no empty file behind."""

@@ -74,17 +74,22 @@ class StackReader:
             if (calls := self.recorder.calls_posted) != self.calls:
                 self.calls, self.since, self.cpu = calls, now, time.process_time()
 
-    def read(self, outside: str = "") -> RankStack:
-        """The stack now. `outside`: where the rank is, if it isn't in its program."""
+    def read(self, outside: str = "", interrupted: FrameType | None = None) -> RankStack:
+        """The stack now.
+
+        Args:
+            outside: where the rank is, if it isn't in its program.
+            interrupted: where its program was, if Ctrl-C has interrupted it.
+        """
         self.looked = 0.0
         self.look()
         thread = self.recorder.thread
-        frame = sys._current_frames().get(thread)
+        frame = interrupted or sys._current_frames().get(thread)
         return RankStack(
             self.recorder.rank,
             outside or program_place(frame),
             stack_lines(frame),
-            native_frame(thread),
+            native_frame(thread) if interrupted is None else "",
             time.monotonic() - self.since,
             time.process_time() - self.cpu,
         )
@@ -199,6 +204,7 @@ def no_stack_on_signal() -> None:
 
 def stack_of_dump(rank: int, dump: str, pid: int) -> RankStack:
     """The stack that `stack_on_signal` wrote. It has no source lines."""
+    dump = dump.rpartition("most recent call first")[2]  # the newest one
     found = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)
     place = next((f"{name}:{line}" for name, line, _ in found if not is_inside(name)), "?")
     while len(found) > 1 and _is_ours(found[-1][0]):

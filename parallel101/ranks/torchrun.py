@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -263,7 +264,7 @@ class JobWatcher(threading.Thread):
         )
         self.reports = reports
         self.on_record = on_record
-        self.termination = None if on_record is None else TerminationSignal()
+        self.termination = None if on_record is None else TerminationSignal(reports)
         self.detector = BlockedDetector(recorder)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
@@ -304,7 +305,7 @@ class JobWatcher(threading.Thread):
                     if silent := self.signs.newly_silent():
                         self._report_silence(silent)
                 self.reports.look(self.wait_for)
-                self._heed_signals(blocked)
+                self._heed_signals()
                 if time.monotonic() > self.deadline:
                     self.announce(self._timed_out())
                 if (failure := self.announced(within=0.0)) is not None:
@@ -316,13 +317,12 @@ class JobWatcher(threading.Thread):
             except (RuntimeError, OSError):
                 return self._store_is_gone()
 
-    def _heed_signals(self, blocked: PostedCall | None) -> None:
+    def _heed_signals(self) -> None:
         if self.termination is None:
             return
         arrived = self.termination.arrived()
         if signal.SIGINT in arrived:  # torchrun passes Ctrl-C on to the ranks
-            call = None if blocked is None else blocked.call(self._place())
-            self.reports.say_own("interrupted", RankStatus(call))
+            self.reports.interrupted()
             self.keep_record()
             if not self.over.wait(GRACE):  # it is blocked in C++, where Python can't interrupt it
                 os._exit(128 + signal.SIGINT)
@@ -575,15 +575,18 @@ class TerminationSignal:
     may be blocked in C++. So the watcher's thread learns of them from a pipe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reports: JobReports) -> None:
+        self.reports = reports
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(writer, False)
         self.handlers: dict[int, Any] = {
             signal.SIGTERM: self._noted,
-            signal.SIGINT: signal.default_int_handler,
+            signal.SIGINT: self._interrupt,
         }
         signal.signal(signal.SIGTERM, self._noted)
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
         if USER_SIGNAL is not None:
             self.handlers[USER_SIGNAL] = self._noted
             faulthandler.unregister(USER_SIGNAL)
@@ -604,9 +607,16 @@ class TerminationSignal:
     def _noted(self, *_: object) -> None:
         """The handler does nothing: the signal's number is in the pipe."""
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Say where the program is, and interrupt it."""
+        self.reports.interrupted(frame)
+        signal.default_int_handler(number, frame)
+
     def _restore(self) -> None:
         """In a forked child, such as a DataLoader's worker, the signal ends the process again."""
         signal.set_wakeup_fd(-1)
         for number in self.handlers:
             if signal.getsignal(number) == self._noted:
                 signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
