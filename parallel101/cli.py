@@ -11,6 +11,7 @@ import contextlib
 import errno
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -451,6 +452,7 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     This is also done if the run failed or was stopped with Ctrl-C.
     """
     from parallel101 import launch
+    from parallel101.ranks.monitor import no_ranks_run
     from parallel101.ranks.script import free_port, run_script
     from parallel101.ranks.torchrun import in_a_job
 
@@ -460,6 +462,8 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
             f"--record can't be used {where}. It is for torchrun's ranks: use --page FILE or "
             "--chrome FILE here"
         )
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, no_ranks_run)  # while ranks run, it asks for a report
     os.environ["MASTER_PORT"] = str(free_port())
     names = ("world_size", "network", "rules", "timeout", "keep_waiting", "stuck_after")
     options = {name: getattr(args, name) for name in names}

@@ -29,7 +29,7 @@ from parallel101.ranks.rank_stack import (
     stack_of_dump,
     stack_on_signal,
 )
-from parallel101.ranks.stuck import StuckDetector, report_lines, stuck_text
+from parallel101.ranks.stuck import REPORTS, StuckDetector, append_report, report_lines, stuck_text
 from parallel101.record.recorder import RankRecorder
 from parallel101.record.wait_for import WaitForGraph
 
@@ -70,7 +70,7 @@ class JobReports:
         stack_on_signal(self.dump or sys.__stderr__ or sys.stderr)
         store.set(f"process/{self.rank}", to_json([socket.gethostname(), os.getpid()]))
         if folder is not None and self.rank == 0:
-            (folder / "reports.txt").unlink(missing_ok=True)  # of an earlier run
+            (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
 
     def look(self, graph: WaitForGraph) -> None:
         """To be called ten times a second. `graph`: on rank 0, with the status of all ranks."""
@@ -97,8 +97,7 @@ class JobReports:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         if self.folder is not None:
-            with (self.folder / "reports.txt").open("a") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
+            append_report(self.folder, text)
 
     def interrupted(self, frame: FrameType | None = None) -> None:
         """Ctrl-C has come: write what this rank does, once.

@@ -278,9 +278,7 @@ def launch(
         explained = __tracebackhide__ = True
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as interrupt:
-        print(
-            "interrupted: what the ranks did", *monitor.what_ranks_do(), sep="\n", file=sys.stderr
-        )
+        monitor.report("interrupted: what the ranks did")
         if recording:
             monitor.ask_records(TO_SEND_A_RECORD)
             interrupt.trace = _trace(monitor.records(), size, backend)  # type: ignore[attr-defined]

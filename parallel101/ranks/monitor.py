@@ -22,13 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from parallel101.ranks.diagnosis import IdleDetector, rank_died, rank_raised, timed_out, waited
 from parallel101.ranks.output import RankOutput, Screen, read_available
 from parallel101.ranks.processes import RankProcess, kill
 from parallel101.ranks.rank_stack import STACK_SIGNAL, RankStack, stack_of_dump
-from parallel101.ranks.stuck import StuckDetector, report_lines, stuck_text
+from parallel101.ranks.stuck import StuckDetector, append_report, report_lines, stuck_text
 from parallel101.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
@@ -89,7 +90,13 @@ class Monitor:
     """Watches the ranks of a launch.
 
     `watch` returns when every rank has returned, and raises what went wrong.
+
+    Attributes:
+        reports_folder: reports of stuck ranks are written there, too, if `parallel101 run` has set
+            it.
     """
+
+    reports_folder: ClassVar[Path | None] = None
 
     def __init__(
         self,
@@ -159,7 +166,7 @@ class Monitor:
                 raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
             if self.report_wanted:
                 self.report_wanted = False
-                self._say(["parallel101: what the ranks do now (SIGUSR1)", *self.what_ranks_do()])
+                self.report("parallel101: what the ranks do now (SIGUSR1)")
             if now >= (stuck_due := self.stuck_detector.due(now, self.wait_for)):
                 self._report_stuck()
                 continue
@@ -325,12 +332,15 @@ class Monitor:
             lines = report_lines(self.wait_for, stacks, ranks)
             self._say(stuck_text(lines, detector.waited(now), detector.pause).splitlines())
 
-    def what_ranks_do(self) -> list[str]:
-        """What each rank waits for, or where it is, with its stack."""
-        return [f"  {line}" for line in report_lines(self.wait_for, self.ask_stacks())]
+    def report(self, head: str) -> None:
+        """Write what each rank waits for, or where it is, with its stack."""
+        lines = report_lines(self.wait_for, self.ask_stacks())
+        self._say([head, *(f"  {line}" for line in lines)])
 
     def _say(self, lines: list[str]) -> None:
         self.screen.lines("stderr", lines)
+        if self.reports_folder is not None:
+            append_report(self.reports_folder, "\n".join(lines))
 
     @contextlib.contextmanager
     def _reports_on_signal(self) -> Iterator[None]:
@@ -339,10 +349,11 @@ class Monitor:
         if (
             number is None
             or threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(number) != signal.SIG_DFL
+            or signal.getsignal(number) not in (signal.SIG_DFL, no_ranks_run)
         ):
             yield
             return
+        before = signal.getsignal(number)
         reader, writer = socket.socketpair()
         with reader, writer:
             reader.setblocking(False)
@@ -361,7 +372,7 @@ class Monitor:
             try:
                 yield
             finally:
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, before)
                 self.selector.unregister(reader)
 
     def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
@@ -430,6 +441,10 @@ class Monitor:
                 for output in rank.outputs:
                     output.close(explained)
             self.screen.close()
+
+
+def no_ranks_run(*_: object) -> None:
+    """What SIGUSR1 does while `parallel101 run` has no ranks: nothing."""
 
 
 def _ask_by_signal(rank: MonitoredRank) -> None:

@@ -79,20 +79,18 @@ class StackReader:
 
         Args:
             outside: where the rank is, if it isn't in its program.
-            interrupted: where its program was, if Ctrl-C has interrupted it.
+            interrupted: where its program was, if Ctrl-C has interrupted it. What it did in C is
+                not known then.
         """
         self.looked = 0.0
         self.look()
         thread = self.recorder.thread
         frame = interrupted or sys._current_frames().get(thread)
-        return RankStack(
-            self.recorder.rank,
-            outside or program_place(frame),
-            stack_lines(frame),
-            native_frame(thread) if interrupted is None else "",
-            time.monotonic() - self.since,
-            time.process_time() - self.cpu,
-        )
+        stack = RankStack(self.recorder.rank, outside or program_place(frame), stack_lines(frame))
+        if interrupted is not None:
+            return stack
+        quiet, cpu = time.monotonic() - self.since, time.process_time() - self.cpu
+        return stack._replace(native=native_frame(thread), quiet=quiet, cpu=cpu)
 
 
 def program_place(frame: FrameType | None) -> str:

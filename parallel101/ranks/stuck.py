@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from parallel101.ranks.rank_stack import RankStack
 from parallel101.record.calls import Call
@@ -24,6 +26,7 @@ from parallel101.record.wait_for import WaitForGraph
 from parallel101.record.where import shown
 
 SHORTEST_PAUSE = 0.5  # seconds between two looks at ranks that still make progress
+REPORTS = "reports.txt"
 IDLE_SHARE = 0.1  # of one core: a rank that uses less is blocked
 
 
@@ -100,6 +103,12 @@ class StuckDetector:
             if rank in self.waits:
                 todo += graph.missing(self.waits[rank][0])
         return chain
+
+
+def append_report(folder: Path, text: str) -> None:
+    """Append a report to reports.txt in the folder of a record."""
+    with (folder / REPORTS).open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
 
 def report_lines(
