@@ -66,9 +66,11 @@ class JobReports:
         self.own = 0  # the number of the last one that came from the detector
         self.next_look = self.until = 0.0
         self.silent: list[int] = []  # ranks that a signal has asked
-        self.dump = None if folder is None else (folder / dump_name(self.rank)).open("w")
-        stack_on_signal(self.dump or sys.__stderr__ or sys.stderr)
-        store.set(f"process/{self.rank}", to_json([socket.gethostname(), os.getpid()]))
+        stderr = sys.__stderr__ or sys.stderr
+        # a file in memory, which rank 0 reads if it is on the same host (Linux)
+        self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
+        stack_on_signal(stderr if self.dump is None else self.dump, stderr)
+        store.set(f"process/{self.rank}", to_json([socket.gethostname(), os.getpid(), self.dump]))
         if folder is not None and self.rank == 0:
             (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
 
@@ -118,14 +120,10 @@ class JobReports:
         self.say("\n  ".join([f"[rank {self.rank}] interrupted", *lines]))
 
     def close(self) -> None:
-        """The launch is over: leave no empty file behind."""
+        """The launch is over."""
         no_stack_on_signal()
-        if self.dump is not None and self.folder is not None:
-            self.dump.close()
-            path = self.folder / dump_name(self.rank)
-            with contextlib.suppress(OSError):
-                if path.stat().st_size == 0:
-                    path.unlink()
+        if self.dump is not None:
+            os.close(self.dump)
 
     def _answer(self) -> None:
         if (asked := self.store.add("stacks/asked", 0)) > self.answered:
@@ -142,12 +140,12 @@ class JobReports:
         missing = [rank for rank in keys if rank not in there]
         if missing and not self.silent:
             self.silent, self.until = missing, now + TO_DUMP
-            for pid in self._processes_here(missing).values():
+            for pid, _ in self._processes_here(missing).values():
                 _signal(pid)
             return
         stacks = {rank: from_json(self.store.get(key)) for rank, key in there.items()}
-        for rank, pid in self._processes_here(missing).items():
-            if dump := self._dump_of(rank):
+        for rank, (pid, file) in self._processes_here(missing).items():
+            if dump := _dump_of(pid, file):
                 stacks[rank] = stack_of_dump(rank, dump, pid)
         for key in there.values():
             self.store.delete_key(key)
@@ -167,27 +165,21 @@ class JobReports:
             lines = report_lines(graph, stacks, ranks)
             self.say(stuck_text(lines, self.detector.waited(now), self.detector.pause))
 
-    def _processes_here(self, ranks: Sequence[int]) -> dict[int, int]:
-        """The process ids of those ranks that run on this host."""
+    def _processes_here(self, ranks: Sequence[int]) -> dict[int, tuple[int, int | None]]:
+        """Of those ranks that run on this host, the process id and the file for its stack."""
         found = {}
         for rank in ranks:
             if self.store.check([f"process/{rank}"]):
-                host, pid = from_json(self.store.get(f"process/{rank}"))
+                host, pid, file = from_json(self.store.get(f"process/{rank}"))
                 if host == socket.gethostname():
-                    found[rank] = pid
+                    found[rank] = pid, file
         return found
 
-    def _dump_of(self, rank: int) -> str:
-        if self.folder is None:
-            return ""
-        with contextlib.suppress(OSError):
-            return (self.folder / dump_name(rank)).read_text(errors="replace")
-        return ""
 
-
-def dump_name(rank: int) -> str:
-    """The file to which a rank writes its stack while C code keeps Python from running there."""
-    return f"stack-of-rank-{rank}.txt"
+def _dump_of(pid: int, file: int | None) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/fd/{file}").read_text(errors="replace") if file else ""
+    return ""
 
 
 def _signal(pid: int) -> None:

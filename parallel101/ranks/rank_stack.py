@@ -182,15 +182,18 @@ def _symbol(address: int) -> str:
     return f"{symbol.name.decode(errors='replace')} in {library}" if symbol.name else library
 
 
-def stack_on_signal(file: int | IO, all_threads: bool = False) -> None:
+def stack_on_signal(asked: int | IO, by_user: int | IO) -> None:
     """From now on, two signals make this process write its Python stack to a file.
 
-    They work also while C code holds Python's lock. A program that sets a handler of its own for
-    SIGUSR1 keeps it.
+    They work also while C code holds Python's lock. A program's own handlers stay.
+
+    Args:
+        asked: the file for STACK_SIGNAL.
+        by_user: the file for SIGUSR1.
     """
-    for number in (STACK_SIGNAL, USER_SIGNAL):
+    for number, file in ((STACK_SIGNAL, asked), (USER_SIGNAL, by_user)):
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
-            faulthandler.register(number, file, all_threads=all_threads)
+            faulthandler.register(number, file, all_threads=False)
 
 
 def no_stack_on_signal() -> None:

@@ -80,6 +80,7 @@ class StuckDetector:
                 retry = min(retry, self.after - min(moving))
             else:
                 found |= chain
+        found |= {rank for rank in self.waits if found & self._chain(rank, graph)}
         if found:
             self.told = {rank: self.waits[rank][0] for rank in found if rank in self.waits}
             self.pause *= 2

@@ -102,7 +102,7 @@ def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) ->
         keep_waiting=job.keep_waiting,
     )
     if status >= 0:
-        stack_on_signal(status)
+        stack_on_signal(status, 2)
     watcher = Watcher(recorder, wire)
     watcher.start()
     if job.recording:

@@ -49,6 +49,14 @@ def test_a_rank_that_still_calls_something_postpones_the_report():
     assert detector.stuck(48.0, ranks, {1: 30.0}) == {0, 1, 2}
 
 
+def test_who_waits_for_a_stuck_rank_is_named_however_short_its_own_wait():
+    ranks = graph(RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus())
+    detector = StuckDetector(30.0)
+    detector.due(0.0, ranks)
+    ranks.ranks[2].blocked = call(2, "recv", 0)
+    assert detector.stuck(30.0, ranks, {1: 99.0}) == {0, 1, 2}
+
+
 def test_so_does_a_rank_in_the_chain_that_has_begun_to_wait_only_now():
     ranks = graph(RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus())
     detector = StuckDetector(30.0)
