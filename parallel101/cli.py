@@ -517,7 +517,8 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             ),
         )
     except RuntimeError as error:
-        if getattr(error, "rank", 0) == rank:  # it is raised on every rank
+        # it is raised on every rank; one that has died is reported by the rank that found it
+        if getattr(error, "announced_by", getattr(error, "rank", 0)) == rank:
             raise
         return 1
     if rank == 0:

@@ -54,15 +54,9 @@ def from_json(text: str | bytes) -> Any:
         return _value(json.loads(text))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"another rank wrote to the job's store what parallel101 {_version()} can't read: "
-            f"{text[:80]!r}. Use the same version of parallel101 on all ranks"
+            f"another rank wrote to the job's store what this one can't read: {text[:80]!r}. Use "
+            "the same version of parallel101 on all ranks"
         ) from error
-
-
-def _version() -> str:
-    from parallel101 import __version__
-
-    return __version__
 
 
 def _plain(value: Any) -> Any:

@@ -140,8 +140,8 @@ def launch(
         fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
             gets its own copy. It imports modules anew, so it does not see what this process has
             assigned to a module's variables.
-        world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out,
-            or pass the same number.
+        world_size: the number of ranks; 4 by default. Under torchrun, srun and mpirun it is the
+            job's: leave it out, or pass the same number.
         backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks
             on a virtual clock).
         trace: record every message, and check the calls against each other. "payload" also records
@@ -169,6 +169,9 @@ def launch(
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
+        Under torchrun, srun and mpirun every rank gets all results. There `fn` may return what
+        torch.load(weights_only=True) accepts: tensors, numbers, strings, containers of them, arrays
+        of NumPy, and classes that the program has passed to torch.serialization.add_safe_globals.
 
     Raises:
         RankFailed: a rank raised an exception, which is the cause, or its process died.

@@ -17,7 +17,6 @@ import faulthandler
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -44,8 +43,17 @@ from parallel101.ranks.job_reports import JobReports
 from parallel101.ranks.program import failure_of, forked_children_exit, own_init_accepted
 from parallel101.ranks.rank_stack import USER_SIGNAL
 from parallel101.ranks.schedulers import advice_on_address, torchrun_variables
+from parallel101.ranks.signs_of_life import (
+    SignsOfLife,
+    StoreWatch,
+    death_text,
+    silence_text,
+    store_address,
+    texts_of,
+    write_line,
+)
 from parallel101.ranks.watcher import TICK, BlockedDetector
-from parallel101.ranks.wire import RankRecord
+from parallel101.ranks.wire import Failure, RankRecord
 from parallel101.record import process_groups
 from parallel101.record.calls import Call, CallChecker
 from parallel101.record.errors import (
@@ -57,13 +65,11 @@ from parallel101.record.errors import (
 )
 from parallel101.record.recorder import PostedCall, RankRecorder
 from parallel101.record.spans import record_into
-from parallel101.record.units import ranks_text
 from parallel101.record.wait_for import RankStatus, WaitForGraph
 from parallel101.record.where import shown, where
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0
-SILENT_FOR = 10  # seconds without a sign of life after which a rank, or the store, is reported
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
 
@@ -147,7 +153,7 @@ def join_job(
         except BaseException as error:
             watcher.keep_record()
             failure = failure_of(rank, error)
-            if failure.consequence and (cause := watcher.announced(within=GRACE)) is not None:
+            if failure.consequence and (cause := watcher.cause_of(failure)) is not None:
                 raise cause from None
             if isinstance(error, DeadlockError | MisuseError):
                 watcher.announce(error)
@@ -280,12 +286,16 @@ class JobWatcher(threading.Thread):
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
         self.signs = SignsOfLife(recorder.rank, size, store)
+        self.store_watch = StoreWatch(recorder.rank, self._place)
         self._publish(RankStatus())
+        self.signs.give()
 
     def run(self) -> None:
         seen: PostedCall | None = None
         published: PostedCall | None = None
+        self.store_watch.start()
         while not self.over.wait(TICK):
+            self.store_watch.answers += 1
             try:
                 blocked = self.detector.blocked_in()
                 if (
@@ -303,7 +313,7 @@ class JobWatcher(threading.Thread):
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
                     if silent := self.signs.newly_silent():
-                        self._report_silence(silent)
+                        write_line(0, silence_text(silent, self.statuses))
                 self.reports.look(self.wait_for)
                 self._heed_signals()
                 if time.monotonic() > self.deadline:
@@ -340,6 +350,7 @@ class JobWatcher(threading.Thread):
         self._let_others_hear()
         self.over.set()
         self.join(GRACE)
+        self.store_watch.stop()
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
@@ -354,7 +365,7 @@ class JobWatcher(threading.Thread):
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless a rank has done so already."""
         ours = to_json(error)
-        self.announced_here = self.store.compare_set("failure", "", ours).decode() == ours
+        self.announced_here |= self.store.compare_set("failure", "", ours).decode() == ours
 
     def announced(self, within: float) -> BaseException | None:
         """The failure that some rank has announced, or announces in the next `within` seconds."""
@@ -368,6 +379,23 @@ class JobWatcher(threading.Thread):
             self.heard = True
             self.store.set(f"heard/{self.recorder.rank}", "")
         return failure
+
+    def cause_of(self, failure: Failure) -> BaseException | None:
+        """What broke this rank's connection: another rank's failure, or a rank that has died.
+
+        None if it is not known.
+        """
+        if (cause := self.announced(within=GRACE)) is not None:
+            return cause
+        lost = self.signs.lost()
+        if not lost:
+            return None
+        died = RankFailed(death_text(lost, failure), min(lost))
+        self.announce(died)
+        if self.announced_here:
+            died.announced_by = failure.rank  # type: ignore[attr-defined]
+            return died
+        return self.announced(within=0.0)
 
     def _let_others_hear(self) -> None:
         """Wait until all ranks know of a failure, if the store ends with this process.
@@ -483,83 +511,17 @@ class JobWatcher(threading.Thread):
     def _place(self) -> str:
         return where(sys._current_frames().get(self.recorder.thread))
 
-    def _report_silence(self, silent: dict[int, str]) -> None:
-        """Say which ranks give no sign of life, and who waits for them. The run goes on."""
-        who = ranks_text(silent)
-        lines = [f"nothing has come from {who} ({_hosts(silent)}) for {SILENT_FOR} s"]
-        lines += [
-            waited(rank, status.blocked).replace("waited", "waits", 1)
-            for rank, status in enumerate(self.statuses)
-            if status.blocked is not None and rank not in silent
-        ]
-        lines.append(
-            "If this is a machine, it may have stopped or lost its network. If it is one process "
-            "of several, it may be stopped, or be busy in C code that keeps Python from running."
-        )
-        sys.stderr.write("[rank 0] " + "\n  ".join(lines) + "\n")
-        sys.stderr.flush()
-
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""
         if self.over.wait(2 * GRACE):
             return
         self.keep_record()
-        sys.stderr.write(
-            f"[rank {self.recorder.rank}] the connection to the job's store at {_store_address()} "
-            "has broken: the process that held it has ended, or its machine. This rank was at "
-            f"{shown(self._place())}\n"
+        write_line(
+            self.recorder.rank,
+            f"the connection to the job's store at {store_address()} has broken: the process that "
+            f"held it has ended, or its machine. This rank was at {shown(self._place())}",
         )
-        sys.stderr.flush()
         os._exit(1)
-
-
-class SignsOfLife:
-    """A count that each rank puts into the store every second, with the name of its host."""
-
-    def __init__(self, rank: int, size: int, store: dist.Store):
-        self.rank, self.size, self.store = rank, size, store
-        self.given, self.due = 0, 0.0
-        self.seen = [b""] * size
-        self.unchanged = [0] * size  # by rank: looks since its last sign
-        self.next_look = 0.0
-
-    def give(self) -> None:
-        if time.monotonic() >= self.due:
-            self.given, self.due = self.given + 1, time.monotonic() + 1.0
-            self.store.set(f"alive/{self.rank}", to_json([self.given, socket.gethostname()]))
-
-    def newly_silent(self) -> dict[int, str]:
-        """Ranks from which nothing has come for SILENT_FOR looks, one a second; and their hosts.
-
-        Each silence is told once. Looks are counted and not seconds, because this process itself
-        may have been stopped for a while.
-        """
-        if time.monotonic() < self.next_look:
-            return {}
-        self.next_look = time.monotonic() + 1.0
-        texts = texts_of("alive", self.size, self.store)
-        for rank, text in enumerate(texts):
-            self.unchanged[rank] = self.unchanged[rank] + 1 if text == self.seen[rank] else 0
-        self.seen = texts
-        silent = [rank for rank, looks in enumerate(self.unchanged) if looks == SILENT_FOR]
-        return {rank: str(from_json(texts[rank])[1]) for rank in silent if texts[rank]}
-
-
-def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
-    """What each rank has put into the store under this name; b"" if nothing yet."""
-    keys = [f"{name}/{rank}" for rank in range(size)]
-    if store.check(keys):
-        return store.multi_get(keys)
-    return [store.get(key) if store.check([key]) else b"" for key in keys]
-
-
-def _hosts(ranks: dict[int, str]) -> str:
-    names = sorted(set(ranks.values()))
-    return f"on {', '.join(names)}"
-
-
-def _store_address() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _store_outlives_ranks() -> bool:

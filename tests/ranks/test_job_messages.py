@@ -6,8 +6,6 @@ import collections
 import json
 import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -154,45 +152,3 @@ def test_a_record_arrives_as_it_was():
     content[1]["events"][0][0] = 9  # a rank that does not exist
     with pytest.raises(ValueError, match="its events"):
         unpack_record(json.dumps(content).encode())
-
-
-# CPython reports each class or function that an unpickler looks up. torch.load with weights_only
-# has an unpickler of its own, which looks up none.
-UNPICKLES_NOTHING = """
-import sys, torch, torch.distributed as dist, parallel101 as p101
-
-def hook(event, arguments):
-    if event == "pickle.find_class" and watching:
-        sys.stderr.write(f"unpickled {arguments}\\n")
-
-def program(fails):
-    x = torch.ones(2)
-    dist.all_reduce(x)
-    dist.barrier() if dist.get_rank() or not fails else 1 / 0
-    return x, {"rank": dist.get_rank()}
-
-watching = True
-sys.addaudithook(hook)
-run = p101.launch(program, False, trace=True)
-try:
-    p101.launch(program, True, trace=True)
-except p101.RankFailed as error:
-    assert "ZeroDivisionError" in str(error)
-watching = False
-assert [value["rank"] for _, value in run.results] == [0, 1] and len(run.trace.events) == 4
-sys.stderr.write("done\\n")
-"""
-
-
-def test_a_job_unpickles_nothing(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(UNPICKLES_NOTHING)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.stderr.count("done\n") == 2 and "unpickled" not in done.stderr, done.stderr

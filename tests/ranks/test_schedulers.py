@@ -76,37 +76,37 @@ def test_a_missing_address_is_explained(environ, advice, monkeypatch):
         p101.launch(print)
 
 
-SCRIPT = """
+# Both ranks are forks of a process that has imported torch.
+RANKS = """
 import os, sys, torch.distributed as dist, parallel101 as p101
-job = p101.launch(lambda: [dist.get_rank(), os.environ["LOCAL_RANK"]])
-sys.stdout.write(f"{job.results}\\n")
-sys.stdout.flush()
-p101.launch(lambda: 1 / 0 if dist.get_rank() == 0 else dist.barrier())
+
+def program():
+    job = p101.launch(lambda: [dist.get_rank(), os.environ["LOCAL_RANK"]])
+    print(job.results, file=sys.stderr, flush=True)
+    p101.launch(lambda: 1 / 0 if dist.get_rank() == 0 else dist.barrier())
+
+for rank in range(2):
+    if os.fork() == 0:
+        os.dup2(os.open(f"{sys.argv[1]}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        program()
+        sys.exit()
+print(*(os.WEXITSTATUS(os.wait()[1]) for _ in range(2)))
 """
 
 
-def test_a_job_whose_rank_0_holds_the_store_tells_all_ranks_what_failed():
+def test_a_job_whose_rank_0_holds_the_store_tells_all_ranks_what_failed(tmp_path):
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "2"}
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            env={
-                **os.environ,
-                **BATCH_SCRIPT,
-                **address,
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        output, errors = rank.communicate(timeout=120)
-        assert output == "[[0, '0'], [1, '1']]\n", errors
-        assert rank.returncode == 1
-        assert "RankFailed: rank 0 raised ZeroDivisionError" in errors
+    done = subprocess.run(
+        [sys.executable, "-c", RANKS, str(tmp_path)],
+        env={**os.environ, **step, **address},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert done.stdout == "1 1\n", (done.stderr, *said)
+    for text in said:
+        assert text.startswith("[[0, '0'], [1, '1']]\n")
+        assert "RankFailed: rank 0 raised ZeroDivisionError" in text
