@@ -96,8 +96,9 @@ class JobReports:
 
     def say(self, text: str) -> None:
         """Write a report."""
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody may read stderr any more
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
         if self.folder is not None:
             append_report(self.folder, text)
 

@@ -13,6 +13,7 @@ may also compute for long. Nobody can know whether it will come, so a report nev
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -108,7 +109,8 @@ class StuckDetector:
 
 def append_report(folder: Path, text: str) -> None:
     """Append a report to reports.txt in the folder of a record."""
-    with (folder / REPORTS).open("a", encoding="utf-8") as file:
+    # the disk may be what is full
+    with contextlib.suppress(OSError), (folder / REPORTS).open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
 
