@@ -101,9 +101,9 @@ def join_job(
     torch.serialization.add_safe_globals on all ranks. That is what torch.load(weights_only=True)
     accepts.
 
-    With `keep_record`, records are not exchanged. Each rank calls it with its own when its program
-    has ended, also if it has failed. `folder`: where reports of stuck ranks are written to, besides
-    stderr.
+    With `keep_record`, nothing is exchanged or returned. Each rank calls it with its own record
+    when its program has ended, also if it has failed. `folder`: where reports of stuck ranks are
+    written to, besides stderr.
 
     Raises ValueError when world_size is not the job's, or when the job's variables make no sense.
     """
@@ -164,9 +164,9 @@ def join_job(
         recorder.close()
         watcher.returned()
         watcher.keep_record()
-        record = (
-            RankRecord([], [], recorder.unwaited) if keep_record is not None else watcher.record()
-        )
+        if keep_record is not None:
+            return [], []
+        record = watcher.record()
         device = "cuda" if backend == "nccl" else "cpu"
         gathered = exchange([result, pack_record(record, size, backend)], store, device)
     finally:
