@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.ranks import monitor
 from tests.ranks.failing import line_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
@@ -104,6 +105,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
 def test_c_code_that_holds_pythons_lock(fifo, monkeypatch):
     shown = Reactions((STUCK, lambda: release(fifo)))
     monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(monitor, "TO_ANSWER", 0.5)
     results = p101.launch(total, fifo, holds_lock=True, world_size=2, stuck_after=0.3).results
     told = report(shown.getvalue(), STUCK)
     assert results == [2.0, 2.0]
