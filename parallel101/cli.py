@@ -452,7 +452,7 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     This is also done if the run failed or was stopped with Ctrl-C.
     """
     from parallel101 import launch
-    from parallel101.ranks.monitor import no_ranks_run
+    from parallel101.ranks.monitor import no_ranks_run, reports_in
     from parallel101.ranks.script import free_port, run_script
     from parallel101.ranks.torchrun import in_a_job
 
@@ -468,9 +468,10 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     names = ("world_size", "network", "rules", "timeout", "keep_waiting", "stuck_after")
     options = {name: getattr(args, name) for name in names}
     try:
-        trace = launch(
-            run_script, script, trace=True, backend=args.backend or "gloo", **options
-        ).trace
+        with reports_in(args.record):
+            trace = launch(
+                run_script, script, trace=True, backend=args.backend or "gloo", **options
+            ).trace
     except BaseException as error:
         if (trace := getattr(error, "trace", None)) is None:
             raise
