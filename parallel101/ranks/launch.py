@@ -187,9 +187,10 @@ def launch(
     are the calls that had not ended.
     """
     _check_arguments(fn, backend, trace, timeout, network, rules, device)
+    _check_seconds("stuck_after", stuck_after)
     if mirrors is not None:
         world_size = _mirrored_size(mirrors, world_size, backend, rules)
-    timeout = min(timeout, MAX_TIMEOUT)
+    timeout, stuck_after = min(timeout, MAX_TIMEOUT), min(stuck_after, MAX_TIMEOUT)
     recording = bool(trace) or (backend == "sim" and mirrors is None)
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
     if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
@@ -360,8 +361,7 @@ def _check_arguments(
             f"trace is {trace!r}; it must be True, False or 'payload' (which also records the "
             "values of small messages)"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above zero")
+    _check_seconds("timeout", timeout)
     if network is not None and not isinstance(network, Network):
         raise TypeError(
             f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
@@ -391,6 +391,11 @@ def _check_arguments(
             f"device={device!r} is a virtual GPU, which works with backend='sim' only, and backend "
             f"is {backend!r}: leave device out, or use backend='sim'"
         )
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of seconds above zero")
 
 
 def _world_size(value: Any) -> int:
