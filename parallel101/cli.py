@@ -11,6 +11,7 @@ import contextlib
 import errno
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -177,6 +178,19 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=math.inf,
         help="time limit (default: none)",
+    )
+    run.add_argument(
+        "--keep-waiting",
+        action="store_true",
+        help="print a deadlock, and let the script's own time limits end it (default: end the run)",
+    )
+    run.add_argument(
+        "--stuck-after",
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="without progress for so long, print the stacks of the ranks that others wait for "
+        "(default: 30), again after pauses that double; the run goes on",
     )
     run.add_argument(
         "--record",
@@ -438,6 +452,7 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     This is also done if the run failed or was stopped with Ctrl-C.
     """
     from parallel101 import launch
+    from parallel101.ranks.monitor import no_ranks_run, reports_in
     from parallel101.ranks.script import free_port, run_script
     from parallel101.ranks.torchrun import in_a_job
 
@@ -447,12 +462,16 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
             f"--record can't be used {where}. It is for torchrun's ranks: use --page FILE or "
             "--chrome FILE here"
         )
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, no_ranks_run)  # while ranks run, it asks for a report
     os.environ["MASTER_PORT"] = str(free_port())
-    options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
+    names = ("world_size", "network", "rules", "timeout", "keep_waiting", "stuck_after")
+    options = {name: getattr(args, name) for name in names}
     try:
-        trace = launch(
-            run_script, script, trace=True, backend=args.backend or "gloo", **options
-        ).trace
+        with reports_in(args.record):
+            trace = launch(
+                run_script, script, trace=True, backend=args.backend or "gloo", **options
+            ).trace
     except BaseException as error:
         if (trace := getattr(error, "trace", None)) is None:
             raise
@@ -491,6 +510,9 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             backend=backend,
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
+            keep_waiting=args.keep_waiting,
+            stuck_after=args.stuck_after,
+            folder=args.record,
             keep=lambda record: write_rank_file(
                 args.record, rank, size, backend, record.events, record.unfinished
             ),

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from parallel101.ranks.rank_stack import RankStack
 from parallel101.ranks.wire import RankRecord, bytes_of, is_dense, lean
 from parallel101.record.calls import Call
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
@@ -35,7 +36,7 @@ from parallel101.record.wait_for import RankStatus
 
 KINDS: dict[str, type] = {
     kind.__name__: kind
-    for kind in (Call, RankStatus, DeadlockError, MisuseError, RankFailed, LaunchTimeout)
+    for kind in (Call, RankStatus, RankStack, DeadlockError, MisuseError, RankFailed, LaunchTimeout)
 }
 
 

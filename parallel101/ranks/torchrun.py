@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -22,6 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,7 +40,9 @@ from parallel101.ranks.job_messages import (
     unpack_from,
     unpack_record,
 )
+from parallel101.ranks.job_reports import JobReports
 from parallel101.ranks.program import failure_of, forked_children_exit, own_init_accepted
+from parallel101.ranks.rank_stack import USER_SIGNAL
 from parallel101.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.ranks.signs_of_life import (
     SignsOfLife,
@@ -88,6 +93,9 @@ def join_job(
     timeout: float,
     payload_bytes: int = 0,
     keep_record: Callable[[RankRecord], None] | None = None,
+    keep_waiting: bool = False,
+    stuck_after: float = math.inf,
+    folder: Path | None = None,
 ) -> tuple[list[Any], list[RankRecord]]:
     """Run fn as this process's rank of the job; see `launch`.
 
@@ -96,8 +104,9 @@ def join_job(
     torch.serialization.add_safe_globals on all ranks. That is what torch.load(weights_only=True)
     accepts.
 
-    With `keep_record`, records are not exchanged. Each rank calls it with its own when its program
-    has ended, also if it has failed.
+    With `keep_record`, nothing is exchanged or returned. Each rank calls it with its own record
+    when its program has ended, also if it has failed. `folder`: where reports of stuck ranks are
+    written to, besides stderr.
 
     Raises ValueError when world_size is not the job's, or when the job's variables make no sense.
     """
@@ -123,10 +132,12 @@ def join_job(
         recording=recording,
         payload_bytes=payload_bytes,
         on_call=calls.append if recording else None,
+        keep_waiting=keep_waiting,
     )
     # a call blocks its connection, so the watcher needs its own
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
-    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, keep_record)
+    reports = JobReports(recorder, watcher_store, size, stuck_after, folder)
+    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, reports, keep_record)
     watcher.start()
     if recording:
         record_into(recorder)
@@ -157,14 +168,15 @@ def join_job(
         recorder.close()
         watcher.returned()
         watcher.keep_record()
-        record = (
-            RankRecord([], [], recorder.unwaited) if keep_record is not None else watcher.record()
-        )
+        if keep_record is not None:
+            return [], []
+        record = watcher.record()
         device = "cuda" if backend == "nccl" else "cpu"
         gathered = exchange([result, pack_record(record, size, backend)], store, device)
     finally:
         record_into(None)
         watcher.stop()
+        reports.close()
         if dist.is_initialized():
             dist.destroy_process_group()
     results = [unpack_from(returned, source) for source, (returned, _) in enumerate(gathered)]
@@ -252,6 +264,7 @@ class JobWatcher(threading.Thread):
         size: ranks of the job.
         timeout: seconds the launch may take.
         calls: the list to which a checked run appends what this rank posts.
+        reports: writes the reports of stuck ranks.
         on_record: takes this rank's record, once, when its program has ended or is about to be
             stopped.
     """
@@ -263,6 +276,7 @@ class JobWatcher(threading.Thread):
         size: int,
         timeout: float,
         calls: list[Call],
+        reports: JobReports,
         on_record: Callable[[RankRecord], None] | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 job watcher")
@@ -273,8 +287,9 @@ class JobWatcher(threading.Thread):
             timeout,
             calls,
         )
+        self.reports = reports
         self.on_record = on_record
-        self.termination = None if on_record is None else TerminationSignal()
+        self.termination = None if on_record is None else TerminationSignal(reports)
         self.detector = BlockedDetector(recorder)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
@@ -308,7 +323,8 @@ class JobWatcher(threading.Thread):
                     and (blocked is None or blocked is seen)
                 ):
                     call = None if blocked is None else blocked.call(self._place())
-                    self._publish(RankStatus(call, False, *self.recorder.report()))
+                    limit = None if blocked is None else blocked.caught_after
+                    self._publish(RankStatus(call, False, *self.recorder.report(), limit=limit))
                     published = blocked
                 seen = blocked
                 self._publish_calls()
@@ -317,9 +333,8 @@ class JobWatcher(threading.Thread):
                     self._check_all_ranks()
                     if silent := self.signs.newly_silent():
                         write_line(0, silence_text(silent, self.statuses))
-                if self.termination is not None and self.termination.arrived():
-                    self.keep_record()
-                    os._exit(128 + signal.SIGTERM)
+                self.reports.look(self.wait_for)
+                self._heed_signals()
                 if time.monotonic() > self.deadline:
                     self.announce(self._timed_out())
                 if (failure := self.announced(within=0.0)) is not None:
@@ -330,6 +345,21 @@ class JobWatcher(threading.Thread):
                 return self._stop_rank(unread)
             except (RuntimeError, OSError):
                 return self._store_is_gone()
+
+    def _heed_signals(self) -> None:
+        if self.termination is None:
+            return
+        arrived = self.termination.arrived()
+        if signal.SIGINT in arrived:  # torchrun passes Ctrl-C on to the ranks
+            self.reports.interrupted()
+            self.keep_record()
+            if not self.over.wait(GRACE):  # it is blocked in C++, where Python can't interrupt it
+                os._exit(128 + signal.SIGINT)
+        if signal.SIGTERM in arrived:
+            self.keep_record()
+            os._exit(128 + signal.SIGTERM)
+        if any(number == USER_SIGNAL for number in arrived):
+            self.reports.ask()
 
     def stop(self) -> None:
         """End the watcher: the launch is over.
@@ -459,6 +489,8 @@ class JobWatcher(threading.Thread):
             self.announce(misuse)
         elif (deadlock := self.wait_for.confirmed_deadlock(time.monotonic())) is not None:
             self.announce(deadlock)
+        elif (report := self.wait_for.report_of_limits(time.monotonic())) is not None:
+            self.reports.say(f"parallel101: {report}")
         self._check_calls()
 
     def _all_statuses(self) -> list[RankStatus]:
@@ -521,34 +553,55 @@ def _store_outlives_ranks() -> bool:
 
 
 class TerminationSignal:
-    """Whether this process has got SIGTERM.
+    """Which signals this process has got: SIGTERM, SIGINT or SIGUSR1.
 
-    torchrun stops the other ranks by it when one has failed. Python calls a handler on the
-    program's thread only, and that may be blocked in C++. So the watcher's thread learns it from a
-    pipe.
+    torchrun stops the other ranks by SIGTERM when one has failed, and by SIGINT after Ctrl-C. A
+    user asks by SIGUSR1 for a report. Python calls a handler on the program's thread only, and that
+    may be blocked in C++. So the watcher's thread learns of them from a pipe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reports: JobReports) -> None:
+        self.reports = reports
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(writer, False)
+        self.handlers: dict[int, Any] = {
+            signal.SIGTERM: self._noted,
+            signal.SIGINT: self._interrupt,
+        }
         signal.signal(signal.SIGTERM, self._noted)
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+        if USER_SIGNAL is not None:
+            self.handlers[USER_SIGNAL] = self._noted
+            faulthandler.unregister(USER_SIGNAL)
+            signal.signal(USER_SIGNAL, self._noted)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._restore)
 
-    def arrived(self) -> bool:
-        """True once it has arrived, unless the program has a handler of its own."""
+    def arrived(self) -> set[int]:
+        """Those that have arrived since, without those for which the program has a handler."""
         try:
-            signals = os.read(self.reader, 1024)
+            numbers = set(os.read(self.reader, 1024))
         except BlockingIOError:
-            return False
-        return signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) == self._noted
+            return set()
+        return {
+            n for n, ours in self.handlers.items() if n in numbers and signal.getsignal(n) == ours
+        }
 
     def _noted(self, *_: object) -> None:
         """The handler does nothing: the signal's number is in the pipe."""
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Say where the program is, and interrupt it."""
+        self.reports.interrupted(frame)
+        signal.default_int_handler(number, frame)
+
     def _restore(self) -> None:
         """In a forked child, such as a DataLoader's worker, the signal ends the process again."""
         signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) == self._noted:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in self.handlers:
+            if signal.getsignal(number) == self._noted:
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

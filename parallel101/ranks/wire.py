@@ -35,13 +35,13 @@ from parallel101.record.calls import Call
 from parallel101.record.events import EventRow
 from parallel101.record.trace import collector_paused
 
-# Kinds of frames to a rank: its Job; the packed program; "where are you?"; "what have you
+# Kinds of frames to a rank: its Job; the packed program; "what are you doing?"; "what have you
 # recorded?"; "you may exit".
-JOB, PROGRAM, ASK_PLACES, ASK_RECORD, EXIT = b"j", b"f", b"w", b"t", b"q"
+JOB, PROGRAM, ASK_STACKS, ASK_RECORD, EXIT = b"j", b"f", b"w", b"t", b"q"
 # And from a rank: a Call as it is posted; the call it is blocked in; it is no longer blocked; its
-# RankRecord and report; the slow modules that it imported; where it is; what its function returned;
-# its Failure.
-CALL, BLOCKED, UNBLOCKED, RECORD, IMPORTED, PLACES, RESULT, FAILURE = (
+# RankRecord and report; the slow modules that it imported; its RankStack; what its function
+# returned; its Failure.
+CALL, BLOCKED, UNBLOCKED, RECORD, IMPORTED, STACKS, RESULT, FAILURE = (
     b"c",
     b"b",
     b"f",
@@ -78,6 +78,8 @@ class Job:
     rules: str  # on sim: "gloo" or "nccl"
     device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
     mirrors: Any  # on sim: a MirroredAxes, or None: all ranks have a thread
+    keep_waiting: bool  # the program handles the time limits of its groups itself
+    stuck_after: float  # on sim: seconds without progress after which there is a report
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]
