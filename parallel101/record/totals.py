@@ -50,6 +50,9 @@ class Sums(NamedTuple):
         )
 
 
+NOTHING = Sums(0, 0, 0.0, 0.0)
+
+
 class EarlierEvents:
     """Sums over the events of one rank that its record no longer keeps.
 
@@ -110,7 +113,7 @@ class EarlierEvents:
             key = SumKey(key.kind, None, OTHER, key.peer, NO_GROUP)
         seconds = [e.end - e.start for e in events]
         sums = Sums(len(events), sum(e.nbytes for e in events), sum(seconds), max(seconds))
-        self.sums[key] = self.sums.get(key, Sums(0, 0, 0.0, 0.0)).plus(sums)
+        self.sums[key] = self.sums.get(key, NOTHING).plus(sums)
 
     def shifted(self, seconds: float) -> EarlierEvents:
         """The same with all times earlier by so many seconds."""
@@ -123,7 +126,7 @@ class EarlierEvents:
 
     def sum_of(self, *kinds: str) -> Sums:
         """The sums over all events of some kinds."""
-        total = Sums(0, 0, 0.0, 0.0)
+        total = NOTHING
         for key, sums in self.sums.items():
             if key.kind in kinds:
                 total = total.plus(sums)
