@@ -342,11 +342,10 @@ def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list
         first, last = run_times(trace, rank)
         row = [0.0] * bins
         for start, stop in union((wait.start, wait.end) for wait in waited if wait.rank == rank):
-            for place in range(
-                max(0, int((start - begin) / width)), min(bins, int((stop - begin) / width) + 1)
-            ):
-                left = begin + place * width
-                row[place] += max(0.0, min(stop, left + width) - max(start, left)) / width
+            _spread(row, start, stop, begin, width, 1.0)
+        if rank in trace.earlier:
+            for start, stop, waited_for in trace.earlier[rank].waits_over_time():
+                _spread(row, start, stop, begin, width, waited_for / (stop - start))
         shares.append(
             [
                 min(s, 1.0)
@@ -356,6 +355,17 @@ def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list
             ]
         )
     return shares
+
+
+def _spread(
+    row: list[float], start: float, stop: float, begin: float, width: float, share: float
+) -> None:
+    """Add the share of a time that was spent waiting to the parts of the run that it is in."""
+    for place in range(
+        max(0, int((start - begin) / width)), min(len(row), int((stop - begin) / width) + 1)
+    ):
+        left = begin + place * width
+        row[place] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
 
 
 def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
@@ -459,9 +469,9 @@ def _event_of(span: Event, ended: Ended) -> Event | None:
     assert span.args is not None
     times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))
     peer = span.args["peer"]
-    for event in events[bisect_left(times, span.end) :]:
-        if peer is None or event.peer == peer:
-            return event
+    for k in range(bisect_left(times, span.end), len(events)):
+        if peer is None or events[k].peer == peer:
+            return events[k]
     return None
 
 

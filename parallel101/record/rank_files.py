@@ -116,8 +116,13 @@ def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
     Raises:
         ValueError: there are no such files, or they are from different runs.
     """
-    ranks = sorted({int(name[1]) for path in directory.glob("rank-*.json.gz")
-                    if (name := NAME.fullmatch(path.name))})
+    ranks = sorted(
+        {
+            int(name[1])
+            for path in directory.glob("rank-*.json.gz")
+            if (name := NAME.fullmatch(path.name))
+        }
+    )
     if not ranks:
         raise ValueError(
             f"{directory} has no files of ranks: record them with torchrun … -m parallel101 run "
@@ -155,7 +160,9 @@ def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
 
 def ranks_cut_short(directory: Path) -> list[int]:
     """The ranks that were killed, or still run: they have files of batches only."""
-    names = [name for path in directory.glob("rank-*.json.gz") if (name := NAME.fullmatch(path.name))]
+    names = [
+        name for path in directory.glob("rank-*.json.gz") if (name := NAME.fullmatch(path.name))
+    ]
     ended = {int(name[1]) for name in names if name[2] is None}
     return sorted({int(name[1]) for name in names} - ended)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from parallel101.record.chrome import chrome_events
 from parallel101.record.events import Event, EventGroup, EventRow, Message, events_of
-from parallel101.record.totals import EarlierEvents, SumKey, Sums
+from parallel101.record.totals import EarlierEvents, SumKey, Sums, TimeBins
 
 FORMAT = "parallel101 trace 2"
 COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth
@@ -298,7 +298,9 @@ class Trace:
         data = json.dumps(
             {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
         ).encode()
-        Path(path).write_bytes(gzip.compress(data, COMPRESSION) if str(path).endswith(".gz") else data)
+        Path(path).write_bytes(
+            gzip.compress(data, COMPRESSION) if str(path).endswith(".gz") else data
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
@@ -455,6 +457,9 @@ EARLIER: dict[str, Any] = {
     "waited": NUMBER,
     "marks": list,
     "sums": list,
+    "width": NUMBER,
+    "zero": NUMBER,
+    "waits": list,
 }
 # the JSON type of each field of a SumKey, and of its Sums
 SUM_TYPES = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
@@ -472,7 +477,8 @@ def _earlier_entry(
     ]
     marks = [fields(mark) for mark in of.marks]
     numbers = (rank, of.count, of.begin, of.until, of.waited)
-    return dict(zip(EARLIER, (*numbers, marks, sums), strict=True))
+    waits = (of.waits.width, of.waits.zero, list(of.waits.seconds.items()))
+    return dict(zip(EARLIER, (*numbers, marks, sums, *waits), strict=True))
 
 
 def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, EarlierEvents]:
@@ -491,8 +497,14 @@ def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, Earl
     if not 0 <= entry["rank"] < size:
         raise ValueError(f"its earlier events are of rank {entry['rank']}, in a world of {size}")
     marks = [_event(row, groups, size) for row in entry["marks"]]
+    for part in entry["waits"]:
+        if [type(number) for number in part] not in ([int, float], [int, int]):
+            raise ValueError(f"one of its times of waiting is {part!r:.80}")
+    if not entry["width"] > 0:
+        raise ValueError(f"its times of waiting are {entry['width']} s wide")
     numbers = (entry[name] for name in ("count", "begin", "until", "waited"))
-    return entry["rank"], EarlierEvents(*numbers, sums, marks)
+    waits = TimeBins(entry["width"], entry["zero"], dict(entry["waits"]))
+    return entry["rank"], EarlierEvents(*numbers, sums, marks, waits)
 
 
 @contextmanager

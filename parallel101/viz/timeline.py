@@ -439,13 +439,18 @@ def _tooltip(bar: Bar) -> str:
     last = f"{human_seconds(bar.end - bar.start)}"
     if bar.count > 1:
         return f"{bar.count} × {event.name or event.kind}, {last}"
+    return event_text(event, last)
+
+
+def event_text(event: Event, took: str = "$") -> str:
+    """What a tooltip says of one event. `took`: its time, or what to put in its place."""
     labels = ", ".join(f"{k}={v}" for k, v in (event.args or {}).items())
     where = f" at {named(event.where)}" if event.where else ""
     if event.kind == "span":
-        return f"{event.name}{f' ({labels})' if labels else ''}: {last}{where}"
+        return f"{event.name}{f' ({labels})' if labels else ''}: {took}{where}"
     link = {"send": "to", "recv": "from"}.get(event.kind, "root")
     peer = f" {link} rank {event.peer}" if event.peer is not None else ""
-    return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {last}{where}"
+    return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {took}{where}"
 
 
 def _arrows(

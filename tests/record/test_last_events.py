@@ -15,6 +15,7 @@ from parallel101.analysis.waiting import (
     slowest_calls,
     slowest_links,
     traffic,
+    waiting_shares,
     waits,
 )
 from parallel101.record.last_events import LastEvents
@@ -81,8 +82,11 @@ def tables_of(trace):
     calls = [row._replace(last={}) for row in slowest_calls(waited, trace.earlier)]
     counts = trace.bytes_sent, trace.bytes_received, trace.messages_sent, [trace.makespan]
     lines = [[row.seconds for row in calls], [row.longest for row in calls]]
-    numbers = [n for row in ranks for n in row[:-1]] + [n for of in counts + tuple(lines) for n in of]
+    numbers = [n for row in ranks for n in row[:-1]] + [
+        n for of in counts + tuple(lines) for n in of
+    ]
     words = [(row.where, row.kind, row.waits) for row in calls]
+    numbers += [sum(s or 0 for s in row) for row in waiting_shares(trace, waited, 40)]
     return numbers, [links, collective_totals(trace), words, traffic(trace)]
 
 
