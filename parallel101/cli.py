@@ -217,6 +217,13 @@ def _parser() -> argparse.ArgumentParser:
             help="write a web page with the timeline and the traffic",
         )
         sub.add_argument(
+            "--steps",
+            metavar="FIRST:LAST",
+            type=_range,
+            help="training steps that the page of a long run shows, e.g. 100:120 (default: the "
+            "last ones)",
+        )
+        sub.add_argument(
             "--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev"
         )
 
@@ -413,6 +420,15 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a range of steps; expected FIRST:LAST, such as 100:120"
+        )
+    return int(first), int(last)
+
+
 def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
@@ -511,7 +527,11 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wrong = next(
-        (f"--{name}" for name in ("page", "chrome", "network") if getattr(args, name) is not None),
+        (
+            f"--{name}"
+            for name in ("page", "chrome", "network", "steps")
+            if getattr(args, name) is not None
+        ),
         None,
     )
     if args.record is None or wrong:
@@ -591,7 +611,11 @@ def _report(
         _import_no_grammars()
         from parallel101.publish.run_page import run_page
 
-        args.page.write_text(run_page(trace, name, failed), encoding="utf-8")
+        try:
+            page = run_page(trace, name, failed, args.steps)
+        except ValueError as error:
+            args.parser.error(str(error))
+        args.page.write_text(page, encoding="utf-8")
         print(f"Wrote {args.page}. It opens in a browser, also offline.")
     if args.chrome is not None:
         with_compute(trace).to_chrome(args.chrome)

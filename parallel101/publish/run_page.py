@@ -34,13 +34,21 @@ from parallel101.viz.waiting_overview import waiting_overview_scene
 MOST_EVENTS = 4000  # in a timeline
 
 
-def run_page(trace: Trace, name: str, error: BaseException | None = None) -> str:
+def run_page(
+    trace: Trace,
+    name: str,
+    error: BaseException | None = None,
+    steps: tuple[int, int] | None = None,
+) -> str:
     """The page as HTML.
 
     Args:
         trace: the record of `parallel101 run`, or of one of a failed run.
         name: of the script.
         error: what the run failed with.
+        steps: the first and the last of the steps that a reader can choose; None: the last ones.
+
+    Raises ValueError if the record lacks these steps.
     """
     waited = waits(trace)
     parts = [f"<h1>{escape(name)}</h1>", f"<p>{escape(heading(trace))}</p>"]
@@ -48,7 +56,7 @@ def run_page(trace: Trace, name: str, error: BaseException | None = None) -> str
         parts.append(f'<div class="output_area output_error"><pre>{escape(str(error))}</pre></div>')
     if isinstance(error, DeadlockError):
         parts.append(error.picture().html())
-    parts += _timelines(trace, waited)
+    parts += _timelines(trace, waited, steps)
     squares = _squares(trace, waited)
     if squares and trace.world_size <= between_ranks.MOST_RANKS:
         parts.append(between_ranks_scene("Between the ranks", squares).html())
@@ -56,7 +64,7 @@ def run_page(trace: Trace, name: str, error: BaseException | None = None) -> str
     return offline_html(name, f'<main class="run">{"".join(parts)}</main>')
 
 
-def _timelines(trace: Trace, waited: list[Wait]) -> list[str]:
+def _timelines(trace: Trace, waited: list[Wait], steps: tuple[int, int] | None) -> list[str]:
     """The whole run; of a long one the steps to choose from, and the time around its longest wait.
 
     (Not a wait while the script starts, and none that can be seen in the whole run.)
@@ -64,10 +72,10 @@ def _timelines(trace: Trace, waited: list[Wait]) -> list[str]:
     if trace.world_size > timeline.MOST_RANKS or not trace.events:
         return []
     drawn = with_compute(trace)
-    if len(drawn.events) <= MOST_EVENTS and not trace.earlier:
+    if len(drawn.events) <= MOST_EVENTS and not trace.earlier and steps is None:
         shown = [timeline_scene(drawn).html()]
     else:
-        chooser = step_chooser(drawn, training_steps(trace))
+        chooser = step_chooser(drawn, training_steps(trace), steps)
         shown = [waiting_overview_scene(trace, waited).html(), chooser]
     if (longest := _around_longest_wait(drawn, waited)) is not None:
         shown.append(longest.html())
@@ -95,8 +103,9 @@ def _around_longest_wait(drawn: Trace, waited: list[Wait]) -> Scene | None:
 
 def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:
     late, sent = late_for(rank_times(trace, waited)), traffic(trace).nbytes
+    kept = ", last events" if trace.earlier else ""
     squares = [
-        Square("Waiting until others call", "rank \\ for", late, human_seconds),
+        Square(f"Waiting until others call{kept}", "rank \\ for", late, human_seconds),
         Square("Messages, in bytes", "from \\ to", sent, human_bytes),
     ]
     return [square for square in squares if any(map(any, square.values))]

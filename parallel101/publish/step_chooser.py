@@ -20,6 +20,7 @@ from html import escape
 from importlib.resources import files
 
 from parallel101.analysis.training_steps import TrainingSteps
+from parallel101.analysis.waiting import window
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
@@ -38,29 +39,47 @@ from parallel101.viz.timeline import (
     span_texts,
 )
 
-MOST_EVENTS = 300_000  # in a page
+MOST_EVENTS = 200_000  # in a page
 PARTS = 200  # of a run in which no steps are found
 MESSAGES = MOST_LANES  # the number of the lane below those of the spans
 SCRIPT = files("parallel101.publish").joinpath("chooser.js").read_text(encoding="utf-8")
 
 
-def step_chooser(drawn: Trace, steps: TrainingSteps | None) -> str:
+def step_chooser(
+    drawn: Trace, steps: TrainingSteps | None, chosen: tuple[int, int] | None = None
+) -> str:
     """The controls and the data, as HTML.
 
     Args:
         drawn: a record as pictures show it (see waiting.with_compute).
         steps: of the training loop. None: the run is cut into equal parts.
+        chosen: the numbers of the first and the last step that the page has. None: as many of the
+            last ones as it can hold.
+
+    Raises ValueError if the record has none of the chosen steps, or if they have too many events.
     """
-    events = _last(drawn.events)
-    begin, end = min(e.start for e in events), max(e.end for e in events)
-    if len(events) == len(drawn.events):
-        begin = min(begin, steps.times[0][0]) if steps else begin
-    known = steps or _parts(begin, end)
-    inside = [k for k, (start, _) in enumerate(known.times) if start >= begin]
-    if not inside:
-        return ""
-    times = known.times[inside[0] :]
-    first = known.first + inside[0]
+    events = drawn.events
+    known = steps or _parts(min(e.start for e in events), max(e.end for e in events))
+    if chosen is not None:
+        known = _only(known, chosen)
+        begin, end = known.times[0][0], max(stop for _, stop in known.times)
+        events = window(drawn, begin, end).events
+        if len(events) > MOST_EVENTS:
+            raise ValueError(
+                f"steps {chosen[0]}:{chosen[1]} have {len(events):,} events, and a page can hold "
+                f"{MOST_EVENTS:,}: choose fewer steps"
+            )
+    elif len(events) > MOST_EVENTS:
+        after = sorted(e.end for e in events)[-MOST_EVENTS]
+        events = [e for e in events if e.start >= after]
+        inside = [k for k, (start, _) in enumerate(known.times) if start >= after]
+        if not inside:
+            return ""
+        known = known._replace(first=known.first + inside[0], times=known.times[inside[0] :])
+    times, first = known.times, known.first
+    whole = first == 1 and len(events) == len(drawn.events)
+    begin = min([e.start for e in events] + [times[0][0]])
+    end = max([e.end for e in events] + [times[-1][1]])
     tick = (end - begin) / (2**32 - 2) or 1.0
     texts: dict[str, int] = {}
     looks: dict[tuple, int] = {}
@@ -69,8 +88,8 @@ def step_chooser(drawn: Trace, steps: TrainingSteps | None) -> str:
     columns = [array(kind) for kind in "IIHHIB"]
     for e in events:
         row = (
-            round((max(e.start, begin) - begin) / tick),
-            round(max(0.0, min(e.end, end) - max(e.start, begin)) / tick),
+            round((e.start - begin) / tick),
+            round((e.end - e.start) / tick),
             e.rank,
             looks.setdefault(_look(e, colours), len(looks)),
             texts.setdefault(event_text(e), len(texts)),
@@ -100,8 +119,8 @@ def step_chooser(drawn: Trace, steps: TrainingSteps | None) -> str:
     ordered = sorted(columns, key=lambda column: -column.itemsize)
     data = base64.b64encode(gzip.compress(b"".join(c.tobytes() for c in ordered), 6)).decode()
     return (
-        f'<style>{_style()}</style><section class="chooser" hidden><h2>Steps</h2><p>{escape(_about(known, times, first))}'
-        f'</p><div class="drawn"></div>'
+        f'<style>{_style()}</style><section class="chooser" hidden><h2>Steps</h2>'
+        f'<p>{escape(_about(known, whole))}</p><div class="drawn"></div>'
         f'<script type="application/json">{_json(setup)}</script>'
         f'<script type="text/plain">{data}</script></section><script>{SCRIPT}</script>'
     )
@@ -115,12 +134,16 @@ def _style() -> str:
     return f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}{within}"
 
 
-def _last(events: list[Event]) -> list[Event]:
-    """Those that a page can hold, from a time on."""
-    if len(events) <= MOST_EVENTS:
-        return events
-    after = sorted(e.end for e in events)[-MOST_EVENTS]
-    return [e for e in events if e.end >= after and e.start >= after]
+def _only(known: TrainingSteps, chosen: tuple[int, int]) -> TrainingSteps:
+    last = known.first + len(known.times) - 1
+    begin, end = max(chosen[0], known.first), min(chosen[1], last)
+    if begin > end:
+        raise ValueError(
+            f"steps {chosen[0]}:{chosen[1]} are not in the record, which has steps {known.first} "
+            f"to {last}"
+        )
+    times = known.times[begin - known.first : end - known.first + 1]
+    return known._replace(first=begin, times=times)
 
 
 def _parts(begin: float, end: float) -> TrainingSteps:
@@ -129,16 +152,16 @@ def _parts(begin: float, end: float) -> TrainingSteps:
     return TrainingSteps("", 1, list(zip(edges, edges[1:])))
 
 
-def _about(known: TrainingSteps, times: Sequence[tuple[float, float]], first: int) -> str:
-    last = first + len(times) - 1
+def _about(known: TrainingSteps, all_steps: bool) -> str:
+    last = known.first + len(known.times) - 1
     if not known.what:
-        each = human_seconds(times[0][1] - times[0][0])
-        return f"No steps were found in this record. It is cut into {PARTS} parts of {each} each."
-    if first == 1:
+        each = human_seconds(known.times[0][1] - known.times[0][0])
+        return f"No steps were found in this record. It is cut into parts of {each} each."
+    if all_steps:
         return f"{last:,} steps ({known.what}). Choose some to see their timeline."
     return (
-        f"Steps {first:,} to {last:,} can be chosen here ({known.what}): the events before them "
-        "are not in this page."
+        f"Steps {known.first:,} to {last:,} can be chosen here ({known.what}). The page does not "
+        "have the events of the others. If the record does, the option --steps makes a page of them."
     )
 
 
