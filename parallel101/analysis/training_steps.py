@@ -8,14 +8,14 @@ The first of these that a record has is used:
     spans "step"        what the program itself calls a step
     spans "optimizer"   of parallel101's trainers: a step ends with it
     optimizer steps     `parallel101 run` marks those of torch's optimizers
-    repeating calls     the calls that a loop without an optimizer makes once in each round
+    repeating calls     those that a loop without an optimizer makes in each round
 
 Numbers count from 1. (steps.py is about the steps of a collective's algorithm.)
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
 
 
 def _repeats(trace: Trace) -> TrainingSteps | None:
-    """The rounds of a loop: of the calls that a rank repeats, most are made once in each round.
+    """The rounds of a loop, from the calls that a rank repeats.
 
     Calls are alike if they have the same line, kind, peer and bytes. Numbers count from the first
     round that the record has.
@@ -91,15 +91,27 @@ def _repeats(trace: Trace) -> TrainingSteps | None:
     if not calls:
         return None
     alike = max(calls.values(), key=lambda of: sum(map(len, of.values())))
-    counts = Counter(len(of) for of in alike.values() if len(of) >= LEAST)
-    if not counts:
+    counts = [len(of) for of in alike.values()]
+    # most calls are made once in a round, or several times: the loop has as many rounds as that
+    fitting = [
+        count
+        for count in set(counts)
+        if count >= LEAST and sum(c for c in counts if _multiple(c, count)) >= 0.9 * sum(counts)
+    ]
+    if not fitting:
         return None
-    usual = max(counts, key=lambda count: (counts[count], -count))
+    usual = max(fitting)
     first = min((of for of in alike.values() if len(of) == usual), key=lambda of: of[0].start)
     end = max(e.end for e in trace.events)
     starts = [e.posted for e in first] + [end]
     what = f"repeats of {first[0].kind} at {named(first[0].where)}"
     return TrainingSteps(what, 1, list(zip(starts, starts[1:])))
+
+
+def _multiple(count: int, of: int) -> bool:
+    """Whether it is, but for a round that was cut off."""
+    times = round(count / of)
+    return times >= 1 and abs(count - times * of) <= times + 0.02 * count
 
 
 def _joined(times: dict[int, list[tuple[float, float]]], what: str) -> TrainingSteps | None:
