@@ -569,12 +569,12 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 
 def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     """Join the files of a torchrun job's ranks into one trace, and show it."""
-    from parallel101.record.rank_files import join_rank_files, ranks_cut_short
+    from parallel101.record.rank_files import ranks_cut_short
     from parallel101.record.units import ranks_text
     from parallel101.viz.run_table import script_name
 
     try:
-        trace, missing = join_rank_files(args.directory)
+        trace, missing = _joined(args.directory)
         cut_short = ranks_cut_short(args.directory)
     except ValueError as error:
         return args.parser.error(str(error))
@@ -594,6 +594,17 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     _report(trace, script_name(trace), args)
     print(f"Wrote {args.directory / 'trace.json.gz'}. parallel101.Trace.load reads it.")
     return 0
+
+
+def _joined(directory: Path) -> tuple[Trace, list[int]]:
+    """The trace of a job's ranks, or the one that `parallel101 run --record` has joined."""
+    from parallel101.record.rank_files import join_rank_files
+    from parallel101.record.trace import Trace
+
+    joined = directory / "trace.json.gz"
+    if joined.exists() and not any(directory.glob("rank-*")):
+        return Trace.load(joined), []
+    return join_rank_files(directory)
 
 
 def _report(

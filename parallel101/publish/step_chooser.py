@@ -77,7 +77,6 @@ def step_chooser(
             return ""
         known = known._replace(first=known.first + inside[0], times=known.times[inside[0] :])
     times, first = known.times, known.first
-    whole = first == 1 and len(events) == len(drawn.events)
     begin = min([e.start for e in events] + [times[0][0]])
     end = max([e.end for e in events] + [times[-1][1]])
     tick = (end - begin) / (2**32 - 2) or 1.0
@@ -120,7 +119,7 @@ def step_chooser(
     data = base64.b64encode(gzip.compress(b"".join(c.tobytes() for c in ordered), 6)).decode()
     return (
         f'<style>{_style()}</style><section class="chooser" hidden><h2>Steps</h2>'
-        f'<p>{escape(_about(known, whole))}</p><div class="drawn"></div>'
+        f'<p>{escape(_about(known, len(events), drawn))}</p><div class="drawn"></div>'
         f'<script type="application/json">{_json(setup)}</script>'
         f'<script type="text/plain">{data}</script></section><script>{SCRIPT}</script>'
     )
@@ -152,17 +151,18 @@ def _parts(begin: float, end: float) -> TrainingSteps:
     return TrainingSteps("", 1, list(zip(edges, edges[1:])))
 
 
-def _about(known: TrainingSteps, all_steps: bool) -> str:
+def _about(known: TrainingSteps, events: int, drawn: Trace) -> str:
     last = known.first + len(known.times) - 1
     if not known.what:
         each = human_seconds(known.times[0][1] - known.times[0][0])
         return f"No steps were found in this record. It is cut into parts of {each} each."
-    if all_steps:
+    if events < len(drawn.events):
+        others = "The page can't hold all events of the record. For other steps, use --steps."
+    elif drawn.earlier:
+        others = f"The record has {drawn.kept_text} only."
+    else:
         return f"{last:,} steps ({known.what}). Choose some to see their timeline."
-    return (
-        f"Steps {known.first:,} to {last:,} can be chosen here ({known.what}). The page does not "
-        "have the events of the others. If the record does, the option --steps makes a page of them."
-    )
+    return f"Steps {known.first:,} to {last:,} can be chosen here ({known.what}). {others}"
 
 
 def _look(event: Event, colours: dict[str, int]) -> tuple:

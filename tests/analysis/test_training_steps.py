@@ -61,7 +61,7 @@ def test_steps_are_found_and_numbered(name):
     assert sorted(took)[STEPS // 2] == pytest.approx(3.0, rel=1e-3)
     part = training_steps(last_events(trace, 60))
     if name != "nothing":
-        assert 1 < part.first and part.first + len(part.times) - 1 == STEPS
+        assert part.first > 1 and part.first + len(part.times) - 1 == STEPS
         assert part.times == steps.times[part.first - 1 :]
 
 
