@@ -48,7 +48,7 @@ def training_steps(trace: Trace) -> TrainingSteps | None:
     return _repeats(trace)
 
 
-def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> TrainingSteps:
+def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> TrainingSteps | None:
     """Steps from the spans of each rank, in order.
 
     `whole`: a span is a step. Else it is the end of one, which began with the end of the last.
@@ -64,7 +64,9 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
         number[rank] = 0
         if rank in trace.earlier:  # what it began before is not in the record
             sums = trace.earlier[rank].sums.items()
-            number[rank] = sum(s.count for key, s in sums if (key.kind, key.name) == ("span", name))
+            number[rank] = sum(
+                s.events for key, s in sums if (key.kind, key.name) == ("span", name)
+            )
         elif rank in starts:
             begin[rank] = starts[rank]
     for span in sorted(spans, key=lambda span: span.end):

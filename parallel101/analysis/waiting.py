@@ -147,9 +147,9 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
         rows.append(
             RankTimes(
                 rank,
-                len(sent) + summed_sends.count,
+                len(sent) + summed_sends.events,
                 sum(sent) + summed_sends.nbytes,
-                len(collectives) + summed.count,
+                len(collectives) + summed.events,
                 nbytes + summed.nbytes,
                 end - begin - waiting,
                 waiting,
@@ -183,7 +183,7 @@ def traffic(trace: Trace, within: str | None = None) -> Traffic:
         for key, sums in earlier.sums.items():
             if key.kind == "send" and key.peer is not None:
                 sent.nbytes[rank][key.peer] += sums.nbytes
-                sent.messages[rank][key.peer] += sums.count
+                sent.messages[rank][key.peer] += sums.events
     last = {span.rank: (span.start, span.end) for span in trace.spans(within)}
     for event in trace.events:
         if event.kind == "send" and event.peer is not None:
@@ -219,7 +219,7 @@ def slowest_links(trace: Trace) -> list[LinkTimes]:
             LinkTimes(
                 src,
                 dst,
-                len(sent) + before.count,
+                len(sent) + before.events,
                 timed + before.nbytes,
                 sum(t for t, _ in sent),
                 max((t for t, _ in sent), default=0.0),
@@ -265,9 +265,13 @@ def _collective_sums(trace: Trace) -> list[CollectiveTotals]:
             ranks[e.rank] = ranks[e.rank].plus(Sums(1, e.nbytes, 0.0, 0.0))
     rows = [
         CollectiveTotals(
-            *of, max(s.count for s in ranks.values()), max(s.nbytes for s in ranks.values())
+            kind,
+            among,
+            axis,
+            max(s.events for s in ranks.values()),
+            max(s.nbytes for s in ranks.values()),
         )
-        for of, ranks in of_rank.items()
+        for (kind, among, axis), ranks in of_rank.items()
     ]
     return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
 
@@ -421,7 +425,7 @@ def slowest_calls(
             CallTimes(
                 where,
                 kind,
-                len(here) + sum(s.count for s in before.values()),
+                len(here) + sum(s.events for s in before.values()),
                 took,
                 longest,
                 longest_on,

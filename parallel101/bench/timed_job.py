@@ -31,7 +31,7 @@ SAMPLES = 48  # of each rank: a step then takes about 50 ms on a core with AVX2
 SCRIPT = "parallel101.bench.timed_script"
 
 
-class StepTime(NamedTuple):
+class TimedStep(NamedTuple):
     """Of one training step, on rank 0."""
 
     seconds: float
@@ -78,7 +78,7 @@ class JobTimer:
         self.store, self.jobs = store, jobs
         self.turns = dict.fromkeys(jobs, 0)
 
-    def step(self, name: str, count: int) -> StepTime:
+    def step(self, name: str, count: int) -> TimedStep:
         """The time of a step, as the mean over `count` of them.
 
         Raises RuntimeError if the job has ended.
@@ -89,7 +89,7 @@ class JobTimer:
             if self.jobs[name].poll() is not None:
                 raise RuntimeError(f"the job {name!r} has ended: see what it printed")
             time.sleep(0.01)
-        return StepTime(*json.loads(self.store.get(f"{name}/{turn}/took")))
+        return TimedStep(*json.loads(self.store.get(f"{name}/{turn}/took")))
 
 
 def train_when_asked(port: int, name: str) -> None:

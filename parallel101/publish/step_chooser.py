@@ -84,7 +84,7 @@ def step_chooser(
     looks: dict[tuple, int] = {}
     lanes = span_lanes([e for e in events if e.kind == "span"])
     colours = span_colours(e for e in events if e.kind == "span" and not e.waiting)
-    columns = [array(kind) for kind in "IIHHIB"]
+    columns: list[array] = [array(kind) for kind in "IIHHIB"]
     for e in events:
         row = (
             round((e.start - begin) / tick),

@@ -37,14 +37,14 @@ class SumKey(NamedTuple):
 class Sums(NamedTuple):
     """Sums over events."""
 
-    count: int
+    events: int
     nbytes: int
     seconds: float
     longest: float  # the most seconds of one of them
 
     def plus(self, other: Sums) -> Sums:
         return Sums(
-            self.count + other.count,
+            self.events + other.events,
             self.nbytes + other.nbytes,
             self.seconds + other.seconds,
             max(self.longest, other.longest),

@@ -225,7 +225,7 @@ class Trace:
     @property
     def messages_sent(self) -> list[int]:
         """Point-to-point messages that each rank sent, by rank."""
-        return self._total("send", lambda e: 1, lambda sums: sums.count)
+        return self._total("send", lambda e: 1, lambda sums: sums.events)
 
     @property
     def makespan(self) -> float:
@@ -256,7 +256,7 @@ class Trace:
 
         A receive from any rank has no number that its send has, and is left out.
         """
-        sends = {
+        sends: dict[tuple, Event] = {
             (e.rank, e.peer, e.tag, e.group.name, e.seq): e for e in self.events if e.kind == "send"
         }
         pairs = [
@@ -462,7 +462,7 @@ EARLIER: dict[str, Any] = {
     "waits": list,
 }
 # the JSON type of each field of a SumKey, and of its Sums
-SUM_TYPES = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
+SUM_TYPES: tuple[Any, ...] = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
 
 
 def _earlier_entry(
@@ -493,7 +493,8 @@ def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, Earl
             raise ValueError(f"one of its sums is {row!r:.80}")
         if row[3] is not None and not 0 <= row[3] < size:
             raise ValueError(f"one of its sums has peer {row[3]}, in a world of {size}")
-        sums[SumKey(*row[:4], groups[row[4]])] = Sums(*row[5:])
+        kind, name, where, peer, group, *numbers = row
+        sums[SumKey(kind, name, where, peer, groups[group])] = Sums(*numbers)
     if not 0 <= entry["rank"] < size:
         raise ValueError(f"its earlier events are of rank {entry['rank']}, in a world of {size}")
     marks = [_event(row, groups, size) for row in entry["marks"]]
@@ -502,9 +503,9 @@ def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, Earl
             raise ValueError(f"one of its times of waiting is {part!r:.80}")
     if not entry["width"] > 0:
         raise ValueError(f"its times of waiting are {entry['width']} s wide")
-    numbers = (entry[name] for name in ("count", "begin", "until", "waited"))
     waits = TimeBins(entry["width"], entry["zero"], dict(entry["waits"]))
-    return entry["rank"], EarlierEvents(*numbers, sums, marks, waits)
+    count, begin, until, waited = (entry[name] for name in tuple(EARLIER)[1:5])
+    return entry["rank"], EarlierEvents(count, begin, until, waited, sums, marks, waits)
 
 
 @contextmanager
