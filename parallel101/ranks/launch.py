@@ -31,7 +31,6 @@ from parallel101.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
 from parallel101.record.calls import never_waited, sends_never_waited
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.trace import Trace
-from parallel101.record.where import shown
 from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
 from parallel101.sim.virtual_gpu import GpuCount
@@ -129,6 +128,8 @@ def launch(
     rules: str = "gloo",
     device: str | None = None,
     mirrors: MirroredAxes | None = None,
+    keep_waiting: bool = False,
+    stuck_after: float = 30.0,
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
@@ -139,8 +140,8 @@ def launch(
         fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
             gets its own copy. It imports modules anew, so it does not see what this process has
             assigned to a module's variables.
-        world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out,
-            or pass the same number.
+        world_size: the number of ranks; 4 by default. Under torchrun, srun and mpirun it is the
+            job's: leave it out, or pass the same number.
         backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks
             on a virtual clock).
         trace: record every message, and check the calls against each other. "payload" also records
@@ -158,9 +159,19 @@ def launch(
         mirrors: on sim, which ranks of a mesh have a thread and stand for the others, in a program
             that does the same on all of them: a `sim.mirrored.MirroredAxes`. `results` are of those
             ranks, and the run is recorded only with `trace`. None: all have one.
+        keep_waiting: the program handles the time limits of its process groups itself. A deadlock
+            that such a limit ends is only printed, and the run goes on. Without it, a deadlock ends
+            the run at once, whatever the limit. (A limit given to one call, as in
+            `work.wait(timedelta(seconds=5))`, is always left to the program.)
+        stuck_after: seconds without progress after which the ranks that others wait for are
+            printed with their Python stacks; again after twice the time, and so on. The run goes
+            on. Infinity: never.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
+        Under torchrun, srun and mpirun every rank gets all results. There `fn` may return what
+        torch.load(weights_only=True) accepts: tensors, numbers, strings, containers of them, arrays
+        of NumPy, and classes that the program has passed to torch.serialization.add_safe_globals.
 
     Raises:
         RankFailed: a rank raised an exception, which is the cause, or its process died.
@@ -190,6 +201,8 @@ def launch(
             recording=recording,
             timeout=timeout,
             payload_bytes=payload_bytes,
+            keep_waiting=keep_waiting,
+            stuck_after=stuck_after,
         )
         run = Run(
             results,
@@ -217,7 +230,14 @@ def launch(
     rendezvous = Rendezvous(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
     prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
-    monitor = Monitor(processes, timeout, prefixes, checked=recording, on_gloo=backend == "gloo")
+    monitor = Monitor(
+        processes,
+        timeout,
+        prefixes,
+        checked=recording,
+        on_gloo=backend == "gloo",
+        stuck_after=stuck_after,
+    )
     explained = False
     try:
         for rank in monitor.ranks:
@@ -232,6 +252,8 @@ def launch(
                 rules=rules,
                 device=device,
                 mirrors=mirrors,
+                keep_waiting=keep_waiting,
+                stuck_after=stuck_after,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
@@ -263,9 +285,7 @@ def launch(
         explained = __tracebackhide__ = True
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as interrupt:
-        monitor.ask_places(0.3)
-        for number, place in (pair for rank in monitor.ranks for pair in rank.places or []):
-            print(f"interrupted: rank {number} was at {shown(place)}", file=sys.stderr)
+        monitor.report("interrupted: what the ranks did")
         if recording:
             monitor.ask_records(TO_SEND_A_RECORD)
             interrupt.trace = _trace(monitor.records(), size, backend)  # type: ignore[attr-defined]

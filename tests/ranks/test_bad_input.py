@@ -86,13 +86,13 @@ def test_a_rank_cannot_launch():
     [
         (
             {"RANK": "abc", "WORLD_SIZE": "2"},
-            "RANK='abc' and WORLD_SIZE='2' are set, as torchrun sets them, but RANK must be",
+            r"\(RANK='abc' and WORLD_SIZE='2'\), but RANK must be",
         ),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK must be a whole number"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"},
-            "MASTER_ADDR, the address of rank 0, is not set",
+            "MASTER_ADDR and MASTER_PORT, where rank 0 is found, are not both set",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
