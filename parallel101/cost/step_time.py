@@ -159,17 +159,21 @@ def step_time(
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
     mine = [sum(layers[rank::P]) for rank in range(P)]
-    of_rank = [n * layer.seconds for n in mine]
-    of_rank[0] += embedding.seconds
-    of_rank[last] += head.seconds
+    stages = [Stage(shape, mine[rank], rank == 0, rank == last) for rank in range(P)]
+    passes = {  # most stages are alike
+        stage: together(layer, stage.layers, [embedding] * stage.first + [head] * stage.last)
+        for stage in set(stages)
+    }
+    of_rank = [passes[stage].seconds for stage in stages]
     slowest = of_rank.index(max(of_rank))
 
-    ends = [embedding] * (slowest == 0) + [head] * (slowest == last)
-    one = together(layer, mine[slowest], ends)
+    one = passes[stages[slowest]]
     busy = one.both
-    stage = Stage(shape, mine[slowest], slowest == 0, slowest == last)
-    added, moved = accumulation_seconds(layout, cluster, software, stage)
+    added, moved = accumulation_seconds(layout, cluster, software, stages[slowest])
     sends = M if layout.zero_stage >= 2 else 1
+    dp, moved_elsewhere = waiting_for_gradients(
+        layout, cluster, software, stages, passes, slowest
+    )
     return StepTime(
         matmul=M * busy.matmul,
         memory_bound=M * busy.memory + added + sends * moved,
@@ -178,17 +182,9 @@ def step_time(
         cp=M * busy.cp,
         ep=M * busy.ep,
         pp=pipeline_seconds(shape, layout, cluster, software, of_rank),
-        dp=gradient_seconds(
-            layout,
-            cluster,
-            software,
-            stage,
-            one.forward.total,
-            one.backward.total + moved,
-            one.backward.matmul + moved,
-        ),
-        bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one),
-        optimizer=optimizer_seconds(layout, cluster, software, stage),
+        dp=dp,
+        bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one) + moved_elsewhere,
+        optimizer=optimizer_seconds(layout, cluster, software, stages[slowest]),
         model_flops=model_flops(shape, layout.batch),
         hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,
@@ -238,6 +234,43 @@ def together(layer: Pass, layers: int, ends: list[Pass]) -> Pass:
     for end in ends:
         forward, backward = forward.plus(end.forward), backward.plus(end.backward)
     return Pass(forward, backward)
+
+
+def waiting_for_gradients(
+    layout: ParallelLayout,
+    cluster: Cluster,
+    software: Software,
+    stages: list[Stage],
+    passes: dict[Stage, Pass],
+    slowest: int,
+) -> tuple[float, float]:
+    """Exposed seconds along dp, and those in which other stages move gradients to buckets.
+
+    The last microbatch's backward goes through one stage after the other, and on each it waits for
+    messages of the stage's gradients: stage 0 waits for all of them.
+    """
+    moved = {
+        stage: accumulation_seconds(layout, cluster, software, stage)[1] for stage in passes
+    }
+    found = {
+        stage: gradient_seconds(
+            layout,
+            cluster,
+            software,
+            stage,
+            one.forward.total,
+            one.backward.total + moved[stage],
+        )
+        for stage, one in passes.items()
+    }
+    mine, others = found[stages[slowest]], stages[:slowest] + stages[slowest + 1 :]
+    parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
+    waited = sum(found[stage].last for stage in others) / parts
+    after = found[stages[0]].after  # its backward is the last one
+    return (
+        mine.before + mine.last + waited + after,
+        sum(moved[stage] for stage in others) / parts,
+    )
 
 
 def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
