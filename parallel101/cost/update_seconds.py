@@ -139,8 +139,7 @@ def bucket_seconds(
     itemsize, how = gradient_itemsize(layout), software.collectives
     once = 1 if layout.zero_stage else 2  # an all-reduce
     took = {
-        size: once
-        * all_gather_seconds(cluster, size * itemsize, ranks, layout.tp, algorithm=how)
+        size: once * all_gather_seconds(cluster, size * itemsize, ranks, layout.tp, algorithm=how)
         for size in {bucket.size for bucket in found}
     }
     now = arrived = waited = 0.0
