@@ -128,8 +128,9 @@ def bucket_seconds(
 ) -> tuple[float, float]:
     """Seconds in which a backward waits for its buckets, and seconds after it.
 
-    With ZeRO 1 and 2, two buckets are on their way at a time: when backward has filled one, it
-    sends it and waits for the one before. Without ZeRO, none is waited for until backward is over.
+    Two buckets are on their way at a time: when backward has filled one, it sends it and waits for
+    the sums of the one before. Without ZeRO, these sums are then sent on: the all-reduce's second
+    half.
 
     Args:
         backward: seconds without waits.
@@ -137,19 +138,19 @@ def bucket_seconds(
     ranks, found = layout.dp * layout.ep * layout.cp, buckets_of(layout, stage)
     per_work = backward / max(1.0, sum(bucket.work for bucket in found))
     itemsize, how = gradient_itemsize(layout), software.collectives
-    once = 1 if layout.zero_stage else 2  # an all-reduce
     took = {
-        size: once * all_gather_seconds(cluster, size * itemsize, ranks, layout.tp, algorithm=how)
+        size: all_gather_seconds(cluster, size * itemsize, ranks, layout.tp, algorithm=how)
         for size in {bucket.size for bucket in found}
     }
-    now = arrived = waited = 0.0
+    now = free = summed = waited = second_half = 0.0
     for bucket in found:
         now += bucket.work * per_work
-        before, arrived = arrived, max(now, arrived) + took[bucket.size]
-        if layout.zero_stage:
-            waited += max(0.0, before - now)
-            now = max(now, before)
-    return waited, arrived - now
+        before, summed = summed, max(now, free) + took[bucket.size]
+        waited += max(0.0, before - now)
+        now = max(now, before)
+        free = max(now, summed) + second_half
+        second_half = 0.0 if layout.zero_stage else took[bucket.size]
+    return waited, free + second_half - now
 
 
 def gradient_seconds(
