@@ -28,7 +28,7 @@ from parallel101.record.flight_recorder import (
     FlightCall,
     FlightGroup,
     FlightJob,
-    Frame,
+    StackFrame,
 )
 from parallel101.record.units import listed, ranks_text
 from parallel101.record.wait_for import cycle
@@ -47,7 +47,7 @@ MOST_FRAMES = 8  # of a stack that is printed
 SAME_INPUT = ("all_reduce", "allreduce", "broadcast", "reduce", "gather", "all_gather", "allgather")
 
 
-class Finding(NamedTuple):
+class FlightFinding(NamedTuple):
     """Something that the dumps show to be wrong.
 
     Attributes:
@@ -66,7 +66,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class Turn(NamedTuple):
+class CollectiveCalls(NamedTuple):
     """What each rank called as one collective of a group.
 
     Several calls that torch joined into one have the same number.
@@ -96,22 +96,22 @@ class FlightVerdict(NamedTuple):
     """
 
     conclusion: str
-    findings: list[Finding]
+    findings: list[FlightFinding]
 
 
 def flight_verdict(job: FlightJob) -> FlightVerdict:
     """What a job was stuck in, and who keeps the others waiting."""
     needs: dict[int, set[int]] = defaultdict(set)  # who waits for whom
-    found: list[Finding] = []
-    parts = _parts(job)
-    turns = [_turns(part) for part in parts]
-    for of in turns:
+    found: list[FlightFinding] = []
+    parts = _groups(job)
+    collectives = [_collectives(part) for part in parts]
+    for of in collectives:
         found += _first(of, _different_operations) or _first(of, _different_sizes)
         found += _missing(job, of, needs)
     for part in parts:
         found += _messages(job, part, needs)
     if not found:
-        found = [one for of in turns for one in _first(of, _unfinished)]
+        found = [one for of in collectives for one in _first(of, _unfinished)]
     # a rank that is missing and itself waits for others is an effect
     waiting = {rank for rank in needs if needs[rank]}
     found.sort(key=lambda one: one.kind == "missing" and set(one.ranks) <= waiting)
@@ -163,7 +163,7 @@ def _root(job: FlightJob, rank: int, waiting: Sequence[int]) -> str:
 # ── Groups and their calls
 
 
-class Part(NamedTuple):
+class GroupCalls(NamedTuple):
     """The calls in one group, by rank."""
 
     group: FlightGroup
@@ -171,7 +171,7 @@ class Part(NamedTuple):
     calls: dict[int, list[FlightCall]]
 
 
-def _parts(job: FlightJob) -> list[Part]:
+def _groups(job: FlightJob) -> list[GroupCalls]:
     """All groups in which something was called."""
     parts: dict[FlightGroup, dict[int, list[FlightCall]]] = {}
     for dump in job.dumps.values():
@@ -182,39 +182,49 @@ def _parts(job: FlightJob) -> list[Part]:
     def ranks(group: FlightGroup, callers: Collection[int]) -> tuple[int, ...]:
         return group.ranks or (everyone if group.desc == MAIN_GROUP else tuple(sorted(callers)))
 
-    return [Part(group, ranks(group, of), of) for group, of in parts.items()]
+    return [GroupCalls(group, ranks(group, of), of) for group, of in parts.items()]
 
 
-def _turns(part: Part) -> list[Turn]:
+def _collectives(part: GroupCalls) -> list[CollectiveCalls]:
     """The collectives of a group, in order."""
     calls: dict[int, dict[int, list[FlightCall]]] = defaultdict(lambda: defaultdict(list))
     for rank, of in part.calls.items():
         for call in of:
             if not call.message:
                 calls[call.seq][rank].append(call)
-    return [Turn(part.group, part.ranks, n, dict(calls[n])) for n in sorted(calls)]
+    return [CollectiveCalls(part.group, part.ranks, n, dict(calls[n])) for n in sorted(calls)]
 
 
-def _first(turns: Sequence[Turn], look: Callable[[Turn], Finding | None]) -> list[Finding]:
+def _first(
+    collectives: Sequence[CollectiveCalls], look: Callable[[CollectiveCalls], FlightFinding | None]
+) -> list[FlightFinding]:
     """The first finding of a group. What comes after a mismatch may be its consequence."""
-    return next(([found] for turn in turns if (found := look(turn)) is not None), [])
+    return next(
+        ([found] for collective in collectives if (found := look(collective)) is not None), []
+    )
 
 
 # ── What can be wrong with them
 
 
-def _missing(job: FlightJob, turns: Sequence[Turn], needs: dict[int, set[int]]) -> list[Finding]:
+def _missing(
+    job: FlightJob, collectives: Sequence[CollectiveCalls], needs: dict[int, set[int]]
+) -> list[FlightFinding]:
     """The first collective of a group that some ranks wait in and others have not called.
 
     Adds to `needs` who waits for whom.
     """
     last: dict[int, int] = defaultdict(int)
-    for turn in turns:
-        last.update(dict.fromkeys(turn.calls, turn.number))
-    found: list[Finding] = []
-    for turn in turns:
-        waiting = turn.waiting()
-        absent = [r for r in turn.ranks if last[r] < turn.number and not _lost(job, r, last[r])]
+    for collective in collectives:
+        last.update(dict.fromkeys(collective.calls, collective.number))
+    found: list[FlightFinding] = []
+    for collective in collectives:
+        waiting = collective.waiting()
+        absent = [
+            r
+            for r in collective.ranks
+            if last[r] < collective.number and not _lost(job, r, last[r])
+        ]
         for rank in waiting:
             needs[rank].update(r for r in absent if r in job.dumps or not found)
         missing = tuple(rank for rank in absent if rank in job.dumps)
@@ -222,18 +232,20 @@ def _missing(job: FlightJob, turns: Sequence[Turn], needs: dict[int, set[int]]) 
             continue
         gone = [rank for rank in absent if rank not in job.dumps]
         verb = "are" if len(missing) > 1 else "is"
-        title = f"{turn.name()}: " + (
+        title = f"{collective.name()}: " + (
             f"{ranks_text(missing)} {verb} missing"
             if missing
             else f"nothing is known of {ranks_text(gone)}, which left no dump that can be read"
         )
-        lines = [title, *_called(turn)]
-        lines += [_before(job, turn, rank, last[rank]) for rank in missing]
+        lines = [title, *_called(collective)]
+        lines += [_before(job, collective, rank, last[rank]) for rank in missing]
         if missing and gone:
             lines.append(f"{ranks_text(gone)} left no dump that can be read")
-        lines += _stack(turn.calls[waiting[0]][0])
+        lines += _stack(collective.calls[waiting[0]][0])
         ranks = missing or tuple(gone)
-        found.append(Finding("missing", turn.group.label, turn.number, ranks, _text(lines)))
+        found.append(
+            FlightFinding("missing", collective.group.label, collective.number, ranks, _text(lines))
+        )
     return found
 
 
@@ -242,30 +254,32 @@ def _lost(job: FlightJob, rank: int, last: int) -> bool:
     return last == 0 and rank in job.dumps and job.dumps[rank].wrapped
 
 
-def _before(job: FlightJob, turn: Turn, rank: int, last: int) -> str:
-    mine = [c for c in job.dumps[rank].calls if c.group == turn.group and c.seq == last]
+def _before(job: FlightJob, collective: CollectiveCalls, rank: int, last: int) -> str:
+    mine = [c for c in job.dumps[rank].calls if c.group == collective.group and c.seq == last]
     if not last or not mine:
         return f"rank {rank} has made no call in this group"
     state = "finished" if mine[-1].finished else "not finished"
     return f"rank {rank} came as far as {mine[-1].operation} number {last}{_at(mine[-1])}, {state}"
 
 
-def _different_operations(turn: Turn) -> Finding | None:
-    return _different(turn, "operation", _operation)
+def _different_operations(collective: CollectiveCalls) -> FlightFinding | None:
+    return _different(collective, "operation", _operation)
 
 
-def _different_sizes(turn: Turn) -> Finding | None:
+def _different_sizes(collective: CollectiveCalls) -> FlightFinding | None:
     def passed(calls: Sequence[FlightCall]) -> str:
         said = [_elements(call) for call in calls]
         return ", ".join(text for text in said if text)
 
-    return _different(turn, "sizes", passed)
+    return _different(collective, "sizes", passed)
 
 
-def _different(turn: Turn, kind: str, of: Callable[[Sequence[FlightCall]], str]) -> Finding | None:
+def _different(
+    collective: CollectiveCalls, kind: str, of: Callable[[Sequence[FlightCall]], str]
+) -> FlightFinding | None:
     """The finding if `of` is not the same text for all ranks. Those with "" are left out."""
     alike: dict[str, list[int]] = defaultdict(list)
-    for rank, calls in turn.calls.items():
+    for rank, calls in collective.calls.items():
         if text := of(calls):
             alike[text].append(rank)
     if len(alike) < 2:
@@ -273,18 +287,20 @@ def _different(turn: Turn, kind: str, of: Callable[[Sequence[FlightCall]], str])
     most, *others = sorted(alike, key=lambda text: (-len(alike[text]), alike[text]))
     ranks = tuple(sorted(rank for text in others for rank in alike[text]))
     what = "different operations" if kind == "operation" else "different sizes or types"
-    lines = [f"number {turn.number} of {turn.group.label}: the ranks passed {what}"]
+    lines = [f"number {collective.number} of {collective.group.label}: the ranks passed {what}"]
     if kind == "operation":
-        lines[0] = f"number {turn.number} of {turn.group.label}: the ranks called {what}"
+        lines[0] = (
+            f"number {collective.number} of {collective.group.label}: the ranks called {what}"
+        )
     for text in (most, *others):
-        first = turn.calls[alike[text][0]][0]
+        first = collective.calls[alike[text][0]][0]
         operation = "" if kind == "operation" else f"{first.operation} of "
         lines.append(f"{ranks_text(alike[text])}: {operation}{text}{_at(first)}")
-    lines += _stack(turn.calls[ranks[0]][0])
-    return Finding(kind, turn.group.label, turn.number, ranks, _text(lines))
+    lines += _stack(collective.calls[ranks[0]][0])
+    return FlightFinding(kind, collective.group.label, collective.number, ranks, _text(lines))
 
 
-def _messages(job: FlightJob, part: Part, needs: dict[int, set[int]]) -> list[Finding]:
+def _messages(job: FlightJob, part: GroupCalls, needs: dict[int, set[int]]) -> list[FlightFinding]:
     """A group's sends and receives that have not finished, and whose other side was not posted."""
     pairs: dict[tuple[int, int], dict[str, list[FlightCall]]] = defaultdict(
         lambda: {"send": [], "recv": []}
@@ -315,18 +331,23 @@ def _messages(job: FlightJob, part: Part, needs: dict[int, set[int]]) -> list[Fi
             )
             lines = [f"{mine} {way} rank {peer} on rank {rank}, {part.group.label}: {why}"]
             lines += [f"posted{_at(alone[0])}", *_stack(alone[0])]
-            found.append(Finding("message", part.group.label, 0, (peer,), _text(lines)))
+            found.append(FlightFinding("message", part.group.label, 0, (peer,), _text(lines)))
     return found
 
 
-def _unfinished(turn: Turn) -> Finding | None:
+def _unfinished(collective: CollectiveCalls) -> FlightFinding | None:
     """A collective that all known ranks have called, and that has not finished."""
-    if not (waiting := turn.waiting()):
+    if not (waiting := collective.waiting()):
         return None
-    lines = [f"{turn.name()}: all known ranks called it, and it has not finished", *_called(turn)]
-    lines += _stack(turn.calls[waiting[0]][0])
+    lines = [
+        f"{collective.name()}: all known ranks called it, and it has not finished",
+        *_called(collective),
+    ]
+    lines += _stack(collective.calls[waiting[0]][0])
     lines.append("the dump was written while it ran, or a link or a GPU is stuck")
-    return Finding("unfinished", turn.group.label, turn.number, tuple(waiting), _text(lines))
+    return FlightFinding(
+        "unfinished", collective.group.label, collective.number, tuple(waiting), _text(lines)
+    )
 
 
 # ── Text
@@ -361,10 +382,10 @@ def _elements(call: FlightCall) -> str:
     return f"{elements} × {'/'.join(sorted(set(call.dtypes))) or 'unknown'}"
 
 
-def _called(turn: Turn) -> list[str]:
+def _called(collective: CollectiveCalls) -> list[str]:
     """ "called by ranks 0 and 2, not finished, at train.py:7: …", a line for each place."""
     places: Mapping[tuple[str, bool], list[int]] = defaultdict(list)
-    for rank, calls in turn.calls.items():
+    for rank, calls in collective.calls.items():
         places[_at(calls[0]), all(call.finished for call in calls)].append(rank)
     return [
         f"called by {ranks_text(ranks)}, {'' if done else 'not '}finished{place}"
@@ -393,10 +414,10 @@ def _stack(call: FlightCall) -> list[str]:
     return [f"stack of rank {call.rank}:", *more, *reversed(rows)]
 
 
-def own_frames(frames: Sequence[Frame]) -> list[Frame]:
+def own_frames(frames: Sequence[StackFrame]) -> list[StackFrame]:
     """The frames of Python code outside torch, the innermost first. All, if there is no other."""
 
-    def own(frame: Frame) -> bool:
+    def own(frame: StackFrame) -> bool:
         name = frame.filename.replace("\\", "/")
         plumbing = "/torch/" in name or name.startswith("<frozen") or name.endswith(PLUMBING)
         return name.endswith((".py", ">")) and not plumbing

@@ -22,6 +22,7 @@ NOTHING = (
     "Every call in the dumps has finished on every rank. If the job hung, it hung outside of the "
     "collectives."
 )
+LOST = " (older ones lost)"
 
 
 def report_flight_job(directory: Path, page: Path | None = None) -> str:
@@ -59,7 +60,7 @@ def _last_calls(job: FlightJob) -> TextTable:
     rows = [
         [
             str(call.rank),
-            f"{len(job.dumps[call.rank].calls)}{' (older ones lost)' * job.dumps[call.rank].wrapped}",
+            str(len(job.dumps[call.rank].calls)) + LOST * job.dumps[call.rank].wrapped,
             call.operation,
             "yes" if call.finished else "no",
             call.group.label,

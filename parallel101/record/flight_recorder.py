@@ -33,7 +33,7 @@ RANK_OF = re.compile(r"(\d+)(\.json|\.pickle|\.pkl)?$")  # at the end of a dump'
 MAIN_GROUP = "default_pg"  # how torch describes the group of all ranks
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """A line of a call's stack."""
 
     filename: str
@@ -71,7 +71,7 @@ class FlightCall(NamedTuple):
     dtypes: list[str]  # of the inputs
     finished: bool
     created: int  # nanoseconds since 1970, on the rank's machine
-    frames: list[Frame]  # the innermost first; empty if the dump has no stacks
+    frames: list[StackFrame]  # the innermost first; empty if the dump has no stacks
 
 
 class FlightDump(NamedTuple):
@@ -242,7 +242,7 @@ def _call(
     # and not completed has run into its timeout
     finished = entry["state"] == "completed" or (backend == "gloo" and bool(entry.get("retired")))
     frames = [
-        Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+        StackFrame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
         for frame in entry.get("frames", [])
     ]
     return FlightCall(
