@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from parallel101 import __version__
 
 if TYPE_CHECKING:
-    from parallel101.ranks.script import Script
+    from parallel101.ranks.script import KeptRecord, Script
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
 
@@ -150,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit for each cell (default: 600)",
     )
 
+    from parallel101.record.last_events import LAST_EVENTS
+
     run = command(
         "run",
         _script,
@@ -182,7 +184,14 @@ def _parser() -> argparse.ArgumentParser:
         "--record",
         metavar="DIR",
         type=Path,
-        help="under torchrun: the folder to which each rank writes what it recorded",
+        help="the folder to which each rank writes what it records, while it runs",
+    )
+    run.add_argument(
+        "--last-events",
+        metavar="N",
+        type=_whole,
+        help="how many events of each rank are kept; of those before them, only sums "
+        f"(default: {LAST_EVENTS:,})",
     )
     run.add_argument(
         "-m", dest="as_module", action="store_true", help="run a module, as python -m does"
@@ -405,6 +414,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+    return int(text)
+
+
 def _script(args: argparse.Namespace, extra: list[str]) -> int:
     """Run a script on ranks.
 
@@ -440,36 +455,60 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     """
     from parallel101 import launch
     from parallel101.ranks.script import free_port, run_script
-    from parallel101.ranks.torchrun import in_a_job
+    from parallel101.record.rank_files import remove_rank_files
 
-    if args.record is not None:
-        where = "with --backend sim" if in_a_job() else "without torchrun"
+    on_sim = args.backend == "sim"
+    if on_sim and (args.record is not None or args.last_events is not None):
+        option = "--record" if args.record is not None else "--last-events"
         raise ValueError(
-            f"--record can't be used {where}. It is for torchrun's ranks: use --page FILE or "
-            "--chrome FILE here"
+            f"{option} can't be used with --backend sim, which keeps all events: use --page FILE "
+            "or --chrome FILE there"
         )
     os.environ["MASTER_PORT"] = str(free_port())
     options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
+    if args.record is not None:
+        args.record = args.record.absolute()
+        args.record.mkdir(parents=True, exist_ok=True)
+        remove_rank_files(args.record)
+    error: BaseException | None = None
     try:
         trace = launch(
-            run_script, script, trace=True, backend=args.backend or "gloo", **options
+            run_script,
+            script,
+            _kept_record(args),
+            trace=True,
+            backend=args.backend or "gloo",
+            **options,
         ).trace
-    except BaseException as error:
-        if (trace := getattr(error, "trace", None)) is None:
+    except BaseException as failed:
+        if (trace := getattr(failed, "trace", None)) is None:
             raise
+        error = failed
         if isinstance(error, Exception):
             print(f"parallel101 run: {error}", file=sys.stderr)
-        _report(trace, script.name, args, error)
-        return 1 if isinstance(error, Exception) else 130
     assert trace is not None
-    _report(trace, script.name, args)
-    return 0
+    if args.record is not None:
+        trace.save(args.record / "trace.json.gz")
+        if error is None:
+            remove_rank_files(args.record)  # all that they have is in the trace
+    _report(trace, script.name, args, error)
+    if args.record is not None:
+        print(f"Wrote {args.record / 'trace.json.gz'}. parallel101.Trace.load reads it.")
+    return 0 if error is None else 1 if isinstance(error, Exception) else 130
+
+
+def _kept_record(args: argparse.Namespace) -> KeptRecord:
+    from parallel101.ranks.script import KeptRecord
+
+    if args.last_events is None:
+        return KeptRecord(directory=args.record)
+    return KeptRecord(args.last_events, args.record)
 
 
 def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
     from parallel101.ranks.script import record_script
-    from parallel101.record.rank_files import rank_file, write_rank_file
+    from parallel101.record.rank_files import remove_rank_files, write_rank_file
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wrong = next(
@@ -483,7 +522,7 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             "DIR` makes the page of all"
         )
     args.record.mkdir(parents=True, exist_ok=True)
-    rank_file(args.record, rank).unlink(missing_ok=True)  # of an earlier run
+    remove_rank_files(args.record, rank)  # of an earlier run
     backend = args.backend or "gloo"
     try:
         record_script(
@@ -492,8 +531,9 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
             keep=lambda record: write_rank_file(
-                args.record, rank, size, backend, record.events, record.unfinished
+                args.record, rank, size, backend, record.events, record.unfinished, record.earlier
             ),
+            kept=_kept_record(args),
         )
     except RuntimeError as error:
         if getattr(error, "rank", 0) == rank:  # it is raised on every rank
@@ -511,7 +551,7 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     """Join the files of a torchrun job's ranks into one trace, and show it."""
     from parallel101.record.flight_recorder import has_flight_dumps
-    from parallel101.record.rank_files import join_rank_files
+    from parallel101.record.rank_files import join_rank_files, ranks_cut_short
     from parallel101.record.units import ranks_text
     from parallel101.viz.run_table import script_name
 
@@ -519,12 +559,19 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
         if has_flight_dumps(args.directory):
             return _merge_dumps(args)
         trace, missing = join_rank_files(args.directory)
+        cut_short = ranks_cut_short(args.directory)
     except ValueError as error:
         return args.parser.error(str(error))
     if missing:
         print(
             f"parallel101 merge: {ranks_text(missing)} wrote no file, so the record lacks what was "
             "done there",
+            file=sys.stderr,
+        )
+    if cut_short:
+        print(
+            f"parallel101 merge: {ranks_text(cut_short)} was killed, or still runs: its record "
+            "lacks up to its last ten seconds",
             file=sys.stderr,
         )
     trace.save(args.directory / "trace.json.gz")

@@ -291,7 +291,10 @@ def _check_waits(records: Sequence[RankRecord]) -> None:
 def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
     events = [event for record in records for event in record.events]
     unfinished = [event for record in records for event in record.unfinished]
-    return Trace.from_rows(events, size, backend, unfinished)
+    earlier = {
+        rank: record.earlier for rank, record in enumerate(records) if record.earlier is not None
+    }
+    return Trace.from_rows(events, size, backend, unfinished, earlier)
 
 
 def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:

@@ -31,7 +31,7 @@ from parallel101.ranks.program import (
     own_init_accepted,
     pack_result,
 )
-from parallel101.ranks.watcher import TICK, BlockedDetector
+from parallel101.ranks.watcher import TICK, BlockedDetector, recorded
 from parallel101.ranks.wire import RankRecord, unpack
 from parallel101.record import process_groups
 from parallel101.record.calls import Call, CallChecker
@@ -294,7 +294,7 @@ class JobWatcher(threading.Thread):
 
     def record(self) -> RankRecord:
         """What this rank has recorded so far."""
-        return RankRecord(self.recorder.events, self.recorder.unfinished, self.recorder.unwaited)
+        return recorded(self.recorder)
 
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless a rank has done so already."""

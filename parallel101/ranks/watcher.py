@@ -41,6 +41,13 @@ IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++
 exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
+def recorded(recorder: RankRecorder) -> RankRecord:
+    """What a rank has recorded so far."""
+    events = recorder.events  # and with it the sums of earlier ones
+    unfinished, unwaited = recorder.unfinished, recorder.unwaited
+    return RankRecord(events, unfinished, unwaited, earlier=recorder.earlier)
+
+
 class ControlThread(threading.Thread):
     """Answers the launching process.
 
@@ -114,7 +121,7 @@ class Watcher(ControlThread):
         self.wire.send(
             RECORD,
             (
-                RankRecord(recorder.events, recorder.unfinished, recorder.unwaited),
+                recorded(recorder),
                 recorder.report(),
             ),
         )

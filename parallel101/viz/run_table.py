@@ -20,6 +20,7 @@ from parallel101.analysis.waiting import (
     Wait,
     collective_totals,
     rank_times,
+    recorded_from,
     run_times,
     script_marks,
     slowest_calls,
@@ -67,7 +68,18 @@ def heading(trace: Trace) -> str:
     )
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
     begin, end = run_times(trace)
-    return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}"
+    kept = f". {kept_text(trace)}" if trace.earlier else ""
+    return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}{kept}"
+
+
+def kept_text(trace: Trace) -> str:
+    """Which events a record has, in a sentence, if it lacks the earlier ones."""
+    begin, end = run_times(trace)
+    since = recorded_from(trace) - begin
+    return (
+        f"Kept are {trace.kept_text}, from {human_seconds(since)} to {human_seconds(end - begin)}; "
+        "of those before them, the sums in the tables"
+    )
 
 
 def script_name(trace: Trace) -> str:
@@ -127,7 +139,13 @@ def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
         else f"Time of the {MOST_RANKS} ranks that waited longest"
     )
     head = [cell for cell, keep in zip(head, has) if keep]
-    return TextTable(title, head, rows, len(head) - has[-1])
+    note = _of_kept(trace, "Until others called") if has[-1] else ""
+    return TextTable(title, head, rows, len(head) - has[-1], note)
+
+
+def _of_kept(trace: Trace, what: str) -> str:
+    """What a column says only of the events that the record has; "" if it has all."""
+    return f"{what}: in {trace.kept_text}." if trace.earlier else ""
 
 
 _COUNTS: tuple[Callable[[RankTimes], int], ...] = (
@@ -162,7 +180,7 @@ def _links(trace: Trace) -> TextTable:
             human_bytes(link.nbytes),
             human_seconds(link.seconds),
             human_seconds(link.slowest),
-            f"{human_bytes(link.nbytes / link.seconds)}/s" if link.seconds else "–",
+            f"{human_bytes(link.timed_bytes / link.seconds)}/s" if link.seconds else "–",
         ]
         for link in links[:MOST_LINKS]
     ]
@@ -171,8 +189,15 @@ def _links(trace: Trace) -> TextTable:
         ["link", "messages", "bytes", "in flight", "longest", "rate"],
         rows,
         6,
-        _more(len(links), MOST_LINKS, "link"),
+        _notes(
+            _more(len(links), MOST_LINKS, "link"),
+            _of_kept(trace, "In flight, longest and rate"),
+        ),
     )
+
+
+def _notes(*notes: str) -> str:
+    return ". ".join(note for note in notes if note)
 
 
 def _collectives(trace: Trace) -> TextTable:
@@ -203,7 +228,7 @@ def _among(row: CollectiveTotals, everyone: range) -> str:
 
 
 def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
-    calls = slowest_calls(waited)
+    calls = slowest_calls(waited, trace.earlier)
     rows = [
         [
             human_seconds(call.seconds),
@@ -217,7 +242,11 @@ def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
     ]
     head = ["waited", "times", "longest", "called last", "call", "line"]
     return TextTable(
-        "Slowest calls, all ranks together", head, rows, 2, _more(len(calls), MOST_CALLS, "line")
+        "Slowest calls, all ranks together",
+        head,
+        rows,
+        2,
+        _notes(_more(len(calls), MOST_CALLS, "line"), _of_kept(trace, "Called last")),
     )
 
 

@@ -225,9 +225,9 @@ def draw_legend(scene: Node, entries: Iterable[tuple[str, str]], x: float = 28.0
 def trace_facts(trace: Trace) -> str:
     """ "4 ranks · gloo · as recorded"."""
     clock = "virtual time" if trace.backend == "sim" else "as recorded"
-    return (
-        f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''} · {trace.backend} · {clock}"
-    )
+    kept = f" · {trace.kept_text}" if trace.earlier else ""
+    ranks = f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''}"
+    return f"{ranks} · {trace.backend} · {clock}{kept}"
 
 
 def unfinished_text(trace: Trace) -> str:

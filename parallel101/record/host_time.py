@@ -1,0 +1,249 @@
+"""What a rank's own thread does between its calls: it computes, loads data, or is blocked.
+
+    program   ▇▇▇▇▇▇░░░░▇▇▇▇▇▇▇░░░░░      ▇ its own time    ░ blocked in a call
+    samples   · · · · · · · · · · ·       line, and whether the thread used the CPU
+
+All ranks leave an all-reduce at the same time, so each of them takes as long for a step as the
+slowest one. Their own times differ, and `analysis/slower_ranks.py` compares them.
+
+The program pays for one addition in each call, one clock read in each step of an optimizer and two
+in each garbage collection. A thread takes samples 50 times a second: it reads the line of the
+program's thread and, from the operating system, its CPU time. On Linux it also reads how long the
+thread was ready to run without a core.
+
+A rank on a GPU only queues its work, so nothing is sampled there. Nothing is sampled on sim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.utils.data
+
+from parallel101.record.events import EventRow, span_event
+from parallel101.record.where import where
+
+if TYPE_CHECKING:
+    from parallel101.record.recorder import RankRecorder
+
+HOST_TIME = "host time"  # the name of the events
+PERIOD = 0.02  # seconds between two samples
+MOST_WINDOWS = 256  # of a rank; then two neighbours become one
+MOST_LINES = 12  # of a window
+
+# what a thread did
+COMPUTING = "computing"
+LOADING = "loading data"
+COLLECTING = "garbage collection"
+BLOCKED = "blocked: sleep, lock, file or GPU"
+QUEUED = "waiting for a free core"
+_DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
+
+Doing = dict[tuple[str, str], float]  # (what, "file:line") → seconds
+
+
+class StepWindow(NamedTuple):
+    """Some steps of one rank, one after the other."""
+
+    first: int  # the first step, from 1
+    steps: int
+    start: float  # on the run's clock
+    end: float
+    own: float  # seconds in which it was not blocked in a call
+    doing: Doing  # from samples
+
+    def joined(self, later: StepWindow) -> StepWindow:
+        doing = dict(self.doing)
+        for key, seconds in later.doing.items():
+            doing[key] = doing.get(key, 0.0) + seconds
+        return StepWindow(
+            self.first,
+            self.steps + later.steps,
+            self.start,
+            later.end,
+            self.own + later.own,
+            _longest(doing),
+        )
+
+
+def _longest(doing: Doing) -> Doing:
+    return dict(sorted(doing.items(), key=lambda entry: -entry[1])[:MOST_LINES])
+
+
+class HostTime(threading.Thread):
+    """Samples the program's thread of a rank, until `stop()`.
+
+    A window ends with a step of an optimizer (see `step`); a run without steps is one window.
+    """
+
+    def __init__(self, recorder: RankRecorder):
+        super().__init__(daemon=True, name="parallel101 host time")
+        self.recorder = recorder
+        self.windows: list[StepWindow] = []
+        self.width = 1  # steps of a window
+        self.steps = 0  # made so far
+        self.began = recorder.now()
+        self.waited = recorder.waited
+        self.doing: Doing = {}  # of the window that has not ended
+        self.collecting_since = 0.0
+        self.collected = 0.0  # seconds of garbage collection, in all
+        self.over = threading.Event()
+
+    # ---- called by the program's thread ----
+
+    def step(self) -> None:
+        """A step has ended."""
+        self.steps += 1
+        if self.steps % self.width == 0:
+            self.windows.append(self._window())
+            self.began, self.waited, self.doing = self.windows[-1].end, self.recorder.waited, {}
+            if len(self.windows) > MOST_WINDOWS:
+                pairs = zip(self.windows[::2], self.windows[1::2])
+                rest = self.windows[len(self.windows) // 2 * 2 :]
+                self.windows = [a.joined(b) for a, b in pairs] + rest
+                self.width *= 2
+
+    def _window(self) -> StepWindow:
+        now = self.recorder.now()
+        first = sum(window.steps for window in self.windows[-1:]) and (
+            self.windows[-1].first + self.windows[-1].steps
+        )
+        own = now - self.began - (self.recorder.waited - self.waited)
+        first = first or 1
+        return StepWindow(first, self.steps + 1 - first, self.began, now, own, _longest(self.doing))
+
+    def collecting(self, phase: str, info: Any) -> None:
+        """Called by Python before and after a garbage collection."""
+        if threading.get_ident() != self.recorder.thread:
+            return
+        now = time.perf_counter()
+        if phase == "start":
+            self.collecting_since = now
+        else:
+            self.collected += now - self.collecting_since
+            key = COLLECTING, ""
+            self.doing[key] = self.doing.get(key, 0.0) + now - self.collecting_since
+
+    # ---- the thread that samples ----
+
+    def run(self) -> None:
+        used = cpu_clock(self.recorder.thread)
+        last, collected, newest = time.perf_counter(), 0.0, None
+        cpu, queued = used()
+        was_waiting = False
+        while not self.over.wait(PERIOD):
+            recorder = self.recorder
+            waiting = recorder.waiting is not None
+            recorded = recorder.recorded
+            event = recorded[-1] if recorded else None
+            called = waiting or was_waiting or event is not newest  # since the last sample
+            frame = None if waiting else sys._current_frames().get(recorder.thread)
+            now, (cpu_now, queued_now) = time.perf_counter(), used()
+            in_collection, collected = self.collected - collected, self.collected
+            if frame is not None:
+                elapsed = max(0.0, now - last - in_collection)
+                busy = min(elapsed, max(0.0, cpu_now - cpu - in_collection))
+                ready = min(elapsed - busy, queued_now - queued)
+                # of an interval with a call, the rest may be a wait
+                idle = 0.0 if called else elapsed - busy - ready
+                self._add(frame, busy, ready, idle)
+            last, cpu, queued, newest, was_waiting = now, cpu_now, queued_now, event, waiting
+
+    def _add(self, frame: FrameType, busy: float, ready: float, idle: float) -> None:
+        place, doing = where(frame), self.doing
+        if loads_data(frame):
+            parts = {LOADING: busy + ready + idle}
+        else:
+            parts = {COMPUTING: busy, QUEUED: ready, BLOCKED: idle}
+        for what, seconds in parts.items():
+            if seconds > 0:
+                doing[what, place] = doing.get((what, place), 0.0) + seconds
+
+    def stop(self) -> None:
+        self.over.set()
+        self.join()
+
+    # ---- the record ----
+
+    def rows(self) -> list[EventRow]:
+        """An event for each window. Its labels have the numbers."""
+        windows = list(self.windows)
+        if self.steps == 0 and self.recorder.now() > self.began:
+            windows = [self._window()._replace(first=0, steps=0)]
+        return [
+            tuple(
+                span_event(
+                    rank=self.recorder.rank,
+                    name=HOST_TIME,
+                    start=window.start,
+                    end=window.end,
+                    seq=0,
+                    where="",
+                    labels={
+                        "first": window.first,
+                        "steps": window.steps,
+                        "own": window.own,
+                        "doing": [[*key, seconds] for key, seconds in window.doing.items()],
+                    },
+                )
+            )
+            for window in windows
+        ]
+
+
+def loads_data(frame: FrameType | None) -> bool:
+    """Whether a thread is inside of torch.utils.data: it waits for a batch, or makes it."""
+    for _ in range(12):  # frames; the program's own is at most so far away
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.startswith(_DATA):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def cpu_clock(thread: int) -> Callable[[], tuple[float, float]]:
+    """A function that says for how long a thread has run, and was ready without a core.
+
+    In seconds. The second is 0 where the operating system does not tell; without a clock for
+    threads (macOS), the thread seems to run all the time.
+    """
+    native = next((t.native_id for t in threading.enumerate() if t.ident == thread), None)
+    try:
+        # man 5 proc, /proc/pid/schedstat: ns on the CPU, ns in the run queue, time slices
+        file = os.open(f"/proc/self/task/{native}/schedstat", os.O_RDONLY)
+    except OSError:
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return lambda: (time.perf_counter(), 0.0)
+        clock = time.pthread_getcpuclockid(thread)
+        return lambda: (time.clock_gettime(clock), 0.0)
+
+    def read() -> tuple[float, float]:
+        run, ready, _ = os.pread(file, 64, 0).split()
+        return int(run) / 1e9, int(ready) / 1e9
+
+    return read
+
+
+@contextlib.contextmanager
+def host_time(recorder: Any, backend: str) -> Iterator[HostTime | None]:
+    """Inside, the program's thread is sampled; on gloo only."""
+    if not hasattr(recorder, "host_time") or backend != "gloo":
+        yield None
+        return
+    recorder.host_time = sampler = HostTime(recorder)
+    gc.callbacks.append(sampler.collecting)
+    sampler.start()
+    try:
+        yield sampler
+    finally:
+        gc.callbacks.remove(sampler.collecting)
+        sampler.stop()
