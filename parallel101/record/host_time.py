@@ -20,6 +20,7 @@ import contextlib
 import gc
 import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.utils.data
 
 from parallel101.record.events import EventRow, span_event
-from parallel101.record.where import where
+from parallel101.record.where import is_inside, where
 
 if TYPE_CHECKING:
     from parallel101.record.recorder import RankRecorder
@@ -46,6 +47,9 @@ COLLECTING = "garbage collection"
 BLOCKED = "blocked: sleep, lock, file or GPU"
 QUEUED = "waiting for a free core"
 _DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
+_INSTALLED = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 Doing = dict[tuple[str, str], float]  # (what, "file:line") → seconds
 
@@ -90,6 +94,7 @@ class HostTime(threading.Thread):
         self.windows: list[StepWindow] = []
         self.width = 1  # steps of a window
         self.steps = 0  # made so far
+        self.first = 1  # step of the window that has not ended
         self.began = recorder.now()
         self.waited = recorder.waited
         self.doing: Doing = {}  # of the window that has not ended
@@ -103,8 +108,10 @@ class HostTime(threading.Thread):
         """A step has ended."""
         self.steps += 1
         if self.steps % self.width == 0:
-            self.windows.append(self._window())
-            self.began, self.waited, self.doing = self.windows[-1].end, self.recorder.waited, {}
+            window = self._window()
+            self.windows.append(window)
+            self.first, self.began, self.waited = self.steps + 1, window.end, self.recorder.waited
+            self.doing = {}
             if len(self.windows) > MOST_WINDOWS:
                 pairs = zip(self.windows[::2], self.windows[1::2])
                 rest = self.windows[len(self.windows) // 2 * 2 :]
@@ -112,13 +119,10 @@ class HostTime(threading.Thread):
                 self.width *= 2
 
     def _window(self) -> StepWindow:
-        now = self.recorder.now()
-        first = sum(window.steps for window in self.windows[-1:]) and (
-            self.windows[-1].first + self.windows[-1].steps
-        )
+        now, first = self.recorder.now(), self.first
         own = now - self.began - (self.recorder.waited - self.waited)
-        first = first or 1
-        return StepWindow(first, self.steps + 1 - first, self.began, now, own, _longest(self.doing))
+        steps = self.steps + 1 - first
+        return StepWindow(first, steps, self.began, now, own, _longest(dict(self.doing)))
 
     def collecting(self, phase: str, info: Any) -> None:
         """Called by Python before and after a garbage collection."""
@@ -135,7 +139,10 @@ class HostTime(threading.Thread):
     # ---- the thread that samples ----
 
     def run(self) -> None:
-        used = cpu_clock(self.recorder.thread)
+        with cpu_clock(self.recorder.thread) as used:
+            self._sample(used)
+
+    def _sample(self, used: Callable[[], tuple[float, float]]) -> None:
         last, collected, newest = time.perf_counter(), 0.0, None
         cpu, queued = used()
         was_waiting = False
@@ -158,7 +165,7 @@ class HostTime(threading.Thread):
             last, cpu, queued, newest, was_waiting = now, cpu_now, queued_now, event, waiting
 
     def _add(self, frame: FrameType, busy: float, ready: float, idle: float) -> None:
-        place, doing = where(frame), self.doing
+        place, doing = own_line(frame), self.doing
         if loads_data(frame):
             parts = {LOADING: busy + ready + idle}
         else:
@@ -199,6 +206,18 @@ class HostTime(threading.Thread):
         ]
 
 
+def own_line(frame: FrameType) -> str:
+    """The innermost line of the program's own: not of torch, and of no library if there is one."""
+    own: FrameType | None = frame
+    while own is not None and is_library(own.f_code.co_filename):
+        own = own.f_back
+    return where(own or frame)
+
+
+def is_library(filename: str) -> bool:
+    return is_inside(filename) or filename.startswith(_INSTALLED)
+
+
 def loads_data(frame: FrameType | None) -> bool:
     """Whether a thread is inside of torch.utils.data: it waits for a batch, or makes it."""
     for _ in range(12):  # frames; the program's own is at most so far away
@@ -210,8 +229,9 @@ def loads_data(frame: FrameType | None) -> bool:
     return False
 
 
-def cpu_clock(thread: int) -> Callable[[], tuple[float, float]]:
-    """A function that says for how long a thread has run, and was ready without a core.
+@contextlib.contextmanager
+def cpu_clock(thread: int) -> Iterator[Callable[[], tuple[float, float]]]:
+    """Yields a function that says for how long a thread has run, and was ready without a core.
 
     In seconds. The second is 0 where the operating system does not tell; without a clock for
     threads (macOS), the thread seems to run all the time.
@@ -222,21 +242,26 @@ def cpu_clock(thread: int) -> Callable[[], tuple[float, float]]:
         file = os.open(f"/proc/self/task/{native}/schedstat", os.O_RDONLY)
     except OSError:
         if not hasattr(time, "pthread_getcpuclockid"):
-            return lambda: (time.perf_counter(), 0.0)
-        clock = time.pthread_getcpuclockid(thread)
-        return lambda: (time.clock_gettime(clock), 0.0)
+            yield lambda: (time.perf_counter(), 0.0)
+        else:
+            clock = time.pthread_getcpuclockid(thread)
+            yield lambda: (time.clock_gettime(clock), 0.0)
+        return
 
     def read() -> tuple[float, float]:
         run, ready, _ = os.pread(file, 64, 0).split()
         return int(run) / 1e9, int(ready) / 1e9
 
-    return read
+    try:
+        yield read
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
 def host_time(recorder: Any, backend: str) -> Iterator[HostTime | None]:
     """Inside, the program's thread is sampled; on gloo only."""
-    if not hasattr(recorder, "host_time") or backend != "gloo":
+    if not hasattr(recorder, "host_time") or "gloo" not in backend:
         yield None
         return
     recorder.host_time = sampler = HostTime(recorder)
