@@ -21,6 +21,7 @@ from parallel101.record.trace import Trace
 
 LEAST_SHARE = 0.05  # of the time of all steps: a rank that is less slower is not reported
 LEAST_SECONDS = 1e-3  # in a step
+LEAST_STEPS = 2  # one step that is longer once is no slower rank
 LEAST_CAUSE = 0.1  # of what a rank takes more: a cause that is less is not named
 MOST_CAUSES = 3
 
@@ -102,7 +103,8 @@ def _compared(
     slower = [k for k in compared if more[k] > typical / 2]
     steps = sum(mine[k].steps for k in slower)
     total = sum(more[k] for k in slower)
-    if not slower or total < LEAST_SHARE * elapsed or total < LEAST_SECONDS * max(1, steps):
+    least = max(LEAST_SHARE * elapsed, LEAST_SECONDS * steps)
+    if len(slower) < min(LEAST_STEPS, len(compared)) or total < least:
         return None
     causes = _causes(mine, others, slower, total)
     per_step = 1 / max(1, steps)

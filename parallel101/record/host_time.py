@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 HOST_TIME = "host time"  # the name of the events
 PERIOD = 0.02  # seconds between two samples
-MOST_WINDOWS = 256  # of a rank; then two neighbours become one
+MOST_WINDOWS = 256  # of a rank, an even number; then two neighbours become one
 MOST_LINES = 12  # of a window
 
 # what a thread did
@@ -112,10 +112,9 @@ class HostTime(threading.Thread):
             self.windows.append(window)
             self.first, self.began, self.waited = self.steps + 1, window.end, self.recorder.waited
             self.doing = {}
-            if len(self.windows) > MOST_WINDOWS:
+            if len(self.windows) == MOST_WINDOWS:  # all ranks do this after the same step
                 pairs = zip(self.windows[::2], self.windows[1::2])
-                rest = self.windows[len(self.windows) // 2 * 2 :]
-                self.windows = [a.joined(b) for a, b in pairs] + rest
+                self.windows = [earlier.joined(later) for earlier, later in pairs]
                 self.width *= 2
 
     def _window(self) -> StepWindow:
