@@ -98,13 +98,15 @@ def _compared(
     more = {k: mine[k].own - statistics.median(of[k].own for of in others) for k in compared}
     elapsed = sum(mine[k].end - mine[k].start for k in compared)
     positive = [seconds for seconds in more.values() if seconds > 0]
-    # how much it is where it is much: large even if only some steps are slower
-    typical = sum(s * s for s in positive) / (sum(positive) or 1.0)
-    slower = [k for k in compared if more[k] > typical / 2]
+    if not positive:
+        return None
+    # steps that are hardly slower don't count, whether most steps are or only some
+    enough = max(statistics.median(positive) / 2, LEAST_SHARE * elapsed / len(compared))
+    slower = [k for k in compared if more[k] > enough]
     steps = sum(mine[k].steps for k in slower)
     total = sum(more[k] for k in slower)
     least = max(LEAST_SHARE * elapsed, LEAST_SECONDS * steps)
-    if len(slower) < min(LEAST_STEPS, len(compared)) or total < least:
+    if not slower or len(slower) < min(LEAST_STEPS, len(compared)) or total < least:
         return None
     causes = _causes(mine, others, slower, total)
     per_step = 1 / max(1, steps)

@@ -7,9 +7,9 @@ All ranks leave an all-reduce at the same time, so each of them takes as long fo
 slowest one. Their own times differ, and `analysis/slower_ranks.py` compares them.
 
 The program pays for one addition in each call, one clock read in each step of an optimizer and two
-in each garbage collection. A thread takes samples 50 times a second: it reads the line of the
-program's thread and, from the operating system, its CPU time. On Linux it also reads how long the
-thread was ready to run without a core.
+in each garbage collection. A thread takes samples, at first 50 times a second: it reads the line
+of the program's thread and, from the operating system, its CPU time. On Linux it also reads how
+long the thread was ready to run without a core.
 
 A rank on a GPU only queues its work, so nothing is sampled there. Nothing is sampled on sim.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import sys
 import sysconfig
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from parallel101.record.recorder import RankRecorder
 
 HOST_TIME = "host time"  # the name of the events
-PERIOD = 0.02  # seconds between two samples
+# seconds between two samples: at first, and after so many. Each takes about 0.1 ms of the CPU on
+# our machine, most of it for the wakeup: 0.5 % of a core, then 0.2 %
+PERIOD, LATER_PERIOD, FIRST_SAMPLES = 0.02, 0.05, 1000
 MOST_WINDOWS = 256  # of a rank, an even number; then two neighbours become one
 MOST_LINES = 12  # of a window
 
@@ -66,20 +69,25 @@ class StepWindow(NamedTuple):
 
     def joined(self, later: StepWindow) -> StepWindow:
         doing = dict(self.doing)
-        for key, seconds in later.doing.items():
-            doing[key] = doing.get(key, 0.0) + seconds
+        for (what, where), seconds in dict(later.doing).items():
+            _count(doing, what, where, seconds)
         return StepWindow(
             self.first,
             self.steps + later.steps,
             self.start,
             later.end,
             self.own + later.own,
-            _longest(doing),
+            dict(_longest(doing)),
         )
 
 
-def _longest(doing: Doing) -> Doing:
-    return dict(sorted(doing.items(), key=lambda entry: -entry[1])[:MOST_LINES])
+def _count(doing: Doing, what: str, where: str, seconds: float) -> None:
+    if seconds > 0:
+        doing[what, where] = doing.get((what, where), 0.0) + seconds
+
+
+def _longest(doing: Doing) -> list[tuple[tuple[str, str], float]]:
+    return sorted(dict(doing).items(), key=lambda entry: -entry[1])[:MOST_LINES]
 
 
 class HostTime(threading.Thread):
@@ -98,9 +106,11 @@ class HostTime(threading.Thread):
         self.began = recorder.now()
         self.waited = recorder.waited
         self.doing: Doing = {}  # of the window that has not ended
+        # seconds in which the thread neither ran nor is known to have been blocked, and where
+        self.idle: tuple[Doing, str, float] | None = None
         self.collecting_since = 0.0
         self.collected = 0.0  # seconds of garbage collection, in all
-        self.over = threading.Event()
+        self.over = False
 
     # ---- called by the program's thread ----
 
@@ -121,7 +131,7 @@ class HostTime(threading.Thread):
         now, first = self.recorder.now(), self.first
         own = now - self.began - (self.recorder.waited - self.waited)
         steps = self.steps + 1 - first
-        return StepWindow(first, steps, self.began, now, own, _longest(dict(self.doing)))
+        return StepWindow(first, steps, self.began, now, own, self.doing)
 
     def collecting(self, phase: str, info: Any) -> None:
         """Called by Python before and after a garbage collection."""
@@ -132,8 +142,7 @@ class HostTime(threading.Thread):
             self.collecting_since = now
         else:
             self.collected += now - self.collecting_since
-            key = COLLECTING, ""
-            self.doing[key] = self.doing.get(key, 0.0) + now - self.collecting_since
+            _count(self.doing, COLLECTING, "", now - self.collecting_since)
 
     # ---- the thread that samples ----
 
@@ -145,7 +154,11 @@ class HostTime(threading.Thread):
         last, collected, newest = time.perf_counter(), 0.0, None
         cpu, queued = used()
         was_waiting = False
-        while not self.over.wait(PERIOD):
+        for sample in itertools.count():
+            # an Event's wait takes half as much CPU again
+            time.sleep(PERIOD if sample < FIRST_SAMPLES else LATER_PERIOD)
+            if self.over:
+                break
             recorder = self.recorder
             waiting = recorder.waiting is not None
             recorded = recorder.recorded
@@ -154,27 +167,41 @@ class HostTime(threading.Thread):
             frame = None if waiting else sys._current_frames().get(recorder.thread)
             now, (cpu_now, queued_now) = time.perf_counter(), used()
             in_collection, collected = self.collected - collected, self.collected
+            elapsed = max(0.0, now - last - in_collection)
+            busy = min(elapsed, max(0.0, cpu_now - cpu - in_collection))
+            in_queue = queued_now - queued
+            ready = min(elapsed - busy, in_queue)
+            if busy or in_queue:
+                self._settle(in_queue - ready)
             if frame is not None:
-                elapsed = max(0.0, now - last - in_collection)
-                busy = min(elapsed, max(0.0, cpu_now - cpu - in_collection))
-                ready = min(elapsed - busy, queued_now - queued)
                 # of an interval with a call, the rest may be a wait
-                idle = 0.0 if called else elapsed - busy - ready
-                self._add(frame, busy, ready, idle)
+                self._add(frame, busy, ready, 0.0 if called else elapsed - busy - ready)
             last, cpu, queued, newest, was_waiting = now, cpu_now, queued_now, event, waiting
+        self._settle(0.0)
 
     def _add(self, frame: FrameType, busy: float, ready: float, idle: float) -> None:
         place, doing = own_line(frame), self.doing
         if loads_data(frame):
-            parts = {LOADING: busy + ready + idle}
-        else:
-            parts = {COMPUTING: busy, QUEUED: ready, BLOCKED: idle}
-        for what, seconds in parts.items():
-            if seconds > 0:
-                doing[what, place] = doing.get((what, place), 0.0) + seconds
+            _count(doing, LOADING, place, busy + ready + idle)
+            return
+        _count(doing, COMPUTING, place, busy)
+        _count(doing, QUEUED, place, ready)
+        before = self.idle[2] if self.idle is not None else 0.0  # the thread is still there
+        self.idle = (doing, place, before + idle)
+
+    def _settle(self, in_queue: float) -> None:
+        """The thread runs again. Of the time in which it did not, so much was in the queue.
+
+        Linux counts a time in the queue when it ends.
+        """
+        if self.idle is not None:
+            doing, place, seconds = self.idle
+            _count(doing, QUEUED, place, min(seconds, in_queue))
+            _count(doing, BLOCKED, place, seconds - min(seconds, in_queue))
+            self.idle = None
 
     def stop(self) -> None:
-        self.over.set()
+        self.over = True
         self.join()
 
     # ---- the record ----
@@ -197,7 +224,7 @@ class HostTime(threading.Thread):
                         "first": window.first,
                         "steps": window.steps,
                         "own": window.own,
-                        "doing": [[*key, seconds] for key, seconds in window.doing.items()],
+                        "doing": [[*key, seconds] for key, seconds in _longest(window.doing)],
                     },
                 )
             )

@@ -110,7 +110,6 @@ def test_a_long_run_keeps_few_windows(monkeypatch):
         sampler.step()
     assert sampler.width == 16
     assert [(w.first, w.steps) for w in sampler.windows] == [(k, 16) for k in range(1, 97, 16)]
-    sampler.over.set()
 
 
 def test_lines_of_libraries_count_for_the_line_that_called_them():
