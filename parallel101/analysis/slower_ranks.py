@@ -11,12 +11,13 @@ needs the events that `parallel101 run` records on gloo (record/host_time.py).
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.record.host_time import HOST_TIME, StepWindow
+from parallel101.record.host_time import HOST_TIME, LineSamples, StepWindow, window_of
 from parallel101.record.trace import Trace
 
 LEAST_SHARE = 0.05  # of the time of all steps: a rank that is less slower is not reported
@@ -25,6 +26,13 @@ LEAST_STEPS = 2  # one step that is longer once is no slower rank
 LEAST_CAUSE = 0.1  # of what a rank takes more: a cause that is less is not named
 MOST_CAUSES = 3
 
+# what a thread does
+COMPUTING = "computing"
+LOADING = "loading data"
+COLLECTING = "garbage collection"
+QUEUED = "waiting for a free core"
+BLOCKED = "blocked: sleep, lock, file or GPU"
+
 
 class Cause(NamedTuple):
     """Something that a slower rank does for longer than the others.
@@ -32,7 +40,7 @@ class Cause(NamedTuple):
     Times are in seconds per slower step, and more than the median of the others.
     """
 
-    what: str  # "computing", "loading data", … (record/host_time.py)
+    what: str  # COMPUTING, LOADING, …
     seconds: float
     where: str  # the "file:line" with most of it; "" for a garbage collection
     seconds_there: float
@@ -78,9 +86,7 @@ def _windows(trace: Trace) -> dict[int, dict[int, StepWindow]]:
     found: dict[int, list[StepWindow]] = defaultdict(list)
     for span in trace.spans(HOST_TIME):
         if (said := span.args) is not None:
-            doing = {(what, where): seconds for what, where, seconds in said["doing"]}
-            numbers = said["first"], said["steps"], span.start, span.end, said["own"]
-            found[span.rank].append(StepWindow(*numbers, doing))
+            found[span.rank].append(window_of(said, span.start, span.end))
     width = max((w.steps for of in found.values() for w in of), default=1) or 1
     windows: dict[int, dict[int, StepWindow]] = {}
     for rank, of in found.items():
@@ -134,7 +140,7 @@ def _causes(
     total: float,
 ) -> list[Cause]:
     """What a rank did for longer than the others in its slower steps, in seconds altogether."""
-    own, theirs = _doing(mine, slower), [_doing(of, slower) for of in others]
+    own, *theirs = (_doing([of[k] for k in slower]) for of in (mine, *others))
     more: dict[str, dict[str, float]] = defaultdict(dict)
     for what, where in {key for of in (own, *theirs) for key in of}:
         usual = statistics.median(of.get((what, where), 0.0) for of in theirs)
@@ -147,11 +153,34 @@ def _causes(
     return [cause for cause in causes if cause.seconds > LEAST_CAUSE * total][:MOST_CAUSES]
 
 
-def _doing(of: dict[int, StepWindow], keys: Sequence[int]) -> dict[tuple[str, str], float]:
-    """What a rank did, from its samples, in parts of its own time."""
+def _doing(windows: Sequence[StepWindow]) -> dict[tuple[str, str], float]:
+    """What a rank did in its own time, and where, in seconds.
+
+    The seconds are measured. Which lines they belong to is known from samples.
+    """
+    whole = functools.reduce(StepWindow.joined, windows)
+    samples = whole.lines or {("", False): LineSamples(1, 1.0)}
+    count = sum(of.number for of in samples.values())
+    rest = max(0.0, whole.own - whole.collecting)
     doing: dict[tuple[str, str], float] = defaultdict(float)
-    for k in keys:
-        for key, seconds in of[k].doing.items():
-            doing[key] += seconds
-    sampled, own = sum(doing.values()), sum(of[k].own for k in keys)
-    return {key: seconds * own / sampled for key, seconds in doing.items()} if sampled else {}
+    doing[COLLECTING, ""] = whole.own - rest
+    loading = {where: of.number for (where, loads), of in samples.items() if loads}
+    for where, many in loading.items():
+        doing[LOADING, where] = rest * many / count
+    rest *= 1 - sum(loading.values()) / count
+    # of the loading, it is not known how much of it was on the CPU
+    computing = min(rest, max(0.0, whole.busy - whole.collecting))
+    # a time in the queue while it was blocked in a call is among the waits
+    queued = min(rest - computing, whole.queued)
+    others = {where: of for (where, loads), of in samples.items() if not loads}
+    busy = {where: of.busy for where, of in others.items()}
+    idle = {where: of.number - of.busy for where, of in others.items()}
+    for what, seconds, weights in (
+        (COMPUTING, computing, busy),
+        (QUEUED, queued, idle),
+        (BLOCKED, rest - computing - queued, idle),
+    ):
+        total = sum(weights.values())
+        for where, weight in weights.items():
+            doing[what, where] += seconds * weight / total if total else 0.0
+    return doing

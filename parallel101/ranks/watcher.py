@@ -160,6 +160,8 @@ class BlockedDetector:
         None while it runs, while another of its threads may still post, and if the call ends by a
         time limit of the program's own.
         """
+        if self.recorder.host_time is not None:
+            self.recorder.host_time.sample()
         waiting = self.recorder.waiting or self._in_backward()
         return (
             None

@@ -1,30 +1,31 @@
 """What a rank's own thread does between its calls: it computes, loads data, or is blocked.
 
     program   ▇▇▇▇▇▇░░░░▇▇▇▇▇▇▇░░░░░      ▇ its own time    ░ blocked in a call
-    samples   · · · · · · · · · · ·       line, and whether the thread used the CPU
+    samples        ·     ·     ·          the line in which it is, ten times a second
 
 All ranks leave an all-reduce at the same time, so each of them takes as long for a step as the
 slowest one. Their own times differ, and `analysis/slower_ranks.py` compares them.
 
-The program pays for one addition in each call, one clock read in each step of an optimizer and two
-in each garbage collection. A thread takes samples, at first 50 times a second: it reads the line
-of the program's thread and, from the operating system, its CPU time. On Linux it also reads how
-long the thread was ready to run without a core.
+The seconds are exact: at each step of an optimizer the thread reads the clock, its CPU time and, on
+Linux, how long it was ready to run without a core. That takes about 5 µs a step. A call costs one
+addition, and a garbage collection two clock reads. Only the lines come from samples, which the
+watcher of the rank takes when it looks what the program is blocked in. (A thread that sampled more
+often would slow the program: to look, it needs Python's lock, and on a machine with more ranks than
+cores the program waits until that thread has got a core.)
 
-A rank on a GPU only queues its work, so nothing is sampled there. Nothing is sampled on sim.
+A rank on a GPU only queues its work, so nothing is measured there. Nothing is measured on sim.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,80 +38,96 @@ if TYPE_CHECKING:
     from parallel101.record.recorder import RankRecorder
 
 HOST_TIME = "host time"  # the name of the events
-# seconds between two samples: at first, and after so many. Each takes about 0.1 ms of the CPU on
-# our machine, most of it for the wakeup: 0.5 % of a core, then 0.2 %
-PERIOD, LATER_PERIOD, FIRST_SAMPLES = 0.02, 0.05, 1000
 MOST_WINDOWS = 256  # of a rank, an even number; then two neighbours become one
 MOST_LINES = 12  # of a window
-
-# what a thread did
-COMPUTING = "computing"
-LOADING = "loading data"
-COLLECTING = "garbage collection"
-BLOCKED = "blocked: sleep, lock, file or GPU"
-QUEUED = "waiting for a free core"
 _DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
 _INSTALLED = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 
-Doing = dict[tuple[str, str], float]  # (what, "file:line") → seconds
+
+class LineSamples(NamedTuple):
+    """The samples that found the thread in one line."""
+
+    number: int
+    busy: float  # of these, in how many it used the CPU; a part of one if it used it partly
+
+    def plus(self, other: LineSamples) -> LineSamples:
+        return LineSamples(self.number + other.number, self.busy + other.busy)
+
+
+# ("file:line", whether it loads data there) → samples
+Lines = dict[tuple[str, bool], LineSamples]
 
 
 class StepWindow(NamedTuple):
-    """Some steps of one rank, one after the other."""
+    """Some steps of one rank, one after the other. Times are in seconds."""
 
-    first: int  # the first step, from 1
+    first: int  # the first step, from 1; 0 for a run without steps
     steps: int
     start: float  # on the run's clock
     end: float
-    own: float  # seconds in which it was not blocked in a call
-    doing: Doing  # from samples
+    own: float  # in which it was not blocked in a call
+    busy: float  # in which the thread used the CPU
+    queued: float  # in which it was ready to run and had no core
+    collecting: float  # in garbage collections
+    lines: Lines
 
     def joined(self, later: StepWindow) -> StepWindow:
-        doing = dict(self.doing)
-        for (what, where), seconds in dict(later.doing).items():
-            _count(doing, what, where, seconds)
+        lines = dict(self.lines)
+        for key, samples in dict(later.lines).items():
+            lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(samples)
         return StepWindow(
             self.first,
             self.steps + later.steps,
             self.start,
             later.end,
             self.own + later.own,
-            dict(_longest(doing)),
+            self.busy + later.busy,
+            self.queued + later.queued,
+            self.collecting + later.collecting,
+            dict(_longest(lines)),
         )
 
 
-def _count(doing: Doing, what: str, where: str, seconds: float) -> None:
-    if seconds > 0:
-        doing[what, where] = doing.get((what, where), 0.0) + seconds
+def _longest(lines: Lines) -> list[tuple[tuple[str, bool], LineSamples]]:
+    return sorted(dict(lines).items(), key=lambda entry: -entry[1].number)[:MOST_LINES]
 
 
-def _longest(doing: Doing) -> list[tuple[tuple[str, str], float]]:
-    return sorted(dict(doing).items(), key=lambda entry: -entry[1])[:MOST_LINES]
+class Totals(NamedTuple):
+    """Seconds since the start of the program's thread."""
+
+    now: float  # on the run's clock
+    waited: float  # blocked in calls
+    busy: float
+    queued: float
+    collecting: float
 
 
-class HostTime(threading.Thread):
-    """Samples the program's thread of a rank, until `stop()`.
+class HostTime:
+    """Measures the program's thread of a rank.
 
-    A window ends with a step of an optimizer (see `step`); a run without steps is one window.
+    It is made by that thread. A window ends with a step of an optimizer (see `step`); a run without
+    steps is one window.
     """
 
     def __init__(self, recorder: RankRecorder):
-        super().__init__(daemon=True, name="parallel101 host time")
         self.recorder = recorder
+        self.cpu = ThreadClock()
         self.windows: list[StepWindow] = []
         self.width = 1  # steps of a window
         self.steps = 0  # made so far
-        self.first = 1  # step of the window that has not ended
-        self.began = recorder.now()
-        self.waited = recorder.waited
-        self.doing: Doing = {}  # of the window that has not ended
-        # seconds in which the thread neither ran nor is known to have been blocked, and where
-        self.idle: tuple[Doing, str, float] | None = None
-        self.collecting_since = 0.0
-        self.collected = 0.0  # seconds of garbage collection, in all
-        self.over = False
+        self.collecting_since = self.collected = 0.0
+        # of the window that has not ended
+        self.first = 1
+        self.before = self._totals()
+        self.lines: Lines = {}
+        # of the last sample: when, and the thread's CPU time
+        self.sampled = self.before.now, self.before.busy
+
+    def _totals(self) -> Totals:
+        now, recorder = self.recorder.now(), self.recorder
+        return Totals(now, recorder.waited, self.cpu.busy(), self.cpu.queued(), self.collected)
 
     # ---- called by the program's thread ----
 
@@ -118,99 +135,59 @@ class HostTime(threading.Thread):
         """A step has ended."""
         self.steps += 1
         if self.steps % self.width == 0:
-            window = self._window()
-            self.windows.append(window)
-            self.first, self.began, self.waited = self.steps + 1, window.end, self.recorder.waited
-            self.doing = {}
+            totals, lines, self.lines = self._totals(), self.lines, {}
+            self.windows.append(self._window(totals, lines))
+            self.first, self.before = self.steps + 1, totals
             if len(self.windows) == MOST_WINDOWS:  # all ranks do this after the same step
                 pairs = zip(self.windows[::2], self.windows[1::2])
                 self.windows = [earlier.joined(later) for earlier, later in pairs]
                 self.width *= 2
 
-    def _window(self) -> StepWindow:
-        now, first = self.recorder.now(), self.first
-        own = now - self.began - (self.recorder.waited - self.waited)
-        steps = self.steps + 1 - first
-        return StepWindow(first, steps, self.began, now, own, self.doing)
+    def _window(self, totals: Totals, lines: Lines) -> StepWindow:
+        passed = [b - a for a, b in zip(self.before, totals)]
+        elapsed, waited, busy, queued, collecting = passed
+        steps = self.steps + 1 - self.first
+        return StepWindow(
+            self.first,
+            steps,
+            self.before.now,
+            totals.now,
+            elapsed - waited,
+            busy,
+            queued,
+            collecting,
+            lines,
+        )
 
     def collecting(self, phase: str, info: Any) -> None:
         """Called by Python before and after a garbage collection."""
         if threading.get_ident() != self.recorder.thread:
             return
-        now = time.perf_counter()
         if phase == "start":
-            self.collecting_since = now
+            self.collecting_since = time.perf_counter()
         else:
-            self.collected += now - self.collecting_since
-            _count(self.doing, COLLECTING, "", now - self.collecting_since)
+            self.collected += time.perf_counter() - self.collecting_since
 
-    # ---- the thread that samples ----
+    # ---- called by the watcher ----
 
-    def run(self) -> None:
-        with cpu_clock(self.recorder.thread) as used:
-            self._sample(used)
-
-    def _sample(self, used: Callable[[], tuple[float, float]]) -> None:
-        last, collected, newest = time.perf_counter(), 0.0, None
-        cpu, queued = used()
-        was_waiting = False
-        for sample in itertools.count():
-            # an Event's wait takes half as much CPU again
-            time.sleep(PERIOD if sample < FIRST_SAMPLES else LATER_PERIOD)
-            if self.over:
-                break
-            recorder = self.recorder
-            waiting = recorder.waiting is not None
-            recorded = recorder.recorded
-            event = recorded[-1] if recorded else None
-            called = waiting or was_waiting or event is not newest  # since the last sample
-            frame = None if waiting else sys._current_frames().get(recorder.thread)
-            now, (cpu_now, queued_now) = time.perf_counter(), used()
-            in_collection, collected = self.collected - collected, self.collected
-            elapsed = max(0.0, now - last - in_collection)
-            busy = min(elapsed, max(0.0, cpu_now - cpu - in_collection))
-            in_queue = queued_now - queued
-            ready = min(elapsed - busy, in_queue)
-            if busy or in_queue:
-                self._settle(in_queue - ready)
-            if frame is not None:
-                # of an interval with a call, the rest may be a wait
-                self._add(frame, busy, ready, 0.0 if called else elapsed - busy - ready)
-            last, cpu, queued, newest, was_waiting = now, cpu_now, queued_now, event, waiting
-        self._settle(0.0)
-
-    def _add(self, frame: FrameType, busy: float, ready: float, idle: float) -> None:
-        place, doing = own_line(frame), self.doing
-        if loads_data(frame):
-            _count(doing, LOADING, place, busy + ready + idle)
+    def sample(self) -> None:
+        """Note the line in which the program is, unless it is blocked in a call."""
+        frame = sys._current_frames().get(self.recorder.thread)
+        now, busy = self.recorder.now(), self.cpu.busy()
+        (last, busy_then), self.sampled = self.sampled, (now, busy)
+        if self.recorder.waiting is not None or frame is None or now <= last:
             return
-        _count(doing, COMPUTING, place, busy)
-        _count(doing, QUEUED, place, ready)
-        before = self.idle[2] if self.idle is not None else 0.0  # the thread is still there
-        self.idle = (doing, place, before + idle)
-
-    def _settle(self, in_queue: float) -> None:
-        """The thread runs again. Of the time in which it did not, so much was in the queue.
-
-        Linux counts a time in the queue when it ends.
-        """
-        if self.idle is not None:
-            doing, place, seconds = self.idle
-            _count(doing, QUEUED, place, min(seconds, in_queue))
-            _count(doing, BLOCKED, place, seconds - min(seconds, in_queue))
-            self.idle = None
-
-    def stop(self) -> None:
-        self.over = True
-        self.join()
+        key, lines = (own_line(frame), loads_data(frame)), self.lines
+        share = min(1.0, max(0.0, busy - busy_then) / (now - last))
+        lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(LineSamples(1, share))
 
     # ---- the record ----
 
     def rows(self) -> list[EventRow]:
         """An event for each window. Its labels have the numbers."""
         windows = list(self.windows)
-        if self.steps == 0 and self.recorder.now() > self.began:
-            windows = [self._window()._replace(first=0, steps=0)]
+        if self.steps == 0:
+            windows = [self._window(self._totals(), self.lines)._replace(first=0, steps=0)]
         return [
             tuple(
                 span_event(
@@ -220,16 +197,29 @@ class HostTime(threading.Thread):
                     end=window.end,
                     seq=0,
                     where="",
-                    labels={
-                        "first": window.first,
-                        "steps": window.steps,
-                        "own": window.own,
-                        "doing": [[*key, seconds] for key, seconds in _longest(window.doing)],
-                    },
+                    labels=labels_of(window),
                 )
             )
             for window in windows
         ]
+
+
+NUMBERS = ("first", "steps", "own", "busy", "queued", "collecting")
+
+
+def labels_of(window: StepWindow) -> dict[str, Any]:
+    """A window as the labels of its event. `window_of` reads them."""
+    labels: dict[str, Any] = {name: getattr(window, name) for name in NUMBERS}
+    labels["lines"] = [[*key, *samples] for key, samples in _longest(window.lines)]
+    return labels
+
+
+def window_of(labels: dict[str, Any], start: float, end: float) -> StepWindow:
+    lines = {
+        (place, loads): LineSamples(count, busy) for place, loads, count, busy in labels["lines"]
+    }
+    numbers = {name: labels[name] for name in NUMBERS}
+    return StepWindow(**numbers, start=start, end=end, lines=lines)
 
 
 def own_line(frame: FrameType) -> str:
@@ -255,46 +245,50 @@ def loads_data(frame: FrameType | None) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def cpu_clock(thread: int) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Yields a function that says for how long a thread has run, and was ready without a core.
+class ThreadClock:
+    """How long this thread has run, and was ready to run without a core, in seconds.
 
-    In seconds. The second is 0 where the operating system does not tell; without a clock for
-    threads (macOS), the thread seems to run all the time.
+    Any thread may ask.
     """
-    native = next((t.native_id for t in threading.enumerate() if t.ident == thread), None)
-    try:
-        # man 5 proc, /proc/pid/schedstat: ns on the CPU, ns in the run queue, time slices
-        file = os.open(f"/proc/self/task/{native}/schedstat", os.O_RDONLY)
-    except OSError:
-        if not hasattr(time, "pthread_getcpuclockid"):
-            yield lambda: (time.perf_counter(), 0.0)
-        else:
-            clock = time.pthread_getcpuclockid(thread)
-            yield lambda: (time.clock_gettime(clock), 0.0)
-        return
 
-    def read() -> tuple[float, float]:
-        run, ready, _ = os.pread(file, 64, 0).split()
-        return int(run) / 1e9, int(ready) / 1e9
+    def __init__(self) -> None:
+        self.thread = thread = threading.get_ident()
+        self.clock = (
+            time.pthread_getcpuclockid(thread) if hasattr(time, "pthread_getcpuclockid") else None
+        )
+        # not Thread.native_id, which in a forked process may be that of the parent's thread
+        native, self.file = threading.get_native_id(), -1
+        with contextlib.suppress(OSError):
+            # man 5 proc, /proc/pid/schedstat: ns on the CPU, ns in the run queue, time slices
+            self.file = os.open(f"/proc/self/task/{native}/schedstat", os.O_RDONLY)
+        self.last = 0.0
 
-    try:
-        yield read
-    finally:
-        os.close(file)
+    def busy(self) -> float:
+        """Without clocks for threads (macOS), what the thread itself asked for last."""
+        if threading.get_ident() == self.thread:
+            self.last = time.thread_time()
+        elif self.clock is not None:
+            self.last = time.clock_gettime(self.clock)
+        return self.last
+
+    def queued(self) -> float:
+        """0 where the operating system does not tell."""
+        return int(os.pread(self.file, 64, 0).split()[1]) / 1e9 if self.file >= 0 else 0.0
+
+    def __del__(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
 
 
 @contextlib.contextmanager
 def host_time(recorder: Any, backend: str) -> Iterator[HostTime | None]:
-    """Inside, the program's thread is sampled; on gloo only."""
+    """Inside, the program's thread is measured; on gloo only."""
     if not hasattr(recorder, "host_time") or "gloo" not in backend:
         yield None
         return
-    recorder.host_time = sampler = HostTime(recorder)
-    gc.callbacks.append(sampler.collecting)
-    sampler.start()
+    recorder.host_time = measured = HostTime(recorder)
+    gc.callbacks.append(measured.collecting)
     try:
-        yield sampler
+        yield measured
     finally:
-        gc.callbacks.remove(sampler.collecting)
-        sampler.stop()
+        gc.callbacks.remove(measured.collecting)

@@ -184,7 +184,7 @@ def _slower(trace: Trace) -> TextTable:
     for row in slower_ranks(trace)[:MOST_RANKS]:
         steps = f"{row.slower} of {row.steps}, from {row.first}" if row.first else "one run"
         for cause in row.causes:
-            more = " and other lines" if cause.seconds_there < 0.8 * cause.seconds else ""
+            more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
             line = _place(cause.where) + more if cause.where else "–"
             rows.append([str(row.rank), human_seconds(cause.seconds), cause.what, steps, line])
     head = ["rank", "more per step", "of", "in steps", "line"]

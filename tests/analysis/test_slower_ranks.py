@@ -6,10 +6,17 @@ from __future__ import annotations
 
 import pytest
 
-from parallel101.analysis.slower_ranks import slower_ranks
+from parallel101.analysis.slower_ranks import (
+    BLOCKED,
+    COLLECTING,
+    COMPUTING,
+    LOADING,
+    QUEUED,
+    slower_ranks,
+)
 from parallel101.analysis.waiting import with_compute
 from parallel101.record.events import span_event
-from parallel101.record.host_time import BLOCKED, COLLECTING, COMPUTING, HOST_TIME
+from parallel101.record.host_time import HOST_TIME, LineSamples, StepWindow, labels_of
 from parallel101.record.trace import Trace
 from parallel101.viz.run_table import tables
 
@@ -20,22 +27,40 @@ def trace(own, size=4, steps=40, width=1):
     """A record in which `own(rank, step)` is what a rank did in a step: [what, line, seconds]."""
     events = []
     for rank in range(size):
-        for first in range(1, steps + 1, width(rank) if callable(width) else width):
-            count = min(width(rank) if callable(width) else width, steps + 1 - first)
-            doing = [row for step in range(first, first + count) for row in own(rank, step)]
-            summed = {}
-            for what, line, seconds in doing:
-                summed[what, line] = summed.get((what, line), 0.0) + seconds
-            labels = {
-                "first": first,
-                "steps": count,
-                "own": sum(seconds for *_, seconds in doing),
-                "doing": [[*key, seconds] for key, seconds in summed.items()],
-            }
-            start, end = STEP * (first - 1), STEP * (first - 1 + count)
+        wide = width(rank) if callable(width) else width
+        for first in range(1, steps + 1, wide):
+            doing = [row for step in range(first, first + wide) for row in own(rank, step)]
+
+            def seconds(*kinds, doing=doing):
+                return sum(seconds for what, _, seconds in doing if what in kinds)
+
+            lines = {}
+            for what, line, took in doing:  # a sample each ms
+                if line:
+                    samples = LineSamples(round(1e3 * took), 1e3 * took * (what == COMPUTING))
+                    key = line, what == LOADING
+                    lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(samples)
+            window = StepWindow(
+                first=first,
+                steps=wide,
+                start=STEP * (first - 1),
+                end=STEP * (first - 1 + wide),
+                own=sum(took for *_, took in doing),
+                busy=seconds(COMPUTING, COLLECTING),
+                queued=seconds(QUEUED),
+                collecting=seconds(COLLECTING),
+                lines=lines,
+            )
+            labels = labels_of(window)
             events.append(
                 span_event(
-                    rank=rank, name=HOST_TIME, start=start, end=end, seq=0, where="", labels=labels
+                    rank=rank,
+                    name=HOST_TIME,
+                    start=window.start,
+                    end=window.end,
+                    seq=0,
+                    where="",
+                    labels=labels,
                 )
             )
     return Trace(events, size, "gloo")
@@ -87,6 +112,17 @@ def test_two_causes_in_some_steps_of_a_long_run_with_windows_of_unequal_width():
     ]
     # 250 ms in every second step
     assert row.seconds == pytest.approx(0.125, abs=0.003)
+
+
+@pytest.mark.parametrize("what", [COMPUTING, LOADING, QUEUED, BLOCKED])
+def test_each_cause(what):
+    def own(rank, step):
+        return usual(rank, step) + [[what, "train.py:5", 0.2]] * (rank == 3)
+
+    (row,) = slower_ranks(trace(own))
+    (cause,) = row.causes
+    assert (row.rank, cause.what, cause.where) == (3, what, "train.py:5")
+    assert cause.seconds == pytest.approx(0.2, abs=0.01)
 
 
 def test_a_run_without_steps_is_compared_as_a_whole():

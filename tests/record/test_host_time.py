@@ -1,5 +1,5 @@
-"""Between its calls, a rank's thread computes, loads data, collects garbage or is blocked: the
-samples tell which, and in which line.
+"""Between its calls, a rank's thread computes, loads data, collects garbage or is blocked: it is
+measured how long, and samples tell in which line.
 """
 
 from __future__ import annotations
@@ -10,29 +10,21 @@ import threading
 import time
 from collections import Counter
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from parallel101.record import host_time as module
+from parallel101.record.events import Event
 from parallel101.record.host_time import (
-    BLOCKED,
-    COLLECTING,
-    COMPUTING,
-    LOADING,
-    QUEUED,
     HostTime,
     host_time,
     own_line,
+    window_of,
 )
 from parallel101.record.recorder import RankRecorder
 
-LONG = 0.25  # seconds: a dozen samples
-
-
-def compute():
-    end = time.thread_time() + LONG
-    while time.thread_time() < end:
-        torch.ones(10).sum()
+LONG = 0.25  # seconds
 
 
 class Slow(Dataset):
@@ -44,39 +36,59 @@ class Slow(Dataset):
         return torch.ones(1)
 
 
-def sampled(*steps):
-    """What the sampler says of each step: a Counter of seconds by (what, line)."""
+def measured(*steps):
+    """The windows of these steps, with a sample every 10 ms."""
     recorder = RankRecorder(0, recording=True)
-    with host_time(recorder, "gloo") as sampler:
-        for step in steps:
-            step()
-            sampler.step()
-    assert sampler.collecting not in gc.callbacks and not sampler.is_alive()
-    return sampler, [Counter(window.doing) for window in sampler.windows]
+    over = threading.Event()
+    with host_time(recorder, "gloo") as measuring:
+
+        def look():
+            while not over.wait(0.01):
+                measuring.sample()
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            for step in steps:
+                step()
+                measuring.step()
+        finally:
+            over.set()
+            watcher.join()
+    assert measuring.collecting not in gc.callbacks
+    labels = [dict(zip(Event._fields, row))["args"] for row in measuring.rows()]
+    assert [window_of(said, w.start, w.end) for said, w in zip(labels, measuring.windows)] == (
+        measuring.windows
+    )
+    return measuring.windows
+
+
+def compute():
+    end = time.thread_time() + LONG
+    while time.thread_time() < end:
+        torch.ones(10).sum()
 
 
 def test_what_a_thread_did_and_in_which_line():
     slept = lambda: time.sleep(LONG)  # noqa: E731
     lock = threading.Lock()
     lock.acquire()
-    sampler, windows = sampled(
-        compute, slept, lambda: lock.acquire(timeout=LONG), lambda: list(DataLoader(Slow()))
-    )
-    for of in windows:  # on a busy machine
-        for key in [key for key in of if key[0] == QUEUED]:
-            del of[key]
-    kinds = [max(of, key=of.get) for of in windows]
-    assert [what for what, _ in kinds] == [COMPUTING, BLOCKED, BLOCKED, LOADING]
+    steps = [compute, slept, lambda: lock.acquire(timeout=LONG), lambda: list(DataLoader(Slow()))]
+    windows = measured(*steps)
+    computed, *blocked = windows
+    assert computed.busy == pytest.approx(LONG, rel=0.3) and computed.own >= computed.busy
+    for window in blocked:
+        assert window.busy < LONG / 2 and window.own >= LONG * 0.9
+        assert window.queued <= window.own
+    most = [max(window.lines, key=lambda key: window.lines[key].number) for window in windows]
+    assert [loads for _, loads in most] == [False, False, False, True]
     code = compute.__code__
-    lines = {f"{code.co_filename}:{line}" for *_, line in code.co_lines() if line}
-    assert kinds[0][1] in lines
-    assert kinds[3][1].startswith(__file__), "the line of the dataset, not of torch"
-    assert [window.first for window in sampler.windows] == [1, 2, 3, 4]
-    assert all(window.own >= LONG * 0.9 for window in sampler.windows)
-    assert len(sampler.rows()) == 4
+    assert most[0][0] in {f"{code.co_filename}:{line}" for *_, line in code.co_lines()}
+    assert most[3][0].startswith(__file__), "the line of the dataset, not of torch"
+    assert [window.first for window in windows] == [1, 2, 3, 4]
 
 
-def test_garbage_collections_are_timed_exactly():
+def test_garbage_collections_are_timed():
     garbage = [[] for _ in range(200_000)]
     took = []
 
@@ -85,22 +97,22 @@ def test_garbage_collections_are_timed_exactly():
         gc.collect()
         took.append(time.perf_counter() - began)
 
-    (window,) = sampled(collect)[1]
-    assert 0.5 * took[0] < window[COLLECTING, ""] <= took[0]
-    assert len(garbage)
+    (window,) = measured(collect)
+    assert 0.5 * took[0] < window.collecting <= took[0] <= window.own and len(garbage)
 
 
 def test_time_in_a_call_does_not_count():
     recorder = RankRecorder(0, recording=True)
-    with host_time(recorder, "gloo") as sampler:
+    with host_time(recorder, "gloo") as measuring:
         recorder.waiting = object()  # type: ignore[assignment]
         began = time.perf_counter()
         time.sleep(LONG)
+        measuring.sample()
         recorder.waited += time.perf_counter() - began
         recorder.waiting = None
-        sampler.step()
-    (window,) = sampler.windows
-    assert window.own < LONG / 2 and sum(window.doing.values()) < LONG / 2
+        measuring.step()
+    (window,) = measuring.windows
+    assert window.own < LONG / 2 and not window.lines
 
 
 def test_a_long_run_keeps_few_windows(monkeypatch):
@@ -130,8 +142,7 @@ def test_lines_of_libraries_count_for_the_line_that_called_them():
     assert place.startswith(__file__)
 
 
-def test_nothing_is_sampled_elsewhere():
-    before = threading.active_count()
+def test_nothing_is_measured_elsewhere():
     for recorder, backend in ((object(), "sim"), (RankRecorder(0, recording=True), "nccl")):
-        with host_time(recorder, backend) as sampler:
-            assert sampler is None and threading.active_count() == before
+        with host_time(recorder, backend) as measuring:
+            assert measuring is None
