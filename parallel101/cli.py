@@ -218,6 +218,13 @@ def _parser() -> argparse.ArgumentParser:
             help="write a web page with the timeline and the traffic",
         )
         sub.add_argument(
+            "--steps",
+            metavar="FIRST:LAST",
+            type=_range,
+            help="training steps that the page of a long run shows, e.g. 100:120 (default: the "
+            "last ones)",
+        )
+        sub.add_argument(
             "--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev"
         )
 
@@ -414,6 +421,15 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a range of steps; expected FIRST:LAST, such as 100:120"
+        )
+    return int(first), int(last)
+
+
 def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
@@ -512,7 +528,11 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wrong = next(
-        (f"--{name}" for name in ("page", "chrome", "network") if getattr(args, name) is not None),
+        (
+            f"--{name}"
+            for name in ("page", "chrome", "network", "steps")
+            if getattr(args, name) is not None
+        ),
         None,
     )
     if args.record is None or wrong:
@@ -551,14 +571,14 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     """Join the files of a torchrun job's ranks into one trace, and show it."""
     from parallel101.record.flight_recorder import has_flight_dumps
-    from parallel101.record.rank_files import join_rank_files, ranks_cut_short
+    from parallel101.record.rank_files import ranks_cut_short
     from parallel101.record.units import ranks_text
     from parallel101.viz.run_table import script_name
 
     try:
         if has_flight_dumps(args.directory):
             return _merge_dumps(args)
-        trace, missing = join_rank_files(args.directory)
+        trace, missing = _joined(args.directory)
         cut_short = ranks_cut_short(args.directory)
     except ValueError as error:
         return args.parser.error(str(error))
@@ -594,6 +614,17 @@ def _merge_dumps(args: argparse.Namespace) -> int:
     return 0
 
 
+def _joined(directory: Path) -> tuple[Trace, list[int]]:
+    """The trace of a job's ranks, or the one that `parallel101 run --record` has joined."""
+    from parallel101.record.rank_files import join_rank_files
+    from parallel101.record.trace import Trace
+
+    joined = directory / "trace.json.gz"
+    if joined.exists() and not any(directory.glob("rank-*")):
+        return Trace.load(joined), []
+    return join_rank_files(directory)
+
+
 def _report(
     trace: Trace, name: str, args: argparse.Namespace, failed: BaseException | None = None
 ) -> None:
@@ -609,7 +640,11 @@ def _report(
         _import_no_grammars()
         from parallel101.publish.run_page import run_page
 
-        args.page.write_text(run_page(trace, name, failed), encoding="utf-8")
+        try:
+            page = run_page(trace, name, failed, args.steps)
+        except ValueError as error:
+            args.parser.error(str(error))
+        args.page.write_text(page, encoding="utf-8")
         print(f"Wrote {args.page}. It opens in a browser, also offline.")
     if args.chrome is not None:
         with_compute(trace).to_chrome(args.chrome)

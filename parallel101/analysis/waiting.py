@@ -148,9 +148,9 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
         rows.append(
             RankTimes(
                 rank,
-                len(sent) + summed_sends.count,
+                len(sent) + summed_sends.events,
                 sum(sent) + summed_sends.nbytes,
-                len(collectives) + summed.count,
+                len(collectives) + summed.events,
                 nbytes + summed.nbytes,
                 end - begin - waiting,
                 waiting,
@@ -184,7 +184,7 @@ def traffic(trace: Trace, within: str | None = None) -> Traffic:
         for key, sums in earlier.sums.items():
             if key.kind == "send" and key.peer is not None:
                 sent.nbytes[rank][key.peer] += sums.nbytes
-                sent.messages[rank][key.peer] += sums.count
+                sent.messages[rank][key.peer] += sums.events
     last = {span.rank: (span.start, span.end) for span in trace.spans(within)}
     for event in trace.events:
         if event.kind == "send" and event.peer is not None:
@@ -220,7 +220,7 @@ def slowest_links(trace: Trace) -> list[LinkTimes]:
             LinkTimes(
                 src,
                 dst,
-                len(sent) + before.count,
+                len(sent) + before.events,
                 timed + before.nbytes,
                 sum(t for t, _ in sent),
                 max((t for t, _ in sent), default=0.0),
@@ -266,9 +266,13 @@ def _collective_sums(trace: Trace) -> list[CollectiveTotals]:
             ranks[e.rank] = ranks[e.rank].plus(Sums(1, e.nbytes, 0.0, 0.0))
     rows = [
         CollectiveTotals(
-            *of, max(s.count for s in ranks.values()), max(s.nbytes for s in ranks.values())
+            kind,
+            among,
+            axis,
+            max(s.events for s in ranks.values()),
+            max(s.nbytes for s in ranks.values()),
         )
-        for of, ranks in of_rank.items()
+        for (kind, among, axis), ranks in of_rank.items()
     ]
     return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
 
@@ -344,11 +348,10 @@ def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list
         first, last = run_times(trace, rank)
         row = [0.0] * bins
         for start, stop in union((wait.start, wait.end) for wait in waited if wait.rank == rank):
-            for place in range(
-                max(0, int((start - begin) / width)), min(bins, int((stop - begin) / width) + 1)
-            ):
-                left = begin + place * width
-                row[place] += max(0.0, min(stop, left + width) - max(start, left)) / width
+            _spread(row, start, stop, begin, width, 1.0)
+        if rank in trace.earlier:
+            for start, stop, waited_for in trace.earlier[rank].waits_over_time():
+                _spread(row, start, stop, begin, width, waited_for / (stop - start))
         shares.append(
             [
                 min(s, 1.0)
@@ -358,6 +361,17 @@ def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list
             ]
         )
     return shares
+
+
+def _spread(
+    row: list[float], start: float, stop: float, begin: float, width: float, share: float
+) -> None:
+    """Add the share of a time that was spent waiting to the parts of the run that it is in."""
+    for place in range(
+        max(0, int((start - begin) / width)), min(len(row), int((stop - begin) / width) + 1)
+    ):
+        left = begin + place * width
+        row[place] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
 
 
 def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
@@ -413,7 +427,7 @@ def slowest_calls(
             CallTimes(
                 where,
                 kind,
-                len(here) + sum(s.count for s in before.values()),
+                len(here) + sum(s.events for s in before.values()),
                 took,
                 longest,
                 longest_on,
@@ -461,9 +475,9 @@ def _event_of(span: Event, ended: Ended) -> Event | None:
     assert span.args is not None
     times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))
     peer = span.args["peer"]
-    for event in events[bisect_left(times, span.end) :]:
-        if peer is None or event.peer == peer:
-            return event
+    for k in range(bisect_left(times, span.end), len(events)):
+        if peer is None or events[k].peer == peer:
+            return events[k]
     return None
 
 

@@ -25,8 +25,8 @@ from parallel101.mesh import GroupLike
 
 def direct_steps(blocks: Blocks, comm: Comm) -> Iterator[None]:
     """Each rank sends its block to every other rank: p − 1 steps, each with another partner."""
-    p, rank = comm.size, comm.rank
-    sent = [comm.isend(blocks[rank], to=(rank + step) % p) for step in range(1, p)]
+    p, rank, mine = comm.size, comm.rank, blocks[comm.rank]
+    sent = [comm.isend(mine, to=(rank + step) % p) for step in range(1, p)]
     received = [
         comm.irecv(blocks[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)
     ]
@@ -144,9 +144,10 @@ def all_gather(
     x, comm, dim = call.x, call.comm, call.dim
     shape = [*x.shape[:dim], sum(call.sizes), *x.shape[dim + 1 :]]
     result = x.new_empty(shape)
+    row = row_of(x, dim)
     blocks = Blocks(
         result.view(-1) if dim == 0 else x.new_empty(result.numel()),
-        [size * row_of(x, dim) for size in call.sizes],
+        [size * row for size in call.sizes],
     )
     blocks[comm.rank].copy_(flat_of(x, dim))
     call.run(blocks, comm)

@@ -109,7 +109,8 @@ def reduce_scatter_async(
     comm = begin("reduce_scatter_async", members, x, op=op, sizes=sizes)
     if comm.size == 1:
         return AsyncCollective(iter(()), result.copy_(x))
-    blocks = Blocks(x.view(-1), [size * row_of(x, 0) for size in sizes])
+    row = row_of(x, 0)
+    blocks = Blocks(x.view(-1), [size * row for size in sizes])
     return AsyncCollective(_reduce_scatter_steps(blocks, result.view(-1), reduction, comm), result)
 
 
@@ -139,7 +140,8 @@ def all_gather_async(
         return AsyncCollective(iter(()), nothing(x))
     result = result_in(out, x, (sum(sizes), *x.shape[1:]))
     comm = begin("all_gather_async", members, x, uneven=0, sizes=sizes)
-    blocks = Blocks(result.view(-1), [size * row_of(x, 0) for size in sizes])
+    row = row_of(x, 0)
+    blocks = Blocks(result.view(-1), [size * row for size in sizes])
     mine = blocks[comm.rank]
     if not same_memory(mine, x):
         mine.copy_(x.view(-1))

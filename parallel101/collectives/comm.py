@@ -207,9 +207,11 @@ def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLE
                 "move it there, or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )
         batched = batches(backend)
-    return Comm(
-        group, device, batched, None if recorder() is None else collective_of(operation, group), tag
-    )
+    recorded = None if recorder() is None else collective_of(operation, group)
+    comm = Comm(group, device, batched, recorded, tag)
+    # virtual ranks that stand for many may post the messages of a step in one call
+    own = getattr(group.process_group or dist.group.WORLD, "comm_for", None)
+    return comm if own is None else own(comm)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,9 +30,9 @@ def direct_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iter
     In each step, every rank has another partner. `out` may be this rank's own block.
     """
     p, rank, arriving, sent = comm.size, comm.rank, [], []
-    for step in range(1, p):
+    inboxes = out.new_empty(p - 1, *out.shape).unbind()
+    for step, inbox in enumerate(inboxes, start=1):
         source, to = (rank - step) % p, (rank + step) % p
-        inbox = torch.empty_like(out)
         arriving.append((comm.irecv(inbox, source), inbox))
         sent.append(comm.isend(blocks[to], to))
     comm.flush()
@@ -155,7 +155,8 @@ def reduce_scatter(
     x, comm, dim = call.x, call.comm, call.dim
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    blocks = Blocks(flat_of(x, dim), [size * row_of(x, dim) for size in call.sizes])
+    row = row_of(x, dim)
+    blocks = Blocks(flat_of(x, dim), [size * row for size in call.sizes])
     out = x.new_empty(blocks.sizes[comm.rank])
     call.run(blocks, out, call.reduction, comm)
     call.reduction.finish(out, comm.size)

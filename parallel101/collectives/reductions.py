@@ -71,6 +71,6 @@ def reduction_of(op: str, x: Tensor) -> Reduction:
     try:  # only torch knows which other dtypes can be combined: try it before any message
         nothing = x.detach().new_empty(0)
         reduction.finish(reduction(nothing, nothing, out=nothing), 2)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError) as error:  # the kind depends on torch's version
         raise TypeError(f"op={op!r} has no meaning for {x.dtype}: {error}") from error
     return reduction

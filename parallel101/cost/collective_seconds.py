@@ -58,8 +58,9 @@ def all_gather_seconds(
     if algorithm == "ring" or links.inside in (1, ranks):
         return nbytes * (ranks - 1) / ranks / links.bandwidth + links.latency
     has, outside = cluster.kernels, ranks - links.inside
-    return outside * (nbytes / ranks / cluster.card_bandwidth + has.network_step) + (
-        (links.inside - 1) * (nbytes / ranks / cluster.inside_bandwidth + has.nvlink_step)
+    return max(  # the card and NVLink send at the same time
+        outside * (nbytes / ranks / cluster.card_bandwidth + has.network_step),
+        (links.inside - 1) * (nbytes / ranks / cluster.inside_bandwidth + has.nvlink_step),
     )
 
 

@@ -148,8 +148,8 @@ A100_SUSTAINED, A100_HBM = 0.80, 0.64
 A100_NVLINK = 0.765
 
 LINKS = (
-    "nvlink_step, network_step and network_reached: fitted to SimAI's inputs/ratio (fractions of a "
-    "link's bandwidth that NCCL reached, by size and number of nodes)"
+    "nvlink_step, network_step and network_reached: read off SimAI's inputs/ratio (fractions of a "
+    "link's bandwidth that NCCL reached, by size and number of nodes), not fitted"
 )
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # cuBLAS's, roughly
 

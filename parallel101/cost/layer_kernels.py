@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
 
+SMALL = 1.0  # bytes of a kernel that takes as long as its launch
+
 
 class LayerCut(NamedTuple):
     """What of a ParallelLayout a layer's time depends on."""
@@ -186,15 +188,21 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         around += [2 * e * rows] * 2 + [3 * e * rows] * 2
         after += [2 * e * rows] * 2 + [3 * e * rows] * 2
         after += [2 * e * max(1, shape.experts // cut.ep) * shape.mlp_parameters / cut.tp]
-    if cut.sequence_parallel:  # time is dim 1: copies before and after each message
-        around += [2 * e * whole] * 4 + [2 * e * N] * 4
-        after += [2 * e * whole] * 4 + [2 * e * N] * 4
+    if cut.sequence_parallel:  # a rank's own block is copied to its place
+        around += [2 * e * N] * 2
+        after += [2 * e * N] * 2
+        if cut.microbatch > 1:  # time is dim 1: copies before and after each message
+            around += [2 * e * whole] * 4 + [2 * e * N] * 3
+            after += [2 * e * whole] * 4 + [2 * e * N] * 3
     if shape.dropout:
         around += [(2 * e + 1) * N] * 2
         after += [(2 * e + 1) * N] * 2
     if shape.positions == "rotary":  # in fp32: cast, complex product, cast
-        around += [(2 * e + 16) * (Q + K)]
-        after += [(2 * e + 24) * (Q + K), 2 * e * (Q + K)]
+        turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)]
+        around += turned + [SMALL] * 7  # the angles
+        after += turned + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K]
+    if cut.tp > 1:  # two kernels that stand for the gradient of a column layer until it's computed
+        after += [SMALL] * 2 * ((5 if shape.gated else 4) + (3 if shape.biases else 0))
     core: list[float] = []
     core_after: list[float] = []
     if cut.cp > 1 and cut.context != "ulysses":
@@ -202,6 +210,14 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         mask = 8 * S / cut.cp  # of the rank's own block
         core += [4 * blocks] + [8 * blocks] * 3 + [mask]  # logsumexp, subtract, exp, a copy
         core_after += [8 * blocks] * 4 + [12 * blocks, mask]
+        # to fp32 and back, scaled; ∂O · O
+        core += [4 * Q, (e + 4) * Q, 8 * Q, (e + 4) * Q, 4 * e * K]
+        core_after += [(e + 4) * Q] * 4 + [8 * Q] * 3 + [12 * Q, 2 * (e + 4) * K, 4 * e * K]
+        part = Q * ring_share(cut)
+        for _ in range(cut.cp):  # a block is added to the others, and its gradients, too
+            core += [2 * (e + 4) * K] + [8 * part] * 4 + [SMALL] * 7
+            core_after += [8 * K, 2 * (e + 4) * K] + [8 * part] * 2 + [12 * part]
+            core_after += [8 * K] * 2 + [16 * K] * 2 + [24 * K]
     elif shape.attention == "unfused":
         core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous
         core_after += [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]

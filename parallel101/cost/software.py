@@ -28,11 +28,13 @@ class Software:
             ("fused"), or only from the second microbatch on ("later").
         collectives: "ring": NCCL's rings, which enter each node once and use all of its cards;
             "direct": each rank sends its block to each other rank, over its own card.
+        buckets: gradients travel in buckets, whose collectives have a latency each.
         contention: how much slower kernels run while messages are in flight that they hide, as a
             part of their time.
         loss_bytes: read and written for each logit, forward and backward.
         optimizer_bytes: read and written for each parameter by clipping and the update, with master
             weights.
+        optimizer_launches: kernels of each array of parameters for that, besides the update.
         host: seconds of the CPU to launch a kernel. 0: not modelled.
         padding: the vocabulary is padded to a multiple of this on each tp rank; 1: it isn't.
     """
@@ -45,9 +47,11 @@ class Software:
     scatter_gather: bool = False
     accumulation: str = "each"
     collectives: str = "ring"
+    buckets: bool = False
     contention: float = 0.0
     loss_bytes: int = 52
     optimizer_bytes: int = 62
+    optimizer_launches: int = 0
     host: float = 0.0
     padding: int = 128
 
@@ -57,7 +61,7 @@ class Software:
 # loss_bytes: trainers/tensor/loss.py, kernel by kernel: to fp32 (6), max (4), subtract (8), exp
 # (8), sum (4), divide (8), and in backward times what counts (8), times the gradient (8), to 16
 # bits (6).
-# optimizer_bytes: gradients to fp32 and moved (12), AdamW (32), rounded (6).
+# optimizer_bytes: gradients to fp32 and moved (12), AdamW (28), rounded (6).
 TRAINERS = Software(
     "parallel101's HybridTrainer",
     fused=False,
@@ -65,8 +69,10 @@ TRAINERS = Software(
     pp_overlap=True,
     accumulation="later",
     collectives="direct",
+    buckets=True,
     loss_bytes=60,
-    optimizer_bytes=50,
+    optimizer_bytes=46,
+    optimizer_launches=3,
     padding=1,
 )
 

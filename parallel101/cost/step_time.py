@@ -37,12 +37,11 @@ from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (
     ITEMSIZE,
+    Stage,
     accumulation_seconds,
     gradient_itemsize,
     gradient_seconds,
-    layer_parameters,
     optimizer_seconds,
-    rank_parameters,
 )
 
 # nine of ten of the calibration's steps that keep a GPU busy are within it, see BENCHMARKS.md
@@ -168,29 +167,28 @@ def step_time(
     ends = [embedding] * (slowest == 0) + [head] * (slowest == last)
     one = together(layer, mine[slowest], ends)
     busy = one.both
-    parameters = rank_parameters(
-        shape, layout.tp, layout.ep, mine[slowest], slowest == 0, slowest == last
-    )
+    stage = Stage(shape, mine[slowest], slowest == 0, slowest == last)
+    added, moved = accumulation_seconds(layout, cluster, software, stage)
+    sends = M if layout.zero_stage >= 2 else 1
     return StepTime(
         matmul=M * busy.matmul,
-        memory_bound=M * busy.memory + accumulation_seconds(layout, cluster, software, parameters),
+        memory_bound=M * busy.memory + added + sends * moved,
         host=M * busy.host,
         tp=M * busy.tp,
         cp=M * busy.cp,
         ep=M * busy.ep,
-        pp=pipeline_seconds(shape, layout, cluster, software),
+        pp=pipeline_seconds(shape, layout, cluster, software, of_rank),
         dp=gradient_seconds(
             layout,
             cluster,
             software,
-            parameters,
+            stage,
             one.forward.total,
-            one.backward.total,
-            mine[slowest] + len(ends),
-            1 - mine[slowest] * layer_parameters(shape, layout.tp, layout.ep) / parameters,
+            one.backward.total + moved,
+            one.backward.matmul + moved,
         ),
         bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one),
-        optimizer=optimizer_seconds(layout, cluster, software, parameters),
+        optimizer=optimizer_seconds(layout, cluster, software, stage),
         model_flops=model_flops(shape, layout.batch),
         hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,
@@ -255,12 +253,21 @@ def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
 
 
 def pipeline_seconds(
-    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, software: Software
+    shape: ModelShape,
+    layout: ParallelLayout,
+    cluster: Cluster,
+    software: Software,
+    of_rank: list[float],
 ) -> float:
     """Exposed seconds of messages between stages, and of the sum of a tied embedding's gradient.
 
-    A microbatch's activations and gradients pass P − 1 borders while the pipeline fills and drains;
-    programs that don't overlap them wait for two messages a microbatch and stage.
+    A microbatch's activations and gradients pass each border while the pipeline fills and drains.
+    After that, programs that don't overlap them wait for two messages a microbatch and stage.
+    Programs that do wait, too, in 1F1B: see `waiting_in_1f1b`. Interleaved and zero-bubble
+    schedules have work to do meanwhile.
+
+    Args:
+        of_rank: seconds of one microbatch, forward and backward, on each rank.
     """
     if layout.pp == 1:
         return 0.0
@@ -270,11 +277,37 @@ def pipeline_seconds(
     once = send_seconds(cluster, size / cut, stride, ranks=P)
     if software.scatter_gather and not layout.sequence_parallel:
         once += all_gather_seconds(cluster, size, layout.tp)
-    times = 2 * (P - 1)
+    exposed = 2 * (P - 1) * once
     if not software.pp_overlap:
-        times += 2 * layout.microbatches * layout.chunks
+        exposed += 2 * layout.microbatches * layout.chunks * once
+    elif layout.chunks > 1:
+        exposed += 2 * P * (layout.chunks - 1) * once
+    elif layout.schedule == "1f1b":
+        exposed += waiting_in_1f1b(layout, once, of_rank)
     tied = 0.0
     if shape.tied:
         nbytes = shape.vocabulary * shape.width / layout.tp * gradient_itemsize(layout)
         tied = all_reduce_seconds(cluster, nbytes, 2, stride * (P - 1))
-    return times * once + tied
+    return exposed + tied
+
+
+def waiting_in_1f1b(layout: ParallelLayout, once: float, of_rank: list[float]) -> float:
+    """Seconds in which 1F1B waits for messages after the pipeline has filled.
+
+    A microbatch's way from a rank to the n-th one behind it and back takes the compute of these n
+    ranks and 2 (n − 1) messages. On the first of them, n microbatches are under way meanwhile, so
+    that one takes
+
+        (Σ compute of n ranks + 2 (n − 1) messages) / n
+
+    if that is more than the slowest rank's compute. All ranks between the ends are alike, so the
+    longest ways count.
+    """
+    P, slowest = layout.pp, max(of_rank)
+    of_one = slowest
+    for first in range(min(2, P - 1)):
+        for end in range(max(first + 2, P - 1), P + 1):
+            n = end - first
+            of_one = max(of_one, (sum(of_rank[first:end]) + 2 * (n - 1) * once) / n)
+    rounds = -(-layout.microbatches // P) - 1  # after the first one
+    return rounds * P * (of_one - slowest)

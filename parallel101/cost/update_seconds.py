@@ -9,10 +9,12 @@ optimizer. All are decided by the number of parameters on the rank.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
+from parallel101.cost.layer_arrays import count_arrays, count_buckets
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
@@ -49,77 +51,128 @@ def gradient_itemsize(layout: ParallelLayout) -> int:
     return 4 if layout.gradient_dtype == "fp32" else ITEMSIZE[layout.precision]
 
 
+class Stage(NamedTuple):
+    """What of a model is on the rank: so many layers, and maybe the embedding and the head."""
+
+    shape: ModelShape
+    layers: int
+    first: bool
+    last: bool
+
+    def parameters(self, layout: ParallelLayout) -> float:
+        return rank_parameters(self.shape, layout.tp, layout.ep, *self[1:])
+
+    def arrays(self, layout: ParallelLayout) -> int:
+        return count_arrays(self.shape, layout.tp, layout.ep, *self[1:])
+
+
 def accumulation_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, parameters: float
-) -> float:
-    """Seconds in which gradients of microbatches are added up, or moved to the arrays in which
-    they are sent.
+    layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage
+) -> tuple[float, float]:
+    """Seconds in which gradients of the microbatches are added up, and in which those of one are
+    moved to the arrays in which they are sent, and added to what other ranks send.
     """
     if software.accumulation == "fused":
-        return 0.0
+        return 0.0, 0.0
+    parameters, launch = stage.parameters(layout), cluster.kernels.launch
     size, weight = gradient_itemsize(layout), ITEMSIZE[layout.precision]
     added = memory_seconds(cluster.chip, parameters * (weight + 2 * size))
     if software.accumulation == "each":
-        return layout.microbatches * added
+        return layout.microbatches * added, 0.0
+    added += (stage.arrays(layout) - 1) * launch
     ranks = layout.dp * layout.cp * layout.ep
-    # to the arrays that are sent; then the other ranks' blocks are added
     moved = parameters * (weight + size + 3 * size * (ranks - 1) / ranks)
-    times = layout.microbatches if layout.zero_stage >= 2 else 1
-    sent = times * memory_seconds(cluster.chip, moved) if ranks > 1 else 0.0
-    return (layout.microbatches - 1) * added + sent
+    moving = memory_seconds(cluster.chip, moved) + messages_of(layout, software, stage) * (
+        (ranks - 2) * launch
+    )
+    again = layout.microbatches - 1 if layout.zero_stage < 2 else 0  # ZeRO 2 and 3 send each
+    return again * added, moving if ranks > 1 else 0.0
+
+
+def messages_of(layout: ParallelLayout, software: Software, stage: Stage) -> int:
+    """In how many messages the gradients of a rank travel along dp."""
+    if not software.buckets:
+        return 1
+    apart = layout.sequence_parallel and layout.tp > 1 and layout.zero_stage > 0
+    if layout.zero_stage == 3:
+        return (stage.layers + stage.last) * (2 if apart else 1) + stage.first
+    return count_buckets(
+        stage.shape,
+        layout.tp,
+        layout.ep,
+        *stage[1:],
+        itemsize=ITEMSIZE[layout.precision],
+        apart=apart,
+        at_least=4 if layout.zero_stage else 2,
+    )
 
 
 def gradient_seconds(
     layout: ParallelLayout,
     cluster: Cluster,
     software: Software,
-    parameters: float,
+    stage: Stage,
     forward: float,
     backward: float,
-    buckets: int,
-    ends: float,
+    products: float,
 ) -> float:
     """Exposed seconds of summing gradients, and of gathering weights, along dp, cp and ep.
 
+    With overlap, messages are in flight while the GPU computes, but for those of the part that is
+    last: with ZeRO-3, the layer that is first in a pass, too, and the embedding and the head.
+
     Args:
-        parameters: on this rank.
-        forward, backward: seconds of one microbatch on it. With overlap, messages are in flight
-            meanwhile, except those of the last of `buckets` equal parts.
-        ends: the part of the parameters that is in the embedding and the head. With ZeRO-3, they
-            are gathered before each pass, and nothing hides that.
+        forward, backward: seconds of one microbatch on this rank.
+        products: of backward's products alone. Our ZeRO 1 and 2 have two buckets on their way at a
+            time, so the product that makes the next gradient is what hides a bucket.
     """
     ranks, stride = layout.dp * layout.ep * layout.cp, layout.tp
     if ranks == 1:
         return 0.0
-    gradients = parameters * gradient_itemsize(layout)
-    weights = parameters * ITEMSIZE[layout.precision]
-    how = software.collectives
-    gather = all_gather_seconds(cluster, weights, ranks, stride, algorithm=how)
-    scatter = all_gather_seconds(cluster, gradients, ranks, stride, algorithm=how)
+    parameters, count = stage.parameters(layout), messages_of(layout, software, stage)
+
+    def seconds(itemsize: int, part: float = 1.0, messages: int = count) -> float:
+        """Of a reduce-scatter, or of an all-gather, of a part of the parameters."""
+        nbytes = part * parameters * itemsize / max(1, messages)
+        how = software.collectives
+        return messages * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=how)
 
     # backward's own messages along cp and ep go first
     overlap = layout.overlap and software.dp_overlap and layout.cp == layout.ep == 1
 
-    def exposed(messages: float, kernels: float) -> float:
-        if not overlap:
+    def exposed(messages: float, kernels: float, parts: int) -> float:
+        """Of `parts` equal ones: the first or the last has nothing beside it."""
+        if not overlap or parts < 2:
             return messages
-        return max(beside(messages, kernels, software), messages / buckets)
+        rest = (parts - 1) / parts
+        return messages / parts + beside(rest * messages, rest * kernels, software)
 
-    if layout.zero_stage == 0:
-        return exposed(2 * scatter, backward)
-    if layout.zero_stage == 1:
-        return exposed(scatter, backward) + gather
-    if layout.zero_stage == 2:
-        return layout.microbatches * exposed(scatter, backward) + gather
-    layers = 1 - ends
-    once = exposed(layers * gather, forward) + exposed(layers * (gather + scatter), backward)
-    return layout.microbatches * (once + ends * (2 * gather + scatter))
+    weight, gradient = ITEMSIZE[layout.precision], gradient_itemsize(layout)
+    ends = stage.first + stage.last
+    if layout.zero_stage < 3:
+        scatter, gather = seconds(gradient), seconds(weight)
+        parts = stage.layers + ends
+        if layout.zero_stage == 0:
+            return exposed(2 * scatter, backward, parts)
+        times = layout.microbatches if layout.zero_stage == 2 else 1
+        meanwhile = products if software.buckets else backward
+        return times * exposed(scatter, meanwhile, parts) + gather
+    of_layers = stage.layers * layer_parameters(stage.shape, layout.tp, layout.ep) / parameters
+    in_a_pass = stage.layers // layout.chunks  # then another stage's weights are gathered
+    inside = count * stage.layers // (stage.layers + ends)
+    gather, scatter = seconds(weight, of_layers, inside), seconds(gradient, of_layers, inside)
+    outside, other = 1 - of_layers, count - inside
+    alone = 2 * seconds(weight, outside, other) + seconds(gradient, outside, other)
+    once = exposed(gather, forward, in_a_pass) + exposed(gather + scatter, backward, in_a_pass)
+    return layout.microbatches * (once + alone)
 
 
 def optimizer_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, parameters: float
+    layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage
 ) -> float:
     """Seconds of clipping and of the update."""
-    mine = parameters / (layout.dp if layout.zero_stage else 1)
+    mine = stage.parameters(layout) / (layout.dp if layout.zero_stage else 1)
     nbytes = software.optimizer_bytes if "mixed" in layout.precision else 28
-    return memory_seconds(cluster.chip, mine * nbytes)
+    pieces = max(stage.arrays(layout) * mine / stage.parameters(layout), 1)
+    launches = software.optimizer_launches * pieces * cluster.kernels.launch
+    return memory_seconds(cluster.chip, mine * nbytes) + launches

@@ -105,8 +105,8 @@ def heading(plan: RankedLayouts) -> str:
     return (
         f"{model_words(plan)}: {shape.parameters / 1e9:,.1f} billion parameters, {shape.layers} "
         f"layers of width {shape.width:,}, samples of {shape.time:,} tokens\n"
-        f"{where}, {decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} samples or "
-        f"{tokens:,} tokens a step; {plan.best.layout.precision}"
+        f"{where}, {decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} "
+        f"sample{'s' * (plan.batch > 1)} or {tokens:,} tokens a step; {plan.best.layout.precision}"
     )
 
 
@@ -171,7 +171,9 @@ def time_table(of: PlannedLayout) -> TextTable:
         if seconds
     ]
     rows.append([human_seconds(of.seconds), "", "a step"])
-    note = f"What limits it: {of.limit}."
+    most = of.parts["matmul"] == max(of.parts.values())
+    besides = most and not of.limit.startswith("the tensor cores")
+    note = f"What limits it{' besides the products' * besides}: {of.limit}."
     return TextTable(
         f"Time of layout 1: {layout_text(of.layout)}",
         ["seconds", "share", "of a step"],

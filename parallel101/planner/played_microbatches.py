@@ -31,6 +31,8 @@ from torch import Tensor
 from parallel101.record import torch_private
 from parallel101.record.spans import Collective, current_collective, set_current_collective, span
 from parallel101.sim.clock import VirtualRank
+from parallel101.sim.mirrored_exchange import Exchange
+from parallel101.sim.mirrored_group import MirroredGroup
 from parallel101.sim.virtual_gpu import VirtualGPU
 from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.gradient_sync import GradientSync
@@ -57,13 +59,23 @@ class TapedPost:
 
 
 @dataclass
+class TapedExchange:
+    """Messages that were posted at once."""
+
+    after: float
+    post: Callable[..., Any]
+    exchange: Exchange
+
+
+@dataclass
 class TapedWait:
     """For a message: of this tape, or of one of `key` that was played or recorded before."""
 
     after: float
     key: Key
     back: int  # that many tapes ago
-    number: int  # of the message, on its tape
+    number: int  # of the message, or of those posted at once, on its tape
+    place: int | None = None  # of the message among those
 
 
 @dataclass
@@ -80,7 +92,7 @@ class Tape:
         loss: the same of what it added to the losses. weights: of losses with a weight.
     """
 
-    events: list[TapedPost | TapedWait] = field(default_factory=list)
+    events: list[TapedPost | TapedExchange | TapedWait] = field(default_factory=list)
     rest: float = 0.0
     seconds: float = 0.0
     links: set[int] = field(default_factory=set)
@@ -118,6 +130,13 @@ class TapedWork:
         return self.recorder.wait(self)
 
 
+class TapedExchangeWork(TapedWork):
+    """The same for messages that were posted at once."""
+
+    def wait_for(self, place: int) -> None:
+        self.recorder.wait(self, place)
+
+
 class TapeRecorder:
     """Records one rank's tapes, and plays them.
 
@@ -153,11 +172,14 @@ class TapeRecorder:
         for group in groups:
             for name in ("send", "recv"):
                 setattr(group, name, self.hook(group, getattr(group, name), name == "send"))
+            if isinstance(group, MirroredGroup):
+                group.exchange = self.exchange_hook(group.exchange)  # type: ignore[method-assign]
         try:
             yield
         finally:
             for group in groups:
-                del group.send, group.recv
+                for name in ("send", "recv", "exchange"):
+                    vars(group).pop(name, None)
 
     def hook(self, group: Any, post: Callable[..., Any], sends: bool) -> Callable[..., Any]:
         route, me = self.rank.world.route, self.rank.number
@@ -182,6 +204,24 @@ class TapeRecorder:
 
         return posted
 
+    def exchange_hook(self, post: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for messages that are posted at once."""
+
+        def posted(exchange: Exchange) -> Any:
+            tape = self.tape
+            links = {link for hops, _ in exchange.runs for hop in hops for link in hop}
+            if tape is None:
+                self.outside |= links
+                return post(exchange)
+            tape.links |= links
+            tape.events.append(TapedExchange(self.passed(), post, exchange))
+            works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
+            works.append(post(exchange))
+            self.at = self.rank.now()
+            return TapedExchangeWork(self, works[-1], len(works) - 1)
+
+        return posted
+
     def like(self, x: Tensor) -> Tensor:
         """A tensor to send in place of x, which doesn't count as memory."""
         key = x.shape, x.dtype, x.device
@@ -193,11 +233,14 @@ class TapeRecorder:
         """Seconds since the last event of the tape."""
         return self.rank.now() - self.at
 
-    def wait(self, message: TapedWork) -> bool:
+    def wait(self, message: TapedWork, place: int | None = None) -> bool:
         if self.tape is not None:
             back = self.played.get(message.key, 0) - message.count
-            self.tape.events.append(TapedWait(self.passed(), message.key, back, message.number))
-        if not message.work.waited:  # a played tape may have waited for it
+            wait = TapedWait(self.passed(), message.key, back, message.number, place)
+            self.tape.events.append(wait)
+        if place is not None:
+            message.work.wait_for(place)
+        elif not message.work.waited:  # a played tape may have waited for it
             message.work.wait()
         self.at = self.rank.now()
         return True
@@ -219,10 +262,16 @@ class TapeRecorder:
         gpu.peak = max(gpu.peak, self.peak)
         now = gpu.flops, gpu.busy, gpu.kernels
         tape.counts = tuple(a - b for a, b in zip(now, self.counted))  # type: ignore[assignment]
-        posted = [event for event in tape.events if isinstance(event, TapedPost)]
+        posted = sum(
+            len(event.exchange.peers) if isinstance(event, TapedExchange) else 1
+            for event in tape.events
+            if not isinstance(event, TapedWait)
+        )
         waits = [event for event in tape.events if isinstance(event, TapedWait)]
-        here = {event.number for event in waits if (event.key, event.back) == (key, 0)}
-        tape.closed = len(here) == len(waits) == len(posted)
+        here = {
+            (event.number, event.place) for event in waits if (event.key, event.back) == (key, 0)
+        }
+        tape.closed = len(here) == len(waits) == posted
         if final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
         else:
@@ -270,9 +319,13 @@ class TapeRecorder:
                 set_current_collective(event.collective)
                 works.append(event.post([event.like], event.peer, event.tag))
                 set_current_collective(None)
+            elif isinstance(event, TapedExchange):
+                works.append(event.post(event.exchange))
             else:
                 of = self.works.get((event.key, self.played.get(event.key, 0) - event.back), [])
-                if event.number < len(of) and not of[event.number].waited:
+                if event.number < len(of) and event.place is not None:
+                    of[event.number].wait_for(event.place)
+                elif event.number < len(of) and not of[event.number].waited:
                     of[event.number].wait()
         if tape.rest:
             self.rank.compute(tape.rest)

@@ -71,8 +71,8 @@ def simulate_step(
         full: run every rank, and every microbatch.
         trace: record the run, for pictures. A full one is always recorded.
         network: instead of the cluster's.
-        played: whether most microbatches are played from the first ones (played_microbatches.py); None: unless
-            `full`.
+        played: whether most microbatches are played from the first ones
+            (played_microbatches.py); None: unless `full`.
         options: of HybridTrainer, in addition to the layout's: clip_norm.
     """
     began = time.perf_counter()

@@ -85,7 +85,8 @@ def plan(
             "h,L,a,V,s", or a ModelShape.
         gpus, device, nodes_of, memory: how many GPUs of which kind, how many of them in a node, and
             the bytes of each; None: the device's.
-        batch_tokens: of a step; None: the model's own, or 4,194,304 rounded to whole samples.
+        batch_tokens: of a step; None: the model's own, or 4,194,304, rounded down to a
+            number of samples that is a power of two, so that many layouts divide it.
         attention: "fused" or "unfused".
         precision: as HybridTrainer's.
         layout: fields of ParallelLayout that are fixed, such as {"tp": 8, "recompute": "full"}. A
@@ -146,7 +147,7 @@ def samples(
     if batch_tokens is None:
         if {"dp", "microbatch", "microbatches"} <= set(fixed):
             return fixed["dp"] * fixed.get("ep", 1) * fixed["microbatch"] * fixed["microbatches"]
-        return batch_of_model(model) or max(BATCH_TOKENS // shape.time, 1)
+        return batch_of_model(model) or 2 ** max((BATCH_TOKENS // shape.time).bit_length() - 1, 0)
     if type(batch_tokens) is not int or batch_tokens < 1:
         raise ValueError(f"batch_tokens={batch_tokens!r}: expected a whole number, 1 or more")
     whole, rest = divmod(batch_tokens, shape.time)

@@ -146,7 +146,9 @@ def launch(
         trace: record every message, and check the calls against each other. "payload" also records
             the values of messages up to 4 KiB. A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
-        network: on sim, the links between the ranks.
+        network: on sim, the links between the ranks; None: `Network()`, also with a device. NVLink
+            and network cards are `Network.two_level(**cost.Cluster("H100",
+            gpus=8).network_arguments())`.
         rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
             otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
             messages in a batch start together, and there are no tags. sim/queues.py has the list.
@@ -246,6 +248,8 @@ def launch(
                 pass  # the process has died already: the monitor reports it
         monitor.watch()
         _check_waits(monitor.records())
+        for warning in (text for record in monitor.records() for text in record.warnings):
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         results = [unpack(*rank.result) for rank in monitor.ranks if rank.result is not None]
         if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
             results = [unpack(*packed) for packed in results[0]]

@@ -113,6 +113,9 @@ def own_init_accepted() -> Iterator[None]:
                         f"launch, where {name} is {actual}. Pass dist.get_rank() and "
                         "dist.get_world_size(), or neither."
                     )
+            has_device = getattr(dist.group.WORLD, "has_device", None)  # on sim, by NCCL's rules
+            if call.get("device_id") is not None and has_device is not None:
+                has_device()
             if (timeout := call.get("timeout")) is not None:
                 dist.group.WORLD.set_timeout(timeout)  # type: ignore[union-attr]
 

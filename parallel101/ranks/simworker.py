@@ -99,7 +99,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     _this_thread.rank = None
     wire.send(IMPORTED, slow_imports(loaded))
     of_gpus = [gpus[rank] for rank in sorted(gpus)] if job.device is not None else None
-    record = RankRecord(run.events, run.unfinished, run.unwaited, of_gpus)
+    record = RankRecord(run.events, run.unfinished, run.unwaited, of_gpus, run.warnings)
     wire.send(RECORD, (record, NO_REPORT))
     if run.error is None:
         wire.send_packed(RESULT, *pack(run.results), release=True)

@@ -97,6 +97,7 @@ class RankRecord(NamedTuple):
     unwaited: Sequence[Call] = ()
     # by rank, of a run on virtual GPUs: a sim.virtual_gpu.GpuCount each
     gpus: Sequence[Any] | None = None
+    warnings: Sequence[str] = ()  # on sim, under NCCL's rules: what may hang on GPUs
     # sums of the rank's events before `events`, if only the newest were kept
     earlier: EarlierEvents | None = None
 

@@ -62,8 +62,8 @@ class Call(NamedTuple):
 
     @property
     def from_anyone(self) -> bool:
-        """Whether this is a receive from any rank."""
-        return self.kind == "recv" and len(self.peers) != 1
+        """Whether any of the peers can end it: a receive from any rank, or a key of a store."""
+        return (self.kind == "recv" and len(self.peers) != 1) or self.group == "store"
 
     @property
     def terms(self) -> tuple:

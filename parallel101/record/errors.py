@@ -191,7 +191,7 @@ def _with_cells(message: str) -> str:
 
 def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[int]) -> str:
     if peer is None:
-        return "from any rank"
+        return "from any rank" if kind == "recv" else "for a key that no rank has set"
     peers = peer if isinstance(peer, tuple) else (peer,)
     preposition = {"recv": "from", "send": "to"}.get(kind, "for")
     gone = " (returned)" if all(p in returned for p in peers) else ""

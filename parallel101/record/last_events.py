@@ -115,8 +115,11 @@ class LastEvents(threading.Thread):
                 self.taken += self.size
                 self.summed.add(events)
                 self.writer.write(number, rows, (), batch.earlier)
-                while self.size * (len(self.batches) - 1) + len(self.recorded) >= self.limit:
+                while self.batches and self._kept() - self.size >= self.limit:
                     self.writer.delete(self.batches.popleft().number)
+
+    def _kept(self) -> int:
+        return self.size * len(self.batches) + len(self.recorded)
 
     def write_rest(self) -> None:
         """Write what is not in a full batch yet."""
@@ -135,6 +138,7 @@ class LastEvents(threading.Thread):
 
         `newest` returns the rows of `recorded`.
         """
+        self.take_batches()
         with self.lock:
             rows = [row for batch in self.batches for row in pickle.loads(batch.packed)]
             earlier = self.batches[0].earlier if self.batches else self.summed

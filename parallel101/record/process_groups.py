@@ -52,6 +52,7 @@ def init(
             extended_api=True,
             devices=["cuda"] if backend == "nccl" else ["cpu"],
         )
+        torch_private.leave_out_of_flight_recorder(name)
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
     torch_private.wrap_new_groups(backend, name, _making_group)

@@ -101,6 +101,16 @@ class PythonGroup(dist.ProcessGroup):
         return self.getBackendName()  # type: ignore[attr-defined]  # which each group defines
 
 
+def leave_out_of_flight_recorder(backend: str) -> None:
+    """Keep torch's flight recorder from groups of this backend, which are written in Python.
+
+    Since 2.15, torch attaches it to every group, but it looks for the group's name in C++. Relies
+    on `_FR_SELF_RECORDING_BACKENDS`, which older versions don't have.
+    """
+    backends: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    backends.add(backend)
+
+
 def fill_new_tensors() -> None:
     """Make torch.empty return NaN, or the largest integer, from now on.
 
@@ -188,6 +198,7 @@ class RankWorld:
         self.pg_to_tag: dict = {}
         self.pg_coalesce_state: dict = {}
         self.comms: list = []
+        self.pg_flight_recorder_hooks: dict = {}  # since torch 2.15
 
     pg_config_info = c10d._World.pg_config_info
 
@@ -428,6 +439,16 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+def is_composite(operation: Any) -> bool:
+    """Whether torch makes this operation (an OpOverload) of others, with gradients by theirs.
+
+    Relies on torch._C._dispatch_has_kernel_for_dispatch_key.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        operation.name(), "CompositeImplicitAutograd"
+    )
+
+
 def dispatch_modes() -> list[Any]:
     """The modes of this thread that see every operation, the innermost last.
 
@@ -439,6 +460,18 @@ def dispatch_modes() -> list[Any]:
 # a context in which modes such as `with torch.device(…)` don't see uses of tensors: asking one for
 # its shape takes a microsecond longer with such a mode. Relies on torch._C having it
 no_function_modes = torch._C.DisableTorchFunction
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """A TorchDispatchMode whose __torch_dispatch__ torch calls directly.
+
+    By default torch first turns its compiler off, which takes longer than a small operation of a
+    virtual GPU. Relies on `_should_skip_dynamo`, which torch asks when a subclass is defined.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def uncounted_like(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ events only.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from parallel101.record.events import NO_GROUP, Event, EventGroup
@@ -19,6 +19,7 @@ from parallel101.record.events import NO_GROUP, Event, EventGroup
 # of one rank; a program with more of them, as by a new tag or name in each step, has the rest of
 # its sums under OTHER
 MOST_KEYS = 4096
+MOST_BINS = 1024  # parts of a run
 OTHER = "(other lines)"
 WAIT = "wait"  # the kind under which times in which the program was blocked in a call are summed
 
@@ -36,14 +37,14 @@ class SumKey(NamedTuple):
 class Sums(NamedTuple):
     """Sums over events."""
 
-    count: int
+    events: int
     nbytes: int
     seconds: float
     longest: float  # the most seconds of one of them
 
     def plus(self, other: Sums) -> Sums:
         return Sums(
-            self.count + other.count,
+            self.events + other.events,
             self.nbytes + other.nbytes,
             self.seconds + other.seconds,
             max(self.longest, other.longest),
@@ -51,6 +52,34 @@ class Sums(NamedTuple):
 
 
 NOTHING = Sums(0, 0, 0.0, 0.0)
+
+
+class TimeBins:
+    """Seconds by the time in which they were spent, in at most MOST_BINS parts of equal width.
+
+    If a run takes longer, the parts become twice as wide.
+    """
+
+    def __init__(
+        self, width: float = 0.1, zero: float = 0.0, seconds: dict[int, float] | None = None
+    ):
+        self.width, self.zero = width, zero  # in seconds; the time at which part 0 begins
+        self.seconds: dict[int, float] = defaultdict(float, seconds or {})
+
+    def copy(self) -> TimeBins:
+        return TimeBins(self.width, self.zero, self.seconds)
+
+    def add(self, start: float, end: float) -> None:
+        """Add the time from `start` to `end`."""
+        first, last = (int((t - self.zero) // self.width) for t in (start, end))
+        for number in range(first, last + 1):
+            left = self.zero + number * self.width
+            self.seconds[number] += max(0.0, min(end, left + self.width) - max(start, left))
+        while len(self.seconds) > MOST_BINS:
+            halved: dict[int, float] = defaultdict(float)
+            for number, seconds in self.seconds.items():
+                halved[number // 2] += seconds
+            self.width, self.seconds = 2 * self.width, halved
 
 
 class EarlierEvents:
@@ -63,6 +92,7 @@ class EarlierEvents:
         waited: seconds in which the program was blocked in a call. Overlapping times count once.
         sums: by line, kind, peer and group.
         marks: the start and the end of the script, if they are among them.
+        waits: `waited` over time.
     """
 
     def __init__(
@@ -73,10 +103,12 @@ class EarlierEvents:
         waited: float = 0.0,
         sums: dict[SumKey, Sums] | None = None,
         marks: Iterable[Event] = (),
+        waits: TimeBins | None = None,
     ):
         self.count, self.begin, self.until, self.waited = count, begin, until, waited
         self.sums = {} if sums is None else sums
         self.marks = list(marks)
+        self.waits = TimeBins() if waits is None else waits
         self.blocked_until = 0.0  # times of waiting until then are in `waited`
 
     def __repr__(self) -> str:
@@ -84,7 +116,13 @@ class EarlierEvents:
 
     def copy(self) -> EarlierEvents:
         same = EarlierEvents(
-            self.count, self.begin, self.until, self.waited, dict(self.sums), self.marks
+            self.count,
+            self.begin,
+            self.until,
+            self.waited,
+            dict(self.sums),
+            self.marks,
+            self.waits.copy(),
         )
         same.blocked_until = self.blocked_until
         return same
@@ -104,8 +142,11 @@ class EarlierEvents:
         for (kind, name, where, peer, _), same in alike.items():
             self._add_to(SumKey(kind, name, where, peer, same[0].group), same)
         for e in sorted((e for e in events if is_wait(e)), key=lambda e: e.start):
-            self.waited += max(0.0, e.end - max(e.start, self.blocked_until))
-            self.blocked_until = max(self.blocked_until, e.end)
+            start = max(e.start, self.blocked_until)
+            if e.end > start:
+                self.waited += e.end - start
+                self.waits.add(start, e.end)
+                self.blocked_until = e.end
         self.marks += [e for e in events if e.args and "script" in e.args]
 
     def _add_to(self, key: SumKey, events: Sequence[Event]) -> None:
@@ -122,7 +163,15 @@ class EarlierEvents:
             for e in self.marks
         ]
         begin, until = self.begin - seconds, self.until - seconds
-        return EarlierEvents(self.count, begin, until, self.waited, self.sums, marks)
+        waits = self.waits.copy()
+        waits.zero -= seconds
+        return EarlierEvents(self.count, begin, until, self.waited, self.sums, marks, waits)
+
+    def waits_over_time(self) -> Iterator[tuple[float, float, float]]:
+        """Times one after the other, each with its seconds of waiting: (begin, end, seconds)."""
+        for number, seconds in sorted(self.waits.seconds.items()):
+            begin = self.waits.zero + number * self.waits.width
+            yield begin, begin + self.waits.width, seconds
 
     def sum_of(self, *kinds: str) -> Sums:
         """The sums over all events of some kinds."""

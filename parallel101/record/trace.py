@@ -27,7 +27,7 @@ from typing import Any
 
 from parallel101.record.chrome import chrome_events
 from parallel101.record.events import Event, EventGroup, EventRow, Message, events_of
-from parallel101.record.totals import EarlierEvents, SumKey, Sums
+from parallel101.record.totals import EarlierEvents, SumKey, Sums, TimeBins
 
 FORMAT = "parallel101 trace 2"
 COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth
@@ -225,7 +225,7 @@ class Trace:
     @property
     def messages_sent(self) -> list[int]:
         """Point-to-point messages that each rank sent, by rank."""
-        return self._total("send", lambda e: 1, lambda sums: sums.count)
+        return self._total("send", lambda e: 1, lambda sums: sums.events)
 
     @property
     def makespan(self) -> float:
@@ -256,7 +256,7 @@ class Trace:
 
         A receive from any rank has no number that its send has, and is left out.
         """
-        sends = {
+        sends: dict[tuple, Event] = {
             (e.rank, e.peer, e.tag, e.group.name, e.seq): e for e in self.events if e.kind == "send"
         }
         pairs = [
@@ -457,9 +457,12 @@ EARLIER: dict[str, Any] = {
     "waited": NUMBER,
     "marks": list,
     "sums": list,
+    "width": NUMBER,
+    "zero": NUMBER,
+    "waits": list,
 }
 # the JSON type of each field of a SumKey, and of its Sums
-SUM_TYPES = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
+SUM_TYPES: tuple[Any, ...] = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
 
 
 def _earlier_entry(
@@ -474,7 +477,8 @@ def _earlier_entry(
     ]
     marks = [fields(mark) for mark in of.marks]
     numbers = (rank, of.count, of.begin, of.until, of.waited)
-    return dict(zip(EARLIER, (*numbers, marks, sums), strict=True))
+    waits = (of.waits.width, of.waits.zero, list(of.waits.seconds.items()))
+    return dict(zip(EARLIER, (*numbers, marks, sums, *waits), strict=True))
 
 
 def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, EarlierEvents]:
@@ -489,12 +493,19 @@ def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, Earl
             raise ValueError(f"one of its sums is {row!r:.80}")
         if row[3] is not None and not 0 <= row[3] < size:
             raise ValueError(f"one of its sums has peer {row[3]}, in a world of {size}")
-        sums[SumKey(*row[:4], groups[row[4]])] = Sums(*row[5:])
+        kind, name, where, peer, group, *numbers = row
+        sums[SumKey(kind, name, where, peer, groups[group])] = Sums(*numbers)
     if not 0 <= entry["rank"] < size:
         raise ValueError(f"its earlier events are of rank {entry['rank']}, in a world of {size}")
     marks = [_event(row, groups, size) for row in entry["marks"]]
-    numbers = (entry[name] for name in ("count", "begin", "until", "waited"))
-    return entry["rank"], EarlierEvents(*numbers, sums, marks)
+    for part in entry["waits"]:
+        if [type(number) for number in part] not in ([int, float], [int, int]):
+            raise ValueError(f"one of its times of waiting is {part!r:.80}")
+    if not entry["width"] > 0:
+        raise ValueError(f"its times of waiting are {entry['width']} s wide")
+    waits = TimeBins(entry["width"], entry["zero"], dict(entry["waits"]))
+    count, begin, until, waited = (entry[name] for name in tuple(EARLIER)[1:5])
+    return entry["rank"], EarlierEvents(count, begin, until, waited, sums, marks, waits)
 
 
 @contextmanager

@@ -173,6 +173,7 @@ class World:
         self.links = Links(self.schedule)
         self.limits = TimeLimits(self)
         self.events: list[EventRow] = []
+        self.recording = True  # whether anybody will read them
         self.event_groups = EventGroups()
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from parallel101.record import torch_private
 from parallel101.record.errors import MisuseError
+from parallel101.record.events import EventGroup
 from parallel101.record.spans import Collective
 from parallel101.record.where import caller
 from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, RunningCollective, SharedState, SimGroup
 from parallel101.sim.message_matching import RecvWork, SendWork, UnmatchedMessages, refuse
 from parallel101.sim.mirrored import MirroredAxes
+from parallel101.sim.mirrored_exchange import Exchange, MirroredComm, PostedExchange
 
 # the collectives that give a rank what others have, as it is: by symmetry that is its own
 GIVE = ("all_gather", "all_gather_async", "barrier", "broadcast")
@@ -85,11 +87,7 @@ class MirroredChannels(dict):
         size, me = group.world.size, group.member.number
         tag, src, dst = key // size // size, key // size % size, key % size
         if isinstance(group.collective, Collective):
-            ranks = group.collective.ranks
-            line = group.shared.lines.get(ranks)
-            if line is None:
-                number = len(group.shared.lines)
-                line = group.shared.lines[ranks] = MirroredLine(ranks, number, group.world)
+            line = group.line_of(group.collective.ranks)
             return line.channel(src, dst, src == me, tag)
         mirrors = mirrors_of(group.world)
         steps = mirrors.back(dst, src) - mirrors.representative(dst)  # along mirrored axes
@@ -171,6 +169,36 @@ class MirroredGroup(SimGroup):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
         with torch_private.no_function_modes():
             return super().recv(tensors, src, tag)
+
+    def exchange(self, exchange: Exchange) -> PostedExchange:
+        """Post messages of which each meets its own mirror image, all at once."""
+        return PostedExchange(self, exchange)
+
+    def comm_for(self, comm: Any) -> Any:
+        """The Comm for a collective of parallel101, as fast as this one may be."""
+        line = self.line_of(comm.group.ranks)
+        alone = len(line.threads) == 1 and len(line.stands) > 1 and comm.device.type == "meta"
+        return MirroredComm(comm, self) if alone else comm
+
+    def line_of(self, ranks: tuple[int, ...]) -> MirroredLine:
+        line = self.shared.lines.get(ranks)
+        if line is None:
+            number = len(self.shared.lines)
+            line = self.shared.lines[ranks] = MirroredLine(ranks, number, self.world)
+        return line
+
+    def event_group_of(self, collective: Collective | None) -> EventGroup:
+        if collective is not self.collective:
+            self._set_collective(collective)
+        return self.event_group
+
+    def next_seq(self, collective: Collective | None, tag: int, peer: int) -> int:
+        """The number of a message of an exchange on its channel."""
+        self.event_group_of(collective)
+        size, me = self.world.size, self.member.number
+        channel = cast(MirroredChannels, self.channels).get((tag * size + me) * size + peer)
+        channel[0] += 1
+        return channel[0]
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
         refuse(

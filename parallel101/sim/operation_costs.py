@@ -52,6 +52,9 @@ def kernel_of(
         forward = convolution(chip, weight, x if args[7] else dy, groups=args[9])
         passes = sum(args[10][:2])  # gradients of x, and of the weight
         return OperationCost(passes * forward.seconds, passes * forward.flops)
+    if packet is aten._grouped_mm:
+        ends = args[2] if len(args) > 2 else kwargs.get("offs")
+        return grouped_product(chip, args[0], args[1], ends)
     if packet in ATTENTION:
         backward = packet in BACKWARD
         q, k = args[int(backward)], args[1 + int(backward)]
@@ -84,6 +87,19 @@ def convolution(chip: Chip, weight: Tensor, places: Tensor, groups: int) -> Oper
     return product(chip, rows, own // groups, math.prod(under), groups, like=weight)
 
 
+def grouped_product(chip: Chip, a: Tensor, b: Tensor, ends: Tensor | None) -> OperationCost:
+    """The cost of one product for each group, such as an expert: all have equally much."""
+    groups = len(b if ends is None else ends)
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    if a.dim() == b.dim() == 2:
+        k //= groups
+    elif a.dim() == 2:
+        m //= groups
+    elif b.dim() == 2:
+        n //= groups
+    return product(chip, m, n, k, groups, like=a)
+
+
 def attention_flops(q: Tensor, k: Tensor, *, causal: bool, backward: bool) -> int:
     """Of (batch, heads, time, d) queries and keys: two products forward, five backward."""
     batch, heads, queries, d = q.shape
@@ -98,6 +114,10 @@ def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list
         return written
     if packet in ROWS:  # reads as much as it writes, and the numbers of the rows
         return 2 * written + sum(read_bytes(t) for t in tensors_in(args[1:]) if t.is_meta)
+    if packet in BAGS:
+        table, rows = args[0], args[1]
+        taken = rows.numel() * table.shape[1] * table.element_size()
+        return taken + written + sum(read_bytes(t) for t in tensors_in(args[1:]) if t.is_meta)
     if packet in INTO_ROWS:  # reads and writes the rows that it changes
         values = [t for t in tensors_in((*args[1:], *kwargs.values())) if t.is_meta]
         whole = read_bytes(args[0]) + written if packet is aten.index_put else 0  # it is copied
@@ -153,8 +173,10 @@ WRITE_ONLY |= {aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.
 WRITE_ONLY |= {aten.new_ones, aten.new_full, aten.randn, aten.rand, aten.randint, aten.eye}
 WRITE_ONLY |= {aten.normal_, aten.uniform_, aten.bernoulli_}
 OVERWRITTEN = {aten._foreach_copy_, aten._foreach_zero_}
-ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.take}
+BAGS = {aten._embedding_bag, aten._embedding_bag_forward_only}
 INTO_ROWS = {aten.index_put_, aten.index_put, aten.scatter_, aten.scatter_add_, aten.index_add_}
+INTO_ROWS |= {aten.index_copy_, aten.scatter_reduce_}
 FREE: set[Callable] = {
     aten._unsafe_view.default,
     aten.empty.memory_format,

@@ -29,9 +29,6 @@ Still shared by all ranks, unlike in processes:
     - the working directory, sys.path, sys.argv, open files, and the environment that C code and
       child processes see
     - modules that were loaded before the run (see modules.py)
-
-The clock does not know torch's store: a rank that waits there for a key that another rank sets
-later blocks all ranks forever.
 """
 
 from __future__ import annotations

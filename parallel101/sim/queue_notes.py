@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from parallel101.record.calls import disagreement
 from parallel101.record.units import ranks_text
 from parallel101.sim.message_matching import MessageWork
-from parallel101.sim.queues import Operation, Queue, QueuedCollective, Queues
+from parallel101.sim.queues import Operation, Queue, QueuedCollective, QueuedState, Queues
 
 Note = tuple[str, str]  # a sentence, and "file:line" or ""
 
@@ -21,8 +21,9 @@ ADVICE = (
 MOST_BEHIND, MOST_APART = 5, 2  # notes of each sort: the error shows eight
 
 
-def queue_notes(queues: Queues) -> list[Note]:
+def queue_notes(shared: QueuedState) -> list[Note]:
     """The notes for the error of a run in which no rank can go on."""
+    queues = shared.queues
     behind: list[Note] = []
     apart: list[Note] = []
     for (communicator, _), queue in sorted(queues.of.items()):
@@ -48,6 +49,7 @@ def queue_notes(queues: Queues) -> list[Note]:
                         _different(collective, other) for other in theirs.operations[0].collectives
                     ]
     notes = [*sorted(set(behind))[:MOST_BEHIND], *dict.fromkeys(apart[:MOST_APART])]
+    notes += [(text, "") for text in shared.warnings.texts()]
     return [*notes, (ADVICE, "")] if behind else notes
 
 

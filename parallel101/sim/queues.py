@@ -19,9 +19,9 @@ The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/P
    not the rank.
 2. A group's collectives and its batches share the group's communicator; an isend or irecv outside a
    batch uses a communicator of the two ranks. (NCCL.cpp, `pointToPoint`: key `getKeyFromDevice` if
-   `ncclActiveGroupCounter_ > 0`, else `getKeySendRecv`.) This holds if init_process_group gets no
-   `device_id`, as in `launch`. With `device_id`, and in torch's newer backend (c10d/nccl2),
-   messages outside a batch use the group's queue as well: a batch is right everywhere.
+   `ncclActiveGroupCounter_ > 0`, else `getKeySendRecv`.) If the program passes `device_id` to
+   init_process_group, messages outside a batch use the group's queue as well, here too. So they do
+   in torch's newer backend (c10d/nccl2): a batch is right everywhere.
 3. What is in one batch_isend_irecv starts together and ends together (NCCL.cpp, `startCoalescing`
    and `endCoalescing`; guide, "Point-to-point communication": calls in a group "should never block
    each other"). So a wait for one message waits for all of the batch.
@@ -38,13 +38,14 @@ The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/P
 Not checked: if a batch is the first call of a group, torch wants all ranks of the group to take
 part (torch's docs, batch_isend_irecv). On GPUs work.wait() blocks the stream and not the CPU. Here
 it blocks the rank, so a run can't tell what the CPU would do meanwhile. What a deadlock's error
-says about queues is in queue_notes.py.
+says about queues is in queue_notes.py, what may hang although a run ends in nccl_warnings.py.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, cast
@@ -56,9 +57,11 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call
 from parallel101.record.events import EventRow
 from parallel101.record.signatures import CollectiveArguments
+from parallel101.record.where import caller
 from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, SharedState, SimGroup
 from parallel101.sim.message_matching import MessageWork, RecvWork, SendWork
+from parallel101.sim.nccl_warnings import CollectiveKey, NcclWarnings
 from parallel101.sim.work import SimFuture, SimWork
 
 
@@ -201,6 +204,8 @@ class Queues:
         self.eager = shared.world.network.eager or -1
         self.of: dict[tuple[str, int], Queue] = {}  # by communicator and rank
         self.operation_of: dict[MessageWork, Operation] = {}  # for messages that have not ended
+        # ranks that passed device_id: their messages outside a batch use the group's queue
+        self.with_device: set[int] = set()
 
     def put(self, operation: Operation, communicator: str) -> None:
         """Put a rank's operation into its queue of a communicator."""
@@ -297,6 +302,7 @@ class QueuedState(SharedState):
     def __init__(self, world: World, payload_bytes: int):
         super().__init__(world, payload_bytes)
         self.queues = Queues(self)
+        self.warnings = NcclWarnings(world.size)
 
     def unfinished(self) -> list[EventRow]:
         return super().unfinished() + self.queues.unfinished()
@@ -340,9 +346,19 @@ class QueuedCollective(CollectiveWork):
     """One rank's call of a collective, which joins the others when its turn in the queue comes."""
 
     operation: Operation
+    group: QueuedGroup
+    key: CollectiveKey
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return super().wait(timeout) if self.operation.in_queue else True
+        if not self.operation.in_queue:
+            return True
+        ended = super().wait(timeout)
+        self.group.noted.waits(self.rank.number, self.key)
+        return ended
+
+    def get_future(self) -> SimFuture:
+        self.group.noted.waits(self.rank.number, self.key)  # who waits for it later isn't known
+        return super().get_future()
 
     def finish(self) -> None:
         super().finish()
@@ -373,7 +389,7 @@ class QueuedGroup(SimGroup):
 
     def __init__(self, shared: QueuedState, *args: Any):
         super().__init__(shared, *args)
-        self.queues = shared.queues
+        self.queues, self.noted = shared.queues, shared.warnings
         self.channels = NothingMeets()
         self.eager = -1  # no message starts when it is made
         self.batch: Operation | None = None
@@ -411,7 +427,9 @@ class QueuedGroup(SimGroup):
             operation = Operation(self)
             operation.add_message(message)
             low, high = sorted((message.rank.number, cast(int, message.peer)))
-            self.queues.put(operation, f"{self.label}: ranks {low} and {high}")
+            with_device = message.rank.number in self.queues.with_device
+            pair = f"{self.label}: ranks {low} and {high}"
+            self.queues.put(operation, self.label if with_device else pair)
             return operation
         operation = self.batch
         operation.add_message(message)
@@ -427,9 +445,10 @@ class QueuedGroup(SimGroup):
                 "x.to_dense()"
             )
         self.called[kind] += 1
+        key = (self.label, self.called[kind], kind)
         work = QueuedCollective(
             self,
-            self._collective_with((self.label, self.called[kind], kind)),
+            self._collective_with(key),
             kind,
             arguments,
             *call,
@@ -437,9 +456,19 @@ class QueuedGroup(SimGroup):
         coalescing = self.batch is not None and self.batch_call is None
         work.operation = self.batch if self.batch is not None and coalescing else Operation(self)
         work.operation.add_collective(work)
+        work.key = key
+        self.noted.begins(self.member.number, key, self.ranks, work.where)
         if not coalescing:
             self.queues.put(work.operation, self.label)
         return work
+
+    def new_group(self, ranks: Sequence[int], *args: Any, group_name: str, **kwargs: Any) -> Any:
+        self.noted.makes_group(self.member.number, group_name, list(ranks), caller())
+        return super().new_group(ranks, *args, group_name=group_name, **kwargs)
+
+    def has_device(self) -> None:
+        """The program has passed device_id to init_process_group: see rule 2."""
+        self.queues.with_device.add(self.member.number)
 
     def _end_batch(self) -> Operation | None:
         operation, self.batch, self.batch_call = self.batch, None, None

@@ -29,7 +29,10 @@ from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.group import SharedState, SimGroup
 from parallel101.sim.network import Network
 
-POSTS = ("send", "recv", "recv_anysource", "_collective", "_start_coalescing", "_end_coalescing")
+POSTS = (
+    *("send", "recv", "recv_anysource", "exchange"),
+    *("_collective", "_start_coalescing", "_end_coalescing"),
+)
 
 
 class SecondWorld(World):

@@ -8,9 +8,11 @@
     group.py              the process group that torch.distributed uses, and how ranks wait for
                           each other in its collectives
     torch_collectives.py  which bytes torch's own collectives move, and how long they take
-    queues.py             rules="nccl": in which order a rank's operations start on NCCL
+    queues.py             rules="nccl": in which order a rank's operations start on NCCL (with
+                          queue_notes.py, and nccl_warnings.py on what may hang)
     limits.py             time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
+    stores.py             torch's stores: waiting for a key lets time pass
     virtual_gpu.py        device="H100": operations on meta tensors take a GPU's time (with
                           operation_costs.py)
     mirrored.py           runs in which one rank stands for many (with mirrored_group.py)
@@ -55,6 +57,7 @@ from parallel101.sim.process_state import ProcessStates
 from parallel101.sim.queue_notes import queue_notes
 from parallel101.sim.queues import QueuedGroup, QueuedState
 from parallel101.sim.second_world import SecondGroups
+from parallel101.sim.stores import SimStore, SimStores
 from parallel101.sim.work import poll_future, wait_for_future
 
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
@@ -81,6 +84,7 @@ class SimResult:
     error: BaseException | None
     # the rank that raised `error`; None for a DeadlockError or a MisuseError
     failed_rank: int | None
+    warnings: list[str]  # under NCCL's rules: see nccl_warnings.py
 
 
 def simulate(
@@ -117,7 +121,7 @@ def simulate(
     network = Network() if network is None else network
     world = World(world_size, network, mirrors)
     if not recording:
-        world.events = NoEvents()
+        world.events, world.recording = NoEvents(), False
     torch_worlds = [torch_private.RankWorld() for _ in world.ranks]
     shared: SharedState
     new_group: Callable[..., SimGroup]
@@ -127,15 +131,15 @@ def simulate(
     elif rules == "nccl":
         shared = queued = QueuedState(world, payload_bytes)
         backend, new_group = "sim_nccl", partial(QueuedGroup, queued)
-        world.deadlock_notes = partial(queue_notes, queued.queues)
+        world.deadlock_notes = partial(queue_notes, queued)
     else:
         shared = SharedState(world, payload_bytes)
         backend, new_group = "sim", partial(SimGroup, shared)
     second = SecondGroups(shared)
     if isinstance(second.shared, QueuedState):
-        second.world.deadlock_notes = partial(queue_notes, second.shared.queues)
+        second.world.deadlock_notes = partial(queue_notes, second.shared)
     on_start(shared)
-    store, ranks = dist.HashStore(), {rank.number: rank for rank in world.ranks}
+    stores, ranks = SimStores(), {rank.number: rank for rank in world.ranks}
 
     def main(number: int) -> Any:
         # OpenMP counts for each thread: without this, a rank's first layers start a pool on the one
@@ -143,6 +147,7 @@ def simulate(
         torch.set_num_threads(1)
         rank = ranks[number]
         group = new_group(rank, "world", range(world_size), "0")
+        store = SimStore(stores.default)
         torch_worlds[rank.index].add_default(group, "0", backend, store, world_size)
         try:
             return rank_main(number)
@@ -163,7 +168,8 @@ def simulate(
     torch_private.name_groups_by_thread(True)
     try:
         profiler = torch_private.around_profiler(states.use_profiler, states.profiler_stopped)
-        with on_one_core(), torch_private.ahead_of_futures(wait_for_future, poll_future), profiler:
+        futures = torch_private.ahead_of_futures(wait_for_future, poll_future)
+        with on_one_core(), futures, profiler, stores.used():
             results = world.run(main, states.switcher())
     finally:
         torch_private.name_groups_by_thread(False)
@@ -187,6 +193,7 @@ def simulate(
         unwaited,
         error,
         (world.failed_rank or 0) if of_one_rank else None,
+        shared.warnings.texts() if isinstance(shared, QueuedState) else [],
     )
 
 

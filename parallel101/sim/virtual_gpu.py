@@ -16,6 +16,8 @@ So a GELU, a LayerNorm, a softmax, a dropout, or the loss's log-softmax is one k
 input once, as in CUDA's libraries; a fused optimizer (`_fused_adamw_`) and each `_foreach_*` is one
 for all its tensors. Operations aren't fused with each other: two additions read and write twice. A
 lookup in an embedding, or any other gather, reads the rows that it takes and not the table.
+Products of 32-bit numbers run as TF32, and those of 64 bits as fast. What takes far longer than its
+bytes and is no product of matrices is too cheap here: factorizations, inverses, sorting.
 
 Only meta tensors cost time: what a program keeps on the CPU, such as the number of samples that the
 ranks exchange, is free. No event is recorded for a kernel: time passes in the spans around it, and
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -37,8 +39,6 @@ import torch
 from torch import Tensor
 
 # torch has no public name for it; tests/sim/test_virtual_gpu.py needs it
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from parallel101.cost.hardware import Chip, chip_of
 from parallel101.record import torch_private
 from parallel101.record.spans import listening, recorder
@@ -72,7 +72,7 @@ class _AliveStorage(weakref.ref):
     nbytes: int
 
 
-class VirtualGPU(TorchDispatchMode):
+class VirtualGPU(torch_private.DispatchMode):
     """Inside, this thread's operations on meta tensors move its rank's clock, and are counted.
 
     What an operation costs, and which tensors it returns, depends on its arguments' shapes. It is
@@ -107,6 +107,9 @@ class VirtualGPU(TorchDispatchMode):
             return func(*args, **kwargs)
         key = (func, *map(key_of, args), *map(key_of, kwargs.items()))
         known = self._known.get(key)
+        if known is None and (made_of := composite(func)):
+            with self:  # its own operations are counted
+                return made_of(*args, **kwargs)
         if known is None or known.outputs is None:
             out = called(func, args, kwargs)
             if known is None:
@@ -208,14 +211,33 @@ def key_of(value: Any) -> Any:
 BY_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+NO_NUMBERS = (
+    "A virtual GPU has no numbers: its tensors are on torch's meta device, and have only a shape "
+    "and a dtype. Leave out what reads numbers (.item(), if, .cpu(), .numpy(), f'{loss:.3f}', "
+    'x[mask]) and what asks for CUDA, make such tensors with device="cpu", or launch without '
+    "device=. These read numbers, too: torch's DataLoader (make batches with torch.randint, or "
+    'iterate inside `with torch.device("cpu")` and move each batch with .to("meta")), '
+    "DistributedDataParallel and FSDP (use a trainer of parallel101 or dist.all_reduce), and the "
+    "optimizers Adagrad, Adamax, Adafactor, ASGD, NAdam and RAdam (use SGD, Adam or AdamW)"
+)
+
+
 def numbers_needed(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what} needs the numbers in a tensor. A virtual GPU has none: its tensors are on torch's "
-        "meta device, and have only a shape and a dtype. Leave out what reads numbers (.item(), "
-        "if, .cpu(), f'{loss:.3f}', x[mask]), make such tensors with device=\"cpu\", or launch "
-        "without device=. torch's DataLoader, DistributedDataParallel and FSDP read numbers, too: "
-        "make batches with torch.randint, and use a trainer of parallel101 or dist.all_reduce"
-    )
+    return RuntimeError(f"{what} needs the numbers in a tensor. {NO_NUMBERS}")
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Adds NO_NUMBERS to errors of torch about the meta device or a missing GPU."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error)
+        if NO_NUMBERS not in said and any(
+            word in said for word in ("meta", "cuda", "CUDA", "FSDP")
+        ):
+            error.add_note(NO_NUMBERS)
+        raise
 
 
 def on_two_devices(func: Any) -> RuntimeError:
@@ -236,7 +258,8 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
             raise
         copies = func.overloadpacket in (aten.copy_, aten._to_copy)
         if copies or BY_NUMBERS & {*func.tags}:
-            raise numbers_needed(f"{func.overloadpacket}") from None
+            one = func.overloadpacket is aten._local_scalar_dense
+            raise numbers_needed(".item()" if one else f"{func.overloadpacket}") from None
         if has_numbers((*args, *kwargs.values())):
             raise on_two_devices(func) from None
         if isinstance(error, NotImplementedError):
@@ -296,9 +319,11 @@ def virtual_gpu(chip: str | Chip) -> Iterator[VirtualGPU]:
     optimizers take fused=True, as on a GPU.
     """
     gpu = VirtualGPU(chip)
-    with _as_on_a_gpu(), listening(gpu._span), gpu:
-        yield gpu
-    gpu._record_outside()
+    try:
+        with _as_on_a_gpu(), listening(gpu._span), explained(), gpu:
+            yield gpu
+    finally:
+        gpu._record_outside()
 
 
 _lock, _users, _changes = threading.Lock(), [0], ExitStack()
@@ -313,9 +338,8 @@ def _as_on_a_gpu() -> Iterator[None]:
         _users[0] += 1
         if _users[0] == 1:
             library = torch.library.Library("aten", "IMPL")
-            library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
-            library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
-            library.impl("dropout", _fused_dropout, "AutogradMeta")
+            for operation, kernel in FUSED.items():
+                library.impl(operation, kernel, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
             for kind, name, method in REFUSED:
@@ -400,3 +424,19 @@ def _fused_rms_norm(
 def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """As dropout, by the kernel that torch runs on a GPU: its mask has a byte a number."""
     return aten.native_dropout(x, p, train)[0] if train and p else x
+
+
+FUSED: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _fused_attention,
+    aten.rms_norm.default: _fused_rms_norm,
+    aten.dropout.default: _fused_dropout,
+}
+
+
+def composite(func: Any) -> Callable[..., Any] | None:
+    """What carries out an operation that torch makes of others, such as linear; None if it makes it
+    of none. Autograd takes them apart before they come here, but not in torch.inference_mode.
+    """
+    if func in FUSED:
+        return FUSED[func]
+    return func.decompose if torch_private.is_composite(func) else None

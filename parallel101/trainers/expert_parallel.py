@@ -10,7 +10,7 @@
 Where a row goes depends on the data, so a rank must be told the counts before it can receive.
 Dispatch and combine are each the other's adjoint: a result's gradient is dispatched to its expert,
 and a row's gradient is combined. All wait for the rank with the most rows (here rank 0, 7 of 10).
-Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 3, whose experts take equally many.
+Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 3 (there, experts have a capacity).
 """
 
 from __future__ import annotations

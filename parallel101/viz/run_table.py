@@ -85,7 +85,7 @@ def kept_text(trace: Trace) -> str:
     since = recorded_from(trace) - begin
     return (
         f"Kept are {trace.kept_text}, from {human_seconds(since)} to {human_seconds(end - begin)}; "
-        "of those before them, the sums in the tables"
+        "of those before them, the sums in the tables."
     )
 
 

@@ -20,6 +20,7 @@ from parallel101.cost.step_time import step_time
 from parallel101.planner.layout_rules import why_not
 from parallel101.planner.search import NoLayoutError, layout_text
 from parallel101.planner.trainer_call import call_text
+from parallel101.planner.training_plan import samples
 
 GPT = ModelShape(width=512, layers=8, heads=8, vocabulary=1000, time=128, name="small")
 SMALL = ModelShape(width=64, layers=2, heads=4, vocabulary=100, time=32)
@@ -349,3 +350,10 @@ def test_a_run_that_fails_is_said_and_the_plan_stays(monkeypatch):
     plan = planned(simulate=1, top=2)
     assert plan.best.simulated is None and plan[1].not_simulated == ""
     assert f"Layout 1 couldn't be run on virtual GPUs: {plan.best.not_simulated}" in str(plan)
+
+
+def test_the_default_batch_is_a_power_of_two_of_samples():
+    """Few layouts share 41,943 samples (4 Mi tokens of 100 each) evenly."""
+    for time, expected in ((100, 32_768), (8192, 512), (1 << 30, 1)):
+        shape = dataclasses.replace(GPT, time=time)
+        assert samples(shape, shape, None, {}) == expected

@@ -71,6 +71,21 @@ def test_ranks_that_share_a_rail_take_turns():
     assert few == pytest.approx(full, rel=0.1)
 
 
+def test_messages_posted_at_once_are_recorded_as_with_all_ranks():
+    sizes, sends, calls = {"pp": 2, "dp": 4}, [], [(("dp",), "direct")]
+    for mirrors in (None, MirroredAxes(sizes, ("dp",))):
+        given = {"world_size": 8, "backend": "sim", "mirrors": mirrors, "trace": True}
+        run = p101.launch(step, sizes, calls, **given)
+        sends.append(
+            [e for e in run.trace.events if (e.kind, e.rank, e.nbytes) == ("send", 0, 240_000)]
+        )
+    times = [[(e.peer, e.nbytes, e.shape, e.seq) for e in of] for of in sends]
+    assert times[0] == times[1] and len(times[0]) >= 6
+    for field in ("posted", "start", "end"):
+        full, few = ([getattr(e, field) for e in of] for of in sends)
+        assert few == pytest.approx(full, rel=1e-12)
+
+
 def collectives_of_torch(sizes):
     x, rank = torch.ones(3), dist.get_rank()
     dist.all_reduce(x)

@@ -58,6 +58,30 @@ def test_convolutions_are_products():
         F.conv_transpose2d(y.detach(), weight.detach(), groups=2)
 
 
+def test_products_of_groups():
+    """Each expert multiplies its share of the rows, and the gradients have as many operations."""
+    x, weights = meta(64, 32, grad=True), meta(4, 32, 16, grad=True)
+    flops = 2 * 64 * 32 * 16
+    with kernels_of(kernels.product_seconds(H100, 16, 16, 32, batch=4), flops):
+        y = F.grouped_mm(x, weights, offs=torch.empty(4, dtype=torch.int32, device="meta"))
+    with virtual_gpu("H100") as gpu:
+        y.backward(torch.empty_like(y))
+        assert gpu.flops == 2 * flops
+
+
+def test_inference_mode_costs_what_no_grad_costs():
+    """There torch doesn't take linear, attention and others apart."""
+    counts = []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with virtual_gpu("H100") as gpu, torch.device("meta"), mode:
+            model = GPT(GPTConfig(width=64, heads=4, layers=2, vocabulary=128, dropout=0.1))
+            model(torch.zeros(2, 64, dtype=torch.long))
+            F.rms_norm(torch.ones(4, 4), (4,))
+            counts.append((gpu.count(), gpu.kernels))
+    assert counts[0] == counts[1]
+    assert counts[0][0].flops > 0
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_attention_is_one_kernel_each_way(causal):
     q, k, v = (meta(2, heads, 512, 64, grad=True) for heads in (8, 2, 2))
@@ -118,9 +142,14 @@ def test_everything_else_by_the_bytes_that_it_moves(operation, moved):
 
 
 def test_a_lookup_reads_rows_and_not_the_table():
-    table, numbers = meta(50_000, 64), torch.empty(100, dtype=torch.long, device="meta")
+    table, numbers = meta(5_000_000, 64), torch.empty(100, dtype=torch.long, device="meta")
     with kernels_of(kernels.memory_seconds(H100, 2 * 100 * 64 * 2 + 100 * 8)):
         F.embedding(numbers, table)
+    with virtual_gpu("H100") as gpu:
+        F.embedding_bag(numbers.view(10, 10), table)
+        table.index_copy_(0, numbers, meta(100, 64))
+        table.take(numbers)
+        assert gpu.busy < kernels.memory_seconds(H100, table.nbytes)
 
 
 def test_norms_and_dropout_are_one_kernel_and_keep_their_input():
@@ -175,8 +204,22 @@ def test_ddp_is_refused_in_words():
     def program():
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 
-    with pytest.raises(p101.RankFailed, match="DistributedDataParallel and FSDP read numbers"):
+    with pytest.raises(p101.RankFailed, match=r"DistributedDataParallel and FSDP \(use a trainer"):
         p101.launch(program, world_size=1, backend="sim", device="H100")
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["can't convert meta device type tensor to numpy", "Torch not compiled with CUDA enabled"],
+    ids=["numpy", "cuda"],
+)
+def test_errors_of_torch_say_what_a_virtual_gpu_is(message):
+    with pytest.raises(TypeError) as told, virtual_gpu("H100"):
+        raise TypeError(message)
+    assert "launch without device=" in told.value.__notes__[0]
+    with pytest.raises(TypeError) as own, virtual_gpu("H100"):
+        raise TypeError("a program's own")
+    assert not hasattr(own.value, "__notes__")
 
 
 def test_what_the_meta_device_does_not_have_is_refused_in_words():
