@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.record.host_time import HOST_TIME, LineSamples, StepWindow, window_of
+from parallel101.record.host_time import LineSamples, StepWindow, window_of
+from parallel101.record.spans import HOST_TIME
 from parallel101.record.trace import Trace
 
 LEAST_SHARE = 0.05  # of the time of all steps: a rank that is less slower is not reported

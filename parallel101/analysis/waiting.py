@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from parallel101.analysis.overlap import seconds, time_windows, union
 from parallel101.record.events import P2P, Event, span_event
-from parallel101.record.host_time import HOST_TIME
-from parallel101.record.spans import OPTIMIZER_STEP
+from parallel101.record.spans import HOST_TIME, OPTIMIZER_STEP
 from parallel101.record.totals import NOTHING, WAIT, EarlierEvents, Sums
 from parallel101.record.trace import Trace
 

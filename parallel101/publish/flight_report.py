@@ -76,5 +76,8 @@ def _last_calls(job: FlightJob) -> TextTable:
 
 def _page(title: str, job: FlightJob, verdict: FlightVerdict, table: TextTable) -> str:
     parts = [f"<h1>{escape(title)}</h1>"]
-    parts += [f"<pre>{escape(text)}</pre>" for text in _paragraphs(job, verdict)]
+    parts += [
+        f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
+        for text in _paragraphs(job, verdict)
+    ]
     return offline_html(title, f'<main class="run">{"".join(parts)}{table_html(table)}</main>')

@@ -187,7 +187,7 @@ def _slower(trace: Trace) -> TextTable:
             more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
             line = _place(cause.where) + more if cause.where else "–"
             rows.append([str(row.rank), human_seconds(cause.seconds), cause.what, steps, line])
-    head = ["rank", "more per step", "of", "in steps", "line"]
+    head = ["rank", "more per step", "what", "in steps", "line"]
     return TextTable("Slower ranks, compared with the median of the others", head, rows, 2)
 
 
