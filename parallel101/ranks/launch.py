@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
@@ -146,9 +147,9 @@ def launch(
         trace: record every message, and check the calls against each other. "payload" also records
             the values of messages up to 4 KiB. A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
-        network: on sim, the links between the ranks; None: `Network()`, also with a device. NVLink
-            and network cards are `Network.two_level(**cost.Cluster("H100",
-            gpus=8).network_arguments())`.
+        network: on sim, the links between the ranks; None: `Network()`, or with a device those of
+            its nodes: NVLink between eight GPUs, and a network card for each
+            (`Network.two_level(**cost.Cluster(device, gpus).network_arguments())`).
         rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
             otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
             messages in a batch start together, and there are no tags. sim/queues.py has the list.
@@ -207,6 +208,8 @@ def launch(
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
     if backend == "nccl":
         _check_gpus(size)
+    if network is None and device is not None:
+        network = Network.two_level(**Cluster(CHIPS[device], size).network_arguments())
     if network is not None:
         network.router(size)  # raises if its topology is for another number of ranks
         if mirrors is not None:
