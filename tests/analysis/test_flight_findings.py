@@ -48,22 +48,31 @@ def program(path) -> list[bytes]:
         made._set_group_desc(desc)
         return made
 
+    met = dist.FileStore(path + " met", SIZE)
+
+    def dump(finished):
+        """Add a dump, and let the ranks go on when all have theirs."""
+        dumps.append(dump_when(finished))
+        moment = len(dumps)
+        met.set(f"{moment} {rank}", "")
+        met.wait([f"{moment} {other}" for other in range(SIZE)])
+
     def all_reduce(of):
         return of.allreduce([x])  # the innermost line of the program
 
     before = len(load_flight_dump(_distributed_c10d._dump_fr_trace())["entries"])
     world, pair = group("0", "default_pg", [0, 1, 2]), None
     all_reduce(world).wait()
-    dumps = []
+    dumps: list[bytes] = []
     # rank 1 does not come to the second all_reduce
     late = None if rank == 1 else all_reduce(world)
-    dumps.append(dump_when(before + 1))
+    dump(before + 1)
     (late or all_reduce(world)).wait()
     # ranks 1 and 2 wait for each other in two groups
     if rank:
         pair = group("1", "tensor", [1, 2])
     late = pair.barrier() if rank == 1 else all_reduce(world)
-    dumps.append(dump_when(before + 2))
+    dump(before + 2)
     (all_reduce(world) if rank == 1 else late).wait()
     if rank:
         (late if rank == 1 else pair.barrier()).wait()
@@ -71,7 +80,7 @@ def program(path) -> list[bytes]:
     for _ in range(BUFFER):
         all_reduce(world).wait()
     late = None if rank == 2 else all_reduce(world)
-    dumps.append(dump_when(BUFFER - (rank != 2)))
+    dump(BUFFER - (rank != 2))
     (late or all_reduce(world)).wait()
     return dumps
 
