@@ -590,8 +590,8 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
         )
     if cut_short:
         print(
-            f"parallel101 merge: {ranks_text(cut_short)} was killed, or still runs: its record "
-            "lacks up to its last ten seconds",
+            f"parallel101 merge: {ranks_text(cut_short)} did not end (killed, or still running): "
+            "the record may lack the last ten seconds before that",
             file=sys.stderr,
         )
     trace.save(args.directory / "trace.json.gz")

@@ -206,24 +206,28 @@ def slowest_links(trace: Trace) -> list[LinkTimes]:
     for message in trace.messages():
         if message.src != message.dst:
             links[message.src, message.dst].append((message.end - message.start, message.nbytes))
-    summed: dict[tuple[int, int], Sums] = defaultdict(lambda: NOTHING)
-    for src, earlier in trace.earlier.items():
-        for key, sums in earlier.sums.items():
-            if key.kind == "send" and key.peer not in (None, src):
-                summed[src, key.peer] = summed[src, key.peer].plus(sums)
+    counts = {link: (len(sent), sum(n for _, n in sent)) for link, sent in links.items()}
+    if trace.earlier:  # a send may be there without its receive
+        sent_in_all = traffic(trace)
+        ranks = range(trace.world_size)
+        counts = {
+            (src, dst): (count, sent_in_all.nbytes[src][dst])
+            for src in ranks
+            for dst in ranks
+            if src != dst and (count := sent_in_all.messages[src][dst])
+        }
     rows = []
-    for src, dst in [*links, *(link for link in summed if link not in links)]:
-        sent, before = links[src, dst], summed[src, dst]
-        timed = sum(n for _, n in sent)
+    for (src, dst), (count, nbytes) in counts.items():
+        timed = links[src, dst]
         rows.append(
             LinkTimes(
                 src,
                 dst,
-                len(sent) + before.events,
-                timed + before.nbytes,
-                sum(t for t, _ in sent),
-                max((t for t, _ in sent), default=0.0),
-                timed,
+                count,
+                nbytes,
+                sum(t for t, _ in timed),
+                max((t for t, _ in timed), default=0.0),
+                sum(n for _, n in timed),
             )
         )
     return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))

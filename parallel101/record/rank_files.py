@@ -60,8 +60,9 @@ def write_rank_file(
 
 def remove_rank_files(directory: Path, rank: int | None = None) -> None:
     """Delete what a rank of an earlier run wrote, or what all its ranks wrote."""
-    for path in directory.glob("rank-*.json.gz") if rank is None else _files(directory, rank):
-        if NAME.fullmatch(path.name):
+    of = "*" if rank is None else rank
+    for path in [*directory.glob(f"rank-{of}.*"), *directory.glob(f"writing-rank-{of}.*")]:
+        if NAME.fullmatch(path.name.removeprefix("writing-")):
             path.unlink(missing_ok=True)
 
 
