@@ -11,6 +11,7 @@ import contextlib
 import errno
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -179,6 +180,19 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=math.inf,
         help="time limit (default: none)",
+    )
+    run.add_argument(
+        "--keep-waiting",
+        action="store_true",
+        help="print a deadlock, and let the script's own time limits end it (default: end the run)",
+    )
+    run.add_argument(
+        "--stuck-after",
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="without progress for so long, print the stacks of the ranks that others wait for "
+        "(default: 30), again after pauses that double; the run goes on",
     )
     run.add_argument(
         "--record",
@@ -470,6 +484,7 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     This is also done if the run failed or was stopped with Ctrl-C.
     """
     from parallel101 import launch
+    from parallel101.ranks.monitor import no_ranks_run, reports_in
     from parallel101.ranks.script import free_port, run_script
     from parallel101.record.rank_files import remove_rank_files
 
@@ -480,22 +495,26 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
             f"{option} can't be used with --backend sim, which keeps all events: use --page FILE "
             "or --chrome FILE there"
         )
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, no_ranks_run)  # while ranks run, it asks for a report
     os.environ["MASTER_PORT"] = str(free_port())
-    options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
+    names = ("world_size", "network", "rules", "timeout", "keep_waiting", "stuck_after")
+    options = {name: getattr(args, name) for name in names}
     if args.record is not None:
         args.record = args.record.absolute()
         args.record.mkdir(parents=True, exist_ok=True)
         remove_rank_files(args.record)
     error: BaseException | None = None
     try:
-        trace = launch(
-            run_script,
-            script,
-            _kept_record(args),
-            trace=True,
-            backend=args.backend or "gloo",
-            **options,
-        ).trace
+        with reports_in(args.record):
+            trace = launch(
+                run_script,
+                script,
+                _kept_record(args),
+                trace=True,
+                backend=args.backend or "gloo",
+                **options,
+            ).trace
     except BaseException as failed:
         if (trace := getattr(failed, "trace", None)) is None:
             raise
@@ -524,9 +543,10 @@ def _kept_record(args: argparse.Namespace) -> KeptRecord:
 def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
     from parallel101.ranks.script import record_script
+    from parallel101.ranks.torchrun import rank_and_size
     from parallel101.record.rank_files import remove_rank_files, write_rank_file
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = rank_and_size()
     wrong = next(
         (
             f"--{name}"
@@ -538,8 +558,8 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     if args.record is None or wrong:
         what = f"{wrong} can't be used" if wrong else "--record DIR is needed"
         raise ValueError(
-            f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 merge "
-            "DIR` makes the page of all"
+            f"{what} in a job that torchrun, srun or mpirun started: each rank writes a file to "
+            "DIR, and `parallel101 merge DIR` makes the page of all"
         )
     args.record.mkdir(parents=True, exist_ok=True)
     remove_rank_files(args.record, rank)  # of an earlier run
@@ -550,13 +570,17 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             backend=backend,
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
+            keep_waiting=args.keep_waiting,
+            stuck_after=args.stuck_after,
+            folder=args.record,
             keep=lambda record: write_rank_file(
                 args.record, rank, size, backend, record.events, record.unfinished, record.earlier
             ),
             kept=_kept_record(args),
         )
     except RuntimeError as error:
-        if getattr(error, "rank", 0) == rank:  # it is raised on every rank
+        # it is raised on every rank; one that has died is reported by the rank that found it
+        if getattr(error, "announced_by", getattr(error, "rank", 0)) == rank:
             raise
         return 1
     if rank == 0:

@@ -157,12 +157,16 @@ def record_script(
     backend: str,
     world_size: int | None,
     timeout: float,
+    keep_waiting: bool,
+    stuck_after: float,
+    folder: Path,
     keep: Callable[[RankRecord], None],
     kept: KeptRecord = KeptRecord(),
 ) -> None:
     """Run a script as this process's rank of torchrun's job.
 
-    `keep` gets what the rank recorded, also if the script fails.
+    `keep` gets what the rank recorded, also if the script fails. Reports of stuck ranks are also
+    written to the folder.
 
     Raises what `launch` raises.
     """
@@ -170,6 +174,9 @@ def record_script(
         "world_size": world_size,
         "backend": backend,
         "timeout": timeout,
+        "keep_waiting": keep_waiting,
+        "stuck_after": stuck_after,
+        "folder": folder,
         "keep_record": keep,
     }
     join_job(run_script, (script, kept), {}, recording=True, **options)

@@ -192,7 +192,13 @@ class RecordedGroup(torch_private.PythonGroup):
         limit = own_limit(
             options if isinstance(options, timedelta) else getattr(options, "timeout", None)
         )
-        posted = PostedCall(self, (spec.kind, None, 0, self.label), seq, limit=limit or self.limit)
+        posted = PostedCall(
+            self,
+            (spec.kind, None, 0, self.label),
+            seq,
+            limit=limit or self.limit,
+            limit_in_call=limit is not None,
+        )
         if not self.recorder.recording:
             with self.recorder.blocked_in(posted):  # some of them block here already
                 return WatchedWork(run(*args, **kwargs), posted)

@@ -43,9 +43,6 @@ StatusReport = tuple[
     dict[CallKey, str],
 ]
 SHORTEST_WAIT = 50e-6  # seconds
-# seconds: a program's own time limit that is longer is not awaited, and a deadlock is reported at
-# once
-LONGEST_LIMIT = 60.0
 MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
 RECENT = 256  # collectives of a group that are remembered by name
 
@@ -61,6 +58,8 @@ class RankRecorder:
             any case.
         payload_bytes: events of up to so many bytes keep their values.
         on_call: in a checked run, called with every call when it is posted, before torch gets it.
+        keep_waiting: whether the program handles the time limits of its groups itself (see
+            PostedCall.caught_after).
     """
 
     def __init__(
@@ -70,9 +69,11 @@ class RankRecorder:
         recording: bool,
         payload_bytes: int = 0,
         on_call: Callable[[Call], None] | None = None,
+        keep_waiting: bool = False,
     ):
         self.rank = rank
         self.recording = recording
+        self.keep_waiting = keep_waiting
         # whether each time in which the program is blocked in a call becomes a span
         self.record_waits = False
         # in unrecorded(), the name under which its calls are numbered, so that later ones keep
@@ -192,6 +193,11 @@ class RankRecorder:
         finally:
             self.waiting = before
 
+    @property
+    def calls_posted(self) -> int:
+        """How many messages and collectives so far. Other threads may ask."""
+        return sum(self.posted.values()) + sum(self.collectives.values())
+
     def report(self) -> StatusReport:
         """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
         recent = {group: list(operations) for group, operations in dict(self.recent).items()}
@@ -295,7 +301,7 @@ class CallGroup(Protocol):
 class PostedCall:
     """A call that may block, with what the watcher needs to say whom it waits for."""
 
-    __slots__ = ("group", "key", "limit", "others", "seq", "where")
+    __slots__ = ("group", "key", "limit", "limit_in_call", "others", "seq", "where")
 
     def __init__(
         self,
@@ -305,19 +311,24 @@ class PostedCall:
         where: str = "?",
         others: tuple[int, ...] | None = None,
         limit: float | None = None,
+        limit_in_call: bool = False,
     ):
         self.group, self.key, self.seq, self.where = group, key, seq, where
         # the ranks it needs, if it isn't a message
         self.others = group.others if others is None else others
-        self.limit = limit  # seconds after which the program itself wants an error
+        self.limit = limit  # seconds after which torch ends it with an error
+        self.limit_in_call = limit_in_call  # whether the limit was given to this call alone
 
     @property
-    def times_out(self) -> bool:
-        """Whether the program has set a time limit.
+    def caught_after(self) -> float | None:
+        """Seconds after which the program handles the error of its own time limit, and goes on.
 
-        Then it may catch the error, and go on.
+        A program says that it does so by giving the limit to the call itself, as in
+        `work.wait(timedelta(seconds=5))`, or by `keep_waiting`. The limit of a group does not say
+        it: many scripts pass one to init_process_group. None: it does not handle it.
         """
-        return self.limit is not None and self.limit <= LONGEST_LIMIT
+        asked = self.limit_in_call or self.group.recorder.keep_waiting
+        return self.limit if asked else None
 
     @property
     def once(self) -> bool:
@@ -368,7 +379,7 @@ class WatchedWork(dist.Work):
         if threading.get_ident() != recorder.thread:
             return self.inner.wait(*timeout)
         if timeout:
-            self.posted.limit = own_limit(*timeout)
+            self.posted.limit, self.posted.limit_in_call = own_limit(*timeout), True
         elif (
             self.posted.limit is not None and self.posted.key[0] in P2P
         ):  # gloo's messages keep the limit that their group began with

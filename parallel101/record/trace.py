@@ -274,6 +274,13 @@ class Trace:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the trace as JSON, gzipped if the name ends in .gz. `Trace.load` reads it."""
+        data = json.dumps(self.content()).encode()
+        Path(path).write_bytes(
+            gzip.compress(data, COMPRESSION) if str(path).endswith(".gz") else data
+        )
+
+    def content(self) -> dict[str, Any]:
+        """The trace as JSON has it, for `trace_in`."""
         groups: dict[EventGroup, int] = {}
 
         def fields(event: Event) -> tuple:
@@ -296,12 +303,7 @@ class Trace:
             head["earlier"] = [
                 _earlier_entry(rank, of, groups, fields) for rank, of in self.earlier.items()
             ]
-        data = json.dumps(
-            {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
-        ).encode()
-        Path(path).write_bytes(
-            gzip.compress(data, COMPRESSION) if str(path).endswith(".gz") else data
-        )
+        return {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:

@@ -20,6 +20,7 @@ from parallel101.record.spans import HOST_TIME
 
 SCRIPT = """
     import argparse, atexit, json, os, sys, time
+    from datetime import timedelta
     import torch, torch.distributed as dist
     from torch.utils.data import DataLoader
     import neighbour
@@ -38,10 +39,15 @@ SCRIPT = """
         def __getitem__(self, i): return torch.tensor(2.0 * i)
 
     if __name__ == "__main__":
-        dist.init_process_group("nccl" if case == "fine" else "gloo")
+        limit = timedelta(seconds=1 if case == "handled" else 60)
+        dist.init_process_group("nccl" if case == "fine" else "gloo", timeout=limit)
         rank = dist.get_rank()
-        if case == "deadlock":
-            dist.recv(torch.ones(1), 1 - rank)
+        if case in ("deadlock", "handled"):
+            try:
+                dist.recv(torch.ones(1), 1 - rank)
+            except RuntimeError:  # the limit has ended the wait
+                print("handled by the script")
+                sys.exit()
         if case == "crash" and rank == 1:
             raise ValueError("the loss is NaN")
         if case == "cuda":
@@ -130,6 +136,17 @@ def test_what_goes_wrong_is_reported_as_launch_reports_it(script, capsys):
         err = capsys.readouterr().err
         assert all(word in err for word in words), (case, err)
         assert "parallel101/" not in err, "a traceback shows the script's frames only"
+
+
+def test_with_keep_waiting_a_deadlock_is_printed_and_the_script_handles_its_own_limit(
+    script, capsys
+):
+    command = ["run", "--keep-waiting", "--world-size", "2", script, "--case", "handled"]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert "parallel101: deadlock: no rank can go on" in err
+    assert "ranks 0 and 1 will go on by their own time limits, the first after 1 s" in err
+    assert out.count("handled by the script") == 2
 
 
 def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
