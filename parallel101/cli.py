@@ -218,7 +218,8 @@ def _parser() -> argparse.ArgumentParser:
     merge = command(
         "merge",
         _merge,
-        "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.",
+        "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR, or say "
+        "what a job was stuck in whose ranks left dumps of torch's flight recorder in DIR.",
     )
     merge.add_argument(
         "directory", metavar="DIR", type=Path, help="the folder with the ranks' files"
@@ -593,11 +594,14 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 
 def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     """Join the files of a torchrun job's ranks into one trace, and show it."""
+    from parallel101.record.flight_recorder import has_flight_dumps
     from parallel101.record.rank_files import ranks_cut_short
     from parallel101.record.units import ranks_text
     from parallel101.viz.run_table import script_name
 
     try:
+        if has_flight_dumps(args.directory):
+            return _merge_dumps(args)
         trace, missing = _joined(args.directory)
         cut_short = ranks_cut_short(args.directory)
     except ValueError as error:
@@ -617,6 +621,20 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     trace.save(args.directory / "trace.json.gz")
     _report(trace, script_name(trace), args)
     print(f"Wrote {args.directory / 'trace.json.gz'}. parallel101.Trace.load reads it.")
+    return 0
+
+
+def _merge_dumps(args: argparse.Namespace) -> int:
+    """Say what the dumps of torch's flight recorder show."""
+    from parallel101.publish.flight_report import report_flight_job
+
+    if args.chrome is not None:
+        raise ValueError("--chrome can't be used for a flight recorder's dumps: use --page")
+    if args.page is not None:
+        _import_no_grammars()
+    print(report_flight_job(args.directory, args.page))
+    if args.page is not None:
+        print(f"\nWrote {args.page}. It opens in a browser, also offline.")
     return 0
 
 

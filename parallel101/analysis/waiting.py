@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from parallel101.analysis.overlap import seconds, time_windows, union
 from parallel101.record.events import P2P, Event, span_event
-from parallel101.record.spans import OPTIMIZER_STEP
+from parallel101.record.spans import HOST_TIME, OPTIMIZER_STEP
 from parallel101.record.totals import NOTHING, WAIT, EarlierEvents, Sums
 from parallel101.record.trace import Trace
 
@@ -287,7 +287,8 @@ def with_compute(trace: Trace) -> Trace:
     program has spans of its own, as parallel101's trainers have, they say more.
     """
     marks = [span for span in trace.spans() if "script" in (span.args or {})]
-    left_out = {id(span) for span in [*marks, *trace.spans(OPTIMIZER_STEP)]}
+    notes = [*trace.spans(OPTIMIZER_STEP), *trace.spans(HOST_TIME)]
+    left_out = {id(span) for span in [*marks, *notes]}
     if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
         left_out |= {
             id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})

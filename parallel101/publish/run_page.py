@@ -60,7 +60,7 @@ def run_page(
     squares = _squares(trace, waited)
     if squares and trace.world_size <= between_ranks.MOST_RANKS:
         parts.append(between_ranks_scene("Between the ranks", squares).html())
-    parts += [_html(table) for table in tables(trace, waited)]
+    parts += [table_html(table) for table in tables(trace, waited)]
     return offline_html(name, f'<main class="run">{"".join(parts)}</main>')
 
 
@@ -111,7 +111,9 @@ def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:
     return [square for square in squares if any(map(any, square.values))]
 
 
-def _html(table: TextTable) -> str:
+def table_html(table: TextTable) -> str:
+    """The table with its title as HTML."""
+
     def row(cells: list[str], tag: str) -> str:
         kinds = [' class="number"' if k < table.numbers else "" for k in range(len(cells))]
         return (

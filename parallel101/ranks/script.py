@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel101.ranks.torchrun import in_a_job, join_job
 from parallel101.ranks.wire import RankRecord
+from parallel101.record.host_time import HostTime, host_time
 from parallel101.record.last_events import LAST_EVENTS
 from parallel101.record.rank_files import RotatingFiles
 from parallel101.record.recorder import RankRecorder
@@ -138,7 +139,7 @@ def run_script(script: Script, kept: KeptRecord = KeptRecord()) -> None:
     code, main = script.load()
     sys.modules["__main__"] = main
     sys.argv = [main.__file__ or script.target, *script.arguments]
-    with kept.of(target), steps_marked(target):
+    with kept.of(target), host_time(target, dist.get_backend()) as own, steps_marked(target, own):
         _mark("start", script)
         try:
             with _end_of_process(), _success_accepted():
@@ -188,7 +189,7 @@ def _mark(moment: str, script: Script) -> None:
 
 
 @contextlib.contextmanager
-def steps_marked(target: Any) -> Iterator[None]:
+def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
     """Inside, each step of one of torch's optimizers is marked in the record of this rank.
 
     The page of a run finds the training steps by that. Of several optimizers, the first one to make
@@ -204,6 +205,8 @@ def steps_marked(target: Any) -> Iterator[None]:
         if first[0]() is optimizer:
             with span(OPTIMIZER_STEP):
                 pass
+            if own is not None:
+                own.step()
 
     handle = register_optimizer_step_post_hook(stepped)
     try:

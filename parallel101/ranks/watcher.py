@@ -157,6 +157,8 @@ class BlockedDetector:
 
         None while it runs, and while another of its threads may still post.
         """
+        if self.recorder.host_time is not None:
+            self.recorder.host_time.sample()
         waiting = self.recorder.waiting or self._in_backward()
         return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
 

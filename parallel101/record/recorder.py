@@ -28,6 +28,7 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call, CallKey, call_to_compare, tensor_changed, waited_twice
 from parallel101.record.clocks import CpuClock
 from parallel101.record.events import P2P, Event, EventGroup, EventGroups, EventRow, span_event
+from parallel101.record.host_time import HostTime
 from parallel101.record.last_events import BatchWriter, LastEvents
 from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import snapshot, unchanged
@@ -103,6 +104,9 @@ class RankRecorder:
         self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
         self.unwaited: list[Call] = []  # sends and receives for which the program never waited
         self.event_groups = EventGroups()
+        # what the program does between its calls, in `parallel101 run`
+        self.waited = 0.0  # seconds in which it was blocked in a call, if these are recorded
+        self.host_time: HostTime | None = None
 
     # ---- what spans.Recorder asks for ----
 
@@ -135,8 +139,10 @@ class RankRecorder:
         That is recorded if it took longer than to call torch does.
         """
         end = self.now()
-        if isinstance(end, float) and end - began < SHORTEST_WAIT:
-            return
+        if isinstance(end, float):
+            self.waited += end - began
+            if end - began < SHORTEST_WAIT:
+                return
         call = posted.call("")
         self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
 
@@ -212,11 +218,12 @@ class RankRecorder:
         `earlier` then has the sums of the others. It is None if there are none.
         """
         self._end_dropped(run_is_over=False)
+        of_host: list[EventRow] = [] if self.host_time is None else self.host_time.rows()
         if self.last_events is None:
-            return self._rows(self.recorded)
+            return self._rows(self.recorded) + of_host
         rows, earlier = self.last_events.rows(lambda: self._rows(self.recorded))
         self.earlier = earlier if earlier.count else None
-        return rows
+        return rows + of_host
 
     @contextmanager
     def keeping_last(self, limit: int, writer: BatchWriter | None = None) -> Iterator[None]:

@@ -27,6 +27,7 @@ from typing import Any
 
 from parallel101.record.chrome import chrome_events
 from parallel101.record.events import Event, EventGroup, EventRow, Message, events_of
+from parallel101.record.spans import HOST_TIME
 from parallel101.record.totals import EarlierEvents, SumKey, Sums, TimeBins
 
 FORMAT = "parallel101 trace 2"
@@ -195,7 +196,7 @@ class Trace:
         """ "the last 100,000 events of 3,400,000", or "" if the trace has all events of its run."""
         if not self.earlier:
             return ""
-        kept = len(self.events)
+        kept = sum(event.name != HOST_TIME for event in self.events)
         return f"the last {kept:,} events of {kept + sum(e.count for e in self.earlier.values()):,}"
 
     def need_all_events(self, what: str) -> None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from parallel101.analysis.slower_ranks import slower_ranks
 from parallel101.analysis.waiting import (
     CallTimes,
     CollectiveTotals,
@@ -55,7 +56,13 @@ def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable
         waited: what `waits(trace)` returned, if that is known already.
     """
     waited = waits(trace) if waited is None else waited
-    every = (_ranks(trace, waited), _links(trace), _collectives(trace), _calls(trace, waited))
+    every = (
+        _ranks(trace, waited),
+        _slower(trace),
+        _links(trace),
+        _collectives(trace),
+        _calls(trace, waited),
+    )
     return [table for table in every if table.rows]
 
 
@@ -169,6 +176,19 @@ def _rank_cells(row: RankTimes) -> list[str]:
         f"{human_seconds(row.waiting)} {row.waiting / total:4.0%}",
         ", ".join(f"{human_seconds(late)} for rank {rank}" for rank, late in longest),
     ]
+
+
+def _slower(trace: Trace) -> TextTable:
+    """The ranks that the others wait for: what they do for longer, how much longer and where."""
+    rows = []
+    for row in slower_ranks(trace)[:MOST_RANKS]:
+        steps = f"{row.slower} of {row.steps}, from {row.first}" if row.first else "one run"
+        for cause in row.causes:
+            more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
+            line = _place(cause.where) + more if cause.where else "–"
+            rows.append([str(row.rank), human_seconds(cause.seconds), cause.what, steps, line])
+    head = ["rank", "more per step", "what", "in steps", "line"]
+    return TextTable("Slower ranks, compared with the median of the others", head, rows, 2)
 
 
 def _links(trace: Trace) -> TextTable:
