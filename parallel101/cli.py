@@ -11,6 +11,7 @@ import contextlib
 import errno
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 from parallel101 import __version__
 
 if TYPE_CHECKING:
-    from parallel101.ranks.script import Script
+    from parallel101.ranks.script import KeptRecord, Script
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
 
@@ -150,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit for each cell (default: 600)",
     )
 
+    from parallel101.record.last_events import LAST_EVENTS
+
     run = command(
         "run",
         _script,
@@ -179,10 +182,30 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit (default: none)",
     )
     run.add_argument(
+        "--keep-waiting",
+        action="store_true",
+        help="print a deadlock, and let the script's own time limits end it (default: end the run)",
+    )
+    run.add_argument(
+        "--stuck-after",
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="without progress for so long, print the stacks of the ranks that others wait for "
+        "(default: 30), again after pauses that double; the run goes on",
+    )
+    run.add_argument(
         "--record",
         metavar="DIR",
         type=Path,
-        help="under torchrun: the folder to which each rank writes what it recorded",
+        help="the folder to which each rank writes what it records, while it runs",
+    )
+    run.add_argument(
+        "--last-events",
+        metavar="N",
+        type=_whole,
+        help="how many events of each rank are kept; of those before them, only sums "
+        f"(default: {LAST_EVENTS:,})",
     )
     run.add_argument(
         "-m", dest="as_module", action="store_true", help="run a module, as python -m does"
@@ -195,7 +218,8 @@ def _parser() -> argparse.ArgumentParser:
     merge = command(
         "merge",
         _merge,
-        "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.",
+        "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR, or say "
+        "what a job was stuck in whose ranks left dumps of torch's flight recorder in DIR.",
     )
     merge.add_argument(
         "directory", metavar="DIR", type=Path, help="the folder with the ranks' files"
@@ -206,6 +230,13 @@ def _parser() -> argparse.ArgumentParser:
             metavar="FILE",
             type=Path,
             help="write a web page with the timeline and the traffic",
+        )
+        sub.add_argument(
+            "--steps",
+            metavar="FIRST:LAST",
+            type=_range,
+            help="training steps that the page of a long run shows, e.g. 100:120 (default: the "
+            "last ones)",
         )
         sub.add_argument(
             "--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev"
@@ -404,6 +435,21 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a range of steps; expected FIRST:LAST, such as 100:120"
+        )
+    return int(first), int(last)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+    return int(text)
+
+
 def _script(args: argparse.Namespace, extra: list[str]) -> int:
     """Run a script on ranks.
 
@@ -438,51 +484,85 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     This is also done if the run failed or was stopped with Ctrl-C.
     """
     from parallel101 import launch
+    from parallel101.ranks.monitor import no_ranks_run, reports_in
     from parallel101.ranks.script import free_port, run_script
-    from parallel101.ranks.torchrun import in_a_job
+    from parallel101.record.rank_files import remove_rank_files
 
-    if args.record is not None:
-        where = "with --backend sim" if in_a_job() else "without torchrun"
+    on_sim = args.backend == "sim"
+    if on_sim and (args.record is not None or args.last_events is not None):
+        option = "--record" if args.record is not None else "--last-events"
         raise ValueError(
-            f"--record can't be used {where}. It is for torchrun's ranks: use --page FILE or "
-            "--chrome FILE here"
+            f"{option} can't be used with --backend sim, which keeps all events: use --page FILE "
+            "or --chrome FILE there"
         )
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, no_ranks_run)  # while ranks run, it asks for a report
     os.environ["MASTER_PORT"] = str(free_port())
-    options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
+    names = ("world_size", "network", "rules", "timeout", "keep_waiting", "stuck_after")
+    options = {name: getattr(args, name) for name in names}
+    if args.record is not None:
+        args.record = args.record.absolute()
+        args.record.mkdir(parents=True, exist_ok=True)
+        remove_rank_files(args.record)
+    error: BaseException | None = None
     try:
-        trace = launch(
-            run_script, script, trace=True, backend=args.backend or "gloo", **options
-        ).trace
-    except BaseException as error:
-        if (trace := getattr(error, "trace", None)) is None:
+        with reports_in(args.record):
+            trace = launch(
+                run_script,
+                script,
+                _kept_record(args),
+                trace=True,
+                backend=args.backend or "gloo",
+                **options,
+            ).trace
+    except BaseException as failed:
+        if (trace := getattr(failed, "trace", None)) is None:
             raise
+        error = failed
         if isinstance(error, Exception):
             print(f"parallel101 run: {error}", file=sys.stderr)
-        _report(trace, script.name, args, error)
-        return 1 if isinstance(error, Exception) else 130
     assert trace is not None
-    _report(trace, script.name, args)
-    return 0
+    if args.record is not None:
+        trace.save(args.record / "trace.json.gz")
+        if error is None:
+            remove_rank_files(args.record)  # all that they have is in the trace
+    _report(trace, script.name, args, error)
+    if args.record is not None:
+        print(f"Wrote {args.record / 'trace.json.gz'}. parallel101.Trace.load reads it.")
+    return 0 if error is None else 1 if isinstance(error, Exception) else 130
+
+
+def _kept_record(args: argparse.Namespace) -> KeptRecord:
+    from parallel101.ranks.script import KeptRecord
+
+    if args.last_events is None:
+        return KeptRecord(directory=args.record)
+    return KeptRecord(args.last_events, args.record)
 
 
 def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
     from parallel101.ranks.script import record_script
-    from parallel101.record.rank_files import rank_file, write_rank_file
+    from parallel101.ranks.torchrun import rank_and_size
+    from parallel101.record.rank_files import remove_rank_files, write_rank_file
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = rank_and_size()
     wrong = next(
-        (f"--{name}" for name in ("page", "chrome", "network") if getattr(args, name) is not None),
+        (
+            f"--{name}"
+            for name in ("page", "chrome", "network", "steps")
+            if getattr(args, name) is not None
+        ),
         None,
     )
     if args.record is None or wrong:
         what = f"{wrong} can't be used" if wrong else "--record DIR is needed"
         raise ValueError(
-            f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 merge "
-            "DIR` makes the page of all"
+            f"{what} in a job that torchrun, srun or mpirun started: each rank writes a file to "
+            "DIR, and `parallel101 merge DIR` makes the page of all"
         )
     args.record.mkdir(parents=True, exist_ok=True)
-    rank_file(args.record, rank).unlink(missing_ok=True)  # of an earlier run
+    remove_rank_files(args.record, rank)  # of an earlier run
     backend = args.backend or "gloo"
     try:
         record_script(
@@ -490,12 +570,17 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             backend=backend,
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
+            keep_waiting=args.keep_waiting,
+            stuck_after=args.stuck_after,
+            folder=args.record,
             keep=lambda record: write_rank_file(
-                args.record, rank, size, backend, record.events, record.unfinished
+                args.record, rank, size, backend, record.events, record.unfinished, record.earlier
             ),
+            kept=_kept_record(args),
         )
     except RuntimeError as error:
-        if getattr(error, "rank", 0) == rank:  # it is raised on every rank
+        # it is raised on every rank; one that has died is reported by the rank that found it
+        if getattr(error, "announced_by", getattr(error, "rank", 0)) == rank:
             raise
         return 1
     if rank == 0:
@@ -509,12 +594,16 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 
 def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     """Join the files of a torchrun job's ranks into one trace, and show it."""
-    from parallel101.record.rank_files import join_rank_files
+    from parallel101.record.flight_recorder import has_flight_dumps
+    from parallel101.record.rank_files import ranks_cut_short
     from parallel101.record.units import ranks_text
     from parallel101.viz.run_table import script_name
 
     try:
-        trace, missing = join_rank_files(args.directory)
+        if has_flight_dumps(args.directory):
+            return _merge_dumps(args)
+        trace, missing = _joined(args.directory)
+        cut_short = ranks_cut_short(args.directory)
     except ValueError as error:
         return args.parser.error(str(error))
     if missing:
@@ -523,10 +612,41 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
             "done there",
             file=sys.stderr,
         )
+    if cut_short:
+        print(
+            f"parallel101 merge: {ranks_text(cut_short)} did not end (killed, or still running): "
+            "the record may lack the last ten seconds before that",
+            file=sys.stderr,
+        )
     trace.save(args.directory / "trace.json.gz")
     _report(trace, script_name(trace), args)
     print(f"Wrote {args.directory / 'trace.json.gz'}. parallel101.Trace.load reads it.")
     return 0
+
+
+def _merge_dumps(args: argparse.Namespace) -> int:
+    """Say what the dumps of torch's flight recorder show."""
+    from parallel101.publish.flight_report import report_flight_job
+
+    if args.chrome is not None:
+        raise ValueError("--chrome can't be used for a flight recorder's dumps: use --page")
+    if args.page is not None:
+        _import_no_grammars()
+    print(report_flight_job(args.directory, args.page))
+    if args.page is not None:
+        print(f"\nWrote {args.page}. It opens in a browser, also offline.")
+    return 0
+
+
+def _joined(directory: Path) -> tuple[Trace, list[int]]:
+    """The trace of a job's ranks, or the one that `parallel101 run --record` has joined."""
+    from parallel101.record.rank_files import join_rank_files
+    from parallel101.record.trace import Trace
+
+    joined = directory / "trace.json.gz"
+    if joined.exists() and not any(directory.glob("rank-*")):
+        return Trace.load(joined), []
+    return join_rank_files(directory)
 
 
 def _report(
@@ -544,7 +664,11 @@ def _report(
         _import_no_grammars()
         from parallel101.publish.run_page import run_page
 
-        args.page.write_text(run_page(trace, name, failed), encoding="utf-8")
+        try:
+            page = run_page(trace, name, failed, args.steps)
+        except ValueError as error:
+            args.parser.error(str(error))
+        args.page.write_text(page, encoding="utf-8")
         print(f"Wrote {args.page}. It opens in a browser, also offline.")
     if args.chrome is not None:
         with_compute(trace).to_chrome(args.chrome)

@@ -110,10 +110,10 @@ def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ())
     return LaunchTimeout("\n  ".join([summary, *ranks, *dropped_lines(dropped)]))
 
 
-def waited(rank: int, call: Call) -> str:
+def waited(rank: int, call: Call, verb: str = "waited") -> str:
     """A line of `timed_out` for a rank that was blocked in a call."""
     peers = ranks_text(call.peers) if call.peers else "any rank"
-    return f"rank {rank} waited in {call.kind} for {peers}, at {shown(call.where)}"
+    return f"rank {rank} {verb} in {call.kind} for {peers}, at {shown(call.where)}"
 
 
 SAMPLE = 0.25  # seconds between two looks at the CPU times

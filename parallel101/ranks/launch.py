@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
@@ -31,7 +32,6 @@ from parallel101.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
 from parallel101.record.calls import never_waited, sends_never_waited
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.trace import Trace
-from parallel101.record.where import shown
 from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
 from parallel101.sim.virtual_gpu import GpuCount
@@ -129,6 +129,8 @@ def launch(
     rules: str = "gloo",
     device: str | None = None,
     mirrors: MirroredAxes | None = None,
+    keep_waiting: bool = False,
+    stuck_after: float = 30.0,
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
@@ -139,16 +141,16 @@ def launch(
         fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
             gets its own copy. It imports modules anew, so it does not see what this process has
             assigned to a module's variables.
-        world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out,
-            or pass the same number.
+        world_size: the number of ranks; 4 by default. Under torchrun, srun and mpirun it is the
+            job's: leave it out, or pass the same number.
         backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks
             on a virtual clock).
         trace: record every message, and check the calls against each other. "payload" also records
             the values of messages up to 4 KiB. A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
-        network: on sim, the links between the ranks; None: `Network()`, also with a device. NVLink
-            and network cards are `Network.two_level(**cost.Cluster("H100",
-            gpus=8).network_arguments())`.
+        network: on sim, the links between the ranks; None: `Network()`, or with a device those of
+            its nodes: NVLink between eight GPUs, and a network card for each
+            (`Network.two_level(**cost.Cluster(device, gpus).network_arguments())`).
         rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
             otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
             messages in a batch start together, and there are no tags. sim/queues.py has the list.
@@ -158,9 +160,19 @@ def launch(
         mirrors: on sim, which ranks of a mesh have a thread and stand for the others, in a program
             that does the same on all of them: a `sim.mirrored.MirroredAxes`. `results` are of those
             ranks, and the run is recorded only with `trace`. None: all have one.
+        keep_waiting: the program handles the time limits of its process groups itself. A deadlock
+            that such a limit ends is only printed, and the run goes on. Without it, a deadlock ends
+            the run at once, whatever the limit. (A limit given to one call, as in
+            `work.wait(timedelta(seconds=5))`, is always left to the program.)
+        stuck_after: seconds without progress after which the ranks that others wait for are
+            printed with their Python stacks; again after twice the time, and so on. The run goes
+            on. Infinity: never.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
+        Under torchrun, srun and mpirun every rank gets all results. There `fn` may return what
+        torch.load(weights_only=True) accepts: tensors, numbers, strings, containers of them, arrays
+        of NumPy, and classes that the program has passed to torch.serialization.add_safe_globals.
 
     Raises:
         RankFailed: a rank raised an exception, which is the cause, or its process died.
@@ -175,9 +187,10 @@ def launch(
     are the calls that had not ended.
     """
     _check_arguments(fn, backend, trace, timeout, network, rules, device)
+    _check_seconds("stuck_after", stuck_after)
     if mirrors is not None:
         world_size = _mirrored_size(mirrors, world_size, backend, rules)
-    timeout = min(timeout, MAX_TIMEOUT)
+    timeout, stuck_after = min(timeout, MAX_TIMEOUT), min(stuck_after, MAX_TIMEOUT)
     recording = bool(trace) or (backend == "sim" and mirrors is None)
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
     if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
@@ -190,6 +203,8 @@ def launch(
             recording=recording,
             timeout=timeout,
             payload_bytes=payload_bytes,
+            keep_waiting=keep_waiting,
+            stuck_after=stuck_after,
         )
         run = Run(
             results,
@@ -207,6 +222,8 @@ def launch(
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
     if backend == "nccl":
         _check_gpus(size)
+    if network is None and device is not None:
+        network = Network.two_level(**Cluster(CHIPS[device], size).network_arguments())
     if network is not None:
         network.router(size)  # raises if its topology is for another number of ranks
         if mirrors is not None:
@@ -217,7 +234,14 @@ def launch(
     rendezvous = Rendezvous(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
     prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
-    monitor = Monitor(processes, timeout, prefixes, checked=recording, on_gloo=backend == "gloo")
+    monitor = Monitor(
+        processes,
+        timeout,
+        prefixes,
+        checked=recording,
+        on_gloo=backend == "gloo",
+        stuck_after=stuck_after,
+    )
     explained = False
     try:
         for rank in monitor.ranks:
@@ -232,6 +256,8 @@ def launch(
                 rules=rules,
                 device=device,
                 mirrors=mirrors,
+                keep_waiting=keep_waiting,
+                stuck_after=stuck_after,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
@@ -263,9 +289,7 @@ def launch(
         explained = __tracebackhide__ = True
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as interrupt:
-        monitor.ask_places(0.3)
-        for number, place in (pair for rank in monitor.ranks for pair in rank.places or []):
-            print(f"interrupted: rank {number} was at {shown(place)}", file=sys.stderr)
+        monitor.report("interrupted: what the ranks did")
         if recording:
             monitor.ask_records(TO_SEND_A_RECORD)
             interrupt.trace = _trace(monitor.records(), size, backend)  # type: ignore[attr-defined]
@@ -295,7 +319,10 @@ def _check_waits(records: Sequence[RankRecord]) -> None:
 def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
     events = [event for record in records for event in record.events]
     unfinished = [event for record in records for event in record.unfinished]
-    return Trace.from_rows(events, size, backend, unfinished)
+    earlier = {
+        rank: record.earlier for rank, record in enumerate(records) if record.earlier is not None
+    }
+    return Trace.from_rows(events, size, backend, unfinished, earlier)
 
 
 def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
@@ -337,8 +364,7 @@ def _check_arguments(
             f"trace is {trace!r}; it must be True, False or 'payload' (which also records the "
             "values of small messages)"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above zero")
+    _check_seconds("timeout", timeout)
     if network is not None and not isinstance(network, Network):
         raise TypeError(
             f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
@@ -368,6 +394,11 @@ def _check_arguments(
             f"device={device!r} is a virtual GPU, which works with backend='sim' only, and backend "
             f"is {backend!r}: leave device out, or use backend='sim'"
         )
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of seconds above zero")
 
 
 def _world_size(value: Any) -> int:

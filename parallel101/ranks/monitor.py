@@ -11,28 +11,36 @@ from __future__ import annotations
 
 import contextlib
 import marshal
+import math
+import os
 import re
 import select
 import selectors
+import signal
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from parallel101.ranks.diagnosis import IdleDetector, rank_died, rank_raised, timed_out, waited
 from parallel101.ranks.output import RankOutput, Screen, read_available
 from parallel101.ranks.processes import RankProcess, kill
+from parallel101.ranks.rank_stack import STACK_SIGNAL, RankStack, stack_of_dump
+from parallel101.ranks.stuck import REPORTS, StuckDetector, append_report, report_lines, stuck_text
 from parallel101.ranks.wire import (
-    ASK_PLACES,
     ASK_RECORD,
+    ASK_STACKS,
     BLOCKED,
     CALL,
     EXIT,
     FAILURE,
     IMPORTED,
-    PLACES,
     RECORD,
     RESULT,
+    STACKS,
     UNBLOCKED,
     Failure,
     RankRecord,
@@ -48,6 +56,7 @@ from parallel101.record.where import shown
 # seconds after a failure in which another rank's failure may turn out to be its cause
 WAIT_FOR_CAUSE = 0.05
 WAIT_FOR_OTHERS = 1.0  # the same, after an error that only says that another rank has failed
+TO_ANSWER = 2.0  # seconds for a rank to say what it does, before a signal asks it
 # seconds between two readings of the calls that the ranks of a checked run have posted
 READ_CALLS = 0.05
 
@@ -64,8 +73,8 @@ class MonitoredRank:
     result: tuple[bytes, list] | None = None
     failure: Failure | None = None
     record: RankRecord | None = None
-    # where it was when it was asked (each virtual rank, on sim)
-    places: list[tuple[int, str]] | None = None
+    # what it did when it was asked (each virtual rank, on sim)
+    stacks: list[RankStack] | None = None
     exit_report: bytes = b""  # faulthandler's dump, if it crashed, and its exit code
     exitcode: int | None = None
     ended: bool = False
@@ -81,7 +90,12 @@ class Monitor:
     """Watches the ranks of a launch.
 
     `watch` returns when every rank has returned, and raises what went wrong.
+
+    Attributes:
+        reports_folder: reports of stuck ranks are written there, too (see `reports_in`).
     """
+
+    reports_folder: ClassVar[Path | None] = None
 
     def __init__(
         self,
@@ -91,6 +105,7 @@ class Monitor:
         *,
         checked: bool = False,
         on_gloo: bool = False,
+        stuck_after: float = math.inf,
     ):
         self.wait_for = WaitForGraph(len(processes))
         self.screen = Screen()
@@ -113,6 +128,8 @@ class Monitor:
         self.idle_detector = (
             IdleDetector([process.pid for process in processes]) if on_gloo else None
         )
+        self.stuck_detector = StuckDetector(stuck_after)
+        self.report_wanted = False  # somebody has sent this process SIGUSR1
         self.fail_at: float | None = None  # the moment when the cause of a failure is chosen
         self.imported: set[str] = set()  # slow modules that ranks had to import
         self.selector = selectors.DefaultSelector()
@@ -129,6 +146,10 @@ class Monitor:
     # ---- the loop ----
 
     def watch(self) -> None:
+        with self._reports_on_signal():
+            self._watch()
+
+    def _watch(self) -> None:
         deadline = time.monotonic() + self.timeout
         idle = self.idle_detector
         while not all(rank.result is not None for rank in self.ranks):
@@ -137,18 +158,22 @@ class Monitor:
                 raise self._root_cause()
             if (deadlock := self.wait_for.confirmed_deadlock(now)) is not None:
                 raise self.call_checker.error() or deadlock
-            all_wait = all(
-                status.blocked is not None or status.returned for status in self.wait_for.ranks
-            )
+            if (report := self.wait_for.report_of_limits(now)) is not None:
+                self._say(f"parallel101: {report}".splitlines())
+            all_wait = all(status.stuck or status.returned for status in self.wait_for.ranks)
             if idle is not None and idle.stuck(now, all_wait, self.wait_for.receive_dropped):
                 raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
+            if self.report_wanted:
+                self.report_wanted = False
+                self.report("parallel101: what the ranks do now (SIGUSR1)")
+            if now >= (stuck_due := self.stuck_detector.due(now, self.wait_for)):
+                self._report_stuck()
+                continue
             if now >= deadline:
                 raise self.call_checker.error() or self._timed_out()
-            next_look = [deadline]
+            next_look = [deadline, self.wait_for.next_look, stuck_due]
             if self.fail_at is not None:
                 next_look.append(self.fail_at)
-            if self.wait_for.suspected is not None:
-                next_look.append(self.wait_for.due)
             if idle is not None and idle.idle_since is not None:
                 next_look.append(idle.due)
             if self.checked:
@@ -212,20 +237,20 @@ class Monitor:
         if kind == CALL:
             self._check_call(Call(*value))
         elif kind == BLOCKED:
-            call, report = value
+            call, limit, report = value
             rank.take_report(report)
-            rank.status.blocked = Call(*call)
+            rank.status.blocked, rank.status.limit = Call(*call), limit
         elif kind == UNBLOCKED:
-            rank.status.blocked = None
+            rank.status.blocked = rank.status.limit = None
         elif kind == RECORD:
             rank.record, report = value
             rank.take_report(report)
         elif kind == IMPORTED:
             self.imported.update(value)
-        elif kind == PLACES:
-            rank.places = value
+        elif kind == STACKS:
+            rank.stacks = value
         elif kind == FAILURE:
-            rank.failure, rank.status.blocked = value, None
+            rank.failure, rank.status.blocked, rank.status.limit = value, None, None
             others_may_fail = value.consequence and len(self.ranks) > 1
             self._fail_within(WAIT_FOR_OTHERS if others_may_fail else WAIT_FOR_CAUSE)
 
@@ -281,7 +306,7 @@ class Monitor:
         return rank_raised(failure, [call for record in self.records() for call in record.unwaited])
 
     def _timed_out(self) -> LaunchTimeout:
-        self.ask_places()
+        self.ask_stacks()
         lines = []
         for rank in self.ranks:
             if rank.result is not None:
@@ -290,27 +315,93 @@ class Monitor:
                 lines.append(waited(rank.rank, call))
             else:
                 lines += [
-                    f"rank {number} was at {shown(place)}"
-                    for number, place in rank.places or [(rank.rank, "an unknown place")]
+                    f"rank {stack.rank} was at {shown(stack.place)}"
+                    for stack in rank.stacks or [RankStack(rank.rank, "an unknown place", [])]
                 ]
         self.ask_records()
         return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 
-    # ---- the end ----
+    # ---- ranks that keep others waiting ----
 
-    def ask_places(self, seconds: float = 0.5) -> None:
-        """Ask each rank that still runs where it is.
+    def _report_stuck(self) -> None:
+        stacks = self.ask_stacks(TO_ANSWER)
+        detector, now = self.stuck_detector, time.monotonic()
+        quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
+        if ranks := detector.stuck(now, self.wait_for, quiet):
+            lines = report_lines(self.wait_for, stacks, ranks)
+            self._say(stuck_text(lines, detector.waited(now), detector.pause).splitlines())
 
-        One that does not answer in time keeps `places` None.
+    def report(self, head: str) -> None:
+        """Write what each rank waits for, or where it is, with its stack."""
+        lines = report_lines(self.wait_for, self.ask_stacks())
+        self._say([head, *(f"  {line}" for line in lines)])
+
+    def _say(self, lines: list[str]) -> None:
+        self.screen.lines("stderr", lines)
+        if self.reports_folder is not None:
+            append_report(self.reports_folder, "\n".join(lines))
+
+    @contextlib.contextmanager
+    def _reports_on_signal(self) -> Iterator[None]:
+        """Inside, SIGUSR1 asks for a report, unless this process has a handler for it."""
+        number = getattr(signal, "SIGUSR1", None)
+        if (
+            number is None
+            or threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(number) not in (signal.SIG_DFL, no_ranks_run)
+        ):
+            yield
+            return
+        before = signal.getsignal(number)
+        reader, writer = socket.socketpair()
+        with reader, writer:
+            reader.setblocking(False)
+            writer.setblocking(False)
+
+            def ask(*_: object) -> None:
+                with contextlib.suppress(BlockingIOError):
+                    writer.send(b"?")
+
+            def asked(*_: object) -> None:
+                reader.recv(4096)
+                self.report_wanted = True
+
+            self.selector.register(reader, selectors.EVENT_READ, (asked, None))
+            signal.signal(number, ask)
+            try:
+                yield
+            finally:
+                signal.signal(number, before)
+                self.selector.unregister(reader)
+
+    def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
+        """What the ranks do that still run.
+
+        C code may keep one from answering in time: then it is asked by a signal, which gives its
+        Python stack all the same.
         """
-        asked = [
-            rank
-            for rank in self.ranks
-            if not rank.ended and rank.result is None and _send(rank, ASK_PLACES)
-        ]
+        running = [rank for rank in self.ranks if not rank.ended and rank.result is None]
+        for rank in running:
+            rank.stacks = None
+        asked = [rank for rank in running if _send(rank, ASK_STACKS)]
         self._listen_until(
-            lambda: all(rank.places is not None or rank.ended for rank in asked), seconds
+            lambda: all(rank.stacks is not None or rank.ended for rank in asked), seconds
         )
+        silent = [rank for rank in asked if rank.stacks is None and not rank.ended]
+        before = {rank.rank: rank.exit_report for rank in silent}
+        for rank in silent:
+            _ask_by_signal(rank)
+        if silent:
+            self._listen_until(
+                lambda: all(_dump(rank.exit_report, before[rank.rank]) for rank in silent), seconds
+            )
+        for rank in silent:
+            if dump := _dump(rank.exit_report, before[rank.rank]):
+                rank.stacks = [stack_of_dump(rank.rank, dump, rank.process.pid)]
+                rank.exit_report = before[rank.rank]
+        return {stack.rank: stack for rank in running for stack in rank.stacks or ()}
+
+    # ---- the end ----
 
     def ask_records(self, seconds: float = 0.5) -> None:
         """Ask the ranks that have not sent their record for what they have recorded so far."""
@@ -349,6 +440,35 @@ class Monitor:
                 for output in rank.outputs:
                     output.close(explained)
             self.screen.close()
+
+
+@contextlib.contextmanager
+def reports_in(folder: Path | None) -> Iterator[None]:
+    """Inside, reports of stuck ranks are also written to reports.txt in this folder, if any."""
+    if folder is not None:
+        (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
+    Monitor.reports_folder = folder
+    try:
+        yield
+    finally:
+        Monitor.reports_folder = None
+
+
+def no_ranks_run(*_: object) -> None:
+    """What SIGUSR1 does while `parallel101 run` has no ranks: nothing."""
+
+
+def _ask_by_signal(rank: MonitoredRank) -> None:
+    """Let a rank write its stack to its status pipe (see rank_stack.stack_on_signal)."""
+    if STACK_SIGNAL is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(rank.process.pid, STACK_SIGNAL)
+
+
+def _dump(report: bytes, before: bytes) -> str:
+    """The whole stack that has been written since, or ""."""
+    text = report[len(before) :].decode(errors="replace")
+    return text if " File " in text and text.endswith("\n") else ""
 
 
 def _send(rank: MonitoredRank, kind: bytes) -> bool:

@@ -14,6 +14,7 @@ import io
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -30,6 +31,8 @@ from parallel101.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
+from parallel101.ranks.rank_stack import RankStack, native_frame, stack_lines
+from parallel101.ranks.stuck import report_lines, stuck_text
 from parallel101.ranks.watcher import ControlThread
 from parallel101.ranks.wire import (
     FAILURE,
@@ -44,7 +47,10 @@ from parallel101.ranks.wire import (
 )
 from parallel101.record.events import EventRow
 from parallel101.record.recorder import StatusReport
+from parallel101.record.units import ranks_text
+from parallel101.record.wait_for import WaitForGraph
 from parallel101.record.where import where
+from parallel101.sim.clock import World
 from parallel101.sim.group import SharedState
 from parallel101.sim.simulate import simulate
 from parallel101.sim.virtual_gpu import GpuCount, VirtualGPU, virtual_gpu
@@ -58,7 +64,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     threads: dict[int, int] = {}
     failures: dict[int, tuple[bytes, list]] = {}  # pickled, by rank
     gpus: dict[int, GpuCount] = {}
-    watcher = SimWatcher(threads, wire)
+    watcher = SimWatcher(threads, wire, job.stuck_after)
     watcher.start()
     sys.stdout, sys.stderr = _PrefixedStream(sys.stdout), _PrefixedStream(sys.stderr)
     _make_exits_virtual()
@@ -94,6 +100,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
             payload_bytes=job.payload_bytes,
             mirrors=job.mirrors,
             recording=job.recording,
+            keep_waiting=job.keep_waiting,
             on_start=watcher.watch,
         )
     _this_thread.rank = None
@@ -141,13 +148,31 @@ def own_classes() -> Iterator[None]:
 class SimWatcher(ControlThread):
     """Tells the launching process on request where every virtual rank is.
 
-    It also tells what was recorded so far.
+    It also tells what was recorded so far, and prints a report if one rank runs for more than
+    `stuck_after` seconds while the others wait for their turn.
     """
 
-    def __init__(self, threads: dict[int, int], wire: Wire):
+    def __init__(self, threads: dict[int, int], wire: Wire, stuck_after: float):
         super().__init__(wire)
         self.threads = threads
         self.shared: SharedState | None = None
+        self.stuck_after = self.pause = stuck_after
+        self.state: Any = None  # of the run, as it was when it changed last
+        self.since = self.cpu = 0.0  # seconds: when that was, and the CPU time until then
+
+    def look(self) -> None:
+        if self.shared is None:
+            return
+        world, now = self.shared.world, time.monotonic()
+        if (state := (world.now, world.round, world._current, len(world.events))) != self.state:
+            self.state, self.since, self.cpu = state, now, time.process_time()
+            self.pause = self.stuck_after
+        elif now - self.since >= self.pause and len(world.ranks) > 1:
+            stacks = {stack.rank: stack for stack in self.stacks()}
+            self.pause = 2 * self.pause + self.stuck_after
+            lines = report_lines(WaitForGraph(0), stacks)
+            next_in = self.pause - (now - self.since)
+            print(stuck_text(lines, now - self.since, next_in), file=sys.stderr)
 
     def watch(self, shared: SharedState) -> None:
         self.shared = shared
@@ -160,13 +185,34 @@ class SimWatcher(ControlThread):
                 unfinished = shared.unfinished()
             self.wire.send(RECORD, (RankRecord(list(shared.world.events), unfinished), NO_REPORT))
 
-    def places(self) -> list[tuple[int, str]]:
-        frames = sys._current_frames()
-        return [
-            (rank, where(frames.get(thread)))
-            for rank, thread in sorted(self.threads.items())
-            if thread in frames
-        ]
+    def stacks(self) -> list[RankStack]:
+        frames, found = sys._current_frames(), []
+        if self.shared is None:
+            return []
+        running, waits = what_ranks_wait_for(self.shared.world)
+        for rank, thread in sorted(self.threads.items()):
+            if (frame := frames.get(thread)) is None:
+                continue
+            if rank != running:
+                waits_for = waits.get(rank, "for its turn")
+                found.append(RankStack(rank, where(frame), [], waits=waits_for))
+                continue
+            times = time.monotonic() - self.since, time.process_time() - self.cpu
+            native = native_frame(thread)
+            found.append(RankStack(rank, where(frame), stack_lines(frame), native, *times))
+        return found
+
+
+def what_ranks_wait_for(world: World) -> tuple[int, dict[int, str]]:
+    """The rank that runs, and for each that waits for others, in what and for whom."""
+    waits = {}
+    for rank in [*world.ranks, *([] if world.second is None else world.second.ranks)]:
+        # the ranks go on meanwhile, and may change what is being read
+        with contextlib.suppress(RuntimeError):
+            work = None if rank.finished else rank.waiting
+            if work is not None and (missing := work.missing()):
+                waits[rank.number] = f"in {work.call().kind} for {ranks_text(missing)}"
+    return world.ranks[world._current].number, waits
 
 
 _this_thread = threading.local()

@@ -2,40 +2,69 @@
 
     torchrun --nproc-per-node 4 script.py
         four processes run script.py; each launch() in it is one program on all of them
+    srun --ntasks 4 python script.py, mpirun -n 4 python script.py
+        the same (see schedulers.py)
 
 Every rank gets all results. No process is above the ranks to see what goes wrong. So each rank has
-a JobWatcher, and these report to each other in the job's store. torchrun itself shows what the
-ranks print.
+a JobWatcher, and these report to each other in the job's store, as JSON. What a rank gets from
+another is never unpickled (see job_messages.py). torchrun itself shows what the ranks print.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
-import pickle
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallel101.ranks.diagnosis import rank_raised, timed_out, waited
-from parallel101.ranks.program import (
-    failure_of,
-    forked_children_exit,
-    own_init_accepted,
-    pack_result,
+from parallel101.ranks.job_messages import (
+    exchange,
+    from_json,
+    pack_for_all,
+    pack_record,
+    to_json,
+    unpack_from,
+    unpack_record,
 )
-from parallel101.ranks.watcher import TICK, BlockedDetector
-from parallel101.ranks.wire import RankRecord, unpack
+from parallel101.ranks.job_reports import JobReports
+from parallel101.ranks.program import failure_of, forked_children_exit, own_init_accepted
+from parallel101.ranks.rank_stack import USER_SIGNAL
+from parallel101.ranks.schedulers import advice_on_address, torchrun_variables
+from parallel101.ranks.signs_of_life import (
+    SignsOfLife,
+    StoreWatch,
+    death_text,
+    raised_text,
+    silence_text,
+    store_loss_text,
+    texts_of,
+    write_line,
+)
+from parallel101.ranks.watcher import TICK, BlockedDetector, recorded
+from parallel101.ranks.wire import Failure, RankRecord
 from parallel101.record import process_groups
 from parallel101.record.calls import Call, CallChecker
-from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, one_line
+from parallel101.record.errors import (
+    DeadlockError,
+    LaunchTimeout,
+    MisuseError,
+    RankFailed,
+    one_line,
+)
 from parallel101.record.recorder import PostedCall, RankRecorder
 from parallel101.record.spans import record_into
 from parallel101.record.wait_for import RankStatus, WaitForGraph
@@ -43,15 +72,14 @@ from parallel101.record.where import shown, where
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0
+STORE_ENDS_LATER = 0.3  # seconds by which rank 0's process, which may hold the store, ends earlier
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
 
 
 def in_a_job() -> bool:
-    """Whether this process is a rank of a job, as torchrun makes it."""
-    return (
-        "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PARALLEL101_RANK" not in os.environ
-    )
+    """Whether this process is a rank of a job that torchrun, srun or mpirun started."""
+    return "PARALLEL101_RANK" not in os.environ and bool(torchrun_variables(os.environ))
 
 
 def join_job(
@@ -65,17 +93,24 @@ def join_job(
     timeout: float,
     payload_bytes: int = 0,
     keep_record: Callable[[RankRecord], None] | None = None,
+    keep_waiting: bool = False,
+    stuck_after: float = math.inf,
+    folder: Path | None = None,
 ) -> tuple[list[Any], list[RankRecord]]:
     """Run fn as this process's rank of the job; see `launch`.
 
-    Returns what every rank returned, and what every rank recorded.
+    Returns what every rank returned, and what every rank recorded. A function may return tensors,
+    numbers, strings, containers of them, and what the program has allowed by
+    torch.serialization.add_safe_globals on all ranks. That is what torch.load(weights_only=True)
+    accepts.
 
-    With `keep_record`, records are not exchanged. Each rank calls it with its own when its program
-    has ended, also if it has failed.
+    With `keep_record`, nothing is exchanged or returned. Each rank calls it with its own record
+    when its program has ended, also if it has failed. `folder`: where reports of stuck ranks are
+    written to, besides stderr.
 
     Raises ValueError when world_size is not the job's, or when the job's variables make no sense.
     """
-    rank, size = _rank_and_size()
+    rank, size = rank_and_size()
     if world_size is not None and world_size != size:
         raise ValueError(
             f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE). Leave "
@@ -88,24 +123,29 @@ def join_job(
         )
     global _launches
     _launches += 1
-    store = dist.PrefixStore(f"parallel101/{_launches}", _job_store(timeout))
+    # after torchrun has restarted the ranks, the store may still have what the earlier ones wrote
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"parallel101/{attempt}/{_launches}", _job_store(timeout))
     calls: list[Call] = []
     recorder = RankRecorder(
         rank,
         recording=recording,
         payload_bytes=payload_bytes,
         on_call=calls.append if recording else None,
+        keep_waiting=keep_waiting,
     )
     # a call blocks its connection, so the watcher needs its own
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
-    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, keep_record)
+    reports = JobReports(recorder, watcher_store, size, stuck_after, folder)
+    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, reports, keep_record)
     watcher.start()
     if recording:
         record_into(recorder)
     try:
-        process_groups.own_device(backend, int(os.environ.get("LOCAL_RANK", rank)))
+        process_groups.own_device(backend, _own_gpu(rank) if backend == "nccl" else 0)
         hook = sys.excepthook
-        process_groups.init(backend, recorder, store, rank, size)
+        with loopback_explained():
+            process_groups.init(backend, recorder, store, rank, size)
         if _launches > 1:
             # each init adds one that puts "[rank0]:" before every line of a traceback
             sys.excepthook = hook
@@ -113,11 +153,11 @@ def join_job(
             with own_init_accepted(), forked_children_exit(), _crashes_reported():
                 process_groups.start_together()
                 value = fn(*args, **kwargs)
-            body, buffers = pack_result(value, rank)
+            result = pack_for_all(value, rank)
         except BaseException as error:
             watcher.keep_record()
             failure = failure_of(rank, error)
-            if failure.consequence and (cause := watcher.announced(within=GRACE)) is not None:
+            if failure.consequence and (cause := watcher.cause_of(failure)) is not None:
                 raise cause from None
             if isinstance(error, DeadlockError | MisuseError):
                 watcher.announce(error)
@@ -127,53 +167,47 @@ def join_job(
             raise failed from error
         recorder.close()
         watcher.returned()
-        gathered: list[Any] = [None] * size
         watcher.keep_record()
-        record = (
-            RankRecord([], [], recorder.unwaited) if keep_record is not None else watcher.record()
-        )
-        dist.all_gather_object(
-            gathered,
-            (body, [bytes(buffer.raw()) for buffer in buffers], pickle.dumps((calls, record))),
-        )
+        if keep_record is not None:
+            return [], []
+        record = watcher.record()
+        device = "cuda" if backend == "nccl" else "cpu"
+        gathered = exchange([result, pack_record(record, size, backend)], store, device)
     finally:
         record_into(None)
         watcher.stop()
+        reports.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-    all_calls, records = zip(*(pickle.loads(recorded) for _, _, recorded in gathered))
-    _check_calls([call for calls in all_calls for call in calls])
-    return [
-        unpack(body, [bytearray(buffer) for buffer in buffers]) for body, buffers, _ in gathered
-    ], list(records)
+    results = [unpack_from(returned, source) for source, (returned, _) in enumerate(gathered)]
+    return results, [unpack_record(recorded) for _, recorded in gathered]
 
 
-def _check_calls(calls: list[Call]) -> None:
-    checker = CallChecker()
-    for call in sorted(calls, key=lambda call: call.seq):
-        checker.check(call)
-    if (misuse := checker.error()) is not None:
-        raise misuse
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the job's size.
 
-
-def _rank_and_size() -> tuple[int, int]:
-    """This process's rank and the job's size, from the variables that torchrun sets."""
+    torchrun's variables are set as it sets them, if another launcher started this process. Raises
+    ValueError if they make no sense.
+    """
+    os.environ.update(torchrun_variables(os.environ))
     rank, size, port = (
         _whole_number(os.environ.get(name, "")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
     )
     if rank is None or size is None or not 0 <= rank < size:
         wrong = "RANK must be a whole number from 0 to WORLD_SIZE - 1"
-    elif not os.environ.get("MASTER_ADDR"):
-        wrong = "MASTER_ADDR, the address of rank 0, is not set"
+    elif not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
+        wrong = "MASTER_ADDR and MASTER_PORT, where rank 0 is found, are not both set"
     elif port is None or not 0 <= port < 1 << 16:
-        wrong = f"MASTER_PORT is {os.environ.get('MASTER_PORT', '')!r}, which is no port number"
+        wrong = f"MASTER_PORT is {os.environ['MASTER_PORT']!r}, which is no port number"
     else:
         return rank, size
     job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
-    raise ValueError(
-        f"{job} are set, as torchrun sets them, but {wrong}. Start this script with torchrun, or "
-        "unset RANK and WORLD_SIZE"
-    )
+    raise ValueError(f"this process is a rank of a job ({job}), but {wrong}. {advice_on_address()}")
+
+
+def _own_gpu(rank: int) -> int:
+    """The number of this rank's GPU. A launcher may show each rank its own GPU only."""
+    return int(os.environ.get("LOCAL_RANK", rank)) if torch.cuda.device_count() > 1 else 0
 
 
 def _whole_number(text: str) -> int | None:
@@ -189,6 +223,21 @@ def _job_store(timeout: float) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
         _job_stores.append(store)
     return _job_stores[0]
+
+
+@contextlib.contextmanager
+def loopback_explained() -> Iterator[None]:
+    """Inside, the error of gloo's that another host's address is loopback has advice."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))) is None:
+            raise
+        raise RuntimeError(
+            f"gloo looked for another host's rank at {found[1]}, which is this host itself: there, "
+            "the host's own name has this address. Name the interface that connects the hosts, on "
+            "all of them, e.g. GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -215,6 +264,7 @@ class JobWatcher(threading.Thread):
         size: ranks of the job.
         timeout: seconds the launch may take.
         calls: the list to which a checked run appends what this rank posts.
+        reports: writes the reports of stuck ranks.
         on_record: takes this rank's record, once, when its program has ended or is about to be
             stopped.
     """
@@ -226,6 +276,7 @@ class JobWatcher(threading.Thread):
         size: int,
         timeout: float,
         calls: list[Call],
+        reports: JobReports,
         on_record: Callable[[RankRecord], None] | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 job watcher")
@@ -236,8 +287,9 @@ class JobWatcher(threading.Thread):
             timeout,
             calls,
         )
+        self.reports = reports
         self.on_record = on_record
-        self.termination = None if on_record is None else TerminationSignal()
+        self.termination = None if on_record is None else TerminationSignal(reports)
         self.detector = BlockedDetector(recorder)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
@@ -245,15 +297,24 @@ class JobWatcher(threading.Thread):
         self.over = threading.Event()  # so is the launch
         self.wait_for = WaitForGraph(size)
         self.call_checker = CallChecker()
-        self.calls_published = self.batches_published = 0
+        self.batches_published = 0
         self.batches_read = [0] * size  # by rank
+        self.batches = threading.Lock()  # of calls: the program's thread passes on the last ones
         self.announced_here = False  # the failure that all ranks raise was found here
+        self.status_texts = [b""] * size
+        self.statuses = [RankStatus()] * size
+        self.heard = False  # this rank knows of the failure
+        self.signs = SignsOfLife(recorder.rank, size, store)
+        self.store_watch = StoreWatch(recorder.rank, self._place)
         self._publish(RankStatus())
+        self.signs.give()
 
     def run(self) -> None:
         seen: PostedCall | None = None
         published: PostedCall | None = None
+        self.store_watch.start()
         while not self.over.wait(TICK):
+            self.store_watch.answers += 1
             try:
                 blocked = self.detector.blocked_in()
                 if (
@@ -262,29 +323,53 @@ class JobWatcher(threading.Thread):
                     and (blocked is None or blocked is seen)
                 ):
                     call = None if blocked is None else blocked.call(self._place())
-                    self._publish(RankStatus(call, False, *self.recorder.report()))
+                    limit = None if blocked is None else blocked.caught_after
+                    self._publish(RankStatus(call, False, *self.recorder.report(), limit=limit))
                     published = blocked
                 seen = blocked
                 self._publish_calls()
+                self.signs.give()
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
-                if self.termination is not None and self.termination.arrived():
-                    self.keep_record()
-                    os._exit(128 + signal.SIGTERM)
+                    if silent := self.signs.newly_silent():
+                        write_line(0, silence_text(silent, self.statuses))
+                self.reports.look(self.wait_for)
+                self._heed_signals()
                 if time.monotonic() > self.deadline:
                     self.announce(self._timed_out())
                 if (failure := self.announced(within=0.0)) is not None:
                     self._stop_rank(failure)
+            except ValueError as error:  # what another rank wrote can't be read
+                unread = RankFailed(str(error), self.recorder.rank)
+                self.announce(unread)
+                return self._stop_rank(unread)
             except (RuntimeError, OSError):
-                return  # the store is gone, and the job with it
+                return self._store_is_gone()
+
+    def _heed_signals(self) -> None:
+        if self.termination is None:
+            return
+        arrived = self.termination.arrived()
+        if signal.SIGINT in arrived:  # torchrun passes Ctrl-C on to the ranks
+            self.reports.interrupted()
+            self.keep_record()
+            if not self.over.wait(GRACE):  # it is blocked in C++, where Python can't interrupt it
+                os._exit(128 + signal.SIGINT)
+        if signal.SIGTERM in arrived:
+            self.keep_record()
+            os._exit(128 + signal.SIGTERM)
+        if any(number == USER_SIGNAL for number in arrived):
+            self.reports.ask()
 
     def stop(self) -> None:
         """End the watcher: the launch is over.
 
         If Python ended while the thread is in the store, it would crash.
         """
+        self._let_others_hear()
         self.over.set()
         self.join(GRACE)
+        self.store_watch.stop()
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
@@ -294,12 +379,13 @@ class JobWatcher(threading.Thread):
 
     def record(self) -> RankRecord:
         """What this rank has recorded so far."""
-        return RankRecord(self.recorder.events, self.recorder.unfinished, self.recorder.unwaited)
+        return recorded(self.recorder)
 
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless a rank has done so already."""
-        ours = pickle.dumps(error).hex()
-        self.announced_here = self.store.compare_set("failure", "", ours).decode() == ours
+        ours = to_json(error)
+        with contextlib.suppress(dist.DistNetworkError):  # then nobody is there to be told
+            self.announced_here |= self.store.compare_set("failure", "", ours).decode() == ours
 
     def announced(self, within: float) -> BaseException | None:
         """The failure that some rank has announced, or announces in the next `within` seconds."""
@@ -308,7 +394,47 @@ class JobWatcher(threading.Thread):
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
-        return pickle.loads(bytes.fromhex(self.store.get("failure").decode()))
+        failure = from_json(self.store.get("failure"))
+        if not self.heard:
+            self.heard = True
+            self.store.set(f"heard/{self.recorder.rank}", "")
+        return failure
+
+    def cause_of(self, failure: Failure) -> BaseException | None:
+        """What broke this rank's connection: another rank's failure, or a rank that has died.
+
+        None if it is not known.
+        """
+        try:
+            if (cause := self.announced(within=GRACE)) is not None:
+                return cause
+            lost = self.signs.lost()
+        except dist.DistNetworkError:
+            gone = RankFailed(store_loss_text(raised_text(failure)), 0)
+            gone.announced_by = failure.rank  # type: ignore[attr-defined]
+            return gone
+        if not lost:
+            return None
+        died = RankFailed(death_text(lost, failure), min(lost))
+        self.announce(died)
+        if self.announced_here:
+            died.announced_by = failure.rank  # type: ignore[attr-defined]
+            return died
+        return self.announced(within=0.0)
+
+    def _let_others_hear(self) -> None:
+        """Wait until all ranks know of a failure, if the store ends with this process.
+
+        Under torchrun it does not.
+        """
+        if self.recorder.rank or _store_outlives_ranks():
+            return
+        deadline, all_ranks = time.monotonic() + 2 * GRACE, range(self.size)
+        with contextlib.suppress(RuntimeError, OSError):
+            while self.store.check(["failure"]) and time.monotonic() < deadline:
+                if self.store.check([f"heard/{rank}" for rank in all_ranks]):
+                    return
+                time.sleep(0.01)
 
     def returned(self) -> None:
         """This rank's function has returned.
@@ -317,21 +443,44 @@ class JobWatcher(threading.Thread):
         """
         self.done.set()
         self._publish(RankStatus(None, True, *self.recorder.report()))
+        self._publish_calls()
         self.store.add("returned", 1)
-        while self.store.add("returned", 0) < self.size:
-            if (failure := self.announced(within=0.001)) is not None:
+        self._wait_for(lambda: self.store.add("returned", 0) >= self.size)
+        if self.recorder.rank == 0:
+            self._check_calls()
+            if (misuse := self.call_checker.error()) is not None:
+                self.announce(misuse)
+            self.store.set("checked", "")
+        self._wait_for(lambda: self.store.check(["checked"]))
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait for it. Raise what has gone wrong, also if that is known by then."""
+        holds = False
+        while not holds:
+            holds = condition()
+            if (failure := self.announced(within=0.0 if holds else 0.001)) is not None:
                 raise failure
 
     def _publish(self, status: RankStatus) -> None:
-        pickled: Any = pickle.dumps(status)  # set() takes bytes too, which its stub does not say
-        self.store.set(f"status/{self.recorder.rank}", pickled)
+        self.store.set(f"status/{self.recorder.rank}", to_json(status))
 
     def _publish_calls(self) -> None:
-        if new := self.calls[self.calls_published :]:
-            place = f"calls/{self.recorder.rank}/{self.batches_published}"
-            self.store.set(place, pickle.dumps(new))  # type: ignore[arg-type]
-            self.calls_published += len(new)
-            self.batches_published += 1
+        with self.batches:
+            if new := self.calls[:]:
+                del self.calls[: len(new)]
+                place = f"calls/{self.recorder.rank}/{self.batches_published}"
+                self.store.set(place, to_json(new))
+                self.batches_published += 1
+
+    def _check_calls(self) -> None:
+        """On rank 0: compare the calls that were published since the last time."""
+        with self.batches:
+            for rank in range(self.size) if self.recorder.on_call is not None else ():
+                while self.store.check([place := f"calls/{rank}/{self.batches_read[rank]}"]):
+                    for call in from_json(self.store.get(place)):
+                        self.call_checker.check(call)
+                    self.store.delete_key(place)
+                    self.batches_read[rank] += 1
 
     def _check_all_ranks(self) -> None:
         """On rank 0: look for misuse and deadlocks."""
@@ -340,20 +489,17 @@ class JobWatcher(threading.Thread):
             self.announce(misuse)
         elif (deadlock := self.wait_for.confirmed_deadlock(time.monotonic())) is not None:
             self.announce(deadlock)
-        for rank in range(self.size) if self.recorder.on_call is not None else ():
-            while self.store.check([f"calls/{rank}/{self.batches_read[rank]}"]):
-                for call in pickle.loads(self.store.get(f"calls/{rank}/{self.batches_read[rank]}")):
-                    self.call_checker.check(call)
-                self.batches_read[rank] += 1
+        elif (report := self.wait_for.report_of_limits(time.monotonic())) is not None:
+            self.reports.say(f"parallel101: {report}")
+        self._check_calls()
 
     def _all_statuses(self) -> list[RankStatus]:
-        keys = [f"status/{rank}" for rank in range(self.size)]
-        if self.store.check(keys):
-            return [pickle.loads(data) for data in self.store.multi_get(keys)]
-        return [
-            pickle.loads(self.store.get(key)) if self.store.check([key]) else RankStatus()
-            for key in keys
-        ]
+        """The newest of each rank. Those that have not changed are not read again."""
+        for rank, text in enumerate(texts_of("status", self.size, self.store)):
+            if text != self.status_texts[rank]:
+                self.status_texts[rank] = text
+                self.statuses[rank] = from_json(text)
+        return list(self.statuses)
 
     def _timed_out(self) -> LaunchTimeout:
         lines = []
@@ -381,6 +527,7 @@ class JobWatcher(threading.Thread):
         rank = self.recorder.rank
         if self.announced_here:
             sys.stderr.write(f"[rank {rank}] {one_line(error)}\n")
+        self._let_others_hear()
         if isinstance(error, LaunchTimeout):
             sys.stderr.write(f"[rank {rank}] was at {shown(self._place())}\n")
         sys.stderr.flush()
@@ -389,36 +536,72 @@ class JobWatcher(threading.Thread):
     def _place(self) -> str:
         return where(sys._current_frames().get(self.recorder.thread))
 
+    def _store_is_gone(self) -> None:
+        """End this rank, unless the launch is ending: without the store the job can't go on."""
+        if self.over.wait(STORE_ENDS_LATER):
+            return
+        place = f"This rank was at {shown(self._place())}"
+        write_line(self.recorder.rank, store_loss_text(place))
+        if not self.over.wait(2 * GRACE):
+            self.keep_record()
+            os._exit(1)
+
+
+def _store_outlives_ranks() -> bool:
+    """Whether torchrun's own process holds the job's store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
 
 class TerminationSignal:
-    """Whether this process has got SIGTERM.
+    """Which signals this process has got: SIGTERM, SIGINT or SIGUSR1.
 
-    torchrun stops the other ranks by it when one has failed. Python calls a handler on the
-    program's thread only, and that may be blocked in C++. So the watcher's thread learns it from a
-    pipe.
+    torchrun stops the other ranks by SIGTERM when one has failed, and by SIGINT after Ctrl-C. A
+    user asks by SIGUSR1 for a report. Python calls a handler on the program's thread only, and that
+    may be blocked in C++. So the watcher's thread learns of them from a pipe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reports: JobReports) -> None:
+        self.reports = reports
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(writer, False)
+        self.handlers: dict[int, Any] = {
+            signal.SIGTERM: self._noted,
+            signal.SIGINT: self._interrupt,
+        }
         signal.signal(signal.SIGTERM, self._noted)
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+        if USER_SIGNAL is not None:
+            self.handlers[USER_SIGNAL] = self._noted
+            faulthandler.unregister(USER_SIGNAL)
+            signal.signal(USER_SIGNAL, self._noted)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._restore)
 
-    def arrived(self) -> bool:
-        """True once it has arrived, unless the program has a handler of its own."""
+    def arrived(self) -> set[int]:
+        """Those that have arrived since, without those for which the program has a handler."""
         try:
-            signals = os.read(self.reader, 1024)
+            numbers = set(os.read(self.reader, 1024))
         except BlockingIOError:
-            return False
-        return signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) == self._noted
+            return set()
+        return {
+            n for n, ours in self.handlers.items() if n in numbers and signal.getsignal(n) == ours
+        }
 
     def _noted(self, *_: object) -> None:
         """The handler does nothing: the signal's number is in the pipe."""
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Say where the program is, and interrupt it."""
+        self.reports.interrupted(frame)
+        signal.default_int_handler(number, frame)
+
     def _restore(self) -> None:
         """In a forked child, such as a DataLoader's worker, the signal ends the process again."""
         signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) == self._noted:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in self.handlers:
+            if signal.getsignal(number) == self._noted:
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,20 +15,20 @@ import contextlib
 import os
 import select
 import sys
-import sysconfig
 import threading
 import time
 from types import FrameType
 
 import torch
 
+from parallel101.ranks.rank_stack import INSTALLED, RankStack, StackReader
 from parallel101.ranks.wire import (
-    ASK_PLACES,
     ASK_RECORD,
+    ASK_STACKS,
     BLOCKED,
     EXIT,
-    PLACES,
     RECORD,
+    STACKS,
     UNBLOCKED,
     RankRecord,
     Wire,
@@ -39,6 +39,13 @@ from parallel101.record.where import is_inside, where
 TICK = 0.1  # seconds between two looks
 IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++ counts as blocked
 exit_process = os._exit  # on sim os._exit ends one virtual rank only
+
+
+def recorded(recorder: RankRecorder) -> RankRecord:
+    """What a rank has recorded so far."""
+    events = recorder.events  # and with it the sums of earlier ones
+    unfinished, unwaited = recorder.unfinished, recorder.unwaited
+    return RankRecord(events, unfinished, unwaited, earlier=recorder.earlier)
 
 
 class ControlThread(threading.Thread):
@@ -67,8 +74,8 @@ class ControlThread(threading.Thread):
             exit_process(1)
         if kind == EXIT:
             self.may_exit.set()
-        elif kind == ASK_PLACES:
-            self.wire.send(PLACES, self.places())
+        elif kind == ASK_STACKS:
+            self.wire.send(STACKS, self.stacks())
         elif kind == ASK_RECORD:
             self.send_record()
 
@@ -78,8 +85,8 @@ class ControlThread(threading.Thread):
     def send_record(self) -> None:
         """Send what was recorded so far."""
 
-    def places(self) -> list[tuple[int, str]]:
-        """Where the program is: ranks, each with a "file:line"."""
+    def stacks(self) -> list[RankStack]:
+        """What each rank of this process does."""
         return []
 
 
@@ -90,12 +97,14 @@ class Watcher(ControlThread):
         super().__init__(wire)
         self.recorder = recorder
         self.detector = BlockedDetector(recorder)
+        self.stack_reader = StackReader(recorder)
         # where the rank is, if not in the program; else ""
         self.outside = "its start, before the program"
         self.seen: PostedCall | None = None
         self.reported: PostedCall | None = None
 
     def look(self) -> None:
+        self.stack_reader.look()
         blocked = self.detector.blocked_in()
         if self.reported is not None and blocked is not self.reported:
             self.wire.send(UNBLOCKED)
@@ -103,9 +112,8 @@ class Watcher(ControlThread):
         if blocked is not None and blocked is self.seen and self.reported is None:
             # another thread posted while the counts were copied: report at the next look
             with contextlib.suppress(RuntimeError):
-                self.wire.send(
-                    BLOCKED, (tuple(blocked.call(self._place())), self.recorder.report())
-                )
+                call = tuple(blocked.call(self._place()))
+                self.wire.send(BLOCKED, (call, blocked.caught_after, self.recorder.report()))
                 self.reported = blocked
         self.seen = blocked
 
@@ -114,13 +122,13 @@ class Watcher(ControlThread):
         self.wire.send(
             RECORD,
             (
-                RankRecord(recorder.events, recorder.unfinished, recorder.unwaited),
+                recorded(recorder),
                 recorder.report(),
             ),
         )
 
-    def places(self) -> list[tuple[int, str]]:
-        return [(self.recorder.rank, self.outside or self._place())]
+    def stacks(self) -> list[RankStack]:
+        return [self.stack_reader.read(self.outside)]
 
     def _place(self) -> str:
         return where(sys._current_frames().get(self.recorder.thread))
@@ -130,9 +138,6 @@ class Watcher(ControlThread):
 
 
 _WAITING = (*torch.autograd.__path__, *torch.futures.__path__)  # where torch waits for futures
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 
 
 class BlockedDetector:
@@ -150,15 +155,12 @@ class BlockedDetector:
     def blocked_in(self) -> PostedCall | None:
         """The call in which the program is blocked.
 
-        None while it runs, while another of its threads may still post, and if the call ends by a
-        time limit of the program's own.
+        None while it runs, and while another of its threads may still post.
         """
+        if self.recorder.host_time is not None:
+            self.recorder.host_time.sample()
         waiting = self.recorder.waiting or self._in_backward()
-        return (
-            None
-            if waiting is None or waiting.times_out or _others_at_work(self.recorder.thread)
-            else waiting
-        )
+        return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
 
     def _in_backward(self) -> PostedCall | None:
         """The call whose future torch's C++ waits for, as DDP's backward does.
@@ -204,7 +206,7 @@ def _others_at_work(program: int) -> bool:
 def _in_program(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
-        if not is_inside(name) and not name.startswith(_INSTALLED):
+        if not is_inside(name) and not name.startswith(INSTALLED):
             return True
         frame = frame.f_back
     return False

@@ -33,15 +33,16 @@ import torch
 from parallel101.ranks.rendezvous import Address
 from parallel101.record.calls import Call
 from parallel101.record.events import EventRow
+from parallel101.record.totals import EarlierEvents
 from parallel101.record.trace import collector_paused
 
-# Kinds of frames to a rank: its Job; the packed program; "where are you?"; "what have you
+# Kinds of frames to a rank: its Job; the packed program; "what are you doing?"; "what have you
 # recorded?"; "you may exit".
-JOB, PROGRAM, ASK_PLACES, ASK_RECORD, EXIT = b"j", b"f", b"w", b"t", b"q"
+JOB, PROGRAM, ASK_STACKS, ASK_RECORD, EXIT = b"j", b"f", b"w", b"t", b"q"
 # And from a rank: a Call as it is posted; the call it is blocked in; it is no longer blocked; its
-# RankRecord and report; the slow modules that it imported; where it is; what its function returned;
-# its Failure.
-CALL, BLOCKED, UNBLOCKED, RECORD, IMPORTED, PLACES, RESULT, FAILURE = (
+# RankRecord and report; the slow modules that it imported; its RankStack; what its function
+# returned; its Failure.
+CALL, BLOCKED, UNBLOCKED, RECORD, IMPORTED, STACKS, RESULT, FAILURE = (
     b"c",
     b"b",
     b"f",
@@ -78,6 +79,8 @@ class Job:
     rules: str  # on sim: "gloo" or "nccl"
     device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
     mirrors: Any  # on sim: a MirroredAxes, or None: all ranks have a thread
+    keep_waiting: bool  # the program handles the time limits of its groups itself
+    stuck_after: float  # on sim: seconds without progress after which there is a report
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]
@@ -97,6 +100,8 @@ class RankRecord(NamedTuple):
     # by rank, of a run on virtual GPUs: a sim.virtual_gpu.GpuCount each
     gpus: Sequence[Any] | None = None
     warnings: Sequence[str] = ()  # on sim, under NCCL's rules: what may hang on GPUs
+    # sums of the rank's events before `events`, if only the newest were kept
+    earlier: EarlierEvents | None = None
 
 
 class Failure(NamedTuple):
@@ -184,7 +189,7 @@ class Wire:
     def _buffer(self, count: int) -> Any:
         # its pages are not touched, so they take memory only as the bytes arrive
         storage = torch.UntypedStorage(count)
-        window = _bytes_of(storage)
+        window = bytes_of(storage)
         self._fill(memoryview(window).cast("B"))
         return window
 
@@ -235,15 +240,8 @@ class _Pickler(cloudpickle.Pickler):
         self.storages: dict[int, _PickledStorage] = {}
 
     def reducer_override(self, obj):
-        dense = type(obj) is torch.Tensor and obj.layout is torch.strided
-        # the memory of these is not their values
-        if dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg()):
-            wants_grad = obj.requires_grad and obj.is_leaf
-            # a GPU tensor comes back on the CPU: the launching process may have no GPU
-            tensor = obj.detach().cpu()
-            if tensor.untyped_storage().nbytes() > max(2 * tensor.nbytes, SMALL):
-                # a slice is sent without the rest of its storage
-                tensor = tensor.clone(memory_format=torch.contiguous_format)
+        if is_dense(obj):
+            tensor = lean(obj)
             storage = tensor.untyped_storage()
             pickled = self.storages.setdefault(
                 storage.data_ptr() if storage.nbytes() else id(storage), _PickledStorage(storage)
@@ -254,7 +252,7 @@ class _Pickler(cloudpickle.Pickler):
                 tensor.storage_offset(),
                 tensor.shape,
                 tensor.stride(),
-                wants_grad,
+                tensor.requires_grad,
             )
         if (
             isinstance(obj, ModuleType)
@@ -270,6 +268,23 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+def is_dense(obj: Any) -> bool:
+    """Whether it is a plain tensor, whose memory is its values."""
+    dense = type(obj) is torch.Tensor and obj.layout is torch.strided
+    return dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg())
+
+
+def lean(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is sent: on the CPU, without a graph, a slice without the rest of its storage.
+
+    The launching process may have no GPU.
+    """
+    sent = tensor.detach().cpu()
+    if sent.untyped_storage().nbytes() > max(2 * sent.nbytes, SMALL):
+        sent = sent.clone(memory_format=torch.contiguous_format)
+    return sent.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
 class _PickledStorage:
     """A tensor's storage, pickled as one out-of-band buffer.
 
@@ -280,10 +295,10 @@ class _PickledStorage:
         self.storage = storage
 
     def __reduce_ex__(self, protocol):
-        return _storage, (pickle.PickleBuffer(_bytes_of(self.storage)),)
+        return _storage, (pickle.PickleBuffer(bytes_of(self.storage)),)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Any:
+def bytes_of(storage: torch.UntypedStorage) -> Any:
     window = (
         (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
         if storage.nbytes()

@@ -39,6 +39,7 @@ from parallel101.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
+from parallel101.ranks.rank_stack import stack_on_signal
 from parallel101.ranks.rendezvous import connect
 from parallel101.ranks.watcher import Watcher, exit_process
 from parallel101.ranks.wire import CALL, IMPORTED, JOB, RESULT, Job, Wire
@@ -76,7 +77,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 
             run_virtual_ranks(job, wire, loaded)
         else:
-            run_rank(job, wire, calls, loaded)
+            run_rank(job, wire, calls, status, loaded)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  # the launching process is gone, or needs no more
     except BaseException:
@@ -90,7 +91,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
         exit_process(code)
 
 
-def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
+def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) -> None:
     """Run the program as one real rank."""
     _, body, buffers = wire.receive_packed()
     recorder = RankRecorder(
@@ -98,7 +99,10 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
         recording=job.recording,
         payload_bytes=job.payload_bytes,
         on_call=_call_sender(wire, calls) if job.recording else None,
+        keep_waiting=job.keep_waiting,
     )
+    if status >= 0:
+        stack_on_signal(status, 2)
     watcher = Watcher(recorder, wire)
     watcher.start()
     if job.recording:

@@ -154,7 +154,8 @@ class RecordedGroup(torch_private.PythonGroup):
             where=where,
             within=collective_terms(collective),
         )
-        self._check(call, unfit(tensor, call.brief))
+        # the text of the call takes longer than the rest, and is rarely needed
+        self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
         small = tensor.nbytes <= self.recorder.payload_bytes
         inputs = (
             Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
@@ -191,7 +192,13 @@ class RecordedGroup(torch_private.PythonGroup):
         limit = own_limit(
             options if isinstance(options, timedelta) else getattr(options, "timeout", None)
         )
-        posted = PostedCall(self, (spec.kind, None, 0, self.label), seq, limit=limit or self.limit)
+        posted = PostedCall(
+            self,
+            (spec.kind, None, 0, self.label),
+            seq,
+            limit=limit or self.limit,
+            limit_in_call=limit is not None,
+        )
         if not self.recorder.recording:
             with self.recorder.blocked_in(posted):  # some of them block here already
                 return WatchedWork(run(*args, **kwargs), posted)
@@ -221,7 +228,7 @@ class RecordedGroup(torch_private.PythonGroup):
             call = call._replace(
                 shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes
             )
-        self._check(call, spec.unfit(args, call.brief))
+        self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
         small = arguments.nbytes <= self.recorder.payload_bytes and arguments.layout != "sparse"
         payload = values(arguments.tensors) if small else None
         inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)

@@ -28,8 +28,11 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call, CallKey, call_to_compare, tensor_changed, waited_twice
 from parallel101.record.clocks import CpuClock
 from parallel101.record.events import P2P, Event, EventGroup, EventGroups, EventRow, span_event
+from parallel101.record.host_time import HostTime
+from parallel101.record.last_events import BatchWriter, LastEvents
 from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import snapshot, unchanged
+from parallel101.record.totals import EarlierEvents
 from parallel101.record.where import caller
 
 StatusReport = tuple[
@@ -40,9 +43,7 @@ StatusReport = tuple[
     dict[CallKey, str],
 ]
 SHORTEST_WAIT = 50e-6  # seconds
-# seconds: a program's own time limit that is longer is not awaited, and a deadlock is reported at
-# once
-LONGEST_LIMIT = 60.0
+MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
 RECENT = 256  # collectives of a group that are remembered by name
 
 
@@ -57,6 +58,8 @@ class RankRecorder:
             any case.
         payload_bytes: events of up to so many bytes keep their values.
         on_call: in a checked run, called with every call when it is posted, before torch gets it.
+        keep_waiting: whether the program handles the time limits of its groups itself (see
+            PostedCall.caught_after).
     """
 
     def __init__(
@@ -66,9 +69,11 @@ class RankRecorder:
         recording: bool,
         payload_bytes: int = 0,
         on_call: Callable[[Call], None] | None = None,
+        keep_waiting: bool = False,
     ):
         self.rank = rank
         self.recording = recording
+        self.keep_waiting = keep_waiting
         # whether each time in which the program is blocked in a call becomes a span
         self.record_waits = False
         # in unrecorded(), the name under which its calls are numbered, so that later ones keep
@@ -91,11 +96,17 @@ class RankRecorder:
         self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()
         # the record; in place of seconds, events have moments of the clock
         self.recorded: list[Event] = []
+        # takes events away from `recorded`, if only the newest are kept; and sums of the others
+        self.last_events: LastEvents | None = None
+        self.earlier: EarlierEvents | None = None
         self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
         # torch's own work, if it is a collective, and the event
-        self.dropped_works: list[tuple[dist.Work | None, Event]] = []
+        self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
         self.unwaited: list[Call] = []  # sends and receives for which the program never waited
         self.event_groups = EventGroups()
+        # what the program does between its calls, in `parallel101 run`
+        self.waited = 0.0  # seconds in which it was blocked in a call, if these are recorded
+        self.host_time: HostTime | None = None
 
     # ---- what spans.Recorder asks for ----
 
@@ -107,7 +118,8 @@ class RankRecorder:
     ) -> None:
         if self.counted_apart:
             return
-        seq = len(self.recorded)
+        taken = 0 if self.last_events is None else self.last_events.taken
+        seq = taken + len(self.recorded)
         self.recorded.append(
             span_event(
                 rank=self.rank,
@@ -127,8 +139,10 @@ class RankRecorder:
         That is recorded if it took longer than to call torch does.
         """
         end = self.now()
-        if isinstance(end, float) and end - began < SHORTEST_WAIT:
-            return
+        if isinstance(end, float):
+            self.waited += end - began
+            if end - began < SHORTEST_WAIT:
+                return
         call = posted.call("")
         self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
 
@@ -179,6 +193,11 @@ class RankRecorder:
         finally:
             self.waiting = before
 
+    @property
+    def calls_posted(self) -> int:
+        """How many messages and collectives so far. Other threads may ask."""
+        return sum(self.posted.values()) + sum(self.collectives.values())
+
     def report(self) -> StatusReport:
         """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
         recent = {group: list(operations) for group, operations in dict(self.recent).items()}
@@ -194,9 +213,38 @@ class RankRecorder:
 
     @property
     def events(self) -> list[EventRow]:
-        """What is recorded so far."""
+        """What is recorded so far, or the newest of it.
+
+        `earlier` then has the sums of the others. It is None if there are none.
+        """
         self._end_dropped(run_is_over=False)
-        return self._rows(self.recorded)
+        of_host: list[EventRow] = [] if self.host_time is None else self.host_time.rows()
+        if self.last_events is None:
+            return self._rows(self.recorded) + of_host
+        rows, earlier = self.last_events.rows(lambda: self._rows(self.recorded))
+        self.earlier = earlier if earlier.count else None
+        return rows + of_host
+
+    @contextmanager
+    def keeping_last(self, limit: int, writer: BatchWriter | None = None) -> Iterator[None]:
+        """Inside, keep the newest events only, and sums of the others.
+
+        Args:
+            limit: how many events, at least.
+            writer: writes them to files while the program runs.
+        """
+
+        def unfinished() -> list[EventRow]:
+            return self.unfinished
+
+        self.last_events = LastEvents(
+            limit, self.recorded, self.clock.in_seconds, unfinished, writer
+        )
+        self.last_events.start()
+        try:
+            yield
+        finally:
+            self.last_events.stop()
 
     @property
     def unfinished(self) -> list[EventRow]:
@@ -223,15 +271,16 @@ class RankRecorder:
 
         When the run is over, all of them have.
         """
-        now, dropped = self.now(), self.dropped_works
-        ended = [
-            work is not None and (run_is_over or (work.is_completed() and work.is_success()))
-            for work, _ in dropped
-        ]
-        self.recorded += [
-            event._replace(end=now) for (_, event), done in zip(dropped, ended) if done
-        ]
-        self.dropped_works = [entry for entry, done in zip(dropped, ended) if not done]
+        now = self.now()
+        for _ in range(len(self.dropped_works)):
+            try:
+                work, event = self.dropped_works.popleft()
+            except IndexError:  # another thread does the same
+                return
+            if work is not None and (run_is_over or (work.is_completed() and work.is_success())):
+                self.recorded.append(event._replace(end=now))
+            else:
+                self.dropped_works.append((work, event))
 
     def _rows(self, events: list[Event]) -> list[EventRow]:
         return [tuple(event) for event in self.clock.in_seconds(list(events))]
@@ -252,7 +301,7 @@ class CallGroup(Protocol):
 class PostedCall:
     """A call that may block, with what the watcher needs to say whom it waits for."""
 
-    __slots__ = ("group", "key", "limit", "others", "seq", "where")
+    __slots__ = ("group", "key", "limit", "limit_in_call", "others", "seq", "where")
 
     def __init__(
         self,
@@ -262,19 +311,24 @@ class PostedCall:
         where: str = "?",
         others: tuple[int, ...] | None = None,
         limit: float | None = None,
+        limit_in_call: bool = False,
     ):
         self.group, self.key, self.seq, self.where = group, key, seq, where
         # the ranks it needs, if it isn't a message
         self.others = group.others if others is None else others
-        self.limit = limit  # seconds after which the program itself wants an error
+        self.limit = limit  # seconds after which torch ends it with an error
+        self.limit_in_call = limit_in_call  # whether the limit was given to this call alone
 
     @property
-    def times_out(self) -> bool:
-        """Whether the program has set a time limit.
+    def caught_after(self) -> float | None:
+        """Seconds after which the program handles the error of its own time limit, and goes on.
 
-        Then it may catch the error, and go on.
+        A program says that it does so by giving the limit to the call itself, as in
+        `work.wait(timedelta(seconds=5))`, or by `keep_waiting`. The limit of a group does not say
+        it: many scripts pass one to init_process_group. None: it does not handle it.
         """
-        return self.limit is not None and self.limit <= LONGEST_LIMIT
+        asked = self.limit_in_call or self.group.recorder.keep_waiting
+        return self.limit if asked else None
 
     @property
     def once(self) -> bool:
@@ -325,7 +379,7 @@ class WatchedWork(dist.Work):
         if threading.get_ident() != recorder.thread:
             return self.inner.wait(*timeout)
         if timeout:
-            self.posted.limit = own_limit(*timeout)
+            self.posted.limit, self.posted.limit_in_call = own_limit(*timeout), True
         elif (
             self.posted.limit is not None and self.posted.key[0] in P2P
         ):  # gloo's messages keep the limit that their group began with
@@ -451,9 +505,10 @@ class RecordedWork(WatchedWork):
             return
         payload = None if self.inputs is None else self.inputs.payload
         event = self.event(self.start, payload=payload)
-        self.posted.group.recorder.dropped_works.append(
-            (None if self.call.kind in P2P else self.inner, event)
-        )
+        dropped = self.posted.group.recorder.dropped_works
+        dropped.append((None if self.call.kind in P2P else self.inner, event))
+        if len(dropped) > MOST_DROPPED:
+            dropped.popleft()
 
     def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)

@@ -10,15 +10,19 @@
 `WaitForGraph` knows only what each rank last reported. That is enough to be certain: the counts of
 what a rank has posted only grow, and a blocked rank posts nothing. So the newest reports of all
 ranks, though taken at different times, describe one moment: the time of the last of them.
+
+A rank whose program handles the error of its own time limit goes on after it. So it counts as one
+that still runs. What it waits for is reported all the same, while the run goes on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel101.record.calls import Call, CallKey, tag_text
-from parallel101.record.errors import DeadlockError
+from parallel101.record.errors import DeadlockError, Waiting
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
 
@@ -137,6 +141,14 @@ class RankStatus:
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # where the newest message with a key was posted
     places: Mapping[CallKey, str] = field(default_factory=dict)
+    # seconds after which the blocked call ends with an error that the program handles (see
+    # PostedCall.caught_after)
+    limit: float | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it is blocked in a call that no time limit ends."""
+        return self.blocked is not None and self.limit is None
 
     def operation(self, group: str, seq: int) -> str | None:
         """What this rank called as the seq-th collective of a group.
@@ -158,6 +170,9 @@ class WaitForGraph:
         self.ranks = [RankStatus() for _ in range(world_size)]
         self.suspected: DeadlockError | None = None
         self.due = 0.0
+        self.limited: DeadlockError | None = None  # the same, of waits that a time limit ends
+        self.limited_due = 0.0
+        self.told: list[Waiting] = []  # the waits of which `report_of_limits` has told
 
     def confirmed_deadlock(self, now: float) -> DeadlockError | None:
         """The deadlock among the ranks, once it has lasted long enough.
@@ -173,16 +188,51 @@ class WaitForGraph:
             self.suspected, self.due = found, now + patience
         return self.suspected if self.suspected is not None and now >= self.due else None
 
-    def deadlock(self, without_dropped: bool = False) -> DeadlockError | None:
+    def report_of_limits(self, now: float) -> str | None:
+        """A report of ranks that wait for each other until the program's own time limit.
+
+        It comes once for the same lines, when they have waited as long as for a deadlock. None: no
+        news. The run goes on.
+        """
+        if all(status.limit is None for status in self.ranks):
+            self.limited = None
+            return None
+        found = self.deadlock(with_limits=True)
+        if found is None or found.waiting in self.told:
+            self.limited = None
+            return None
+        if self.limited is None or self.limited.waiting != found.waiting:
+            self.limited, self.limited_due = found, now + CONFIRM_AFTER
+        if now < self.limited_due:
+            return None
+        self.told.append(found.waiting)
+        first = min(self.ranks[rank].limit or math.inf for rank in found.waiting)
+        ranks = [rank for rank in found.waiting if self.ranks[rank].limit is not None]
+        its = "its own time limit" if len(ranks) == 1 else "their own time limits"
+        after = f"the first after {first:g} s" if len(ranks) > 1 else f"after {first:g} s"
+        return f"{found}\n  {ranks_text(ranks)} will go on by {its}, {after}: the run is not ended"
+
+    @property
+    def next_look(self) -> float:
+        """When to ask again, if nothing changes before."""
+        return min(
+            self.due if self.suspected is not None else math.inf,
+            self.limited_due if self.limited is not None else math.inf,
+        )
+
+    def deadlock(
+        self, without_dropped: bool = False, with_limits: bool = False
+    ) -> DeadlockError | None:
         """The deadlock according to the present reports. None while a rank may still go on.
 
         Args:
             without_dropped: assume that messages whose work object was dropped are never sent.
+            with_limits: assume that the program's own time limits never end a wait.
         """
         waits = {
             rank: status.blocked
             for rank, status in enumerate(self.ranks)
-            if status.blocked is not None
+            if status.blocked is not None and (status.stuck or with_limits)
         }
         if not waits:
             return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from _thread import LockType, allocate_lock, get_ident
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
@@ -470,6 +470,9 @@ class World:
             links.arbitrate(self.now)
         limit = self.limits.next() if self.limits.waits else None
         if limit is not None and (not self._times or limit < self._times[0]):
+            if (error := self._proven()) is not None:
+                self.fail(error)
+                return True
             self.now = limit
             self.limits.expire()
         elif self._times:
@@ -490,15 +493,35 @@ class World:
     def _explanation(self) -> Exception:
         """Why no rank can go on."""
         worlds = [self, self.second] if self.second is not None else [self]
-        misuse = [world.find_misuse() or world.call_checker.error() for world in worlds]
-        return next(filter(None, misuse), None) or self._deadlock(worlds)
+        waits, deadlock = self._deadlock(worlds)
+        return (
+            self._misuse(worlds)
+            or deadlock
+            or AssertionError(f"no virtual rank can run, but none waits for another: {waits}")
+        )
 
-    def _deadlock(self, worlds: Sequence[World]) -> Exception:
+    def _proven(self) -> Exception | None:
+        """Why ranks can never go on, although the time limit of a group would end their wait."""
+        worlds = [self, self.second] if self.second is not None else [self]
+        others = {rank.number for rank in self._pollers}.union(
+            *(w.limits.handled() for w in worlds)
+        )
+        _, deadlock = self._deadlock(worlds, but=others)
+        return deadlock and (self._misuse(worlds) or deadlock)
+
+    def _misuse(self, worlds: Sequence[World]) -> Exception | None:
+        found = (world.find_misuse() or world.call_checker.error() for world in worlds)
+        return next(filter(None, found), None)
+
+    def _deadlock(
+        self, worlds: Sequence[World], but: Collection[int] = ()
+    ) -> tuple[dict[int, Call], Exception | None]:
+        """The calls in which ranks wait, and the deadlock among them. `but`: ranks that go on."""
         waits = {
             rank.number: rank.waiting
             for world in worlds
             for rank in world.ranks
-            if rank.waiting is not None and not rank.finished
+            if rank.waiting is not None and not rank.finished and rank.number not in but
         }
         threads = {rank.number: rank.thread for rank in self.ranks}
         # where each rank is blocked, which may be some lines after its call
@@ -509,7 +532,4 @@ class World:
         }
         returned = [rank.number for rank in self.ranks if rank.finished]
         notes = [note for world in worlds for note in world.deadlock_notes()]
-        error = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)
-        return error or AssertionError(
-            f"no virtual rank can run, but none waits for another: {calls}"
-        )
+        return calls, find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)

@@ -6,8 +6,11 @@
         0 may catch
 
 A limit is the program's own if it gave one: to new_group, init_process_group, a group's own method
-or work.wait(). A call without one that can never end is a deadlock. A rank that has timed out has
-left the group, as on gloo: nobody can communicate with it there any more.
+or work.wait(). A rank that has timed out has left the group, as on gloo: nobody can communicate
+with it there any more.
+
+A call that can never end is a deadlock, also if its group has a limit, unless the program handles
+that limit's error itself: it gives the limit to the call, or asks for `keep_waiting`.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class TimedWait(NamedTuple):
     # whether the rank leaves the group if it times out: not after a collective's wait(timeout),
     # which the collective survives
     leaves: bool
+    handled: bool  # whether the program handles the error, and goes on
     rank: Any  # a VirtualRank
     work: Waitable
 
@@ -59,6 +63,7 @@ class TimeLimits:
 
     def __init__(self, world: Any):  # a World; clock.py imports this file
         self.world = world
+        self.keep_waiting = False  # whether the program handles the error of a group's limit
         self.in_use = False  # whether any group has a limit
         self.of_group: dict[tuple[str, int], float] = {}  # seconds, by group and rank
         self.waits: list[TimedWait] = []  # a heap
@@ -82,19 +87,23 @@ class TimeLimits:
         call = work.call()
         self.check(call.group, rank.number, _needs(work, call))
         leaves = seconds is None or call.kind in P2P
-        if seconds is None:
-            seconds = getattr(work, "seconds", None) or self.of_group.get((call.group, rank.number))
+        in_call = getattr(work, "seconds", None) if seconds is None else seconds
+        seconds = in_call or self.of_group.get((call.group, rank.number))
         if seconds is not None:
             self.count += 1
-            heappush(
-                self.waits, TimedWait(rank.now() + seconds, self.count, seconds, leaves, rank, work)
-            )
+            handled = in_call is not None or self.keep_waiting
+            until = rank.now() + seconds
+            heappush(self.waits, TimedWait(until, self.count, seconds, leaves, handled, rank, work))
 
     def next(self) -> float | None:
         """When the next wait reaches its limit; None if there is none."""
         while self.waits and self.waits[0].over:
             heappop(self.waits)
         return self.waits[0].until if self.waits else None
+
+    def handled(self) -> set[int]:
+        """The ranks that wait up to a limit whose error the program handles: they will go on."""
+        return {wait.rank.number for wait in self.waits if wait.handled and not wait.over}
 
     def expire(self) -> None:
         """Give the ranks whose limit time has reached their error; they leave their group."""

@@ -96,6 +96,7 @@ def simulate(
     payload_bytes: int = 0,
     mirrors: MirroredAxes | None = None,
     recording: bool = True,
+    keep_waiting: bool = False,
     on_start: Callable[[SharedState], None] = lambda _: None,
 ) -> SimResult:
     """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised.
@@ -111,6 +112,8 @@ def simulate(
         mirrors: which ranks have a thread, and stand for the others (see mirrored.py); results are
             of those. None: all have one.
         recording: whether events are kept.
+        keep_waiting: whether the program handles the time limits of its groups itself (see
+            limits.py).
         on_start: called with the run's state before it begins, so that another thread can look at
             it during the run.
 
@@ -120,6 +123,7 @@ def simulate(
         raise ValueError(f"world_size must be a number of ranks, 1 or more; got {world_size!r}")
     network = Network() if network is None else network
     world = World(world_size, network, mirrors)
+    world.limits.keep_waiting = keep_waiting
     if not recording:
         world.events, world.recording = NoEvents(), False
     torch_worlds = [torch_private.RankWorld() for _ in world.ranks]

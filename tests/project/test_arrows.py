@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "sim.virtual_gpu": {"record", "cost"},
     "sim.operation_costs": {"cost"},
     "ranks": {"sim", "record"},
-    "ranks.launch": {"cost.hardware", "sim", "record"},  # the names of GPUs
+    "ranks.launch": {"cost.hardware", "cost.cluster", "sim", "record"},  # the names of GPUs
     "analysis": {"record"},
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it

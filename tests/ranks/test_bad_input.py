@@ -33,6 +33,7 @@ def ok():
         ({"timeout": 0}, ValueError, "timeout is 0"),
         ({"timeout": float("nan")}, ValueError, "timeout is nan"),
         ({"timeout": "1"}, ValueError, "timeout is '1'"),
+        ({"stuck_after": 0}, ValueError, "stuck_after is 0"),
         pytest.param(
             {"network": p101.Network()},
             ValueError,
@@ -86,13 +87,13 @@ def test_a_rank_cannot_launch():
     [
         (
             {"RANK": "abc", "WORLD_SIZE": "2"},
-            "RANK='abc' and WORLD_SIZE='2' are set, as torchrun sets them, but RANK must be",
+            r"\(RANK='abc' and WORLD_SIZE='2'\), but RANK must be",
         ),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK must be a whole number"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"},
-            "MASTER_ADDR, the address of rank 0, is not set",
+            "MASTER_ADDR and MASTER_PORT, where rank 0 is found, are not both set",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
@@ -110,7 +111,8 @@ def test_job_variables_that_make_no_sense_are_named(monkeypatch, job, message):
 @pytest.mark.parametrize("timeout", [float("inf"), 1e12, 10**400])
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_no_time_limit(timeout, backend):
-    assert p101.launch(ok, world_size=2, backend=backend, timeout=timeout).results == [1, 1]
+    limits = {"timeout": timeout, "stuck_after": timeout}
+    assert p101.launch(ok, world_size=2, backend=backend, **limits).results == [1, 1]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a directory in use can't be deleted on this system")

@@ -167,7 +167,7 @@ def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     err = process.communicate(timeout=60)[1]
     assert "KeyboardInterrupt" in err
-    assert "interrupted: rank 0 was at" in err
+    assert "interrupted: what the ranks did\n  rank 0 is at" in err
     assert _gone(pids + family)
 
 

@@ -1,10 +1,11 @@
-"""A program may catch the error of its own group's time limit, and go on.
+"""A deadlock ends a run at once, whatever the time limit of the program's groups.
 
-What has no limit of its own is a deadlock.
+With keep_waiting, or a limit given to one call, the program may catch the limit's error and go on.
 """
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -49,7 +50,7 @@ def missing_peers() -> list[str]:
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_program_may_catch_the_error_of_its_groups_time_limit(backend):
-    run = p101.launch(missing_peers, world_size=3, backend=backend, trace=True)
+    run = p101.launch(missing_peers, world_size=3, backend=backend, trace=True, keep_waiting=True)
     late = [
         f"Timed out waiting 1000ms for {kind} operation to complete" for kind in ("recv", "send")
     ]
@@ -68,7 +69,7 @@ def test_on_sim_the_clock_advances_to_the_limit():
                 p101.compute(1.0)
             return text
 
-    run = p101.launch(program, world_size=2, backend="sim")
+    run = p101.launch(program, world_size=2, backend="sim", keep_waiting=True)
     spans = {
         event.name: (event.start, event.end) for event in run.trace.events if event.kind == "span"
     }
@@ -126,10 +127,43 @@ def waits_without_limit(first_limit):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_what_has_no_limit_of_its_own_is_a_deadlock(backend):
+def test_with_keep_waiting_what_has_no_limit_of_its_own_is_a_deadlock(backend, capfd):
     with pytest.raises(p101.DeadlockError) as deadlock:
-        p101.launch(waits_without_limit, None, world_size=2, backend=backend)
+        p101.launch(waits_without_limit, None, world_size=2, backend=backend, keep_waiting=True)
     assert deadlock.value.cycle == [0, 1]
+    if backend == "gloo":  # on sim no time passes until the limit
+        err = capfd.readouterr().err
+        assert "parallel101: deadlock: no rank can go on" in err
+        assert "rank 0 waits in recv from rank 1, at" in err
+        assert "rank 0 will go on by its own time limit, after 1 s: the run is not ended" in err
+
+
+def catches_its_limit():
+    """A cycle of receives. Rank 2 computes, so that on sim the limit would come first."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    if (rank := dist.get_rank()) == 2:
+        p101.compute(100.0)
+    else:
+        caught(lambda: dist.recv(torch.ones(1), 1 - rank))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_deadlock_ends_the_run_long_before_the_programs_limit(backend):
+    began = time.monotonic()
+    with pytest.raises(p101.DeadlockError) as deadlock:
+        p101.launch(catches_its_limit, world_size=3, backend=backend)
+    assert deadlock.value.cycle == [0, 1] and time.monotonic() - began < 40
+
+
+def test_a_slow_rank_is_no_deadlock_and_the_programs_limit_applies():
+    def program():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+        if dist.get_rank() == 1:
+            p101.compute(10.0)
+        return caught(lambda: dist.all_reduce(torch.ones(1)))
+
+    late = p101.launch(program, world_size=2, backend="sim").results[0]
+    assert late == "Timed out waiting 5000ms for recv operation to complete"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
@@ -137,7 +171,13 @@ def test_an_error_that_is_not_caught_fails_the_rank(backend):
     with pytest.raises(
         p101.RankFailed, match="Timed out waiting 1000ms for recv operation"
     ) as failed:
-        p101.launch(waits_without_limit, timedelta(seconds=1), world_size=2, backend=backend)
+        p101.launch(
+            waits_without_limit,
+            timedelta(seconds=1),
+            world_size=2,
+            backend=backend,
+            keep_waiting=True,
+        )
     assert type(failed.value.__cause__) is RuntimeError
     if backend == "sim":
         assert "waited in recv for rank" in str(failed.value) and "test_time_limits.py:" in str(
@@ -152,5 +192,7 @@ def test_under_nccls_rules_too():
         dist.barrier()
         return text
 
-    results = p101.launch(program, world_size=2, backend="sim", rules="nccl").results
+    results = p101.launch(
+        program, world_size=2, backend="sim", rules="nccl", keep_waiting=True
+    ).results
     assert results == ["Timed out waiting 1000ms for recv operation to complete", ""]

@@ -11,8 +11,17 @@ import textwrap
 
 import pytest
 
+# CPython tells an audit hook of each class or function that an unpickler looks up. torch.load with
+# weights_only has an unpickler of its own, which looks up none.
 SCRIPT = """
     import os, sys, threading, torch, torch.distributed as dist, parallel101 as p101
+
+    joined = "RANK" in os.environ
+    def hook(event, arguments):
+        if event == "pickle.find_class" and joined:
+            sys.stderr.write(f"unpickled {arguments}\\n")
+
+    sys.addaudithook(hook)
 
     def total():
         x = torch.tensor([dist.get_rank() + 1.0])
@@ -63,7 +72,9 @@ SCRIPT = """
         p101.launch(lambda: os.abort() if dist.get_rank() == 1 else dist.barrier(), world_size=2)
     watchers = [thread.name for thread in threading.enumerate() if "parallel101" in thread.name]
     assert not watchers, f"{watchers} would still run while Python ends"
+    joined = False  # its ranks are this process's own
     sim = p101.launch(lambda: dist.get_rank(), world_size=3, backend="sim")
+    joined = "RANK" in os.environ
     values = [value for value, _ in first.results], [t.tolist() for _, t in first.results]
     line = f"{values} {second.results} {len(first.trace.events)} {sim.results}\\n"
     sys.stdout.write(line)
@@ -101,6 +112,7 @@ def test_by_torchrun_where_errors_can_be_caught_and_a_deadlock_ends_the_job(scri
     done = _torchrun(script, "2", "caught", "deadlock")
     assert done.returncode and done.stdout.splitlines() == [SAID, SAID], done.stderr
     assert FAILURES["deadlock"] in done.stderr
+    assert "unpickled" not in done.stderr, "nothing that another rank sent may be unpickled"
     caught = [
         line.removeprefix("caught ")
         for line in done.stderr.splitlines()

@@ -55,6 +55,19 @@ def test_waiting_for_a_rank_that_has_returned():
     assert (found.cycle, found.returned) == ([], [1])
 
 
+def test_a_rank_that_handles_its_own_limit_goes_on_and_is_reported_once():
+    statuses = [RankStatus(call(r, "recv", 1 - r), limit=9.0 if r == 0 else None) for r in (0, 1)]
+    made = graph(*statuses)
+    assert made.deadlock() is None and made.confirmed_deadlock(5.0) is None
+    assert made.report_of_limits(5.0) is None and made.next_look == 5.0 + CONFIRM_AFTER
+    report = made.report_of_limits(made.next_look)
+    assert "the cycle: rank 0 → rank 1 → rank 0" in report
+    assert "rank 0 will go on by its own time limit, after 9 s" in report
+    assert made.report_of_limits(99.0) is None, "the same lines again"
+    statuses[0].limit = None  # its next wait has no limit
+    assert made.deadlock().cycle == [0, 1]
+
+
 def test_tags_and_groups_keep_messages_apart():
     sent = {("send", 0, 7, "world"): 1, ("send", 0, 0, "pair"): 1}
     for wanted, lost in (

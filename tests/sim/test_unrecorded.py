@@ -192,7 +192,7 @@ def test_a_group_of_its_own_and_its_time_limit():
                 dist.recv(torch.ones(1), 1, group=group)
         return x.item(), recorder().now()
 
-    assert run(rank_main, 2).results == [(2.0, 2.0), (2.0, 0.0)]
+    assert run(rank_main, 2, keep_waiting=True).results == [(2.0, 2.0), (2.0, 0.0)]
 
 
 def test_blocks_may_be_nested_and_come_again():

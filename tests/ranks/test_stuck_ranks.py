@@ -1,0 +1,169 @@
+"""A rank that doesn't come is reported with its stack while the run goes on, on all starters.
+
+A FIFO blocks the rank, as a full disk or a dead worker's queue does. The test opens its other end
+when it has seen the report, and then the run must succeed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.ranks import monitor
+from tests.ranks.failing import line_of
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return str(tmp_path / "fifo")
+
+
+class Reactions(io.StringIO):
+    """A stderr that calls a function when certain words have been written, one after the other."""
+
+    def __init__(self, *reactions):
+        super().__init__()
+        self.reactions = list(reactions)
+
+    def write(self, text):
+        count = super().write(text)
+        if self.reactions and self.reactions[0][0] in self.getvalue():
+            # a thread, because opening a FIFO blocks
+            threading.Thread(target=self.reactions.pop(0)[1]).start()
+        return count
+
+
+def report(text, head):
+    """The lines of one report."""
+    lines = text[text.index(head) :].splitlines()
+    end = next((i for i, line in enumerate(lines) if i and not line.startswith("  ")), len(lines))
+    return "\n".join(lines[:end])
+
+
+def total(fifo, holds_lock=False):
+    if dist.get_rank() == 1:
+        wait_for(fifo, holds_lock)
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    return x[0].item()
+
+
+def wait_for(fifo, holds_lock):
+    if holds_lock:
+        ctypes.PyDLL(None).open(fifo.encode(), os.O_RDONLY)
+    else:
+        open(fifo).close()
+
+
+def release(fifo):
+    with open(fifo, "w"):
+        pass
+
+
+STUCK = "parallel101: no progress for"
+ASKED = "parallel101: what the ranks do now (SIGUSR1)"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_goes_on(
+    backend, fifo, monkeypatch, tmp_path
+):
+    shown = Reactions(
+        (STUCK, lambda: os.kill(os.getpid(), signal.SIGUSR1)), (ASKED, lambda: release(fifo))
+    )
+    monkeypatch.setattr(sys, "stderr", shown)
+    before = signal.getsignal(signal.SIGUSR1)
+    with monitor.reports_in(tmp_path):
+        results = p101.launch(total, fifo, world_size=3, backend=backend, stuck_after=0.3).results
+    assert results == [3.0, 3.0, 3.0] and signal.getsignal(signal.SIGUSR1) == before
+    if backend == "gloo":
+        kept = (tmp_path / "reports.txt").read_text()
+        assert STUCK in kept and ASKED in kept
+    for told in (report(shown.getvalue(), head) for head in (STUCK, ASKED)):
+        whom = "rank 1" if backend == "gloo" else r"ranks 1 and 2"
+        assert re.search(rf"rank 0 waits in all_reduce for {whom}, at .*all_reduce\(x\)", told)
+        assert f"rank 1 is at {line_of(wait_for, 'open(fifo)')}: open(fifo).close()" in told
+        assert f"line {line_of(total, 'wait_for(fifo').rpartition(':')[2]}, in total" in told
+        assert "it is blocked." in told
+        assert sys.platform != "linux" or "open64 in libc" in told
+    assert "worker.py" not in shown.getvalue(), "a stack has the program's frames only"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMAX"), reason="needs a real-time signal")
+def test_c_code_that_holds_pythons_lock(fifo, monkeypatch):
+    shown = Reactions((STUCK, lambda: release(fifo)))
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(monitor, "TO_ANSWER", 0.5)
+    results = p101.launch(total, fifo, holds_lock=True, world_size=2, stuck_after=0.3).results
+    told = report(shown.getvalue(), STUCK)
+    assert results == [2.0, 2.0]
+    assert f"rank 1 is at {line_of(wait_for, 'PyDLL')}" in told and "Python's lock" in told
+
+
+SCRIPT = """
+    import sys, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        open("fifo").close()
+    dist.all_reduce(torch.ones(2))
+"""
+
+
+def test_under_torchrun(fifo, tmp_path):
+    """The report, another one after SIGUSR1 to a rank, and a third after Ctrl-C, also as a file."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    job = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--standalone", "-m", "parallel101", "run", "--record", "kept"),
+            *("--stuck-after", "0.3", "train.py"),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    lines: list[str] = []
+    ranks: list[psutil.Process] = []
+    with job:
+        for line in job.stderr:
+            lines.append(line)
+            if STUCK in line and not ranks:
+                ranks = psutil.Process(job.pid).children(recursive=True)
+                (last,) = (rank for rank in ranks if rank.environ().get("RANK") == "1")
+                last.send_signal(signal.SIGUSR1)
+            if ASKED in line:
+                job.send_signal(signal.SIGINT)
+    assert job.returncode != 0
+    text = "".join(lines)
+    for head in (STUCK, ASKED):
+        told = report(text, head)
+        assert "rank 0 waits in all_reduce for rank 1, at train.py:7: dist.all_reduce" in told
+        assert 'rank 1 is at train.py:6: open("fifo").close()' in told
+    assert "[rank 1] interrupted\n  rank 1 is at train.py:6" in text
+    kept = (tmp_path / "kept" / "reports.txt").read_text()
+    assert all(head in kept for head in (STUCK, ASKED, "[rank 1] interrupted"))
+    assert sorted(os.listdir(tmp_path / "kept")) == [
+        "rank-0.json.gz",
+        "rank-1.json.gz",
+        "reports.txt",
+    ]
+    psutil.wait_procs(ranks, timeout=30)
+    assert not any(rank.is_running() for rank in ranks)
