@@ -192,7 +192,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = _write_tools(out) if course.whole else {}
+    tools = {ADDRESS: TITLE} if course.whole else {}
     index = index_page(
         [*lessons.values()],
         covers,
@@ -204,13 +204,9 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         tools,
     )
     _write(out / "index.html", index)
+    if tools:
+        _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
     return [*pages, out / "index.html"]
-
-
-def _write_tools(out: Path) -> dict[str, str]:
-    """Write the pages that play without Python; return their titles by address."""
-    _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
-    return {ADDRESS: TITLE}
 
 
 def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:

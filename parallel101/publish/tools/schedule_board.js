@@ -223,10 +223,10 @@ function onPointer(event) {
 
 /* Other settings: what still fits stays. */
 function onSetting({ target: { id, value } }) {
+  if (!value) return;
   remember();
   chosen = null;
   if (id === "from") {
-    if (!value) return;
     if (value !== "empty") state.stages = GIVEN.chunks[value] ? "loop" : "one";
     state.lists = value === "empty" ? state.lists.map(() => []) : listsOf(value);
     say(value === "empty" ? "The board is empty." : `This is ${GIVEN.names[value]}. Change it.`);
@@ -236,7 +236,7 @@ function onSetting({ target: { id, value } }) {
     state.lists = state.lists.map((of) => of.filter(stays));
   } else if (id.startsWith("time-")) {
     const field = at(id);
-    if (field.checkValidity() && value !== "") state.costs[id.slice(5)] = Number(value);
+    if (field.checkValidity()) state.costs[id.slice(5)] = Number(value);
     else say(`Times are ${field.min} to ${field.max}, in steps of ${field.step}.`, true);
   } else {
     state[id] = id === "ranks" ? Number(value) : value;
