@@ -1,5 +1,5 @@
-/* What schedule_builder.js has decided, as the reader sees it: the board, the buttons, the score and
-   the Python code; and what the mouse, a finger and the keys do. */
+/* What schedule_builder.js has decided, as the reader sees it: the board, the buttons, the score
+   and the Python code; and what the mouse, a finger and the keys do. */
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -17,11 +17,11 @@ function build() {
     ...published().map(({ name, title }) => [name, title])];
   at("from").replaceChildren(...options.map(([value, title]) => make("option", { value }, title)));
   const lanes = state.lists.map((_, rank) => {
-    const stages = stagesOf(rank).join(" and ");
+    const stages = `${chunks() > 1 ? "stages" : "stage"} ${stagesOf(rank).join(", ")}`;
     const strip = make("div", { class: "strip", role: "listbox", tabindex: 0, "data-rank": rank,
-      "aria-label": `Rank ${rank}, ${chunks() > 1 ? "stages" : "stage"} ${stages}` });
+      "aria-label": `Rank ${rank}, ${stages}` });
     const who = make("div", { class: "who" }, make("b", {}, `rank ${rank}`),
-      make("small", {}, `${chunks() > 1 ? "stages" : "stage"} ${stages.replace(" and ", ", ")}`), make("small", { class: "peak" }));
+      make("small", {}, stages), make("small", { class: "peak" }));
     return make("div", { class: "lane" }, who, make("div", {}, strip,
       make("div", { class: "held", "aria-hidden": true })));
   });
@@ -80,7 +80,8 @@ function drawLane(rank, found, unit, longest, all) {
 /* Memory in flight, as steps over the same time, with a dashed line at the most that 1F1B holds. */
 function drawHeld(strip, slots, peak, unit, longest, all) {
   const events = slots.flatMap(({ parts: [{ kind }], start, end }) =>
-    kind === "F" ? [[start, 1]] : kind === "I" ? [] : [[end, -1]]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    kind === "F" ? [[start, 1]] : kind === "I" ? [] : [[end, -1]])
+    .sort((a, b) => a[0] - b[0] || a[1] - b[1]);
   const limit = all.find(({ name }) => name === "1f1b").held;
   const tall = 34, most = Math.max(limit, ...times().peaks.map((p) => p / chunks())) + 0.3;
   const y = (held) => tall - (tall * held) / most;
@@ -112,7 +113,8 @@ function drawNext() {
       : chunks() > 1 ? stage + kind : kind;
     button.classList.toggle("blocked", Boolean(why));
     button.title = why || `${KINDS[kind]} of stage ${stage}`;
-    button.setAttribute("aria-label", `${name ?? `${stage}${kind}`} on rank ${rank}${why ? `: ${why}` : ""}`);
+    const what = `${name ?? stage + kind} on rank ${rank}`;
+    button.setAttribute("aria-label", why ? `${what}: ${why}` : what);
   }
 }
 
@@ -291,7 +293,11 @@ at("copy-address").onclick = () => copy(location.href, "the address");
 at("check-gloo").onclick = () => checkPasted("gloo");
 at("check-nccl").onclick = () => checkPasted("nccl");
 addEventListener("resize", draw);
-addEventListener("hashchange", () => { const why = readAddress(); build(); if (why) say(why, true); });
+addEventListener("hashchange", () => {
+  const why = readAddress();
+  build();
+  if (why) say(why, true);
+});
 
 for (const part of document.querySelectorAll(".builder [hidden]")) part.hidden = false;
 const refused = readAddress();

@@ -135,11 +135,13 @@ function remove() {
     before = lists.flat().length;
     const ranks = scheduleRules.parsed(lists), on = placement();
     const where = scheduleRules.positions(ranks, on);
-    const stays = ([part]) => scheduleRules.needs(part, on, where, false).every((n) => where.has(n));
+    const needed = (part) => scheduleRules.needs(part, on, where, false);
+    const stays = ([part]) => needed(part).every((name) => where.has(name));
     lists = ranks.map((of) => of.filter(stays).map(([part]) => part.name));
   }
   const others = state.lists.flat().length - lists.flat().length - 1;
-  const also = others ? ` and ${many(others, "action")} that ${others > 1 ? "need" : "needs"} it` : "";
+  const them = `${many(others, "action")} that ${others > 1 ? "need" : "needs"} it`;
+  const also = others ? ` and ${them}` : "";
   change(lists, () => `Removed ${name}${also}.`);
 }
 
@@ -148,7 +150,8 @@ function split() {
   if (!name?.includes("B")) return say("Choose a backward B to split it into I and W.", true);
   const halves = [name.replace("B", "I"), name.replace("B", "W")];
   change(state.lists.map((of) => of.flatMap((other) => other === name ? halves : [other])),
-    () => `Split ${name} into ${halves.join(" and ")}.`, { rank: chosen.rank, id: `a${halves[1]}` });
+    () => `Split ${name} into ${halves.join(" and ")}.`,
+    { rank: chosen.rank, id: `a${halves[1]}` });
 }
 
 const chosenAction = () => chosen?.id.startsWith("a") ? chosen.id.slice(1) : null;
@@ -180,7 +183,8 @@ function waits({ rank, free, start, needed }, slots) {
   const source = slots.find(({ parts }) => parts[0].name === needed);
   const late = start > source.end ? ` and arrives at ${text(start)}` : "";
   return `Rank ${rank} ${free ? "waits" : "can't start yet: it waits"} from ${text(free)} to ` +
-    `${text(start)} for ${needed} on rank ${source.rank}, which ends at ${text(source.end)}${late}.`;
+    `${text(start)} for ${needed} on rank ${source.rank}, which ends at ` +
+    `${text(source.end)}${late}.`;
 }
 
 /* ---- the address ---- */
@@ -196,10 +200,12 @@ function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   if (!given.has("lists")) return "";
   const ranks = Number(given.get("ranks")), microbatches = Number(given.get("microbatches"));
-  const stages = given.get("stages"), [F, I, W, communication] = given.get("times")?.split(",").map(Number) ?? [];
+  const stages = given.get("stages"), times = given.get("times")?.split(",").map(Number) ?? [];
+  const [F, I, W, communication] = times;
   const lists = given.get("lists").split("_").map((of) => of ? of.split(".") : []);
-  const fits = GIVEN.lists[`${ranks},${microbatches}`] && LAYOUTS[stages] && lists.length === ranks
-    && [F, I, W].every((cost) => cost >= 0.25 && cost <= 8) && communication >= 0 && communication <= 8;
+  const fits = GIVEN.lists[`${ranks},${microbatches}`] && LAYOUTS[stages]
+    && lists.length === ranks && [F, I, W].every((cost) => cost >= 0.25) && communication >= 0
+    && times.every((cost) => cost <= 8);
   if (!fits) return "The address has settings that this page doesn't know. The board is empty.";
   const before = JSON.stringify(state);
   Object.assign(state, { ranks, microbatches, stages, lists, costs: { F, I, W, communication } });
