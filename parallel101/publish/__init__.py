@@ -2,6 +2,7 @@
 
     lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
                     ── page.py ──▶ site/*.html
+    tools/          ── pages of JavaScript, fed with what Python computes ──▶ site/*.html
     routes.json     ── index.py ─▶ site/index.html
     course.toml     ── syllabus.py: a teacher's course, in place of routes.json
 
@@ -31,9 +32,11 @@ from parallel101.publish.page import (
     lesson_body,
     lesson_page,
     moving_picture_of,
+    offline_html,
 )
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus, read_syllabus
+from parallel101.publish.tools.schedule_builder_page import ADDRESS, TITLE, schedule_builder_page
 
 __all__ = [
     "LessonFailed",
@@ -189,10 +192,20 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
+    tools = {ADDRESS: TITLE} if course.whole else {}
     index = index_page(
-        [*lessons.values()], covers, course.homework, glossary, opening, moving, course.syllabus
+        [*lessons.values()],
+        covers,
+        course.homework,
+        glossary,
+        opening,
+        moving,
+        course.syllabus,
+        tools,
     )
     _write(out / "index.html", index)
+    if tools:
+        _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
     return [*pages, out / "index.html"]
 
 

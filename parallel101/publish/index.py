@@ -105,6 +105,7 @@ def index_page(
     opening: Opening = NO_OPENING,
     moving: str = "",
     syllabus: Syllabus | None = None,
+    tools: Mapping[str, str] = NONE,
 ) -> str:
     """Return the page that opens the course and lists the lessons in order.
 
@@ -114,6 +115,7 @@ def index_page(
         glossary: whether the glossary has a page.
         moving: the picture that moves at the top, as a <picture>.
         syllabus: a teacher's, which opens the page in place of `opening`.
+        tools: by address, the titles of the pages that play without Python.
     """
     rows = []
     for lesson in lessons:
@@ -155,11 +157,13 @@ def index_page(
     listing = (
         f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
     )
+    links = "".join(f'<li><a href="{url}">{escape(name)}</a></li>' for url, name in tools.items())
+    played = f'<h2>Tools</h2><ul class="tools">{links}</ul>' if tools else ""
     terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
     script = f"<script>{DATES}</script>" if any(route.dates for route in possible) else ""
     return offline_html(
         title,
-        f"<main><h1>{escape(title)}</h1>{intro}{routes}{listing}{terms}</main>{script}",
+        f"<main><h1>{escape(title)}</h1>{intro}{routes}{listing}{played}{terms}</main>{script}",
     )
 
 

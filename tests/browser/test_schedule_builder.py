@@ -1,0 +1,400 @@
+"""The page on which a schedule is built by hand: its rules are those of Schedule.check, its times
+those of Schedule.time, and what a reader places, moves and copies is what Python gets.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from bs4 import BeautifulSoup
+
+import parallel101 as p101
+from parallel101.publish.page import offline_html
+from parallel101.publish.tools.schedule_builder_page import (
+    ADDRESS,
+    NAMES,
+    RULES,
+    TITLE,
+    published,
+    schedule_builder_page,
+    score,
+)
+from parallel101.trainers.schedules.with_messages import with_messages
+from parallel101.viz.chromium import Browser
+from tests.browser.seen import (
+    cut_off,
+    out_of_reach,
+    scrolls_without_a_cue,
+    too_pale,
+    without_a_name,
+)
+
+pytestmark = pytest.mark.browser
+
+Lists = list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str):
+    with Browser(chromium) as browser:
+        yield browser
+
+
+def some_schedule(draw: random.Random) -> Lists:
+    """A published schedule, or one whose ranks do in turn whatever they can; perhaps with messages,
+    and perhaps with an overlap.
+    """
+    ranks, microbatches = draw.randint(1, 4), draw.randint(1, 4)
+    name = draw.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "random", "random"])
+    if name == "random":
+        lists = some_order(draw, ranks, microbatches)
+    else:
+        chunks = draw.randint(1, 2) if name == "interleaved" else 1
+        microbatches *= ranks if name == "interleaved" else 1
+        made = p101.schedule(name, stages=ranks, microbatches=microbatches, chunks=chunks)
+        lists = made.actions
+    if draw.random() < 0.5:
+        schedule = p101.Schedule(lists)
+        messages = with_messages(schedule.ranks, schedule.placement)
+        lists = [[str(action) for action in of_rank] for of_rank in messages]
+    of_rank = draw.choice(lists)
+    computed = [len(action) < 4 for action in of_rank]  # no send or receive
+    if draw.random() < 0.2 and (
+        pairs := [k for k in range(1, len(computed)) if all(computed[k - 1 : k + 1])]
+    ):
+        at = draw.choice(pairs) - 1
+        of_rank[at : at + 2] = [f"({of_rank[at]};{of_rank[at + 1]})OVERLAP_F_B"]
+    return lists
+
+
+def some_order(draw: random.Random, ranks: int, microbatches: int) -> Lists:
+    """All stages' actions in a random order in which each has what it needs; stages anywhere."""
+    stages = [*range(ranks), *(draw.randrange(ranks) for _ in range(draw.randint(0, 2)))]
+    draw.shuffle(stages)
+    todo = {}  # action → what it needs
+    for i in range(microbatches):
+        halves = {s: draw.random() < 0.5 for s in range(len(stages))}
+        for s in halves:
+            after = [f"{s + 1}{'I' if halves.get(s + 1) else 'B'}{i}"] * (s + 1 < len(stages))
+            todo[f"{s}F{i}"] = [f"{s - 1}F{i}"] * (s > 0)
+            todo[f"{s}{'I' if halves[s] else 'B'}{i}"] = [f"{s}F{i}", *after]
+            if halves[s]:
+                todo[f"{s}W{i}"] = [f"{s}I{i}"]
+    lists: Lists = [[] for _ in range(ranks)]
+    while todo:
+        action = draw.choice([a for a in todo if not any(n in todo for n in todo[a])])
+        del todo[action]
+        lists[stages[int(action[0])]].append(action)
+    return lists
+
+
+def spoilt(draw: random.Random, lists: Lists) -> Lists:
+    """The lists after a few changes: swapped, moved, left out, repeated, renamed."""
+    for _ in range(draw.randint(0, 3)):
+        of_rank = draw.choice(lists)
+        if not of_rank:
+            continue
+        at, other = draw.randrange(len(of_rank)), draw.randrange(len(of_rank))
+        match draw.choice(["swap", "swap", "swap", "near", "near", "move", "out", "twice", "name"]):
+            case "swap":
+                of_rank[at], of_rank[other] = of_rank[other], of_rank[at]
+            case "near" if at:
+                of_rank[at], of_rank[at - 1] = of_rank[at - 1], of_rank[at]
+            case "move":
+                draw.choice(lists).append(of_rank.pop(at))
+            case "out":
+                del of_rank[at]
+            case "twice":
+                of_rank.insert(other, of_rank[at])
+            case "name":
+                kind = draw.choice(["F", "B", "I", "W", "RECV_F", "SEND_B", "X"])
+                of_rank[at] = f"{draw.randint(0, 4)}{kind}{draw.randint(0, 4)}"
+    return lists
+
+
+def said(lists: Lists, rules: str) -> str:
+    """What Schedule.check says, or "" if the schedule can be run."""
+    try:
+        p101.Schedule(lists).check(rules)
+    except p101.ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_the_rules_and_the_times_are_pythons(browser):
+    draw = random.Random(30)
+    many = [spoilt(draw, some_schedule(draw)) for _ in range(2000)]
+    costs = [[draw.choice([0.25, 0.5, 1, 2, 3]) for _ in range(3)] for _ in many]
+    delays = [draw.choice([0, 0, 0.5, 2]) for _ in many]
+    ours = {rules: [said(lists, rules) for lists in many] for rules in ("gloo", "nccl")}
+    browser.js(RULES)
+    for rules in ours:
+        theirs = browser.js(f"{json.dumps(many)}.map(l => scheduleRules.check(l, '{rules}'))")
+        assert [x for x in zip(many, theirs, ours[rules], strict=True) if x[1] != x[2]] == []
+    kinds = Counter(
+        next((w for w in ("NCCL", "forever", "missing", "twice", "early") if w in text), text[:3])
+        for text in ours["nccl"]
+    )
+    assert min(kinds[w] for w in ("", "NCCL", "forever", "missing", "twice", "early")) > 10, kinds
+
+    runs = [x for x, text in zip(zip(many, costs, delays), ours["gloo"], strict=True) if not text]
+    times = browser.js(
+        f"{json.dumps(runs)}.map(([lists, [F, I, W], communication]) => {{"
+        "const found = scheduleRules.time(lists, { F, I, W }, communication);"
+        "const slots = found.slots.map(s => [s.rank, s.parts[0].name, s.start, s.end]);"
+        "return { ...found, slots }; })"
+    )
+    for (lists, cost, delay), found in zip(runs, times, strict=True):
+        expected = p101.Schedule(lists).time(*cost, communication=delay)
+        assert found["makespan"] == expected.makespan
+        assert found["bubbleRate"] == pytest.approx(expected.bubble_rate, abs=1e-12)
+        assert found["peaks"] == expected.peak_activations
+        assert sorted(map(tuple, found["slots"])) == sorted(
+            (slot.rank, str(slot.action.computed()[0]), slot.start, slot.end)
+            for slot in expected.slots
+        )
+
+
+# ---- the page ----
+
+SAID = "document.querySelector('#said').textContent"
+PYTHON = "document.querySelector('.python').textContent"
+LISTS = "state.lists"
+ROWS = "[...document.querySelectorAll('.score tbody tr')].map(r => r.innerText.split('\\t'))"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("builder") / ADDRESS
+    path.write_text(offline_html(TITLE, schedule_builder_page()))
+    return path.as_uri()
+
+
+@pytest.fixture
+def opened(browser, page) -> Browser:
+    """The page with an empty board of two ranks and two microbatches."""
+    return with_lists(browser, page, [[], []])
+
+
+def with_lists(browser: Browser, page: str, lists: Lists, microbatches: int = 2) -> Browser:
+    browser.open("about:blank")
+    browser.open(
+        f"{page}#ranks={len(lists)}&microbatches={microbatches}&stages=one&times=1,1,1,0&lists="
+        + "_".join(".".join(of_rank) for of_rank in lists)
+    )
+    return browser
+
+
+def button(kind: str, rank: int) -> str:
+    return f"document.querySelector('.next [data-rank=\"{rank}\"][data-kind={kind}]')"
+
+
+def ran(python: str) -> dict:
+    """The names that copied code defines."""
+    names: dict = {}
+    exec(python, names)
+    return names
+
+
+def test_the_mouse_builds_a_schedule_that_python_runs(opened, capsys):
+    opened.js("document.querySelector('.board').scrollIntoView()")
+    order = ["F0", "F1", "F0", "B1", "B0", "F0", "F1", "B1", "B0"]
+    for action in order:
+        opened.click(button(action[0], int(action[1])))
+    opened.click("document.querySelector('#copy-python')")
+    opened.until("document.querySelector('#copied').textContent === 'Copied the Python.'")
+    names = ran(opened.js(PYTHON))
+    assert names["schedule"].actions == opened.js(LISTS)
+    assert "complete" in opened.js(SAID) and opened.js(LISTS)[1] == ["1F0", "1B0", "1F1", "1B1"]
+    printed = capsys.readouterr().out.split()
+    row = opened.js(ROWS)[0]
+    assert [row[1], row[3]] == [f"{names['times'].makespan:g}", f"{100 * float(printed[1]):.1f} %"]
+
+
+def test_keys_build_the_same(opened):
+    for rank, keys in ((0, "f"), (1, "fb"), (0, "bf"), (1, "fb"), (0, "b")):
+        opened.js(f"document.querySelector('[role=listbox][data-rank=\"{rank}\"]').focus()")
+        for key in keys:
+            opened.key(key, text=key)
+    assert opened.js(LISTS) == [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    opened.key("s", text="s")
+    opened.key("ArrowLeft")
+    assert "input gradient" in opened.js(SAID)
+    assert opened.js(LISTS)[0][-2:] == ["0I1", "0W1"]
+    opened.key("Delete")
+    assert opened.js(LISTS)[0] == ["0F0", "0B0", "0F1"] and "1 action that needs it" in opened.js(
+        SAID
+    )
+    opened.key("u", text="u")
+    assert opened.js(LISTS)[0][-2:] == ["0I1", "0W1"]
+
+
+def test_what_is_impossible_says_why(browser, page):
+    lists = [["0F0", "0F1"], ["1F0", "1B0", "1F1"]]
+    with_lists(browser, page, lists)
+    browser.click(button("W", 0))
+    assert browser.js(SAID) == "Not possible: 0W0 needs 0I0, which isn't placed yet."
+    browser.js("choose(1, 'a1B0')")
+    browser.click("document.querySelector('#earlier')")
+    assert browser.js(SAID) == "Not possible: 1B0 needs 1F0, which comes later."
+    browser.js("(choose(1, 'a1F1'), move(1, '1F1', 0))")
+    assert browser.js(LISTS)[1] == ["1F1", "1F0", "1B0"]
+    browser.click(button("B", 0))
+    browser.js("move(0, '0B0', 1)")
+    assert "the ranks would wait for each other forever" in browser.js(SAID)
+    assert browser.js(LISTS)[0] == ["0F0", "0F1", "0B0"]
+
+
+def test_a_bubble_says_what_it_waits_for_and_takes_an_action(browser, page):
+    with_lists(browser, page, [["0F0", "0I0", "0F1", "0I1"], ["1F0", "1B0", "1F1", "1B1"]])
+    browser.js("choose(0, 'w0I1')")
+    assert "Rank 0 waits from 6 to 9 for 1B1 on rank 1, which ends at 9" in browser.js(SAID)
+    browser.click(button("W", 0))
+    assert browser.js(LISTS)[0] == ["0F0", "0I0", "0F1", "0W0", "0I1"]
+    times = p101.Schedule([["0F0", "0I0", "0F1", "0W0", "0I1", "0W1"], browser.js(LISTS)[1]]).time()
+    browser.click(button("W", 0))
+    assert browser.js(ROWS)[0][1] == f"{times.makespan:g}"
+
+
+def test_an_action_is_dragged_with_the_mouse_and_chosen_with_a_finger(browser, page):
+    with_lists(browser, page, [["0F0", "0F1"], ["1F0", "1F1", "1B0"]])
+    box = "document.querySelector('#a1F1')"
+    browser.js(f"{box}.scrollIntoView({{block: 'center'}})")
+    x, y, width = browser.js(f"(b => [b.x + b.width / 2, b.y + 9, b.width])"
+                             f"({box}.getBoundingClientRect())")  # fmt: skip
+    for kind, at in (("Pressed", x), ("Moved", x + width), ("Moved", x + 3 * width)):
+        browser.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=at, y=y, button="left",
+                     buttons=1, clickCount=1)  # fmt: skip
+    browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=x + 3 * width, y=y,
+                 button="left", clickCount=1)  # fmt: skip
+    assert browser.js(LISTS)[1] == ["1F0", "1B0", "1F1"]
+    points = [{"x": x - width, "y": y}]
+    browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=points)
+    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.until("chosen?.id === 'a1F0'")
+
+
+def test_what_was_accepted_on_the_way_is_a_schedule_in_the_end(opened):
+    games = opened.js("""(() => {
+        let seed = 7;
+        const random = n => (seed = (seed * 48271) % 2147483647) % n;
+        draw = () => {};
+        return [...Array(40)].map(() => {
+            state.ranks = 2 + random(2), state.microbatches = 1 + random(3);
+            state.stages = ["one", "loop", "v"][random(3)];
+            state.lists = Array.from({ length: state.ranks }, () => []);
+            build();
+            for (let turn = 0; turn < 5000 && !complete(); turn++) {
+                const rank = random(state.ranks), stages = stagesOf(rank);
+                place(rank, stages[random(stages.length)], "FBIW"[random(4)]);
+                const names = state.lists[rank];
+                if (names.length && !random(3))
+                    move(rank, names[random(names.length)], random(names.length));
+                if (names.length && !random(400)) {
+                    chosen = { rank, id: `a${names[random(names.length)]}` };
+                    remove();
+                }
+            }
+            return [state.lists, state.microbatches, placement(), address()]; }) })()""")
+    for lists, microbatches, placement, address in games:
+        schedule = p101.Schedule(lists)
+        schedule.check("nccl")
+        assert schedule.microbatches == microbatches
+        assert [*schedule.placement.values()] == placement
+        assert "_".join(".".join(of_rank) for of_rank in lists) in address
+
+
+def test_the_address_carries_the_schedule(browser, page):
+    lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0"]]
+    with_lists(browser, page, lists)
+    assert browser.js(LISTS) == lists
+    browser.click(button("F", 1))
+    browser.call("Page.reload")
+    browser.until("document.readyState === 'complete' && state.lists[1].length === 3")
+    assert ran(browser.js(PYTHON))["schedule"].actions == [lists[0], ["1F0", "1B0", "1F1"]]
+    for spoilt_lists, why in (
+        ("0B0.0F0_1F0.1B0", "0B0 needs 0F0, which comes later"),
+        ("0F0.0X0_1F0", "it has 0X0"),
+    ):
+        browser.js(f"(h => {{ location.hash = h.replace(/lists=.*/, 'lists={spoilt_lists}') }})"
+                   "(location.hash)")  # fmt: skip
+        browser.until(f"{SAID}.includes({json.dumps(why)})")
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_published_schedules_have_pythons_score_and_goals(browser, page, name):
+    with_lists(browser, page, [[], [], []], 6)
+    static = browser.js("document.querySelector('.score tbody').innerText.split('\\n').slice(1)")
+    parsed = schedule_builder_page().partition("<tbody>")[2].partition("</tbody>")[0]
+    rows = [row.get_text("\t") for row in BeautifulSoup(parsed, "html.parser")("tr")]
+    assert [row.strip() for row in static] == rows
+    browser.js(
+        f"(f => (f.value = '{name}', f.dispatchEvent(new Event('change', {{bubbles: true}}))))"
+        "(document.querySelector('#from'))"
+    )
+    mine, *others = browser.js(ROWS)
+    assert mine[1:] == next(row[1:] for row in others if row[0] == NAMES[name])
+    schedule = ran(browser.js(PYTHON))["schedule"]
+    assert schedule == published(3, 6)[name]
+    reached = browser.js(
+        "[...document.querySelectorAll('.goals li')].map(g => g.matches('.reached'))"
+    )
+    of = score(schedule, 2 if name == "interleaved" else 1)
+    assert reached == [True, of.held <= 3, of.bubble_rate < 1e-9]
+
+
+def test_lists_with_messages_are_checked_under_both_rules(opened):
+    opened.js("document.querySelector('.paste').open = true")
+    for rules, words in (("gloo", "run under gloo's rules"), ("nccl", "under NCCL's rules, where")):
+        opened.click(f"document.querySelector('#check-{rules}')")
+        assert words in opened.js("document.querySelector('#verdict').textContent")
+
+
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
+    browser.emulate(prefers_color_scheme=scheme)
+    for name in ("half", "interleaved"):
+        browser.resize(width, 900)
+        lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0", "1F1"], ["2F0", "2B0"]]
+        with_lists(browser, page, lists, 3)
+        if name != "half":
+            browser.js(
+                f"(state.stages = 'loop', state.lists = listsOf('{name}'), build(), "
+                "choose(1, 'a1F1'))"
+            )
+        browser.js("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
+        assert cut_off(browser) == []
+        if width == 1100:
+            assert out_of_reach(browser) == []
+        browser.js("scrollTo(0, 0)")
+        browser.resize(width, browser.js("document.documentElement.scrollHeight"))
+        assert too_pale(browser) == []
+        keep(browser, f"builder-{name}-{scheme}-{width}")
+    assert browser.errors == []
+
+
+def test_on_paper_nothing_is_cut_off(browser, page, keep):
+    browser.resize(717)  # A4 without Chromium's margins
+    with_lists(browser, page, published(3, 6)["1f1b"].actions, 6)
+    browser.emulate("print")
+    keep(browser, "builder-print", whole=True)
+    assert cut_off(browser, scrolls=False) == []
+    browser.emulate()
+
+
+def test_without_a_script_the_text_and_the_score_are_there(browser, page):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open("about:blank")
+        browser.open(page)
+        words = browser.js("document.body.innerText")
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert "ZB-H2" in words and "needs JavaScript" in words and "Start from" not in words
