@@ -57,7 +57,7 @@ def names_line(text: str, lines: list[int]) -> bool:
 
 
 def names_rank(text: str, rank: int) -> bool:
-    return bool(re.search(rf"\branks? ?:? *([\d, ]|and|or)*\b{rank}\b|\[rank{rank}\]", text))
+    return bool(re.search(rf"\branks? *:? *([\d, ]|and|or)*\b{rank}\b|\[rank{rank}\]", text))
 
 
 def timed_output(process: subprocess.Popen[str]) -> Iterator[tuple[float, str] | None]:
@@ -92,6 +92,15 @@ def end(process: subprocess.Popen[str]) -> None:
         except psutil.NoSuchProcess:
             pass
     process.wait()
+
+
+def first_sentence(lines: list[str]) -> str:
+    """The first line of a report, without folders."""
+    for pattern in (r"parallel101( run)?: ", r"Error\b", r"\w"):
+        for line in lines:
+            if re.search(pattern, line):
+                return re.sub(r"[\w/.-]*/|parallel101( run)?: ", "", line.strip())[:110]
+    return ""
 
 
 def stage(fault, starter: str, stuck_after: float, limit: float) -> tuple[tuple[str, ...], str]:
@@ -130,14 +139,11 @@ def stage(fault, starter: str, stuck_after: float, limit: float) -> tuple[tuple[
         finally:
             end(process)
     report = "".join(after)
-    said = [
-        line.strip() for line in after if re.search(r"Error|parallel101: no progress", line)
-    ] or [line.strip() for line in after if line.strip()]
     return (
-        f"{named - staged:.1f}" if named and staged else "–",
+        f"{max(0.0, named - staged):.1f}" if named and staged else "–",
         "yes" if all(names_rank(report, rank) for rank in ranks) else "no",
         "yes" if named else "no",
-        re.sub(r"\S+/", "", said[0])[:110] if said else f"nothing in {limit:g} s",
+        first_sentence(after) or f"nothing in {limit:g} s",
     ), "".join(everything)
 
 

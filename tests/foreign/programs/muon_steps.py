@@ -13,13 +13,16 @@ from torch import nn
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    others = [p for p in net.parameters() if p.ndim < 2]
+    hidden = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), *hidden, nn.Linear(32, 1))
+    # as in its README: the hidden matrices by Muon, all else by Adam. gloo's all-gather wants
+    # matrices of one shape.
+    matrices = [p for p in hidden.parameters() if p.ndim == 2]
+    others = [p for p in net.parameters() if all(p is not matrix for matrix in matrices)]
     optimizer = MuonWithAuxAdam(
         [
-            dict(params=matrices, lr=0.02, momentum=0.95, use_muon=True),
-            dict(params=others, lr=1e-2, use_muon=False),
+            {"params": matrices, "lr": 0.02, "momentum": 0.95, "use_muon": True},
+            {"params": others, "lr": 1e-2, "use_muon": False},
         ]
     )
     torch.manual_seed(dist.get_rank())
