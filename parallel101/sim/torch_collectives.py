@@ -252,8 +252,8 @@ def check_reduction(
     """Raises ValueError for a reduction that these tensors do not have.
 
     Args:
-        averages_integers: as NCCL does (ncclDevSumPostDiv in its src/enqueue.cc); gloo has no
-            average at all.
+        averages_integers: as NCCL does (ncclDevSumPostDiv in its src/enqueue.cc); gloo raises a
+            RuntimeError.
     """
     if op not in _REDUCTIONS:
         raise ValueError(
