@@ -25,7 +25,7 @@ OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = "2.13"
 TESTED_TORCH = "2.13.0"  # what constraints.txt installs, and the lessons are tested with
 # with which the tests have been tried; CONTRIBUTING says how to try another
-TRIED_TORCH = (TESTED_TORCH, "2.14.1")
+TRIED_TORCH = (TESTED_TORCH, "2.14.1", "2.15.0")
 MARKS = {"works": "✓", "fails": "✗", "absent": "–"}
 
 

@@ -3,6 +3,7 @@
 provenance.py           whose data is in a message
 chunks.py               which elements always moved together
 steps.py                the steps of an algorithm
+training_steps.py       the steps of a training loop
 logical_topology.py     who sent to whom: a ring, a tree, a grid, …
 replay.py               these together: what each rank held after each step
 rank_blocks.py          what each rank was given and returned, as rows of blocks

@@ -102,8 +102,10 @@ class Activity(NamedTuple):
 def critical_path(trace: Trace) -> CriticalPath:
     """The chain of messages and compute that ends last in a run.
 
-    If two end at the same time, the lower rank's.
+    If two end at the same time, the lower rank's. Raises ValueError if the trace lacks the earlier
+    events of its run.
     """
+    trace.need_all_events("The critical path")
     if not trace.events:
         return CriticalPath(())
     path = [s for s in _backwards(_Record(trace)) if s.end > s.start or s.kind == "message"]

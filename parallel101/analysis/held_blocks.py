@@ -209,6 +209,7 @@ def bytes_by_step(trace: Trace) -> dict[int, int]:
 
     The plan's steps are spans that carry the name of an array.
     """
+    trace.need_all_events("The bytes of each step")
     spans = [
         [e for e in trace.spans() if e.rank == rank and "array" in (e.args or {})]
         for rank in range(trace.world_size)

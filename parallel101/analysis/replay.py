@@ -122,8 +122,10 @@ def replay_of(
     A rank takes part if it is in the group of a message. `watched` is what `watch` knows beyond the
     record. `idle`: all ranks take part.
 
-    Raises ValueError if `results` or `inputs` do not have one entry a rank.
+    Raises ValueError if `results` or `inputs` do not have one entry a rank, or if the trace lacks
+    the earlier events of its run.
     """
+    trace.need_all_events("A replay")
     for name, values in (("results", results), ("inputs", inputs)):
         if values is not None and len(values) != trace.world_size:
             raise ValueError(

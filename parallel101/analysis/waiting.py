@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from parallel101.analysis.overlap import seconds, time_windows, union
 from parallel101.record.events import P2P, Event, span_event
+from parallel101.record.spans import HOST_TIME, OPTIMIZER_STEP
+from parallel101.record.totals import NOTHING, WAIT, EarlierEvents, Sums
 from parallel101.record.trace import Trace
 
 FROM_ROOT = ("broadcast", "scatter")  # collectives in which a rank needs the root only
@@ -35,7 +38,10 @@ class Wait(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """One rank's share of a run. Times are in seconds."""
+    """One rank's share of a run. Times are in seconds.
+
+    If the record has the last events of the run only, `waited_for` is of these.
+    """
 
     rank: int
     messages: int  # sent
@@ -50,7 +56,10 @@ class RankTimes(NamedTuple):
 
 
 class LinkTimes(NamedTuple):
-    """The messages from one rank to another."""
+    """The messages from one rank to another.
+
+    If the record has the last events of the run only, seconds are of these.
+    """
 
     src: int
     dst: int
@@ -58,6 +67,7 @@ class LinkTimes(NamedTuple):
     nbytes: int
     seconds: float  # from when both sides were ready until the receiver had the data, summed
     slowest: float  # the longest of these
+    timed_bytes: int  # of the messages whose seconds are known
 
 
 class CollectiveTotals(NamedTuple):
@@ -70,13 +80,16 @@ class CollectiveTotals(NamedTuple):
     nbytes: int  # of each rank's payload, summed over its calls
 
 
+# of a call that the program is blocked in, and of all else that isn't a collective
+NO_COLLECTIVE = P2P | {"span", WAIT}
+
+
 class CallTimes(NamedTuple):
     """All waits at one line, in calls of one kind."""
 
     where: str
     kind: str
     waits: int
-    nbytes: int
     seconds: float  # summed over the ranks
     longest: float
     longest_on: int  # the rank of the longest wait
@@ -93,7 +106,7 @@ def waits(trace: Trace) -> list[Wait]:
     for span in trace.spans():
         if span.waiting and "group" in (span.args or {}):
             event = _event_of(span, ended)
-            found.append(_wait(span, span.name or "", event, parts))
+            found.append(_wait(span, span.name or "", event, parts, bool(trace.earlier)))
     found += [_wait(event, event.kind, event, parts) for event in _never_ended(trace)]
     return sorted(found, key=lambda wait: (wait.start, wait.rank))
 
@@ -119,10 +132,12 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     for rank in range(trace.world_size):
         events = mine[rank]
         collectives = [e for e in events if e.kind not in P2P and e.kind != "span"]
-        elapsed = max((e.end for e in events), default=0.0) - min(
-            (e.start for e in events), default=0.0
-        )
+        begin, end = run_times(trace, rank)
+        earlier = trace.earlier.get(rank, EarlierEvents())
+        summed = earlier.sum_of(*({key.kind for key in earlier.sums} - NO_COLLECTIVE))
+        summed_sends = earlier.sum_of("send")
         waiting = seconds(union((wait.start, wait.end) for wait in waited if wait.rank == rank))
+        waiting += earlier.waited
         waited_for: dict[int, float] = defaultdict(float)
         for wait in waited:
             if wait.rank == rank and wait.last is not None and wait.late > 0:
@@ -132,11 +147,11 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
         rows.append(
             RankTimes(
                 rank,
-                len(sent),
-                sum(sent),
-                len(collectives),
-                nbytes,
-                elapsed - waiting,
+                len(sent) + summed_sends.events,
+                sum(sent) + summed_sends.nbytes,
+                len(collectives) + summed.events,
+                nbytes + summed.nbytes,
+                end - begin - waiting,
                 waiting,
                 dict(waited_for),
             )
@@ -164,6 +179,11 @@ def traffic(trace: Trace, within: str | None = None) -> Traffic:
     sent = Traffic([[0] * n for _ in range(n)], [[0] * n for _ in range(n)])
     if within is not None:
         time_windows(trace, [within])  # raises
+    for rank, earlier in trace.earlier.items() if within is None else ():
+        for key, sums in earlier.sums.items():
+            if key.kind == "send" and key.peer is not None:
+                sent.nbytes[rank][key.peer] += sums.nbytes
+                sent.messages[rank][key.peer] += sums.events
     last = {span.rank: (span.start, span.end) for span in trace.spans(within)}
     for event in trace.events:
         if event.kind == "send" and event.peer is not None:
@@ -186,25 +206,41 @@ def slowest_links(trace: Trace) -> list[LinkTimes]:
     for message in trace.messages():
         if message.src != message.dst:
             links[message.src, message.dst].append((message.end - message.start, message.nbytes))
-    rows = [
-        LinkTimes(
-            src,
-            dst,
-            len(sent),
-            sum(n for _, n in sent),
-            sum(t for t, _ in sent),
-            max(t for t, _ in sent),
+    counts = {link: (len(sent), sum(n for _, n in sent)) for link, sent in links.items()}
+    if trace.earlier:  # a send may be there without its receive
+        sent_in_all = traffic(trace)
+        ranks = range(trace.world_size)
+        counts = {
+            (src, dst): (count, sent_in_all.nbytes[src][dst])
+            for src in ranks
+            for dst in ranks
+            if src != dst and (count := sent_in_all.messages[src][dst])
+        }
+    rows = []
+    for (src, dst), (count, nbytes) in counts.items():
+        timed = links[src, dst]
+        rows.append(
+            LinkTimes(
+                src,
+                dst,
+                count,
+                nbytes,
+                sum(t for t, _ in timed),
+                max((t for t, _ in timed), default=0.0),
+                sum(n for _, n in timed),
+            )
         )
-        for (src, dst), sent in links.items()
-    ]
     return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
 
 
 def collective_totals(trace: Trace) -> list[CollectiveTotals]:
     """torch's own collectives by operation and ranks, the one with most bytes first.
 
-    Of each call, the largest payload of a rank counts.
+    Of each call, the largest payload of a rank counts. If the record has the last events of the run
+    only, that is the largest sum of a rank, which is the same unless the root changes.
     """
+    if trace.earlier:
+        return _collective_sums(trace)
     payloads: dict[tuple, int] = defaultdict(int)
     for event in trace.events:
         if event.kind not in P2P and event.kind != "span":
@@ -220,13 +256,39 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
     return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
 
 
+def _collective_sums(trace: Trace) -> list[CollectiveTotals]:
+    of_rank: dict[tuple, dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: NOTHING))
+    for rank, earlier in trace.earlier.items():
+        for key, sums in earlier.sums.items():
+            if key.kind not in NO_COLLECTIVE:
+                ranks = of_rank[key.kind, key.group.ranks, key.group.axis]
+                ranks[rank] = ranks[rank].plus(sums)
+    for e in trace.events:
+        if e.kind not in NO_COLLECTIVE:
+            ranks = of_rank[e.kind, e.group.ranks, e.group.axis]
+            ranks[e.rank] = ranks[e.rank].plus(Sums(1, e.nbytes, 0.0, 0.0))
+    rows = [
+        CollectiveTotals(
+            kind,
+            among,
+            axis,
+            max(s.events for s in ranks.values()),
+            max(s.nbytes for s in ranks.values()),
+        )
+        for (kind, among, axis), ranks in of_rank.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
+
+
 def with_compute(trace: Trace) -> Trace:
     """The same record for pictures, with a span "compute" where a rank was not blocked.
 
     These spans replace the script's two marks. A call that never ended becomes a wait. If the
     program has spans of its own, as parallel101's trainers have, they say more.
     """
-    left_out = {id(span) for span in script_marks(trace)}
+    marks = [span for span in trace.spans() if "script" in (span.args or {})]
+    notes = [*trace.spans(OPTIMIZER_STEP), *trace.spans(HOST_TIME)]
+    left_out = {id(span) for span in [*marks, *notes]}
     if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
         left_out |= {
             id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})
@@ -248,10 +310,10 @@ def with_compute(trace: Trace) -> Trace:
         )
     if not any(event.kind == "span" and not event.waiting for event in events):
         of_rank: dict[int, list[Event]] = defaultdict(list)
-        for event in [*events, *script_marks(trace)]:
+        for event in [*events, *marks]:
             of_rank[event.rank].append(event)
         events += [piece for of in of_rank.values() for piece in _compute_spans(of)]
-    return Trace(events, trace.world_size, trace.backend, trace.unfinished)
+    return Trace(events, trace.world_size, trace.backend, trace.unfinished, trace.earlier)
 
 
 def _compute_spans(events: Sequence[Event]) -> list[Event]:
@@ -273,7 +335,8 @@ def script_marks(trace: Trace) -> list[Event]:
 
     `parallel101 run` makes them.
     """
-    return [span for span in trace.spans() if "script" in (span.args or {})]
+    marks = [mark for earlier in trace.earlier.values() for mark in earlier.marks]
+    return marks + [span for span in trace.spans() if "script" in (span.args or {})]
 
 
 def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
@@ -288,11 +351,10 @@ def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list
         first, last = run_times(trace, rank)
         row = [0.0] * bins
         for start, stop in union((wait.start, wait.end) for wait in waited if wait.rank == rank):
-            for place in range(
-                max(0, int((start - begin) / width)), min(bins, int((stop - begin) / width) + 1)
-            ):
-                left = begin + place * width
-                row[place] += max(0.0, min(stop, left + width) - max(start, left)) / width
+            _spread(row, start, stop, begin, width, 1.0)
+        if rank in trace.earlier:
+            for start, stop, waited_for in trace.earlier[rank].waits_over_time():
+                _spread(row, start, stop, begin, width, waited_for / (stop - start))
         shares.append(
             [
                 min(s, 1.0)
@@ -304,15 +366,32 @@ def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list
     return shares
 
 
+def _spread(
+    row: list[float], start: float, stop: float, begin: float, width: float, share: float
+) -> None:
+    """Add the share of a time that was spent waiting to the parts of the run that it is in."""
+    for place in range(
+        max(0, int((start - begin) / width)), min(len(row), int((stop - begin) / width) + 1)
+    ):
+        left = begin + place * width
+        row[place] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
+
+
 def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
     """The start and the end of a run, or of one rank's part of it, with the calls that never ended.
 
     (0, 0) if nothing is recorded.
     """
     events = [event for event in [*trace.events, *trace.unfinished] if rank in (None, event.rank)]
-    return min((event.start for event in events), default=0.0), max(
-        (event.end for event in events), default=0.0
-    )
+    earlier = [of for number, of in trace.earlier.items() if rank in (None, number)]
+    starts = [event.start for event in events] + [of.begin for of in earlier]
+    ends = [event.end for event in events] + [of.until for of in earlier]
+    return min(starts, default=0.0), max(ends, default=0.0)
+
+
+def recorded_from(trace: Trace) -> float:
+    """The time from which on the record has all events: 0 unless it has the last ones only."""
+    return max((of.until for of in trace.earlier.values()), default=0.0)
 
 
 def window(trace: Trace, begin: float, end: float) -> Trace:
@@ -325,26 +404,36 @@ def window(trace: Trace, begin: float, end: float) -> Trace:
     return Trace(inside, trace.world_size, trace.backend)
 
 
-def slowest_calls(waited: Sequence[Wait]) -> list[CallTimes]:
-    """The lines at which ranks waited, the one that took most time first."""
+def slowest_calls(
+    waited: Sequence[Wait], earlier: Mapping[int, EarlierEvents] = MappingProxyType({})
+) -> list[CallTimes]:
+    """The lines at which ranks waited, the one that took most time first.
+
+    `earlier`: of the trace. Who called last is known of the waits in `waited` only.
+    """
     lines: dict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in waited:
         lines[wait.where, wait.kind].append(wait)
+    summed: dict[tuple[str, str], dict[int, Sums]] = defaultdict(dict)
+    for rank, of in earlier.items():
+        for key, sums in of.sums.items():
+            if key.kind == WAIT:
+                summed[key.where, key.name or "?"][rank] = sums
     rows = []
-    for (where, kind), here in lines.items():
-        longest = max(here, key=lambda wait: wait.end - wait.start)
-        took = sum(wait.end - wait.start for wait in here)
+    for where, kind in [*lines, *(line for line in summed if line not in lines)]:
+        here, before = lines[where, kind], summed[where, kind]
+        times = [(wait.end - wait.start, wait.rank) for wait in here]
+        took = sum(t for t, _ in times) + sum(s.seconds for s in before.values())
+        longest, longest_on = max(times + [(s.longest, rank) for rank, s in before.items()])
         last = Counter(wait.last for wait in here if wait.last is not None and wait.late > 0)
-        nbytes = sum(wait.nbytes for wait in here)
         rows.append(
             CallTimes(
                 where,
                 kind,
-                len(here),
-                nbytes,
+                len(here) + sum(s.events for s in before.values()),
                 took,
-                longest.end - longest.start,
-                longest.rank,
+                longest,
+                longest_on,
                 dict(last),
             )
         )
@@ -389,17 +478,23 @@ def _event_of(span: Event, ended: Ended) -> Event | None:
     assert span.args is not None
     times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))
     peer = span.args["peer"]
-    for event in events[bisect_left(times, span.end) :]:
-        if peer is None or event.peer == peer:
-            return event
+    for k in range(bisect_left(times, span.end), len(events)):
+        if peer is None or events[k].peer == peer:
+            return events[k]
     return None
 
 
-def _wait(span: Event, kind: str, event: Event | None, parts: Parts) -> Wait:
+def _wait(
+    span: Event, kind: str, event: Event | None, parts: Parts, may_lack_parts: bool = False
+) -> Wait:
+    """`may_lack_parts`: of a call that has ended, a part may be among the earlier events."""
+    unknown = Wait(span.rank, kind, span.where, span.start, span.end, 0, None, 0.0)
     if event is None:
-        return Wait(span.rank, kind, span.where, span.start, span.end, 0, None, 0.0)
+        return unknown
     needed = [event.peer] if kind in P2P or kind in FROM_ROOT else event.group.ranks
     posted = parts[_call(event)]
+    if may_lack_parts and not all(rank in posted for rank in needed if rank is not None):
+        return unknown._replace(nbytes=event.nbytes)
     others = [
         (posted.get(rank, span.end), rank)
         for rank in needed

@@ -5,7 +5,8 @@ Each figure is shown with that of a peer, measured in the same run.
 section       what is measured                        compared with
 launch        four ranks up to their first result     torch.multiprocessing.spawn
 collectives   time and bandwidth for several sizes    torch's own collectives
-record        the cost of recording a small message   torch's backend without the record
+record        the cost of recording a message, and    torch's backend without the record,
+              of watching and recording a step        torchrun without parallel101
 training      time and memory of a training step      DDP and FSDP2
 tensor        the same with tensor parallelism        DTensor
 pipeline      the same in a pipeline                  torch.distributed.pipelining

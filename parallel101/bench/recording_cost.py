@@ -1,11 +1,14 @@
-"""Measures what the record costs: a small message there and back.
+"""Measures what the record costs: a small message there and back, and a training step.
 
-It goes through launch's group, and through torch's backend inside it, in turn.
+The message goes through launch's group, and through torch's backend inside it, in turn. The step is
+one of DDP in three jobs of torchrun's, in turn: torchrun alone, a launch (which watches who waits
+for whom), and `parallel101 run --record`.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 
 import torch
@@ -13,8 +16,10 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.bench.benchmark_report import BenchmarkReport, median_and_range
+from parallel101.bench.timed_job import JobTimer, timed_jobs
 
 NUMEL = 1024  # 4 KiB of float32
+ALONE, WATCHED, RECORDED = "torchrun alone", "watching", "recording"
 
 
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
@@ -40,6 +45,39 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
             (name, f"{recorded:.0f}", f"{plain:.0f}", *median_and_range([a / b for a, b in pairs]))
         )
     report.table(["", "through our group", "torch's backend itself", "ratio", "least … most"], rows)
+    with tempfile.TemporaryDirectory() as folder:
+        record = ["-m", "parallel101", "run", "--record", folder]
+        with timed_jobs({ALONE: [], WATCHED: ["launch"], RECORDED: record}) as timer:
+            measure_steps(report, timer, quick)
+
+
+def measure_steps(report: BenchmarkReport, timer: JobTimer, quick: bool) -> None:
+    """A table of the time of a step, and its ratio to torchrun alone in the same round."""
+    steps, rounds = (2, 3) if quick else (10, 21)
+    names = [ALONE, WATCHED, RECORDED]
+    for name in names:
+        timer.step(name, steps)
+    times = []
+    for k in range(rounds):  # each job is the first one equally often
+        turn = names[k % 3 :] + names[: k % 3]
+        times.append({name: timer.step(name, steps) for name in turn})
+    report.heading(f"What watching and recording cost: a step of DDP on 2 ranks, {steps} at a time")
+    rows = []
+    for name in names:
+        wall, cpu = ([of[name][k] for of in times] for k in range(2))
+        ratios, of_cpu = ([of[name][k] / of[ALONE][k] for of in times] for k in range(2))
+        shown = median_and_range(ratios), statistics.median(of_cpu)
+        rows.append(
+            (
+                name,
+                f"{statistics.median(wall) * 1e3:.1f}",
+                *shown[0],
+                f"{statistics.median(cpu) * 1e3:.1f}",
+                f"{shown[1]:.3f}",
+            )
+        )
+    head = ["", "ms", "ratio", "least … most", "CPU ms of rank 0", "ratio of CPU time"]
+    report.table(head, rows)
 
 
 def round_trips(count: int, rounds: int) -> list[tuple[float, float]]:

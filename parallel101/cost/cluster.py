@@ -9,6 +9,7 @@ Ranks are numbered node by node. Source of all figures: hardware.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from parallel101.cost.hardware import Chip, KernelFigures, Level, Torus, chip_of
@@ -73,12 +74,12 @@ class Cluster:
         rails = min(leaf.rails, self.nodes_of)
         return (inside, Level(leaf.name, leaf.size, whole, leaf.latency, rails), *outside[1:])
 
-    @property
+    @cached_property
     def inside_bandwidth(self) -> float:
         """Bytes per second that a GPU's NVLink reaches, one way."""
         return self.levels[0].bandwidth * self.kernels.nvlink_reached
 
-    @property
+    @cached_property
     def card_bandwidth(self) -> float:
         """Bytes per second that a GPU's share of its node's network cards reaches, one way."""
         return self.levels[1].bandwidth / self.nodes_of * self.kernels.network_reached

@@ -1,5 +1,5 @@
-"""The parameters of a stage as its arrays, in the model's order, and in how many messages they
-travel along dp: each message costs the latency of a collective.
+"""The parameters of a stage as its arrays, in the model's order, and the messages in which their
+gradients travel along dp: each message costs the latency of a collective.
 
     ZeRO 0, 1, 2    buckets, filled from the last parameter on
     ZeRO 3          one for each layer
@@ -12,48 +12,77 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
 
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 
-Arrays = list[tuple[float, bool]]  # (parameters, whether it is sent apart) of each
+
+class Part(NamedTuple):
+    """An array of parameters, or a bucket of several.
+
+    Attributes:
+        size: in parameters.
+        apart: whether sequence parallel sends it apart.
+        work: of backward since the part before, in parameters: each takes two products.
+    """
+
+    size: float
+    apart: bool
+    work: float
 
 
-def layer_arrays(shape: ModelShape, tp: int, ep: int) -> Arrays:
-    """The arrays of one layer on a rank. Apart are those that sequence parallel sends apart."""
+Parts = list[Part]
+
+
+def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -> Parts:
+    """The arrays of one layer on a rank."""
     h, q, kv = shape.width, shape.width // tp, shape.kv_width // tp
     inside, bias = shape.inside // tp, shape.biases
-    norm = [(float(h), True)] * (2 if shape.norm == "layer" else 1)
+    norm = [Part(float(h), True, 0.0)] * (2 if shape.norm == "layer" else 1)
 
-    def linear(rows: int, columns: int, with_bias: bool, apart: bool = False) -> Arrays:
-        return [(float(rows * columns), False)] + [(float(columns), apart)] * with_bias
+    def linear(rows: int, columns: int, with_bias: bool, row: bool = False) -> Parts:
+        """Backward makes a bias last, but a row layer's first: it's added after the sum."""
+        work, bias_first = float(rows * columns), row and tp > 1
+        weight = Part(work, False, work if bias_first or not with_bias else 0.0)
+        return [weight] + [Part(float(columns), row, 0.0 if bias_first else work)] * with_bias
 
     mlp = linear(h, inside, bias) * (2 if shape.gated else 1) + linear(inside, h, bias, True)
     if shape.experts:
-        mlp = [(float(h * shape.experts), False)] + mlp * max(1, shape.experts // ep)
+        router = float(h * shape.experts)
+        mlp = [Part(router, False, router)] + mlp * max(1, shape.experts // ep)
     query, key, value = linear(h, q, bias), linear(h, kv, False), linear(h, kv, bias)
-    return [*norm, *query, *key, *value, *linear(q, h, bias, True), *norm, *mlp]
+    # attention's own products: five halves of squares or, unfused, four whole ones
+    core = shape.time * q * (1.25 if shape.attention == "fused" else 2.0)
+    value[-1] = value[-1]._replace(work=value[-1].work + core)
+    found = [*norm, *query, *key, *value, *linear(q, h, bias, True), *norm, *mlp]
+    if recompute == "full":  # forward once more, before anything else
+        again = sum(part.work for part in found) / 2
+        found[-1] = found[-1]._replace(work=found[-1].work + again)
+    return found
 
 
 def stage_arrays(
-    shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
-) -> Arrays:
+    shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool, recompute: str
+) -> Parts:
     """The arrays of a rank with so many layers, and maybe the embedding or the head."""
     h, norms = float(shape.width), 2 if shape.norm == "layer" else 1
     words, learned = shape.vocabulary * h / tp, shape.positions == "learned"
-    embedding = [(words, False)] + [(shape.time * h, True)] * learned
-    head = [(h, True)] * norms + [(words, False)] * (not shape.tied or not first)
-    return embedding * first + layer_arrays(shape, tp, ep) * layers + head * last
+    embedding = [Part(words, False, 0.0)] + [Part(shape.time * h, True, 0.0)] * learned
+    head = [Part(h, True, 0.0)] * norms + [Part(words, False, words)] * (
+        not shape.tied or not first
+    )
+    return embedding * first + layer_arrays(shape, tp, ep, recompute) * layers + head * last
 
 
 @lru_cache(maxsize=1 << 14)
 def count_arrays(shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool) -> int:
-    return len(stage_arrays(shape, tp, ep, layers, first, last))
+    return len(stage_arrays(shape, tp, ep, layers, first, last, "none"))
 
 
-@lru_cache(maxsize=1 << 14)
-def count_buckets(
+@lru_cache(maxsize=1 << 12)
+def buckets(
     shape: ModelShape,
     tp: int,
     ep: int,
@@ -64,19 +93,24 @@ def count_buckets(
     itemsize: int,
     apart: bool,
     at_least: int,
-) -> int:
-    """In how many buckets these arrays travel.
+    recompute: str = "none",
+) -> tuple[Part, ...]:
+    """The buckets in which these arrays travel, in the order in which backward fills them.
 
     Args:
         itemsize: bytes of a weight. apart: whether some are sent apart.
         at_least: as many buckets there are, if each is full.
     """
-    arrays = stage_arrays(shape, tp, ep, layers, first, last)
-    most = min(BUCKET, ceil(itemsize * sum(size for size, _ in arrays) / at_least))
-    count, room, kind = 0, 0.0, False
-    for size, other in reversed(arrays):
+    arrays = stage_arrays(shape, tp, ep, layers, first, last, recompute)
+    most = min(BUCKET, ceil(itemsize * sum(part.size for part in arrays) / at_least))
+    found: Parts = []
+    room = 0.0
+    for size, other, work in reversed(arrays):
         nbytes, this = size * itemsize, other and apart
-        if nbytes > room or not count or this != kind:
-            count, room, kind = count + 1, float(most), this
+        if nbytes > room or not found or this != found[-1].apart:
+            found.append(Part(size, this, work))
+            room = float(most)
+        else:
+            found[-1] = Part(found[-1].size + size, this, found[-1].work + work)
         room -= nbytes
-    return count
+    return tuple(found)

@@ -15,6 +15,7 @@ collective_seconds.py have the parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
@@ -37,6 +38,7 @@ from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (
     ITEMSIZE,
+    GradientSeconds,
     Stage,
     accumulation_seconds,
     gradient_itemsize,
@@ -159,17 +161,16 @@ def step_time(
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
     mine = [sum(layers[rank::P]) for rank in range(P)]
-    of_rank = [n * layer.seconds for n in mine]
-    of_rank[0] += embedding.seconds
-    of_rank[last] += head.seconds
+    stages = [Stage(shape, mine[rank], rank == 0, rank == last) for rank in range(P)]
+    passes = [together(layer, *stage[1:], embedding, head) for stage in stages]
+    of_rank = [one.seconds for one in passes]
     slowest = of_rank.index(max(of_rank))
 
-    ends = [embedding] * (slowest == 0) + [head] * (slowest == last)
-    one = together(layer, mine[slowest], ends)
+    one = passes[slowest]
     busy = one.both
-    stage = Stage(shape, mine[slowest], slowest == 0, slowest == last)
-    added, moved = accumulation_seconds(layout, cluster, software, stage)
+    added, moved = accumulation_seconds(layout, cluster, software, stages[slowest])
     sends = M if layout.zero_stage >= 2 else 1
+    dp, moved_elsewhere = waiting_for_gradients(layout, cluster, software, stages, passes, slowest)
     return StepTime(
         matmul=M * busy.matmul,
         memory_bound=M * busy.memory + added + sends * moved,
@@ -178,17 +179,9 @@ def step_time(
         cp=M * busy.cp,
         ep=M * busy.ep,
         pp=pipeline_seconds(shape, layout, cluster, software, of_rank),
-        dp=gradient_seconds(
-            layout,
-            cluster,
-            software,
-            stage,
-            one.forward.total,
-            one.backward.total + moved,
-            one.backward.matmul + moved,
-        ),
-        bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one),
-        optimizer=optimizer_seconds(layout, cluster, software, stage),
+        dp=dp,
+        bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one) + moved_elsewhere,
+        optimizer=optimizer_seconds(layout, cluster, software, stages[slowest]),
         model_flops=model_flops(shape, layout.batch),
         hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,
@@ -229,15 +222,55 @@ def cut_of(layout: ParallelLayout) -> LayerCut:
     )
 
 
-def together(layer: Pass, layers: int, ends: list[Pass]) -> Pass:
-    """Return forward and backward of so many layers, with the embedding or the head."""
+@lru_cache(maxsize=1 << 12)
+def together(
+    layer: Pass, layers: int, first: bool, last: bool, embedding: Pass, head: Pass
+) -> Pass:
+    """Return forward and backward of a stage: layers, and maybe the embedding or the head."""
     forward, backward = (
         Seconds().plus(layer.forward, layers),
         Seconds().plus(layer.backward, layers),
     )
-    for end in ends:
+    for end in [embedding] * first + [head] * last:
         forward, backward = forward.plus(end.forward), backward.plus(end.backward)
     return Pass(forward, backward)
+
+
+def waiting_for_gradients(
+    layout: ParallelLayout,
+    cluster: Cluster,
+    software: Software,
+    stages: list[Stage],
+    passes: list[Pass],
+    slowest: int,
+) -> tuple[float, float]:
+    """Exposed seconds along dp, and those in which other stages move gradients to buckets.
+
+    The last microbatch's backward goes through one stage after the other, and on each it waits for
+    messages of the stage's own gradients. The slowest rank waits for all of them.
+    """
+
+    @cache
+    def found(layers: int, first: bool, last: bool) -> tuple[GradientSeconds, float]:
+        stage = Stage(shape, layers, first, last)
+        one = passes[stages.index(stage)]
+        moved = accumulation_seconds(layout, cluster, software, stage)[1]
+        backward = one.backward.total + moved
+        return (
+            gradient_seconds(layout, cluster, software, stage, one.forward.total, backward),
+            moved,
+        )
+
+    shape = stages[slowest].shape
+    mine, _ = found(*stages[slowest][1:])
+    if layout.dp * layout.cp * layout.ep == 1 or len(stages) == 1 or not software.buckets:
+        return sum(mine), 0.0
+    others = [found(*stage[1:]) for rank, stage in enumerate(stages) if rank != slowest]
+    parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
+    waited = sum(gradients.last for gradients, _ in others) / parts
+    after = found(*stages[0][1:])[0].after  # its backward is the last one
+    moved = sum(moved for _, moved in others) / parts
+    return mine.before + mine.last + waited + after, moved
 
 
 def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
-from parallel101.cost.layer_arrays import count_arrays, count_buckets
+from parallel101.cost.layer_arrays import Part, buckets, count_arrays
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
@@ -89,22 +89,68 @@ def accumulation_seconds(
     return again * added, moving if ranks > 1 else 0.0
 
 
+class GradientSeconds(NamedTuple):
+    """Exposed seconds along dp: before the last microbatch's backward, in it, and after it."""
+
+    before: float = 0.0
+    last: float = 0.0
+    after: float = 0.0
+
+
 def messages_of(layout: ParallelLayout, software: Software, stage: Stage) -> int:
     """In how many messages the gradients of a rank travel along dp."""
     if not software.buckets:
         return 1
-    apart = layout.sequence_parallel and layout.tp > 1 and layout.zero_stage > 0
     if layout.zero_stage == 3:
-        return (stage.layers + stage.last) * (2 if apart else 1) + stage.first
-    return count_buckets(
+        return (stage.layers + stage.last) * (2 if sent_apart(layout) else 1) + stage.first
+    return len(buckets_of(layout, stage))
+
+
+def sent_apart(layout: ParallelLayout) -> bool:
+    return layout.sequence_parallel and layout.tp > 1 and layout.zero_stage > 0
+
+
+def buckets_of(layout: ParallelLayout, stage: Stage) -> tuple[Part, ...]:
+    return buckets(
         stage.shape,
         layout.tp,
         layout.ep,
         *stage[1:],
         itemsize=ITEMSIZE[layout.precision],
-        apart=apart,
+        apart=sent_apart(layout),
         at_least=4 if layout.zero_stage else 2,
+        recompute=layout.recompute,
     )
+
+
+def bucket_seconds(
+    layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage, backward: float
+) -> tuple[float, float]:
+    """Seconds in which a backward waits for its buckets, and seconds after it.
+
+    Two buckets are on their way at a time: when backward has filled one, it sends it and waits for
+    the sums of the one before. Without ZeRO, these sums are then sent on: the all-reduce's second
+    half.
+
+    Args:
+        backward: seconds without waits.
+    """
+    ranks, found = layout.dp * layout.ep * layout.cp, buckets_of(layout, stage)
+    per_work = backward / max(1.0, sum(bucket.work for bucket in found))
+    itemsize, how = gradient_itemsize(layout), software.collectives
+    took = {
+        size: all_gather_seconds(cluster, size * itemsize, ranks, layout.tp, algorithm=how)
+        for size in {bucket.size for bucket in found}
+    }
+    now = free = summed = waited = second_half = 0.0
+    for bucket in found:
+        now += bucket.work * per_work
+        before, summed = summed, max(now, free) + took[bucket.size]
+        waited += max(0.0, before - now)
+        now = max(now, before)
+        free = max(now, summed) + second_half
+        second_half = 0.0 if layout.zero_stage else took[bucket.size]
+    return waited, free + second_half - now
 
 
 def gradient_seconds(
@@ -114,8 +160,7 @@ def gradient_seconds(
     stage: Stage,
     forward: float,
     backward: float,
-    products: float,
-) -> float:
+) -> GradientSeconds:
     """Exposed seconds of summing gradients, and of gathering weights, along dp, cp and ep.
 
     With overlap, messages are in flight while the GPU computes, but for those of the part that is
@@ -123,12 +168,10 @@ def gradient_seconds(
 
     Args:
         forward, backward: seconds of one microbatch on this rank.
-        products: of backward's products alone. Our ZeRO 1 and 2 have two buckets on their way at a
-            time, so the product that makes the next gradient is what hides a bucket.
     """
     ranks, stride = layout.dp * layout.ep * layout.cp, layout.tp
     if ranks == 1:
-        return 0.0
+        return GradientSeconds()
     parameters, count = stage.parameters(layout), messages_of(layout, software, stage)
 
     def seconds(itemsize: int, part: float = 1.0, messages: int = count) -> float:
@@ -152,11 +195,14 @@ def gradient_seconds(
     if layout.zero_stage < 3:
         scatter, gather = seconds(gradient), seconds(weight)
         parts = stage.layers + ends
-        if layout.zero_stage == 0:
-            return exposed(2 * scatter, backward, parts)
         times = layout.microbatches if layout.zero_stage == 2 else 1
-        meanwhile = products if software.buckets else backward
-        return times * exposed(scatter, meanwhile, parts) + gather
+        if not (software.buckets and overlap):
+            if layout.zero_stage:
+                return GradientSeconds(after=times * exposed(scatter, backward, parts) + gather)
+            return GradientSeconds(after=exposed(2 * scatter, backward, parts))
+        waited, after = bucket_seconds(layout, cluster, software, stage, backward)
+        after += gather if layout.zero_stage else 0.0
+        return GradientSeconds((times - 1) * waited, waited, after)
     of_layers = stage.layers * layer_parameters(stage.shape, layout.tp, layout.ep) / parameters
     in_a_pass = stage.layers // layout.chunks  # then another stage's weights are gathered
     inside = count * stage.layers // (stage.layers + ends)
@@ -164,7 +210,7 @@ def gradient_seconds(
     outside, other = 1 - of_layers, count - inside
     alone = 2 * seconds(weight, outside, other) + seconds(gradient, outside, other)
     once = exposed(gather, forward, in_a_pass) + exposed(gather + scatter, backward, in_a_pass)
-    return layout.microbatches * (once + alone)
+    return GradientSeconds(before=layout.microbatches * (once + alone))
 
 
 def optimizer_seconds(

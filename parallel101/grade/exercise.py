@@ -133,6 +133,9 @@ class Trial:
     printed: list[str] = field(default_factory=list)
     world: str = "relay"
 
+    def __post_init__(self) -> None:
+        self.trace.need_all_events("A grade")
+
     @property
     def world_size(self) -> int:
         return self.case.world_size

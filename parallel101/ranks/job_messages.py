@@ -40,6 +40,9 @@ KINDS: dict[str, type] = {
 }
 
 
+ATOMS = frozenset({str, int, float, bool, type(None)})
+
+
 def to_json(value: Any) -> str:
     """Text for the job's store, from which `from_json` makes an equal value.
 
@@ -61,6 +64,8 @@ def from_json(text: str | bytes) -> Any:
 
 def _plain(value: Any) -> Any:
     """The value as JSON has it. A list is itself, and {"Call": [...]} is a Call."""
+    if type(value) in ATOMS or _are_atoms(value):
+        return value
     name = type(value).__name__
     if KINDS.get(name) is type(value):
         return {name: [_plain(part) for part in _parts(value)]}
@@ -69,6 +74,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [_plain(part) for part in value]}
     return [_plain(part) for part in value] if isinstance(value, list) else value
+
+
+def _are_atoms(value: Any) -> bool:
+    """Whether it is a list that is JSON as it is. A status has thousands of names in such lists."""
+    return type(value) is list and ATOMS.issuperset(map(type, value))
 
 
 def _parts(value: Any) -> tuple:
@@ -81,10 +91,10 @@ def _parts(value: Any) -> tuple:
 
 
 def _value(plain: Any) -> Any:
+    if type(plain) in ATOMS or _are_atoms(plain):
+        return plain
     if isinstance(plain, list):
         return [_value(part) for part in plain]
-    if not isinstance(plain, dict):
-        return plain
     ((name, parts),) = plain.items()
     values = _value(parts)
     if name == "tuple":

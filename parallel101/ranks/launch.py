@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
@@ -147,9 +148,9 @@ def launch(
         trace: record every message, and check the calls against each other. "payload" also records
             the values of messages up to 4 KiB. A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
-        network: on sim, the links between the ranks; None: `Network()`, also with a device. NVLink
-            and network cards are `Network.two_level(**cost.Cluster("H100",
-            gpus=8).network_arguments())`.
+        network: on sim, the links between the ranks; None: `Network()`, or with a device those of
+            its nodes: NVLink between eight GPUs, and a network card for each
+            (`Network.two_level(**cost.Cluster(device, gpus).network_arguments())`).
         rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
             otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
             messages in a batch start together, and there are no tags. sim/queues.py has the list.
@@ -186,9 +187,10 @@ def launch(
     are the calls that had not ended.
     """
     _check_arguments(fn, backend, trace, timeout, network, rules, device)
+    _check_seconds("stuck_after", stuck_after)
     if mirrors is not None:
         world_size = _mirrored_size(mirrors, world_size, backend, rules)
-    timeout = min(timeout, MAX_TIMEOUT)
+    timeout, stuck_after = min(timeout, MAX_TIMEOUT), min(stuck_after, MAX_TIMEOUT)
     recording = bool(trace) or (backend == "sim" and mirrors is None)
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
     if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
@@ -220,6 +222,8 @@ def launch(
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
     if backend == "nccl":
         _check_gpus(size)
+    if network is None and device is not None:
+        network = Network.two_level(**Cluster(CHIPS[device], size).network_arguments())
     if network is not None:
         network.router(size)  # raises if its topology is for another number of ranks
         if mirrors is not None:
@@ -315,7 +319,10 @@ def _check_waits(records: Sequence[RankRecord]) -> None:
 def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
     events = [event for record in records for event in record.events]
     unfinished = [event for record in records for event in record.unfinished]
-    return Trace.from_rows(events, size, backend, unfinished)
+    earlier = {
+        rank: record.earlier for rank, record in enumerate(records) if record.earlier is not None
+    }
+    return Trace.from_rows(events, size, backend, unfinished, earlier)
 
 
 def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
@@ -357,8 +364,7 @@ def _check_arguments(
             f"trace is {trace!r}; it must be True, False or 'payload' (which also records the "
             "values of small messages)"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above zero")
+    _check_seconds("timeout", timeout)
     if network is not None and not isinstance(network, Network):
         raise TypeError(
             f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
@@ -388,6 +394,11 @@ def _check_arguments(
             f"device={device!r} is a virtual GPU, which works with backend='sim' only, and backend "
             f"is {backend!r}: leave device out, or use backend='sim'"
         )
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of seconds above zero")
 
 
 def _world_size(value: Any) -> int:

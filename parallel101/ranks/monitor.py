@@ -29,7 +29,7 @@ from parallel101.ranks.diagnosis import IdleDetector, rank_died, rank_raised, ti
 from parallel101.ranks.output import RankOutput, Screen, read_available
 from parallel101.ranks.processes import RankProcess, kill
 from parallel101.ranks.rank_stack import STACK_SIGNAL, RankStack, stack_of_dump
-from parallel101.ranks.stuck import StuckDetector, append_report, report_lines, stuck_text
+from parallel101.ranks.stuck import REPORTS, StuckDetector, append_report, report_lines, stuck_text
 from parallel101.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
@@ -92,8 +92,7 @@ class Monitor:
     `watch` returns when every rank has returned, and raises what went wrong.
 
     Attributes:
-        reports_folder: reports of stuck ranks are written there, too, if `parallel101 run` has set
-            it.
+        reports_folder: reports of stuck ranks are written there, too (see `reports_in`).
     """
 
     reports_folder: ClassVar[Path | None] = None
@@ -441,6 +440,18 @@ class Monitor:
                 for output in rank.outputs:
                     output.close(explained)
             self.screen.close()
+
+
+@contextlib.contextmanager
+def reports_in(folder: Path | None) -> Iterator[None]:
+    """Inside, reports of stuck ranks are also written to reports.txt in this folder, if any."""
+    if folder is not None:
+        (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
+    Monitor.reports_folder = folder
+    try:
+        yield
+    finally:
+        Monitor.reports_folder = None
 
 
 def no_ranks_run(*_: object) -> None:

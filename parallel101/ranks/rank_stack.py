@@ -96,9 +96,8 @@ class StackReader:
 def program_place(frame: FrameType | None) -> str:
     """The "file:line" of the innermost frame of the program's own, or else of a library's."""
     for f, line in traceback.walk_stack(frame) if frame is not None else ():
-        name = f.f_code.co_filename
-        if not (is_inside(name) or name.startswith(INSTALLED)):
-            return f"{name}:{line}"
+        if _in_program(f.f_code.co_filename):
+            return f"{f.f_code.co_filename}:{line}"
     return where(frame)
 
 
@@ -116,6 +115,10 @@ def stack_lines(frame: FrameType | None) -> list[str]:
 
 def _runs_programs(frame: FrameType) -> bool:
     return _is_ours(frame.f_code.co_filename)
+
+
+def _in_program(name: str) -> bool:
+    return not (is_inside(name) or name.startswith(INSTALLED))
 
 
 def _is_ours(name: str) -> bool:
@@ -207,9 +210,11 @@ def stack_of_dump(rank: int, dump: str, pid: int) -> RankStack:
     """The stack that `stack_on_signal` wrote. It has no source lines."""
     dump = dump.rpartition("most recent call first")[2]  # the newest one
     found = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)
-    place = next((f"{name}:{line}" for name, line, _ in found if not is_inside(name)), "?")
+    own = next((place for place in found if _in_program(place[0])), found[0] if found else ("?", 0))
     while len(found) > 1 and _is_ours(found[-1][0]):
         found.pop()
     lines = [f'  File "{name}", line {line}, in {function}' for name, line, function in found]
     native = ["a function that holds Python's lock", in_kernel(f"/proc/{pid}")]
-    return RankStack(rank, place, lines[:MOST_FRAMES][::-1], ", ".join(filter(None, native)))
+    return RankStack(
+        rank, f"{own[0]}:{own[1]}", lines[:MOST_FRAMES][::-1], ", ".join(filter(None, native))
+    )

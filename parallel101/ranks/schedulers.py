@@ -11,6 +11,7 @@ SLURM_STEP_NUM_TASKS only in a step that srun started. A job of one process is n
 
 Sources: Slurm's man pages srun(1) and sbatch(1), and its src/common/env.c (env_array_for_step,
 env_array_for_batch_job); Open MPI's docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html.
+For MPICH's launcher no reference was found; its names are those that other programs rely on.
 """
 
 from __future__ import annotations

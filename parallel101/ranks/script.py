@@ -24,6 +24,7 @@ import shlex
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel101.ranks.torchrun import in_a_job, join_job
 from parallel101.ranks.wire import RankRecord
-from parallel101.record.spans import recorder, span
+from parallel101.record.host_time import HostTime, host_time
+from parallel101.record.last_events import LAST_EVENTS
+from parallel101.record.rank_files import RotatingFiles
+from parallel101.record.recorder import RankRecorder
+from parallel101.record.spans import OPTIMIZER_STEP, recorder, span
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,31 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_script(script: Script) -> None:
+@dataclass(frozen=True)
+class KeptRecord:
+    """What `parallel101 run` keeps of a rank's record.
+
+    Attributes:
+        last_events: the record has so many of the newest events at least, and sums of the others.
+            None: it has all.
+        directory: where it is written while the script runs, or None.
+    """
+
+    last_events: int | None = LAST_EVENTS
+    directory: Path | None = None
+
+    def of(self, target: Any) -> contextlib.AbstractContextManager[None]:
+        """Inside, the rank's recorder keeps no more. (On sim all events are kept.)"""
+        if self.last_events is None or not isinstance(target, RankRecorder):
+            return contextlib.nullcontext()
+        files = None
+        if self.directory is not None:
+            backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+            files = RotatingFiles(self.directory, target.rank, dist.get_world_size(), backend)
+        return target.keeping_last(self.last_events, files)
+
+
+def run_script(script: Script, kept: KeptRecord = KeptRecord()) -> None:
     """Run a script on this rank, inside a launch.
 
     Each time in which it is blocked in a call of torch.distributed is recorded as a wait.
@@ -109,14 +139,16 @@ def run_script(script: Script) -> None:
     code, main = script.load()
     sys.modules["__main__"] = main
     sys.argv = [main.__file__ or script.target, *script.arguments]
-    _mark("start", script)
-    try:
-        with _end_of_process(), _success_accepted():
-            exec(code, main.__dict__)
-        main.__dict__.clear()  # as Python does at its end: files are written, and workers stopped
-        gc.collect()
-    finally:
-        _mark("end", script)
+    with kept.of(target), host_time(target, dist.get_backend()) as own, steps_marked(target, own):
+        _mark("start", script)
+        try:
+            with _end_of_process(), _success_accepted():
+                exec(code, main.__dict__)
+            # as Python does at its end: files are written, and workers stopped
+            main.__dict__.clear()
+            gc.collect()
+        finally:
+            _mark("end", script)
 
 
 def record_script(
@@ -129,6 +161,7 @@ def record_script(
     stuck_after: float,
     folder: Path,
     keep: Callable[[RankRecord], None],
+    kept: KeptRecord = KeptRecord(),
 ) -> None:
     """Run a script as this process's rank of torchrun's job.
 
@@ -146,13 +179,40 @@ def record_script(
         "folder": folder,
         "keep_record": keep,
     }
-    join_job(run_script, (script,), {}, recording=True, **options)
+    join_job(run_script, (script, kept), {}, recording=True, **options)
 
 
 def _mark(moment: str, script: Script) -> None:
     """Record the start of the script, before its first call, and its end, after its last one."""
     with span(f"{moment} of the script", script=script.name, host=socket.gethostname()):
         pass
+
+
+@contextlib.contextmanager
+def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
+    """Inside, each step of one of torch's optimizers is marked in the record of this rank.
+
+    The page of a run finds the training steps by that. Of several optimizers, the first one to make
+    a step counts.
+    """
+    first: list[weakref.ref] = []
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if recorder() is not target:  # on sim, this is a step of another rank
+            return
+        if not first or first[0]() is None:
+            first[:] = [weakref.ref(optimizer)]
+        if first[0]() is optimizer:
+            with span(OPTIMIZER_STEP):
+                pass
+            if own is not None:
+                own.step()
+
+    handle = register_optimizer_step_post_hook(stepped)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ class StoreWatch(threading.Thread):
             if unchanged == SILENT_FOR:
                 write_line(
                     self.rank,
-                    f"the job's store at {store_address()} has not answered for {SILENT_FOR} s. "
+                    f"the job's store at {_store_address()} has not answered for {SILENT_FOR} s. "
                     "Its machine may have stopped, or the network to it. This rank is at "
                     f"{shown(self.place())}",
                 )
@@ -142,12 +142,24 @@ def death_text(lost: Mapping[int, str], failure: Failure) -> str:
     return (
         f"{_who(lost)} {has} died: a connection broke, and since then no sign of life has come for "
         f"{LOST_AFTER:g} s. The process was killed (perhaps for want of memory: see the machine's "
-        f"log), or the machine has stopped.\n  rank {failure.rank} raised {failure.headline}\n\n"
-        f"{failure.traceback}"
+        f"log), or the machine has stopped.\n  {raised_text(failure)}"
     )
 
 
-def store_address() -> str:
+def raised_text(failure: Failure) -> str:
+    return f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}"
+
+
+def store_loss_text(rank_was: str) -> str:
+    """The message for a store whose connection has broken, with what the rank was doing."""
+    return (
+        f"the connection to the job's store at {_store_address()} has broken: the process that "
+        "held it has ended (torchrun's on the first host, or rank 0's), or its machine.\n  "
+        f"{rank_was}"
+    )
+
+
+def _store_address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 

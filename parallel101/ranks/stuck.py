@@ -34,7 +34,8 @@ IDLE_SHARE = 0.1  # of one core: a rank that uses less is blocked
 class StuckDetector:
     """Says when ranks have waited for so long that there should be a report.
 
-    Reports about the same waits come after `after` seconds, then after twice that time, and so on.
+    A rank that has returned waits for all that have not. Reports about the same waits come after
+    `after` seconds, then after twice that time, and so on.
 
     Args:
         after: seconds; infinity: no report.
@@ -42,20 +43,22 @@ class StuckDetector:
 
     def __init__(self, after: float):
         self.after = self.pause = after
-        self.waits: dict[int, tuple[Call, float]] = {}  # by rank: in what, and since when
-        self.told: dict[int, Call] = {}  # the waits of the last report
+        # by rank: in what (True: it has returned), and since when
+        self.waits: dict[int, tuple[Call | bool, float]] = {}
+        self.told: dict[int, Call | bool] = {}  # the waits of the last report
         self.not_before = 0.0
 
     def due(self, now: float, graph: WaitForGraph) -> float:
         """When to read the stacks of all ranks; infinity while no rank waits."""
         for rank, status in enumerate(graph.ranks):
-            if status.blocked is None:
+            if not (wait := status.blocked or status.returned):
                 self.waits.pop(rank, None)
-            elif rank not in self.waits or self.waits[rank][0] != status.blocked:
-                self.waits[rank] = status.blocked, now
-        if self.told and not any(graph.ranks[rank].blocked == c for rank, c in self.told.items()):
+            elif rank not in self.waits or self.waits[rank][0] != wait:
+                self.waits[rank] = wait, now
+        same = (rank in self.waits and self.waits[rank][0] == w for rank, w in self.told.items())
+        if self.told and not any(same):
             self.told, self.pause, self.not_before = {}, self.after, 0.0
-        if not self.waits:
+        if not self.waits or all(status.returned for status in graph.ranks):
             return math.inf
         return max(min(since for _, since in self.waits.values()) + self.after, self.not_before)
 
@@ -99,11 +102,12 @@ class StuckDetector:
         chain: set[int] = set()
         todo = [rank]
         while todo:
-            if (rank := todo.pop()) in chain or graph.ranks[rank].returned:
+            if (rank := todo.pop()) in chain:
                 continue
             chain.add(rank)
-            if rank in self.waits:
-                todo += graph.missing(self.waits[rank][0])
+            wait, _ = self.waits.get(rank, (None, 0.0))
+            peers = range(len(graph.ranks)) if wait is True else graph.missing(wait) if wait else ()
+            todo += [peer for peer in peers if not graph.ranks[peer].returned]
         return chain
 
 

@@ -16,6 +16,7 @@ import contextlib
 import faulthandler
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -47,12 +48,13 @@ from parallel101.ranks.signs_of_life import (
     SignsOfLife,
     StoreWatch,
     death_text,
+    raised_text,
     silence_text,
-    store_address,
+    store_loss_text,
     texts_of,
     write_line,
 )
-from parallel101.ranks.watcher import TICK, BlockedDetector
+from parallel101.ranks.watcher import TICK, BlockedDetector, recorded
 from parallel101.ranks.wire import Failure, RankRecord
 from parallel101.record import process_groups
 from parallel101.record.calls import Call, CallChecker
@@ -70,6 +72,7 @@ from parallel101.record.where import shown, where
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0
+STORE_ENDS_LATER = 0.3  # seconds by which rank 0's process, which may hold the store, ends earlier
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
 
@@ -101,9 +104,9 @@ def join_job(
     torch.serialization.add_safe_globals on all ranks. That is what torch.load(weights_only=True)
     accepts.
 
-    With `keep_record`, records are not exchanged. Each rank calls it with its own when its program
-    has ended, also if it has failed. `folder`: where reports of stuck ranks are written to, besides
-    stderr.
+    With `keep_record`, nothing is exchanged or returned. Each rank calls it with its own record
+    when its program has ended, also if it has failed. `folder`: where reports of stuck ranks are
+    written to, besides stderr.
 
     Raises ValueError when world_size is not the job's, or when the job's variables make no sense.
     """
@@ -141,7 +144,8 @@ def join_job(
     try:
         process_groups.own_device(backend, _own_gpu(rank) if backend == "nccl" else 0)
         hook = sys.excepthook
-        process_groups.init(backend, recorder, store, rank, size)
+        with loopback_explained():
+            process_groups.init(backend, recorder, store, rank, size)
         if _launches > 1:
             # each init adds one that puts "[rank0]:" before every line of a traceback
             sys.excepthook = hook
@@ -164,9 +168,9 @@ def join_job(
         recorder.close()
         watcher.returned()
         watcher.keep_record()
-        record = (
-            RankRecord([], [], recorder.unwaited) if keep_record is not None else watcher.record()
-        )
+        if keep_record is not None:
+            return [], []
+        record = watcher.record()
         device = "cuda" if backend == "nccl" else "cpu"
         gathered = exchange([result, pack_record(record, size, backend)], store, device)
     finally:
@@ -219,6 +223,21 @@ def _job_store(timeout: float) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
         _job_stores.append(store)
     return _job_stores[0]
+
+
+@contextlib.contextmanager
+def loopback_explained() -> Iterator[None]:
+    """Inside, the error of gloo's that another host's address is loopback has advice."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))) is None:
+            raise
+        raise RuntimeError(
+            f"gloo looked for another host's rank at {found[1]}, which is this host itself: there, "
+            "the host's own name has this address. Name the interface that connects the hosts, on "
+            "all of them, e.g. GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -360,12 +379,13 @@ class JobWatcher(threading.Thread):
 
     def record(self) -> RankRecord:
         """What this rank has recorded so far."""
-        return RankRecord(self.recorder.events, self.recorder.unfinished, self.recorder.unwaited)
+        return recorded(self.recorder)
 
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless a rank has done so already."""
         ours = to_json(error)
-        self.announced_here |= self.store.compare_set("failure", "", ours).decode() == ours
+        with contextlib.suppress(dist.DistNetworkError):  # then nobody is there to be told
+            self.announced_here |= self.store.compare_set("failure", "", ours).decode() == ours
 
     def announced(self, within: float) -> BaseException | None:
         """The failure that some rank has announced, or announces in the next `within` seconds."""
@@ -385,9 +405,14 @@ class JobWatcher(threading.Thread):
 
         None if it is not known.
         """
-        if (cause := self.announced(within=GRACE)) is not None:
-            return cause
-        lost = self.signs.lost()
+        try:
+            if (cause := self.announced(within=GRACE)) is not None:
+                return cause
+            lost = self.signs.lost()
+        except dist.DistNetworkError:
+            gone = RankFailed(store_loss_text(raised_text(failure)), 0)
+            gone.announced_by = failure.rank  # type: ignore[attr-defined]
+            return gone
         if not lost:
             return None
         died = RankFailed(death_text(lost, failure), min(lost))
@@ -513,15 +538,13 @@ class JobWatcher(threading.Thread):
 
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""
-        if self.over.wait(2 * GRACE):
+        if self.over.wait(STORE_ENDS_LATER):
             return
-        self.keep_record()
-        write_line(
-            self.recorder.rank,
-            f"the connection to the job's store at {store_address()} has broken: the process that "
-            f"held it has ended, or its machine. This rank was at {shown(self._place())}",
-        )
-        os._exit(1)
+        place = f"This rank was at {shown(self._place())}"
+        write_line(self.recorder.rank, store_loss_text(place))
+        if not self.over.wait(2 * GRACE):
+            self.keep_record()
+            os._exit(1)
 
 
 def _store_outlives_ranks() -> bool:

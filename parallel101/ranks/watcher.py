@@ -41,6 +41,13 @@ IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++
 exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
+def recorded(recorder: RankRecorder) -> RankRecord:
+    """What a rank has recorded so far."""
+    events = recorder.events  # and with it the sums of earlier ones
+    unfinished, unwaited = recorder.unfinished, recorder.unwaited
+    return RankRecord(events, unfinished, unwaited, earlier=recorder.earlier)
+
+
 class ControlThread(threading.Thread):
     """Answers the launching process.
 
@@ -115,7 +122,7 @@ class Watcher(ControlThread):
         self.wire.send(
             RECORD,
             (
-                RankRecord(recorder.events, recorder.unfinished, recorder.unwaited),
+                recorded(recorder),
                 recorder.report(),
             ),
         )
@@ -150,6 +157,8 @@ class BlockedDetector:
 
         None while it runs, and while another of its threads may still post.
         """
+        if self.recorder.host_time is not None:
+            self.recorder.host_time.sample()
         waiting = self.recorder.waiting or self._in_backward()
         return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
 

@@ -33,6 +33,7 @@ import torch
 from parallel101.ranks.rendezvous import Address
 from parallel101.record.calls import Call
 from parallel101.record.events import EventRow
+from parallel101.record.totals import EarlierEvents
 from parallel101.record.trace import collector_paused
 
 # Kinds of frames to a rank: its Job; the packed program; "what are you doing?"; "what have you
@@ -99,6 +100,8 @@ class RankRecord(NamedTuple):
     # by rank, of a run on virtual GPUs: a sim.virtual_gpu.GpuCount each
     gpus: Sequence[Any] | None = None
     warnings: Sequence[str] = ()  # on sim, under NCCL's rules: what may hang on GPUs
+    # sums of the rank's events before `events`, if only the newest were kept
+    earlier: EarlierEvents | None = None
 
 
 class Failure(NamedTuple):

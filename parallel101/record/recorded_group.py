@@ -154,7 +154,8 @@ class RecordedGroup(torch_private.PythonGroup):
             where=where,
             within=collective_terms(collective),
         )
-        self._check(call, unfit(tensor, call.brief))
+        # the text of the call takes longer than the rest, and is rarely needed
+        self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
         small = tensor.nbytes <= self.recorder.payload_bytes
         inputs = (
             Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
@@ -227,7 +228,7 @@ class RecordedGroup(torch_private.PythonGroup):
             call = call._replace(
                 shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes
             )
-        self._check(call, spec.unfit(args, call.brief))
+        self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
         small = arguments.nbytes <= self.recorder.payload_bytes and arguments.layout != "sparse"
         payload = values(arguments.tensors) if small else None
         inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)

@@ -28,8 +28,11 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call, CallKey, call_to_compare, tensor_changed, waited_twice
 from parallel101.record.clocks import CpuClock
 from parallel101.record.events import P2P, Event, EventGroup, EventGroups, EventRow, span_event
+from parallel101.record.host_time import HostTime
+from parallel101.record.last_events import BatchWriter, LastEvents
 from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import snapshot, unchanged
+from parallel101.record.totals import EarlierEvents
 from parallel101.record.where import caller
 
 StatusReport = tuple[
@@ -40,6 +43,7 @@ StatusReport = tuple[
     dict[CallKey, str],
 ]
 SHORTEST_WAIT = 50e-6  # seconds
+MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
 RECENT = 256  # collectives of a group that are remembered by name
 
 
@@ -92,11 +96,17 @@ class RankRecorder:
         self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()
         # the record; in place of seconds, events have moments of the clock
         self.recorded: list[Event] = []
+        # takes events away from `recorded`, if only the newest are kept; and sums of the others
+        self.last_events: LastEvents | None = None
+        self.earlier: EarlierEvents | None = None
         self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
         # torch's own work, if it is a collective, and the event
-        self.dropped_works: list[tuple[dist.Work | None, Event]] = []
+        self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
         self.unwaited: list[Call] = []  # sends and receives for which the program never waited
         self.event_groups = EventGroups()
+        # what the program does between its calls, in `parallel101 run`
+        self.waited = 0.0  # seconds in which it was blocked in a call, if these are recorded
+        self.host_time: HostTime | None = None
 
     # ---- what spans.Recorder asks for ----
 
@@ -108,7 +118,8 @@ class RankRecorder:
     ) -> None:
         if self.counted_apart:
             return
-        seq = len(self.recorded)
+        taken = 0 if self.last_events is None else self.last_events.taken
+        seq = taken + len(self.recorded)
         self.recorded.append(
             span_event(
                 rank=self.rank,
@@ -128,8 +139,10 @@ class RankRecorder:
         That is recorded if it took longer than to call torch does.
         """
         end = self.now()
-        if isinstance(end, float) and end - began < SHORTEST_WAIT:
-            return
+        if isinstance(end, float):
+            self.waited += end - began
+            if end - began < SHORTEST_WAIT:
+                return
         call = posted.call("")
         self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
 
@@ -200,9 +213,38 @@ class RankRecorder:
 
     @property
     def events(self) -> list[EventRow]:
-        """What is recorded so far."""
+        """What is recorded so far, or the newest of it.
+
+        `earlier` then has the sums of the others. It is None if there are none.
+        """
         self._end_dropped(run_is_over=False)
-        return self._rows(self.recorded)
+        of_host: list[EventRow] = [] if self.host_time is None else self.host_time.rows()
+        if self.last_events is None:
+            return self._rows(self.recorded) + of_host
+        rows, earlier = self.last_events.rows(lambda: self._rows(self.recorded))
+        self.earlier = earlier if earlier.count else None
+        return rows + of_host
+
+    @contextmanager
+    def keeping_last(self, limit: int, writer: BatchWriter | None = None) -> Iterator[None]:
+        """Inside, keep the newest events only, and sums of the others.
+
+        Args:
+            limit: how many events, at least.
+            writer: writes them to files while the program runs.
+        """
+
+        def unfinished() -> list[EventRow]:
+            return self.unfinished
+
+        self.last_events = LastEvents(
+            limit, self.recorded, self.clock.in_seconds, unfinished, writer
+        )
+        self.last_events.start()
+        try:
+            yield
+        finally:
+            self.last_events.stop()
 
     @property
     def unfinished(self) -> list[EventRow]:
@@ -229,15 +271,16 @@ class RankRecorder:
 
         When the run is over, all of them have.
         """
-        now, dropped = self.now(), self.dropped_works
-        ended = [
-            work is not None and (run_is_over or (work.is_completed() and work.is_success()))
-            for work, _ in dropped
-        ]
-        self.recorded += [
-            event._replace(end=now) for (_, event), done in zip(dropped, ended) if done
-        ]
-        self.dropped_works = [entry for entry, done in zip(dropped, ended) if not done]
+        now = self.now()
+        for _ in range(len(self.dropped_works)):
+            try:
+                work, event = self.dropped_works.popleft()
+            except IndexError:  # another thread does the same
+                return
+            if work is not None and (run_is_over or (work.is_completed() and work.is_success())):
+                self.recorded.append(event._replace(end=now))
+            else:
+                self.dropped_works.append((work, event))
 
     def _rows(self, events: list[Event]) -> list[EventRow]:
         return [tuple(event) for event in self.clock.in_seconds(list(events))]
@@ -462,9 +505,10 @@ class RecordedWork(WatchedWork):
             return
         payload = None if self.inputs is None else self.inputs.payload
         event = self.event(self.start, payload=payload)
-        self.posted.group.recorder.dropped_works.append(
-            (None if self.call.kind in P2P else self.inner, event)
-        )
+        dropped = self.posted.group.recorder.dropped_works
+        dropped.append((None if self.call.kind in P2P else self.inner, event))
+        if len(dropped) > MOST_DROPPED:
+            dropped.popleft()
 
     def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)

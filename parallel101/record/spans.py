@@ -23,6 +23,10 @@ from typing import Any, NamedTuple, Protocol
 # of the messages of our collectives, so that they never match a message that the program sends
 # itself
 COLLECTIVE_TAG = 101_101
+# the span without length that `parallel101 run` records after each step of the script's optimizer
+OPTIMIZER_STEP = "optimizer step"
+# spans with what a rank did between its calls, in `parallel101 run` (host_time.py)
+HOST_TIME = "host time"
 
 
 class Collective(NamedTuple):

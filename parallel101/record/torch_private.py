@@ -78,6 +78,7 @@ class PythonGroup(dist.ProcessGroup):
     """
 
     device_type = "cpu"
+    takes_meta = False  # whether it sends tensors of the meta device, too
     supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
 
     @property
@@ -85,11 +86,10 @@ class PythonGroup(dist.ProcessGroup):
         return [torch.device(self.device_type)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        if torch.device(device).type != self.device_type:
+        kind = torch.device(device).type
+        if kind != self.device_type and not (kind == "meta" and self.takes_meta):
             # as torch says it
-            raise RuntimeError(
-                f"No backend type associated with device type {torch.device(device).type}"
-            )
+            raise RuntimeError(f"No backend type associated with device type {kind}")
         return self
 
     get_backend = _get_backend

@@ -384,6 +384,8 @@ class PointToPointGroup(torch_private.PythonGroup):
     `member` is the rank whose view of the group it is.
     """
 
+    takes_meta = True
+
     def __init__(
         self,
         world: World,

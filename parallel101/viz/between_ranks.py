@@ -72,7 +72,7 @@ def traffic_scene(
         title: above the picture.
         within: only what a rank sent in its last span of this name; ValueError if there is none.
     """
-    sent = traffic(trace, within)
+    sent = traffic(trace, within)  # without `within`, of the whole run
     squares = [
         Square("Bytes sent", "from \\ to", sent.nbytes, human_bytes),
         Square("Messages sent", "from \\ to", sent.messages, lambda count: f"{count:,.0f}"),
@@ -81,7 +81,8 @@ def traffic_scene(
     head = scene.panel(narrow="none")
     head.add(
         "text",
-        trace_facts(trace) + (f" · {human_seconds(trace.makespan)}" if within is None else ""),
+        trace_facts(trace, whole_run=within is None)
+        + (f" · {human_seconds(trace.makespan)}" if within is None else ""),
         x=932,
         y=40,
         font_size=13,

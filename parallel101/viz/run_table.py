@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from parallel101.analysis.slower_ranks import slower_ranks
 from parallel101.analysis.waiting import (
     CallTimes,
     CollectiveTotals,
@@ -20,6 +21,7 @@ from parallel101.analysis.waiting import (
     Wait,
     collective_totals,
     rank_times,
+    recorded_from,
     run_times,
     script_marks,
     slowest_calls,
@@ -54,7 +56,13 @@ def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable
         waited: what `waits(trace)` returned, if that is known already.
     """
     waited = waits(trace) if waited is None else waited
-    every = (_ranks(trace, waited), _links(trace), _collectives(trace), _calls(trace, waited))
+    every = (
+        _ranks(trace, waited),
+        _slower(trace),
+        _links(trace),
+        _collectives(trace),
+        _calls(trace, waited),
+    )
     return [table for table in every if table.rows]
 
 
@@ -67,7 +75,18 @@ def heading(trace: Trace) -> str:
     )
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
     begin, end = run_times(trace)
-    return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}"
+    kept = f". {kept_text(trace)}" if trace.earlier else ""
+    return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}{kept}"
+
+
+def kept_text(trace: Trace) -> str:
+    """Which events a record has, in a sentence, if it lacks the earlier ones."""
+    begin, end = run_times(trace)
+    since = recorded_from(trace) - begin
+    return (
+        f"Kept are {trace.kept_text}, from {human_seconds(since)} to {human_seconds(end - begin)}; "
+        "of those before them, the sums in the tables."
+    )
 
 
 def script_name(trace: Trace) -> str:
@@ -127,7 +146,13 @@ def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
         else f"Time of the {MOST_RANKS} ranks that waited longest"
     )
     head = [cell for cell, keep in zip(head, has) if keep]
-    return TextTable(title, head, rows, len(head) - has[-1])
+    note = _of_kept(trace, "Until others called") if has[-1] else ""
+    return TextTable(title, head, rows, len(head) - has[-1], note)
+
+
+def _of_kept(trace: Trace, what: str) -> str:
+    """What a column says only of the events that the record has; "" if it has all."""
+    return f"{what}: in {trace.kept_text}." if trace.earlier else ""
 
 
 _COUNTS: tuple[Callable[[RankTimes], int], ...] = (
@@ -153,6 +178,19 @@ def _rank_cells(row: RankTimes) -> list[str]:
     ]
 
 
+def _slower(trace: Trace) -> TextTable:
+    """The ranks that the others wait for: what they do for longer, how much longer and where."""
+    rows = []
+    for row in slower_ranks(trace)[:MOST_RANKS]:
+        steps = f"{row.slower} of {row.steps}, from {row.first}" if row.first else "one run"
+        for cause in row.causes:
+            more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
+            line = _place(cause.where) + more if cause.where else "–"
+            rows.append([str(row.rank), human_seconds(cause.seconds), cause.what, steps, line])
+    head = ["rank", "more per step", "what", "in steps", "line"]
+    return TextTable("Slower ranks, compared with the median of the others", head, rows, 2)
+
+
 def _links(trace: Trace) -> TextTable:
     links = slowest_links(trace)
     rows = [
@@ -162,7 +200,7 @@ def _links(trace: Trace) -> TextTable:
             human_bytes(link.nbytes),
             human_seconds(link.seconds),
             human_seconds(link.slowest),
-            f"{human_bytes(link.nbytes / link.seconds)}/s" if link.seconds else "–",
+            f"{human_bytes(link.timed_bytes / link.seconds)}/s" if link.seconds else "–",
         ]
         for link in links[:MOST_LINKS]
     ]
@@ -171,8 +209,15 @@ def _links(trace: Trace) -> TextTable:
         ["link", "messages", "bytes", "in flight", "longest", "rate"],
         rows,
         6,
-        _more(len(links), MOST_LINKS, "link"),
+        _notes(
+            _more(len(links), MOST_LINKS, "link"),
+            _of_kept(trace, "In flight, longest and rate"),
+        ),
     )
+
+
+def _notes(*notes: str) -> str:
+    return ". ".join(note for note in notes if note)
 
 
 def _collectives(trace: Trace) -> TextTable:
@@ -203,7 +248,7 @@ def _among(row: CollectiveTotals, everyone: range) -> str:
 
 
 def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
-    calls = slowest_calls(waited)
+    calls = slowest_calls(waited, trace.earlier)
     rows = [
         [
             human_seconds(call.seconds),
@@ -217,7 +262,11 @@ def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
     ]
     head = ["waited", "times", "longest", "called last", "call", "line"]
     return TextTable(
-        "Slowest calls, all ranks together", head, rows, 2, _more(len(calls), MOST_CALLS, "line")
+        "Slowest calls, all ranks together",
+        head,
+        rows,
+        2,
+        _notes(_more(len(calls), MOST_CALLS, "line"), _of_kept(trace, "Called last")),
     )
 
 

@@ -89,7 +89,7 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
             "write trace.to_chrome(path) and open it at ui.perfetto.dev"
         )
     begin = min((e.start for e in trace.events), default=0.0)
-    span = trace.makespan
+    span = max((e.end for e in trace.events), default=begin) - begin
     lanes = span_lanes(trace.spans())
     depth = max((lane + 1 for lane in lanes.values()), default=0)
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
@@ -165,10 +165,11 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
         font_size=13,
         class_="m e",
     )
-    messages = sum(trace.messages_sent)
+    sends = [e.nbytes for e in trace.events if e.kind == "send"]
+    messages = len(sends)
     collectives = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
     parts = (
-        [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(trace.bytes_sent))}"]
+        [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(sends))}"]
         if messages
         else []
     )
@@ -222,12 +223,15 @@ def draw_legend(scene: Node, entries: Iterable[tuple[str, str]], x: float = 28.0
         x += 38 + 7 * len(label)
 
 
-def trace_facts(trace: Trace) -> str:
-    """ "4 ranks · gloo · as recorded"."""
+def trace_facts(trace: Trace, whole_run: bool = False) -> str:
+    """ "4 ranks · gloo · as recorded", and which events of the run the trace has if not all.
+
+    `whole_run`: a picture shows the whole run all the same.
+    """
     clock = "virtual time" if trace.backend == "sim" else "as recorded"
-    return (
-        f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''} · {trace.backend} · {clock}"
-    )
+    kept = f" · {trace.kept_text}" if trace.earlier and not whole_run else ""
+    ranks = f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''}"
+    return f"{ranks} · {trace.backend} · {clock}{kept}"
 
 
 def unfinished_text(trace: Trace) -> str:
@@ -439,13 +443,18 @@ def _tooltip(bar: Bar) -> str:
     last = f"{human_seconds(bar.end - bar.start)}"
     if bar.count > 1:
         return f"{bar.count} × {event.name or event.kind}, {last}"
+    return event_text(event, last)
+
+
+def event_text(event: Event, took: str = "$") -> str:
+    """What a tooltip says of one event. `took`: its time, or what to put in its place."""
     labels = ", ".join(f"{k}={v}" for k, v in (event.args or {}).items())
     where = f" at {named(event.where)}" if event.where else ""
     if event.kind == "span":
-        return f"{event.name}{f' ({labels})' if labels else ''}: {last}{where}"
+        return f"{event.name}{f' ({labels})' if labels else ''}: {took}{where}"
     link = {"send": "to", "recv": "from"}.get(event.kind, "root")
     peer = f" {link} rank {event.peer}" if event.peer is not None else ""
-    return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {last}{where}"
+    return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {took}{where}"
 
 
 def _arrows(

@@ -42,7 +42,7 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
     scene.add("text", "Overview", x=28, y=40, class_="h")
     scene.add(
         "text",
-        f"{trace_facts(trace)} · {human_seconds(end - begin)}",
+        f"{trace_facts(trace, whole_run=True)} · {human_seconds(end - begin)}",
         x=932,
         y=40,
         font_size=13,

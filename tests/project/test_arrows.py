@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "sim.virtual_gpu": {"record", "cost"},
     "sim.operation_costs": {"cost"},
     "ranks": {"sim", "record"},
-    "ranks.launch": {"cost.hardware", "sim", "record"},  # the names of GPUs
+    "ranks.launch": {"cost.hardware", "cost.cluster", "sim", "record"},  # the names of GPUs
     "analysis": {"record"},
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
@@ -60,7 +60,8 @@ MAY_IMPORT = {
     # it plans in closed form, runs the best layouts, and draws them
     "planner": {"cost", "models", "trainers", "ranks", "sim", "viz", "analysis", "record"},
     "doctor": {"viz"},  # whether there is a browser
-    "cli": {"doctor", "publish", "bench", "ranks", "record", "sim", "__init__"},
+    "run_command": {"publish", "ranks", "record", "sim", "__init__"},
+    "cli": {"run_command", "doctor", "publish", "bench", "ranks", "sim", "__init__"},
     "__main__": {"cli"},
 }
 FREE = {"__init__", "bench"}  # the front door, and what measures all rooms from outside
@@ -73,7 +74,8 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
-    "cli": {"viz", "analysis", "grade", "planner"},
+    "run_command": {"viz", "analysis"},
+    "cli": {"viz", "grade", "planner"},
     "grade.layout_choice": {"planner"},  # its best layout, which no rank may import
     "publish": {"__init__"},
 }

@@ -56,8 +56,14 @@ def test_the_page_of_a_run(monkeypatch):
     # 20 times 2 s for rank 1; 1000 floats from rank 0 to rank 2
     assert ">40 s<" in between and ">3.9 KiB<" in between
     assert "<h2>Time of each rank</h2>" in page and "40 s for rank 1" in page
+    assert 'class="chooser"' not in page
     monkeypatch.setattr(module, "MOST_EVENTS", 50)  # as if it were a long run
-    assert ">Overview<" in pictures(run_page(trace, "train.py"))[0]
+    page = run_page(trace, "train.py")
+    assert ">Overview<" in pictures(page)[0] and list(external_addresses(page)) == []
+    assert "20 steps (repeats of all_reduce at" in page
+    assert "Steps 3 to 5 can be chosen here" in run_page(trace, "train.py", steps=(3, 5))
+    with pytest.raises(ValueError, match="steps 30:40 are not in the record, which has steps 1 to"):
+        run_page(trace, "train.py", steps=(30, 40))
 
 
 def test_the_page_of_a_deadlock_shows_who_waits():

@@ -24,7 +24,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +80,9 @@ class Switch(threading.Thread):
     def stop(self) -> None:
         self.stopped.set()
         self.join()
+        self.close()
+
+    def close(self) -> None:
         for tap in self.taps:
             os.close(tap)
 
@@ -110,11 +112,13 @@ class Host:
             ["unshare", *kinds, f"--monotonic={clock}", "sh", "-c", f"{begin} echo; exec cat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             assert self.process.stdout is not None
             if not self.process.stdout.readline():
-                raise OSError("unshare failed")
+                raise OSError(self.process.communicate()[1].strip())
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
             self.first = int(children.read_text())  # its process number 1
             switch.add(port)
@@ -135,25 +139,38 @@ class Host:
         self.process.communicate()
 
 
-class Hosts:
-    """Hosts on a switch, and a process that has imported torch and forks what is to run on them.
+class Starter:
+    """A process that has imported torch, and forks what is to run on hosts.
 
     To import torch in each of torchrun's own processes would take longer than all the rest.
     """
 
-    def __init__(self, folder: Path, delay: float, rate: float):
-        self.folder = folder
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", STARTER],
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def order(self, **what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Hosts:
+    """Hosts on a switch."""
+
+    def __init__(self, starter: Starter, folder: Path, delay: float, rate: float):
+        self.starter, self.folder = starter, folder
         self.switch = Switch(delay, rate)
         self.hosts: list[Host] = []
         self.names = 0
-        self.starter = subprocess.Popen(
-            [sys.executable, "-c", STARTER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
 
     def add(self, clock: int, own_name_is_loopback: bool) -> None:
         self.hosts.append(Host(len(self.hosts), self.switch, clock, own_name_is_loopback))
@@ -162,20 +179,23 @@ class Hosts:
         """Run torchrun, or a Python file, on a host. `how` is "torchrun" or "python"."""
         self.names += 1
         output = self.folder / f"{self.hosts[host].name}-{self.names}.txt"
-        order = {"host": self.hosts[host].first, "how": how, "arguments": arguments}
-        assert self.starter.stdin is not None
-        self.starter.stdin.write(json.dumps({**order, "output": str(output), "environ": environ}))
-        self.starter.stdin.write("\n")
-        self.starter.stdin.flush()
+        self.starter.order(
+            host=self.hosts[host].first,
+            how=how,
+            arguments=arguments,
+            folder=str(self.folder),
+            output=str(output),
+            environ=environ,
+        )
         return Process(output)
 
     def close(self) -> None:
         for host in self.hosts:
             host.die()
-        self.starter.kill()
-        self.starter.communicate()
-        if self.switch.ident is not None:
+        if self.switch.is_alive():
             self.switch.stop()
+        else:
+            self.switch.close()
 
 
 class Process:
@@ -220,9 +240,8 @@ for line in sys.stdin:
     order = json.loads(line)
     if os.fork() == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        folder = os.getcwd()
         enter(order["host"])
-        os.chdir(folder)
+        os.chdir(order["folder"])
         child = os.fork()  # the first process that is inside the host's namespace of processes
         if child == 0:
             run(order)
@@ -238,6 +257,7 @@ for line in sys.stdin:
 
 @contextlib.contextmanager
 def hosts(
+    starter: Starter,
     count: int,
     folder: Path,
     *,
@@ -252,7 +272,7 @@ def hosts(
         folder: where output is written.
         clocks: by host, how many seconds its clock is ahead of this machine's.
     """
-    made = Hosts(folder, delay, rate)
+    made = Hosts(starter, folder, delay, rate)
     try:
         for number in range(count):
             made.add(clocks[number], own_name_is_loopback)
@@ -276,11 +296,14 @@ def why_not() -> str:
         return "needs Linux's namespaces"
     if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:
         return f"needs {', '.join(missing)} (Debian: util-linux, iproute2)"
+    switch = Switch(0.0, 1e9)
     try:
-        with tempfile.TemporaryDirectory() as folder, hosts(1, Path(folder)):
-            return ""
+        Host(0, switch, 0, False).die()
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"needs the right to make network namespaces and interfaces: {error}"
+        return f"needs the right to make namespaces and network interfaces: {error}"
+    finally:
+        switch.close()
+    return ""
 
 
 def _run(*command: str) -> None:

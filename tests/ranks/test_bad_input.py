@@ -33,6 +33,7 @@ def ok():
         ({"timeout": 0}, ValueError, "timeout is 0"),
         ({"timeout": float("nan")}, ValueError, "timeout is nan"),
         ({"timeout": "1"}, ValueError, "timeout is '1'"),
+        ({"stuck_after": 0}, ValueError, "stuck_after is 0"),
         pytest.param(
             {"network": p101.Network()},
             ValueError,
@@ -110,7 +111,8 @@ def test_job_variables_that_make_no_sense_are_named(monkeypatch, job, message):
 @pytest.mark.parametrize("timeout", [float("inf"), 1e12, 10**400])
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_no_time_limit(timeout, backend):
-    assert p101.launch(ok, world_size=2, backend=backend, timeout=timeout).results == [1, 1]
+    limits = {"timeout": timeout, "stuck_after": timeout}
+    assert p101.launch(ok, world_size=2, backend=backend, **limits).results == [1, 1]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a directory in use can't be deleted on this system")

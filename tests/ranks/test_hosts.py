@@ -10,9 +10,16 @@ import pytest
 
 import parallel101 as p101
 from parallel101.cli import main
-from tests.ranks.hosts import INTERFACES, hosts, wait_for, why_not
+from tests.ranks.hosts import INTERFACES, Starter, hosts, wait_for, why_not
 
-pytestmark = pytest.mark.skipif(why_not() != "", reason=why_not())
+pytestmark = [pytest.mark.skipif(why_not() != "", reason=why_not()), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def starter():
+    made = Starter()
+    yield made
+    made.close()
 
 
 def write(folder, text):
@@ -55,10 +62,10 @@ SRUN = """
 """
 
 
-def test_ranks_of_srun_on_four_hosts(tmp_path):
+def test_ranks_of_srun_on_four_hosts(starter, tmp_path):
     """Each host calls its interface differently, and believes that its own name is loopback."""
     write(tmp_path, SRUN)
-    with hosts(4, tmp_path, delay=0.02, rate=10e6, own_name_is_loopback=True) as cluster:
+    with hosts(starter, 4, tmp_path, delay=0.02, rate=10e6, own_name_is_loopback=True) as cluster:
         ranks = [
             cluster.start(
                 rank // 2,
@@ -93,7 +100,7 @@ def test_ranks_of_srun_on_four_hosts(tmp_path):
 
 # The second loop goes on until the test has made the file.
 TRAINING = """
-    import os, torch, torch.distributed as dist, parallel101.ranks.signs_of_life as signs
+    import os, time, torch, torch.distributed as dist, parallel101.ranks.signs_of_life as signs
 
     signs.SILENT_FOR = 2
     dist.init_process_group("gloo")
@@ -102,16 +109,17 @@ TRAINING = """
         dist.all_reduce(torch.ones(10))
     open(f"half way {dist.get_rank()}", "w").close()
     while not done:
+        time.sleep(0.02)  # it computes
         done.fill_(os.path.exists("enough"))
         dist.all_reduce(done)
 """
 
 
-def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(tmp_path, capsys):
+def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_path, capsys):
     write(tmp_path, TRAINING)
     options = "--nnodes 2 --nproc-per-node 2 --rdzv-backend static --rdzv-endpoint node0:29500"
     script = "-m parallel101 run --record trace script.py"
-    with hosts(2, tmp_path, delay=0.002, rate=100e6, clocks=(0, 5000)) as cluster:
+    with hosts(starter, 2, tmp_path, delay=0.002, rate=100e6, clocks=(0, 5000)) as cluster:
         jobs = [
             cluster.start(n, "torchrun", *f"{options} --node-rank {n} {script}".split())
             for n in range(2)
@@ -148,12 +156,12 @@ RESTARTED = """
     open(f"ready {dist.get_rank()} of {dist.get_world_size()}", "w").close()
     while not alone:
         dist.all_reduce(torch.ones(1))
-        time.sleep(0.01)
+        time.sleep(0.02)  # it computes
     print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "ends alone", flush=True)
 """
 
 
-def test_a_host_that_dies_and_torchrun_that_restarts_the_others(tmp_path):
+def test_a_host_that_dies_and_torchrun_that_restarts_the_others(starter, tmp_path):
     write(tmp_path, RESTARTED)
     elastic = (
         "--nnodes 1:2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d --rdzv-id 7 "
@@ -161,7 +169,7 @@ def test_a_host_that_dies_and_torchrun_that_restarts_the_others(tmp_path):
         "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3 "
         "-m parallel101 run --record trace script.py"
     )
-    with hosts(2, tmp_path) as cluster:
+    with hosts(starter, 2, tmp_path) as cluster:
         first, second = (cluster.start(n, "torchrun", *elastic.split()) for n in range(2))
         wait_for(
             lambda: len(list(tmp_path.glob("ready * of 2"))) == 2,

@@ -14,6 +14,7 @@ import pytest
 import parallel101 as p101
 from parallel101.ranks.schedulers import torchrun_variables
 from parallel101.ranks.script import free_port
+from parallel101.ranks.torchrun import loopback_explained
 
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
@@ -76,37 +77,61 @@ def test_a_missing_address_is_explained(environ, advice, monkeypatch):
         p101.launch(print)
 
 
-# Both ranks are forks of a process that has imported torch.
-RANKS = """
-import os, sys, torch.distributed as dist, parallel101 as p101
+def test_a_host_whose_name_is_loopback_is_explained():
+    refused = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:6063$0"
+    advice = r"at 127\.0\.1\.1, which is .*GLOO_SOCKET_IFNAME"
+    with pytest.raises(RuntimeError, match=advice), loopback_explained():
+        raise RuntimeError(f"Gloo connectFullMesh failed with {refused}")
+    with pytest.raises(RuntimeError, match="no space"), loopback_explained():
+        raise RuntimeError("no space")
 
-def program():
-    job = p101.launch(lambda: [dist.get_rank(), os.environ["LOCAL_RANK"]])
-    print(job.results, file=sys.stderr, flush=True)
-    p101.launch(lambda: 1 / 0 if dist.get_rank() == 0 else dist.barrier())
 
-for rank in range(2):
-    if os.fork() == 0:
-        os.dup2(os.open(f"{sys.argv[1]}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
-        program()
-        sys.exit()
-print(*(os.WEXITSTATUS(os.wait()[1]) for _ in range(2)))
+# The ranks of both jobs are forks of a process that has imported torch.
+JOBS = """
+import os, signal, sys, torch.distributed as dist, parallel101 as p101
+
+def raises():
+    1 / 0 if dist.get_rank() == 0 else dist.barrier()
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == 0 else dist.barrier()
+
+def rank_of(job):
+    run = p101.launch(lambda: [dist.get_rank(), os.environ["LOCAL_RANK"]])
+    print(run.results, file=sys.stderr, flush=True)
+    p101.launch(job)
+
+ends = {}
+for job, port in zip((raises, dies), sys.argv[2:]):
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(f"{sys.argv[1]}/{job.__name__}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+            os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), MASTER_PORT=port)
+            rank_of(job)
+            sys.exit()
+        ends[pid] = f"{job.__name__}-{rank}"
+for _ in range(4):
+    pid, status = os.wait()
+    print(ends[pid], os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_job_whose_rank_0_holds_the_store_tells_all_ranks_what_failed(tmp_path):
-    step = {**STEP, "SLURM_STEP_NUM_TASKS": "2"}
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+def test_jobs_whose_rank_0_holds_the_store(tmp_path):
+    """All ranks hear that it raised, before the store ends with it. If it dies, they know that."""
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", RANKS, str(tmp_path)],
-        env={**os.environ, **step, **address},
+        [sys.executable, "-c", JOBS, str(tmp_path), str(free_port()), str(free_port())],
+        env={**os.environ, **step},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
-    assert done.stdout == "1 1\n", (done.stderr, *said)
-    for text in said:
-        assert text.startswith("[[0, '0'], [1, '1']]\n")
-        assert "RankFailed: rank 0 raised ZeroDivisionError" in text
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    ends = ["dies-0 -9", "dies-1 1", "raises-0 1", "raises-1 1"]
+    assert sorted(done.stdout.splitlines()) == ends, (done.stderr, said)
+    assert all("[[0, '0'], [1, '1']]\n" in text for text in said.values())
+    for rank in range(2):
+        assert "RankFailed: rank 0 raised ZeroDivisionError" in said[f"raises-{rank}"]
+    assert "the connection to the job's store at localhost:" in said["dies-1"]
+    assert "rank 0's), or its machine" in said["dies-1"]

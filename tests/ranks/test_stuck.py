@@ -57,6 +57,16 @@ def test_who_waits_for_a_stuck_rank_is_named_however_short_its_own_wait():
     assert detector.stuck(30.0, ranks, {1: 99.0}) == {0, 1, 2}
 
 
+def test_ranks_that_have_returned_wait_for_those_that_have_not():
+    ranks = graph(RankStatus(returned=True), RankStatus(), RankStatus(returned=True))
+    detector = StuckDetector(30.0)
+    assert detector.due(0.0, ranks) == 30.0
+    assert detector.stuck(30.0, ranks, {1: 29.0}) == set()
+    assert detector.stuck(31.0, ranks, {1: 30.0}) == {0, 1, 2}
+    ranks.ranks[1].returned = True
+    assert detector.due(32.0, ranks) == math.inf
+
+
 def test_so_does_a_rank_in_the_chain_that_has_begun_to_wait_only_now():
     ranks = graph(RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus())
     detector = StuckDetector(30.0)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.ranks import monitor
 from tests.ranks.failing import line_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
@@ -81,15 +82,19 @@ ASKED = "parallel101: what the ranks do now (SIGUSR1)"
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_goes_on(
-    backend, fifo, monkeypatch
+    backend, fifo, monkeypatch, tmp_path
 ):
     shown = Reactions(
         (STUCK, lambda: os.kill(os.getpid(), signal.SIGUSR1)), (ASKED, lambda: release(fifo))
     )
     monkeypatch.setattr(sys, "stderr", shown)
     before = signal.getsignal(signal.SIGUSR1)
-    results = p101.launch(total, fifo, world_size=3, backend=backend, stuck_after=0.3).results
+    with monitor.reports_in(tmp_path):
+        results = p101.launch(total, fifo, world_size=3, backend=backend, stuck_after=0.3).results
     assert results == [3.0, 3.0, 3.0] and signal.getsignal(signal.SIGUSR1) == before
+    if backend == "gloo":
+        kept = (tmp_path / "reports.txt").read_text()
+        assert STUCK in kept and ASKED in kept
     for told in (report(shown.getvalue(), head) for head in (STUCK, ASKED)):
         whom = "rank 1" if backend == "gloo" else r"ranks 1 and 2"
         assert re.search(rf"rank 0 waits in all_reduce for {whom}, at .*all_reduce\(x\)", told)
@@ -104,6 +109,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
 def test_c_code_that_holds_pythons_lock(fifo, monkeypatch):
     shown = Reactions((STUCK, lambda: release(fifo)))
     monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(monitor, "TO_ANSWER", 0.5)
     results = p101.launch(total, fifo, holds_lock=True, world_size=2, stuck_after=0.3).results
     told = report(shown.getvalue(), STUCK)
     assert results == [2.0, 2.0]

@@ -1,0 +1,137 @@
+"""A rank whose own time in a step is longer than the others' is found, with the steps, the cause
+and the line.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel101.analysis.slower_ranks import (
+    BLOCKED,
+    COLLECTING,
+    COMPUTING,
+    LOADING,
+    QUEUED,
+    slower_ranks,
+)
+from parallel101.analysis.waiting import with_compute
+from parallel101.record.events import span_event
+from parallel101.record.host_time import LineSamples, StepWindow, labels_of
+from parallel101.record.spans import HOST_TIME
+from parallel101.record.trace import Trace
+from parallel101.viz.run_table import tables
+
+STEP = 0.29
+
+
+def trace(own, size=4, steps=40, width=1):
+    """A record in which `own(rank, step)` is what a rank did in a step: [what, line, seconds]."""
+    events = []
+    for rank in range(size):
+        wide = width(rank) if callable(width) else width
+        for first in range(1, steps + 1, wide):
+            doing = [row for step in range(first, first + wide) for row in own(rank, step)]
+
+            def seconds(*kinds, doing=doing):
+                return sum(seconds for what, _, seconds in doing if what in kinds)
+
+            lines = {}
+            for what, line, took in doing:  # a sample each ms
+                if line:
+                    samples = LineSamples(round(1e3 * took), 1e3 * took * (what == COMPUTING))
+                    key = line, what == LOADING
+                    lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(samples)
+            window = StepWindow(
+                first=first,
+                steps=wide,
+                start=STEP * (first - 1),
+                end=STEP * (first - 1 + wide),
+                own=sum(took for *_, took in doing),
+                busy=seconds(COMPUTING, COLLECTING),
+                queued=seconds(QUEUED),
+                collecting=seconds(COLLECTING),
+                lines=lines,
+            )
+            labels = labels_of(window)
+            events.append(
+                span_event(
+                    rank=rank,
+                    name=HOST_TIME,
+                    start=window.start,
+                    end=window.end,
+                    seq=0,
+                    where="",
+                    labels=labels,
+                )
+            )
+    return Trace(events, size, "gloo")
+
+
+def usual(rank, step):
+    return [[COMPUTING, "train.py:9", 0.09 + 0.001 * rank]]
+
+
+def test_a_rank_that_is_slower_since_some_step():
+    def own(rank, step):
+        slow = rank == 2 and step >= 11
+        return usual(rank, step) + [[COMPUTING, "train.py:5", 0.2]] * slow
+
+    (row,) = slower_ranks(trace(own))
+    assert (row.rank, row.slower, row.first, row.last, row.steps) == (2, 30, 11, 40, 39)
+    assert row.seconds == pytest.approx(0.2, abs=0.002)
+    (cause,) = row.causes
+    assert (cause.what, cause.where) == (COMPUTING, "train.py:5")
+    assert cause.seconds == pytest.approx(0.2, abs=0.002)
+    (table,) = [table for table in tables(trace(own)) if table.title.startswith("Slower")]
+    ((rank, more, what, steps, line),) = table.rows
+    assert (rank, what, steps) == ("2", "computing", "30 of 39, from 11")
+    assert more in ("200 ms", "201 ms") and line.startswith("train.py:5")
+    # the events are for this table only, and appear in no picture
+    assert not with_compute(trace(own)).spans(HOST_TIME)
+
+
+def test_ranks_that_are_alike_are_not_named():
+    assert slower_ranks(trace(usual)) == []
+    once = trace(lambda rank, step: [[COMPUTING, "a.py:1", 9.0 if rank == step == 3 else 0.1]])
+    assert slower_ranks(once) == []
+    first = trace(lambda rank, step: [[COMPUTING, "a.py:1", 9.0 if rank and step == 1 else 0.1]])
+    assert slower_ranks(first) == []
+    assert slower_ranks(Trace([], 4, "gloo")) == []
+
+
+def test_two_causes_in_some_steps_of_a_long_run_with_windows_of_unequal_width():
+    def own(rank, step):
+        slow = rank == 0 and step % 2 == 0
+        extra = [[COLLECTING, "", 0.15], [BLOCKED, "data.py:3", 0.1]]
+        return usual(rank, step) + extra * slow
+
+    (row,) = slower_ranks(trace(own, steps=64, width=lambda rank: 4 if rank == 1 else 2))
+    assert (row.rank, row.first, row.last, row.steps) == (0, 5, 64, 60)
+    assert [(cause.what, cause.where) for cause in row.causes] == [
+        (COLLECTING, ""),
+        (BLOCKED, "data.py:3"),
+    ]
+    # 250 ms in every second step
+    assert row.seconds == pytest.approx(0.125, abs=0.003)
+
+
+@pytest.mark.parametrize("what", [COMPUTING, LOADING, QUEUED, BLOCKED])
+def test_each_cause(what):
+    def own(rank, step):
+        return usual(rank, step) + [[what, "train.py:5", 0.2]] * (rank == 3)
+
+    (row,) = slower_ranks(trace(own))
+    (cause,) = row.causes
+    assert (row.rank, cause.what, cause.where) == (3, what, "train.py:5")
+    assert cause.seconds == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_run_without_steps_is_compared_as_a_whole():
+    def own(rank, step):
+        return [[COMPUTING, "infer.py:2", 3.0 if rank == 1 else 1.0]]
+
+    whole = trace(own, size=2, steps=1)
+    for event in whole.events:
+        event.args.update(first=0, steps=0)
+    (row,) = slower_ranks(whole)
+    assert (row.rank, row.first, row.seconds) == (1, 0, pytest.approx(2.0))

@@ -1,0 +1,148 @@
+"""Between its calls, a rank's thread computes, loads data, collects garbage or is blocked: it is
+measured how long, and samples tell in which line.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from parallel101.record import host_time as module
+from parallel101.record.events import Event
+from parallel101.record.host_time import (
+    HostTime,
+    host_time,
+    own_line,
+    window_of,
+)
+from parallel101.record.recorder import RankRecorder
+
+LONG = 0.25  # seconds
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(LONG / 2)
+        return torch.ones(1)
+
+
+def measured(*steps):
+    """The windows of these steps, with a sample every 10 ms."""
+    recorder = RankRecorder(0, recording=True)
+    over = threading.Event()
+    with host_time(recorder, "gloo") as measuring:
+
+        def look():
+            while not over.wait(0.01):
+                measuring.sample()
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            for step in steps:
+                step()
+                measuring.step()
+        finally:
+            over.set()
+            watcher.join()
+    assert measuring.collecting not in gc.callbacks
+    labels = [dict(zip(Event._fields, row))["args"] for row in measuring.rows()]
+    assert [window_of(said, w.start, w.end) for said, w in zip(labels, measuring.windows)] == (
+        measuring.windows
+    )
+    return measuring.windows
+
+
+def compute():
+    end = time.thread_time() + LONG
+    while time.thread_time() < end:
+        torch.ones(10).sum()
+
+
+def test_what_a_thread_did_and_in_which_line():
+    slept = lambda: time.sleep(LONG)  # noqa: E731
+    lock = threading.Lock()
+    lock.acquire()
+    steps = [compute, slept, lambda: lock.acquire(timeout=LONG), lambda: list(DataLoader(Slow()))]
+    windows = measured(*steps)
+    computed, *blocked = windows
+    assert computed.busy == pytest.approx(LONG, rel=0.3) and computed.own >= computed.busy
+    for window in blocked:
+        assert window.busy < LONG / 2 and window.own >= LONG * 0.9
+        assert window.queued <= window.own
+    most = [max(window.lines, key=lambda key: window.lines[key].number) for window in windows]
+    assert [loads for _, loads in most] == [False, False, False, True]
+    code = compute.__code__
+    assert most[0][0] in {f"{code.co_filename}:{line}" for *_, line in code.co_lines()}
+    assert most[3][0].startswith(__file__), "the line of the dataset, not of torch"
+    assert [window.first for window in windows] == [1, 2, 3, 4]
+
+
+def test_garbage_collections_are_timed():
+    garbage = [[] for _ in range(200_000)]
+    took = []
+
+    def collect():
+        began = time.perf_counter()
+        gc.collect()
+        took.append(time.perf_counter() - began)
+
+    (window,) = measured(collect)
+    assert 0.5 * took[0] < window.collecting <= took[0] <= window.own and len(garbage)
+
+
+def test_time_in_a_call_does_not_count():
+    recorder = RankRecorder(0, recording=True)
+    with host_time(recorder, "gloo") as measuring:
+        recorder.waiting = object()  # type: ignore[assignment]
+        began = time.perf_counter()
+        time.sleep(LONG)
+        measuring.sample()
+        recorder.waited += time.perf_counter() - began
+        recorder.waiting = None
+        measuring.step()
+    (window,) = measuring.windows
+    assert window.own < LONG / 2 and not window.lines
+
+
+def test_a_long_run_keeps_few_windows(monkeypatch):
+    monkeypatch.setattr(module, "MOST_WINDOWS", 8)
+    sampler = HostTime(RankRecorder(0, recording=True))
+    for _ in range(100):
+        sampler.step()
+    assert sampler.width == 16
+    assert [(w.first, w.steps) for w in sampler.windows] == [(k, 16) for k in range(1, 97, 16)]
+
+
+def test_lines_of_libraries_count_for_the_line_that_called_them():
+    import json
+    import sys
+
+    seen = []
+
+    class Odd:
+        def __iter__(self):
+            seen.append(own_line(sys._getframe(1)))
+            return iter(())
+
+    json.dumps({}, default=str)
+    os.path.join("a", "b")
+    Counter(Odd())  # collections/__init__.py iterates over it
+    (place,) = seen
+    assert place.startswith(__file__)
+
+
+def test_nothing_is_measured_elsewhere():
+    for recorder, backend in ((object(), "sim"), (RankRecorder(0, recording=True), "nccl")):
+        with host_time(recorder, backend) as measuring:
+            assert measuring is None

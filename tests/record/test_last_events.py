@@ -1,0 +1,141 @@
+"""A record of the last events of a run, with sums of those before them, gives the tables that all
+events give; its memory and its files don't grow with the run.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.analysis.waiting import (
+    collective_totals,
+    rank_times,
+    slowest_calls,
+    slowest_links,
+    traffic,
+    waiting_shares,
+    waits,
+)
+from parallel101.record.last_events import LastEvents
+from parallel101.record.rank_files import (
+    RotatingFiles,
+    join_rank_files,
+    ranks_cut_short,
+    write_rank_file,
+)
+from parallel101.record.spans import recorder, span
+from parallel101.record.trace import Trace
+
+SIZE, STEPS = 3, 60
+
+
+def program():
+    recorder().record_waits = True
+    rank = dist.get_rank()
+    with span("start of the script", script="train.py", host="here"):
+        pass
+    for step in range(STEPS):
+        p101.compute(1.0 + (rank == step % SIZE))
+        dist.all_reduce(torch.ones(4 + step % 5))
+        work = dist.isend(torch.ones(8), (rank + 1) % SIZE)
+        dist.recv(torch.empty(8), (rank - 1) % SIZE)
+        work.wait()
+        if step % 10 == 0:
+            dist.broadcast(torch.ones(100), 1)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return p101.launch(
+        program, world_size=SIZE, backend="sim", network=p101.Network(latency=0.25, bandwidth=1e9)
+    ).trace
+
+
+def kept(trace, rank, limit, writer=None):
+    """What a rank of the same run has recorded if it keeps its last events only."""
+    recorded = []
+    last = LastEvents(limit, recorded, lambda events: events, list, writer)
+    mine = sorted((e for e in trace.events if e.rank == rank), key=lambda e: e.end)
+    for event in mine:
+        recorded.append(event)
+        last.take_batches()
+        assert len(recorded) <= 2 * last.size
+        assert sum(last.size for _ in last.batches) + len(recorded) <= limit + 2 * last.size
+    last.write_rest()
+    return last.rows(lambda: [tuple(event) for event in recorded])
+
+
+def window(trace, limit):
+    records = [kept(trace, rank, limit) for rank in range(SIZE)]
+    rows = [row for events, _ in records for row in events]
+    earlier = {rank: of for rank, (_, of) in enumerate(records)}
+    return Trace.from_rows(rows, SIZE, "gloo", (), earlier)
+
+
+def tables_of(trace):
+    """All that the tables of a run say, but for what only both sides of a call tell."""
+    waited = waits(trace)
+    ranks = [row._replace(waited_for={}) for row in rank_times(trace, waited)]
+    links = sorted((row.src, row.dst, row.messages, row.nbytes) for row in slowest_links(trace))
+    calls = [row._replace(last={}) for row in slowest_calls(waited, trace.earlier)]
+    counts = trace.bytes_sent, trace.bytes_received, trace.messages_sent, [trace.makespan]
+    lines = [[row.seconds for row in calls], [row.longest for row in calls]]
+    numbers = [n for row in ranks for n in row[:-1]] + [
+        n for of in counts + tuple(lines) for n in of
+    ]
+    words = [(row.where, row.kind, row.waits) for row in calls]
+    numbers += [sum(s or 0 for s in row) for row in waiting_shares(trace, waited, 40)]
+    return numbers, [links, collective_totals(trace), words, traffic(trace)]
+
+
+@pytest.mark.parametrize("limit", [20, 40, 200])
+def test_tables_are_those_of_all_events(whole, limit, tmp_path):
+    part = window(whole, limit)
+    assert 0 < len(part.events) < len(whole.events)
+    of_part, of_whole = tables_of(part), tables_of(whole)
+    assert of_part[0] == pytest.approx(of_whole[0])
+    assert of_part[1] == of_whole[1]
+    # the same from a file
+    part.save(tmp_path / "part.json.gz")
+    loaded = Trace.load(tmp_path / "part.json.gz")
+    assert tables_of(loaded) == of_part
+    assert loaded.kept_text == part.kept_text != "" and part.kept_text in repr(loaded)
+    # messages pair up by their numbers, as in the whole record
+    pairs = {(m.src, m.dst, m.send.seq) for m in part.messages()}
+    assert all(m.send.seq == m.recv.seq for m in part.messages())
+    assert pairs < {(m.src, m.dst, m.send.seq) for m in whole.messages()}
+
+
+def test_what_counts_steps_refuses_a_part_of_a_record(whole):
+    part = window(whole, 40)
+    with pytest.raises(ValueError, match=r"the last \d+ events of [\d,]+"):
+        part.need_all_events("explain")
+    whole.need_all_events("explain")
+    assert whole.kept_text == ""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_files_rotate_and_those_of_a_killed_rank_are_read(whole, dies, tmp_path):
+    limit = 40
+    for rank in range(SIZE):
+        files = RotatingFiles(tmp_path, rank, SIZE, "gloo")
+        rows, earlier = kept(whole, rank, limit, files)
+        # the batches that are kept, those that are not taken yet, and none of those before
+        assert 10 <= len(list(tmp_path.glob(f"rank-{rank}.*"))) <= 12
+        if not (dies and rank == 1):
+            write_rank_file(tmp_path, rank, SIZE, "gloo", rows, [], earlier)
+            assert len(list(tmp_path.glob(f"rank-{rank}.*"))) == 1
+    joined, missing = join_rank_files(tmp_path)
+    assert missing == [] and ranks_cut_short(tmp_path) == [1] * dies
+    assert joined.kept_text == window(whole, limit).kept_text
+    assert tables_of(joined)[1] == tables_of(whole)[1]
+    if dies:
+        sorted(tmp_path.glob("rank-1.*"))[1].unlink()
+        with pytest.raises(ValueError, match="lacks some of the files of rank 1"):
+            join_rank_files(tmp_path)
+
+
+def test_a_short_run_keeps_all_its_events(whole):
+    assert window(whole, 100_000).kept_text == ""
