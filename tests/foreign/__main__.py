@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .compare import STARTERS, compare, failed, print_table
+from .compare import STARTERS, compare, exit_on_sigterm, failed, print_table
 
 PROGRAMS = Path(__file__).parent / "programs"
 ON_ALL = tuple(STARTERS)
@@ -68,6 +68,7 @@ def missing(needs: tuple[str, ...]) -> list[str]:
 
 
 def main() -> None:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(FOREIGN)}")
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")

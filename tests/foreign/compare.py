@@ -69,6 +69,21 @@ class Outcome:
         return f"{how}: {last.strip()[:160]}"
 
 
+def ended(process: subprocess.Popen[str]) -> str:
+    """End a run with its ranks. Returns what it printed."""
+    process.terminate()  # torchrun and parallel101 run then end their ranks themselves
+    try:
+        return process.communicate(timeout=40)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does, so that what it has started ends too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+
+
 def run_program(starter: str, program: list[str], ranks: int, seconds: float, folder: Path):
     """Run `program` (a script, or -m and a module, then arguments) in `folder`.
 
@@ -94,13 +109,10 @@ def run_program(starter: str, program: list[str], ranks: int, seconds: float, fo
             text, _ = process.communicate(timeout=seconds)
             status = process.returncode
         except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun and parallel101 run then end their ranks themselves
-            try:
-                text, _ = process.communicate(timeout=20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                text, _ = process.communicate()
-            status = None
+            text, status = ended(process), None
+        except BaseException:  # Ctrl-C reaches this process only
+            ended(process)
+            raise
     return Outcome(starter, status, text, time.monotonic() - began)
 
 
@@ -158,6 +170,7 @@ def failed(rows: list[tuple[str, ...]]) -> bool:
 
 
 def main() -> None:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--starters", default=",".join(STARTERS), help="default: %(default)s")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from .compare import PARALLEL101, ROOT, TORCHRUN
+from .compare import PARALLEL101, ROOT, TORCHRUN, exit_on_sigterm
 from .programs import faulty
 
 PROGRAM = Path(faulty.__file__)
@@ -57,7 +57,7 @@ def names_line(text: str, lines: list[int]) -> bool:
 
 
 def names_rank(text: str, rank: int) -> bool:
-    return bool(re.search(rf"\branks? *:? *([\d, ]|and|or)*\b{rank}\b|\[rank{rank}\]", text))
+    return bool(re.search(rf"\branks? ?:? *([\d, ]|and|or)*\b{rank}\b|\[rank{rank}\]", text))
 
 
 def timed_output(process: subprocess.Popen[str]) -> Iterator[tuple[float, str] | None]:
@@ -148,6 +148,7 @@ def stage(fault, starter: str, stuck_after: float, limit: float) -> tuple[tuple[
 
 
 def main() -> None:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("faults", nargs="*", help="default: all of them")
     parser.add_argument("--starters", default="gloo,torchrun", help="also: torchrun-alone")
