@@ -146,7 +146,8 @@ def called_instead(
     )
     function.__globals__[instead] = make(functools.update_wrapper(original, function))
     defined: dict[str, Any] = {}
-    exec(f"def {function.__name__}(*args, **kwargs): return {instead}(*args, **kwargs)", defined)
+    source = f"def {function.__name__}(*args, **kwargs): return {instead}(*args, **kwargs)"
+    exec(compile(source, __file__, "exec"), defined)  # as a file of ours: where.py passes it over
     function.__code__ = defined[function.__name__].__code__
     try:
         yield

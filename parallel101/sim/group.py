@@ -126,6 +126,8 @@ class SharedState:
 class SimGroup(PointToPointGroup):
     """One rank's view of a group of virtual ranks."""
 
+    averages_integers = False
+
     def __init__(
         self,
         shared: SharedState,
@@ -222,7 +224,7 @@ class SimGroup(PointToPointGroup):
             refuse(problem, member, where)
         arguments = spec.arguments(args)
         if arguments.op is not None:
-            check_reduction(arguments.op, arguments.tensors)
+            check_reduction(arguments.op, arguments.tensors, self.averages_integers)
         if arguments.root is not None:
             rank_at(member.number, spec.kind, arguments.root, self.ranks)
         buffers = buffers_of(method, args, len(self.ranks)) if arguments.layout != "sparse" else []

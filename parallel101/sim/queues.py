@@ -387,6 +387,8 @@ class NothingMeets(dict):
 class QueuedGroup(SimGroup):
     """One rank's view of a group under NCCL's rules. Its backend is called "sim_nccl"."""
 
+    averages_integers = True
+
     def __init__(self, shared: QueuedState, *args: Any):
         super().__init__(shared, *args)
         self.queues, self.noted = shared.queues, shared.warnings

@@ -246,14 +246,22 @@ def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
             tensor.copy_(total)
 
 
-def check_reduction(op: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Raises ValueError for a reduction that these tensors do not have."""
+def check_reduction(
+    op: str, tensors: Iterable[torch.Tensor], averages_integers: bool = False
+) -> None:
+    """Raises ValueError for a reduction that these tensors do not have.
+
+    Args:
+        averages_integers: as NCCL does (ncclDevSumPostDiv in its src/enqueue.cc); gloo raises a
+            RuntimeError.
+    """
     if op not in _REDUCTIONS:
         raise ValueError(
             f"the sim backend does not have the reduction {op!r}; it has {', '.join(_REDUCTIONS)}"
         )
     for tensor in tensors:
-        if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        if op == "avg" and whole and (tensor.dtype == torch.bool or not averages_integers):
             raise ValueError(
                 f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use a "
                 "sum, and divide it"
@@ -270,7 +278,11 @@ def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     total = values[0].clone()
     for value in values[1:]:
         total = _REDUCTIONS[op](total, value)
-    return total / len(values) if op == "avg" else total
+    if op != "avg":
+        return total
+    if not (total.is_floating_point() or total.is_complex()):  # towards zero, as NCCL rounds
+        return total.div(len(values), rounding_mode="trunc")
+    return total / len(values)
 
 
 # ── The time

@@ -221,6 +221,17 @@ def test_a_message_that_is_posted_and_never_received_is_noted():
     assert "nobody sends" not in str(error)
 
 
+def test_a_message_of_a_batch_is_named_by_the_line_of_the_batch():
+    def program():
+        peer = 1 - dist.get_rank()
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), peer)])
+        dist.recv(torch.ones(1), peer, tag=3)
+        work.wait()
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    assert {where for _, where in error.notes} == {line_of(program, "dist.batch_isend_irecv")}
+
+
 def test_a_slow_rank_that_only_computes_is_no_deadlock():
     def program():
         x = torch.zeros(1)

@@ -97,6 +97,17 @@ def test_an_average_of_integers_is_refused():
         raise result.error
 
 
+def test_an_average_of_integers_under_nccls_rules_is_rounded_towards_zero():
+    """As Lightning asks for, when it logs with sync_dist on NCCL."""
+
+    def program(r):
+        x = torch.tensor([3, -3]) if r == 0 else torch.tensor([0, 0])
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        return x.tolist()
+
+    assert simulate(program, 2, rules="nccl").results == [[1, -1]] * 2
+
+
 def test_a_reduction_that_torch_does_not_have_is_an_error_and_no_hang():
     result = simulate(
         lambda r: dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.SUM), 2
