@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-SLOW = ("ring, tp", "ZeRO 2", "ZeRO 3, tp", "tp, pp, dp", "recomputed")
+SLOW = ("tp", "ring, tp", "ZeRO 2", "ZeRO 3, tp", "tp, pp, dp", "recomputed")
 
 
 @pytest.mark.parametrize(
