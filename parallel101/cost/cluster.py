@@ -49,7 +49,7 @@ class Cluster:
                 raise ValueError(f"Cluster({name}={value!r}): expected bytes, more than 0")
 
     def __hash__(self) -> int:
-        return hash((self.chip, self.gpus, self.nodes_of, self.memory, self.network))
+        return hash((self.chip.name, self.gpus, self.nodes_of))  # caches ask for it often
 
     @property
     def memory_bytes(self) -> float:

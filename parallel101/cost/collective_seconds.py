@@ -19,6 +19,7 @@ Source of the forms: closed_forms.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
@@ -48,6 +49,7 @@ def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
     return AxisLinks(ranks, inside, bandwidth, steps)
 
 
+@lru_cache(maxsize=1 << 16)
 def all_gather_seconds(
     cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
 ) -> float:

@@ -49,6 +49,9 @@ class ModelShape:
     dropout: bool = False
     name: str = ""
 
+    def __hash__(self) -> int:
+        return hash((self.width, self.layers, self.heads))  # caches ask for it often
+
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary", "time"):
             self._whole(name, getattr(self, name))

@@ -55,6 +55,9 @@ class Software:
     host: float = 0.0
     padding: int = 128
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # caches ask for it often
+
 
 # What nobody can see in advance is left out here, as on virtual GPUs: a CPU that launches kernels
 # too slowly, and kernels that run slower beside messages.

@@ -15,7 +15,7 @@ collective_seconds.py have the parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
@@ -161,16 +161,19 @@ def step_time(
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
     mine = [sum(layers[rank::P]) for rank in range(P)]
-    stages = [Stage(shape, mine[rank], rank == 0, rank == last) for rank in range(P)]
-    passes = [together(layer, *stage[1:], embedding, head) for stage in stages]
-    of_rank = [one.seconds for one in passes]
+    kinds = [(mine[rank], rank == 0, rank == last) for rank in range(P)]
+    passes = {kind: together(layer, *kind, embedding, head) for kind in set(kinds)}
+    took = {kind: one.seconds for kind, one in passes.items()}
+    of_rank = [took[kind] for kind in kinds]
     slowest = of_rank.index(max(of_rank))
 
-    one = passes[slowest]
+    stage, one = Stage(shape, *kinds[slowest]), passes[kinds[slowest]]
     busy = one.both
-    added, moved = accumulation_seconds(layout, cluster, software, stages[slowest])
+    added, moved = accumulation_seconds(layout, cluster, software, stage)
     sends = M if layout.zero_stage >= 2 else 1
-    dp, moved_elsewhere = waiting_for_gradients(layout, cluster, software, stages, passes, slowest)
+    dp, moved_elsewhere = waiting_for_gradients(
+        shape, layout, cluster, software, kinds, passes, slowest
+    )
     return StepTime(
         matmul=M * busy.matmul,
         memory_bound=M * busy.memory + added + sends * moved,
@@ -181,7 +184,7 @@ def step_time(
         pp=pipeline_seconds(shape, layout, cluster, software, of_rank),
         dp=dp,
         bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one) + moved_elsewhere,
-        optimizer=optimizer_seconds(layout, cluster, software, stages[slowest]),
+        optimizer=optimizer_seconds(layout, cluster, software, stage),
         model_flops=model_flops(shape, layout.batch),
         hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,
@@ -237,23 +240,30 @@ def together(
 
 
 def waiting_for_gradients(
+    shape: ModelShape,
     layout: ParallelLayout,
     cluster: Cluster,
     software: Software,
-    stages: list[Stage],
-    passes: list[Pass],
+    kinds: list[tuple[int, bool, bool]],
+    passes: dict[tuple[int, bool, bool], Pass],
     slowest: int,
 ) -> tuple[float, float]:
     """Exposed seconds along dp, and those in which other stages move gradients to buckets.
 
     The last microbatch's backward goes through one stage after the other, and on each it waits for
     messages of the stage's own gradients. The slowest rank waits for all of them.
+
+    Args:
+        kinds: of each rank's stage: its layers, and whether it is the first or the last one.
+        passes: of a microbatch, of each kind.
+        slowest: the rank whose seconds these are.
     """
 
-    @cache
-    def found(layers: int, first: bool, last: bool) -> tuple[GradientSeconds, float]:
-        stage = Stage(shape, layers, first, last)
-        one = passes[stages.index(stage)]
+    if layout.dp * layout.cp * layout.ep == 1:
+        return 0.0, 0.0
+
+    def found(kind: tuple[int, bool, bool]) -> tuple[GradientSeconds, float]:
+        stage, one = Stage(shape, *kind), passes[kind]
         moved = accumulation_seconds(layout, cluster, software, stage)[1]
         backward = one.backward.total + moved
         return (
@@ -261,14 +271,14 @@ def waiting_for_gradients(
             moved,
         )
 
-    shape = stages[slowest].shape
-    mine, _ = found(*stages[slowest][1:])
-    if layout.dp * layout.cp * layout.ep == 1 or len(stages) == 1 or not software.buckets:
-        return sum(mine), 0.0
-    others = [found(*stage[1:]) for rank, stage in enumerate(stages) if rank != slowest]
+    if len(kinds) == 1 or not software.buckets:
+        return sum(found(kinds[slowest])[0]), 0.0
+    of = {kind: found(kind) for kind in passes}
+    mine, _ = of[kinds[slowest]]
+    others = [of[kind] for rank, kind in enumerate(kinds) if rank != slowest]
     parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
     waited = sum(gradients.last for gradients, _ in others) / parts
-    after = found(*stages[0][1:])[0].after  # its backward is the last one
+    after = of[kinds[0]][0].after  # its backward is the last one
     moved = sum(moved for _, moved in others) / parts
     return mine.before + mine.last + waited + after, moved
 

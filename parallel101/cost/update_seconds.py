@@ -193,16 +193,14 @@ def gradient_seconds(
     weight, gradient = ITEMSIZE[layout.precision], gradient_itemsize(layout)
     ends = stage.first + stage.last
     if layout.zero_stage < 3:
-        scatter, gather = seconds(gradient), seconds(weight)
-        parts = stage.layers + ends
+        gather = seconds(weight) if layout.zero_stage else 0.0
         times = layout.microbatches if layout.zero_stage == 2 else 1
-        if not (software.buckets and overlap):
-            if layout.zero_stage:
-                return GradientSeconds(after=times * exposed(scatter, backward, parts) + gather)
-            return GradientSeconds(after=exposed(2 * scatter, backward, parts))
-        waited, after = bucket_seconds(layout, cluster, software, stage, backward)
-        after += gather if layout.zero_stage else 0.0
-        return GradientSeconds((times - 1) * waited, waited, after)
+        if software.buckets and overlap:
+            waited, after = bucket_seconds(layout, cluster, software, stage, backward)
+            return GradientSeconds((times - 1) * waited, waited, after + gather)
+        summed = seconds(gradient) * (1 if layout.zero_stage else 2)  # scatter, or all-reduce
+        summed = times * exposed(summed, backward, stage.layers + ends)
+        return GradientSeconds(after=summed + gather)
     of_layers = stage.layers * layer_parameters(stage.shape, layout.tp, layout.ep) / parameters
     in_a_pass = stage.layers // layout.chunks  # then another stage's weights are gathered
     inside = count * stage.layers // (stage.layers + ends)

@@ -25,11 +25,13 @@ CASES = {
     "ring, tp": (SMALL, ParallelLayout(cp=2, tp=4, sequence_parallel=True)),
     "ulysses": (SMALL, ParallelLayout(cp=4, context="ulysses")),
     "dp": (GPT, ParallelLayout(dp=16, microbatches=2)),
+    "pp, dp": (GPT, ParallelLayout(pp=4, dp=8, microbatches=8)),
     "ZeRO 1": (SMALL, ParallelLayout(dp=16, microbatches=2, zero_stage=1)),
     "ZeRO 1, tp": (
         SMALL,
         ParallelLayout(dp=16, tp=8, microbatches=2, zero_stage=1, sequence_parallel=True),
     ),
+    "ZeRO 1, pp": (SMALL, ParallelLayout(pp=4, dp=8, microbatches=8, zero_stage=1)),
     "ZeRO 2": (SMALL, ParallelLayout(dp=16, microbatches=2, zero_stage=2)),
     "ZeRO 3": (SMALL, ParallelLayout(dp=16, microbatches=2, zero_stage=3)),
     "ZeRO 3, tp": (
@@ -40,7 +42,7 @@ CASES = {
 }
 
 
-SLOW = ("ring, tp", "ZeRO 2", "ZeRO 3, tp", "tp, pp, dp", "recomputed")
+SLOW = ("tp", "ring, tp", "ZeRO 2", "ZeRO 3, tp", "tp, pp, dp", "recomputed")
 
 
 @pytest.mark.parametrize(
