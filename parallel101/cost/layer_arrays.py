@@ -19,7 +19,7 @@ from parallel101.cost.model_shape import ModelShape
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """An array of parameters, or a bucket of several.
 
     Attributes:
@@ -33,25 +33,27 @@ class Part(NamedTuple):
     work: float
 
 
-Parts = list[Part]
+Parts = list[GradientPart]
 
 
 def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -> Parts:
     """The arrays of one layer on a rank."""
     h, q, kv = shape.width, shape.width // tp, shape.kv_width // tp
     inside, bias = shape.inside // tp, shape.biases
-    norm = [Part(float(h), True, 0.0)] * (2 if shape.norm == "layer" else 1)
+    norm = [GradientPart(float(h), True, 0.0)] * (2 if shape.norm == "layer" else 1)
 
     def linear(rows: int, columns: int, with_bias: bool, row: bool = False) -> Parts:
         """Backward makes a bias last, but a row layer's first: it's added after the sum."""
         work, bias_first = float(rows * columns), row and tp > 1
-        weight = Part(work, False, work if bias_first or not with_bias else 0.0)
-        return [weight] + [Part(float(columns), row, 0.0 if bias_first else work)] * with_bias
+        weight = GradientPart(work, False, work if bias_first or not with_bias else 0.0)
+        return [weight] + [
+            GradientPart(float(columns), row, 0.0 if bias_first else work)
+        ] * with_bias
 
     mlp = linear(h, inside, bias) * (2 if shape.gated else 1) + linear(inside, h, bias, True)
     if shape.experts:
         router = float(h * shape.experts)
-        mlp = [Part(router, False, router)] + mlp * max(1, shape.experts // ep)
+        mlp = [GradientPart(router, False, router)] + mlp * max(1, shape.experts // ep)
     query, key, value = linear(h, q, bias), linear(h, kv, False), linear(h, kv, bias)
     # attention's own products: five halves of squares or, unfused, four whole ones
     core = shape.time * q * (1.25 if shape.attention == "fused" else 2.0)
@@ -69,8 +71,10 @@ def stage_arrays(
     """The arrays of a rank with so many layers, and maybe the embedding or the head."""
     h, norms = float(shape.width), 2 if shape.norm == "layer" else 1
     words, learned = shape.vocabulary * h / tp, shape.positions == "learned"
-    embedding = [Part(words, False, 0.0)] + [Part(shape.time * h, True, 0.0)] * learned
-    head = [Part(h, True, 0.0)] * norms + [Part(words, False, words)] * (
+    embedding = [GradientPart(words, False, 0.0)] + [
+        GradientPart(shape.time * h, True, 0.0)
+    ] * learned
+    head = [GradientPart(h, True, 0.0)] * norms + [GradientPart(words, False, words)] * (
         not shape.tied or not first
     )
     return embedding * first + layer_arrays(shape, tp, ep, recompute) * layers + head * last
@@ -94,7 +98,7 @@ def buckets(
     apart: bool,
     at_least: int,
     recompute: str = "none",
-) -> tuple[Part, ...]:
+) -> tuple[GradientPart, ...]:
     """The buckets in which these arrays travel, in the order in which backward fills them.
 
     Args:
@@ -108,9 +112,9 @@ def buckets(
     for size, other, work in reversed(arrays):
         nbytes, this = size * itemsize, other and apart
         if nbytes > room or not found or this != found[-1].apart:
-            found.append(Part(size, this, work))
+            found.append(GradientPart(size, this, work))
             room = float(most)
         else:
-            found[-1] = Part(found[-1].size + size, this, found[-1].work + work)
+            found[-1] = GradientPart(found[-1].size + size, this, found[-1].work + work)
         room -= nbytes
     return tuple(found)
