@@ -19,13 +19,13 @@ from parallel101.cost.model_shape import ModelShape
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 
 
-class GradientPart(NamedTuple):
-    """An array of parameters, or a bucket of several.
+class Gradients(NamedTuple):
+    """The gradients of an array of parameters, or of a bucket of several.
 
     Attributes:
         size: in parameters.
         apart: whether sequence parallel sends it apart.
-        work: of backward since the part before, in parameters: each takes two products.
+        work: of backward since the ones before, in parameters: each takes two products.
     """
 
     size: float
@@ -33,27 +33,25 @@ class GradientPart(NamedTuple):
     work: float
 
 
-Parts = list[GradientPart]
+Parts = list[Gradients]
 
 
 def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -> Parts:
     """The arrays of one layer on a rank."""
     h, q, kv = shape.width, shape.width // tp, shape.kv_width // tp
     inside, bias = shape.inside // tp, shape.biases
-    norm = [GradientPart(float(h), True, 0.0)] * (2 if shape.norm == "layer" else 1)
+    norm = [Gradients(float(h), True, 0.0)] * (2 if shape.norm == "layer" else 1)
 
     def linear(rows: int, columns: int, with_bias: bool, row: bool = False) -> Parts:
         """Backward makes a bias last, but a row layer's first: it's added after the sum."""
         work, bias_first = float(rows * columns), row and tp > 1
-        weight = GradientPart(work, False, work if bias_first or not with_bias else 0.0)
-        return [weight] + [
-            GradientPart(float(columns), row, 0.0 if bias_first else work)
-        ] * with_bias
+        weight = Gradients(work, False, work if bias_first or not with_bias else 0.0)
+        return [weight] + [Gradients(float(columns), row, 0.0 if bias_first else work)] * with_bias
 
     mlp = linear(h, inside, bias) * (2 if shape.gated else 1) + linear(inside, h, bias, True)
     if shape.experts:
         router = float(h * shape.experts)
-        mlp = [GradientPart(router, False, router)] + mlp * max(1, shape.experts // ep)
+        mlp = [Gradients(router, False, router)] + mlp * max(1, shape.experts // ep)
     query, key, value = linear(h, q, bias), linear(h, kv, False), linear(h, kv, bias)
     # attention's own products: five halves of squares or, unfused, four whole ones
     core = shape.time * q * (1.25 if shape.attention == "fused" else 2.0)
@@ -71,10 +69,8 @@ def stage_arrays(
     """The arrays of a rank with so many layers, and maybe the embedding or the head."""
     h, norms = float(shape.width), 2 if shape.norm == "layer" else 1
     words, learned = shape.vocabulary * h / tp, shape.positions == "learned"
-    embedding = [GradientPart(words, False, 0.0)] + [
-        GradientPart(shape.time * h, True, 0.0)
-    ] * learned
-    head = [GradientPart(h, True, 0.0)] * norms + [GradientPart(words, False, words)] * (
+    embedding = [Gradients(words, False, 0.0)] + [Gradients(shape.time * h, True, 0.0)] * learned
+    head = [Gradients(h, True, 0.0)] * norms + [Gradients(words, False, words)] * (
         not shape.tied or not first
     )
     return embedding * first + layer_arrays(shape, tp, ep, recompute) * layers + head * last
@@ -98,7 +94,7 @@ def buckets(
     apart: bool,
     at_least: int,
     recompute: str = "none",
-) -> tuple[GradientPart, ...]:
+) -> tuple[Gradients, ...]:
     """The buckets in which these arrays travel, in the order in which backward fills them.
 
     Args:
@@ -112,9 +108,9 @@ def buckets(
     for size, other, work in reversed(arrays):
         nbytes, this = size * itemsize, other and apart
         if nbytes > room or not found or this != found[-1].apart:
-            found.append(GradientPart(size, this, work))
+            found.append(Gradients(size, this, work))
             room = float(most)
         else:
-            found[-1] = GradientPart(found[-1].size + size, this, found[-1].work + work)
+            found[-1] = Gradients(found[-1].size + size, this, found[-1].work + work)
         room -= nbytes
     return tuple(found)

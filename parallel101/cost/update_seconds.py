@@ -14,7 +14,7 @@ from typing import NamedTuple
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
-from parallel101.cost.layer_arrays import GradientPart, buckets, count_arrays
+from parallel101.cost.layer_arrays import Gradients, buckets, count_arrays
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
@@ -110,7 +110,7 @@ def sent_apart(layout: ParallelLayout) -> bool:
     return layout.sequence_parallel and layout.tp > 1 and layout.zero_stage > 0
 
 
-def buckets_of(layout: ParallelLayout, stage: Stage) -> tuple[GradientPart, ...]:
+def buckets_of(layout: ParallelLayout, stage: Stage) -> tuple[Gradients, ...]:
     return buckets(
         stage.shape,
         layout.tp,
