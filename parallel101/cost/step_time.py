@@ -167,12 +167,17 @@ def step_time(
     of_rank = [took[kind] for kind in kinds]
     slowest = of_rank.index(max(of_rank))
 
-    stage, one = Stage(shape, *kinds[slowest]), passes[kinds[slowest]]
+    stages = {kind: Stage(shape, *kind) for kind in passes}
+    sums = {
+        kind: accumulation_seconds(layout, cluster, software, stage)
+        for kind, stage in stages.items()
+    }
+    stage, one = stages[kinds[slowest]], passes[kinds[slowest]]
     busy = one.both
-    added, moved = accumulation_seconds(layout, cluster, software, stage)
+    added, moved = sums[kinds[slowest]]
     sends = M if layout.zero_stage >= 2 else 1
     dp, moved_elsewhere = waiting_for_gradients(
-        shape, layout, cluster, software, kinds, passes, slowest
+        shape, layout, cluster, software, kinds, passes, sums, slowest
     )
     return StepTime(
         matmul=M * busy.matmul,
@@ -246,6 +251,7 @@ def waiting_for_gradients(
     software: Software,
     kinds: list[tuple[int, bool, bool]],
     passes: dict[tuple[int, bool, bool], Pass],
+    sums: dict[tuple[int, bool, bool], tuple[float, float]],
     slowest: int,
 ) -> tuple[float, float]:
     """Exposed seconds along dp, and those in which other stages move gradients to buckets.
@@ -255,7 +261,7 @@ def waiting_for_gradients(
 
     Args:
         kinds: of each rank's stage: its layers, and whether it is the first or the last one.
-        passes: of a microbatch, of each kind.
+        passes, sums: of a microbatch and of `accumulation_seconds`, of each kind.
         slowest: the rank whose seconds these are.
     """
 
@@ -263,13 +269,9 @@ def waiting_for_gradients(
         return 0.0, 0.0
 
     def found(kind: tuple[int, bool, bool]) -> tuple[GradientSeconds, float]:
-        stage, one = Stage(shape, *kind), passes[kind]
-        moved = accumulation_seconds(layout, cluster, software, stage)[1]
-        backward = one.backward.total + moved
-        return (
-            gradient_seconds(layout, cluster, software, stage, one.forward.total, backward),
-            moved,
-        )
+        stage, one, moved = Stage(shape, *kind), passes[kind], sums[kind][1]
+        forward, backward = one.forward.total, one.backward.total + moved
+        return gradient_seconds(layout, cluster, software, stage, forward, backward), moved
 
     if len(kinds) == 1 or not software.buckets:
         return sum(found(kinds[slowest])[0]), 0.0

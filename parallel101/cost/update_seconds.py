@@ -136,20 +136,22 @@ def bucket_seconds(
         backward: seconds without waits.
     """
     ranks, found = layout.dp * layout.ep * layout.cp, buckets_of(layout, stage)
-    per_work = backward / max(1.0, sum(bucket.work for bucket in found))
+    per_work = backward / max(1.0, sum([work for _, _, work in found]))
     itemsize, how = gradient_itemsize(layout), software.collectives
     took = {
         size: all_gather_seconds(cluster, size * itemsize, ranks, layout.tp, algorithm=how)
-        for size in {bucket.size for bucket in found}
+        for size in {size for size, _, _ in found}
     }
     now = free = summed = waited = second_half = 0.0
-    for bucket in found:
-        now += bucket.work * per_work
-        before, summed = summed, max(now, free) + took[bucket.size]
-        waited += max(0.0, before - now)
-        now = max(now, before)
-        free = max(now, summed) + second_half
-        second_half = 0.0 if layout.zero_stage else took[bucket.size]
+    halves = 0.0 if layout.zero_stage else 1.0
+    for size, _, work in found:  # most of the planner's time: no calls of max()
+        now += work * per_work
+        before, summed = summed, (now if now > free else free) + took[size]
+        if before > now:
+            waited += before - now
+            now = before
+        free = (now if now > summed else summed) + second_half
+        second_half = halves * took[size]
     return waited, free + second_half - now
 
 
