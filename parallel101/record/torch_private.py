@@ -443,11 +443,12 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
 def is_composite(operation: Any) -> bool:
     """Whether torch makes this operation (an OpOverload) of others, with gradients by theirs.
 
-    Relies on torch._C._dispatch_has_kernel_for_dispatch_key.
+    silu_backward is also a kernel of its own, which the CPU has, and so a GPU. Relies on
+    torch._C._dispatch_has_kernel_for_dispatch_key.
     """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        operation.name(), "CompositeImplicitAutograd"
-    )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operation.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 def dispatch_modes() -> list[Any]:
