@@ -556,7 +556,7 @@ PRINTED = {
             r"5\.6\d s, MFU 3[56]%, 6[12] GB on the first stage, 2[78] GB on the last",
             r"matmul 3\.0\d memory-bound 0\.[67]\d tp .* bubble 0\.8\d",
         ],
-        "layout-simulate": [r"virtual GPUs: 5\.\d\d s, [+][23]\.\d%"],
+        "layout-simulate": [r"virtual GPUs: 5\.\d\d s, [+-]0\.\d%"],
         "planner-best": [
             r"^4\.8\d s, MFU 4[12]%",
             r"\(256, 4\),\n.*\(\"dp\", \"tp\"\)(.|\n)*zero_stage=3,\n.*recompute=\"full\"",
