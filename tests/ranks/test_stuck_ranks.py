@@ -6,6 +6,7 @@ when it has seen the report, and then the run must succeed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
@@ -142,15 +143,22 @@ def test_under_torchrun(fifo, tmp_path):
     )
     lines: list[str] = []
     ranks: list[psutil.Process] = []
-    with job:
+    try:
         for line in job.stderr:
             lines.append(line)
             if STUCK in line and not ranks:
                 ranks = psutil.Process(job.pid).children(recursive=True)
-                (last,) = (rank for rank in ranks if rank.environ().get("RANK") == "1")
+                direct = psutil.Process(job.pid).children()
+                (last,) = (rank for rank in direct if rank.environ().get("RANK") == "1")
                 last.send_signal(signal.SIGUSR1)
             if ASKED in line:
                 job.send_signal(signal.SIGINT)
+        job.wait(timeout=30)
+    finally:  # also of a test that fails: nothing stays behind
+        for process in [job, *ranks]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        job.communicate()
     assert job.returncode != 0
     text = "".join(lines)
     for head in (STUCK, ASKED):
