@@ -86,6 +86,7 @@ def shown(place: str) -> str:
     name, _, number = place.rpartition(":")
     if not number.isdigit():
         return place
+    linecache.checkcache(name)  # the file may have changed, or the working directory
     source = linecache.getline(name, int(number)).strip()
     place = named(place)
     return f"{place}: {source if len(source) <= 80 else source[:79] + '…'}" if source else place
