@@ -101,7 +101,8 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
         assert re.search(rf"rank 0 waits in all_reduce for {whom}, at .*all_reduce\(x\)", told)
         assert f"rank 1 is at {line_of(wait_for, 'open(fifo)')}: open(fifo).close()" in told
         assert f"line {line_of(total, 'wait_for(fifo').rpartition(':')[2]}, in total" in told
-        assert "it is blocked." in told
+        # in its first moments it has computed, too
+        assert "it is blocked." in told or "CPU time" in told
         assert sys.platform != "linux" or "open64 in libc" in told
     assert "worker.py" not in shown.getvalue(), "a stack has the program's frames only"
 
@@ -143,15 +144,17 @@ def test_under_torchrun(fifo, tmp_path):
     )
     lines: list[str] = []
     ranks: list[psutil.Process] = []
+    asked = False
     try:
         for line in job.stderr:
             lines.append(line)
-            if STUCK in line and not ranks:
+            if STUCK in line and not asked:
                 ranks = psutil.Process(job.pid).children(recursive=True)
                 direct = psutil.Process(job.pid).children()
                 (last,) = (rank for rank in direct if rank.environ().get("RANK") == "1")
-                last.send_signal(signal.SIGUSR1)
-            if ASKED in line:
+                last.send_signal(signal.SIGUSR1)  # again after each report, until it is answered
+            if ASKED in line and not asked:
+                asked = True
                 job.send_signal(signal.SIGINT)
         job.wait(timeout=30)
     finally:  # also of a test that fails: nothing stays behind
