@@ -63,7 +63,8 @@ class JobReports:
         self.reader = StackReader(recorder)
         self.detector = StuckDetector(after)
         self.answered = self.reported = 0  # requests, by number
-        self.own = 0  # the number of the last one that came from the detector
+        self.own = 0  # how many of them came from the detector
+        self.by_hand = 0  # how many of the others were reported
         self.next_look = self.until = 0.0
         self.silent: list[int] = []  # ranks that a signal has asked
         stderr = sys.__stderr__ or sys.stderr
@@ -86,13 +87,14 @@ class JobReports:
         if self.answered > self.reported:
             self._collect(now, graph)
         elif now >= self.detector.due(now, graph):
-            self.own = self.ask()
+            self.own += 1
+            self.ask()
             self._answer()
 
-    def ask(self) -> int:
-        """Ask for a report of what all ranks do. Returns its number."""
+    def ask(self) -> None:
+        """Ask for a report of what all ranks do."""
         self.next_look = 0.0
-        return self.store.add("stacks/asked", 1)
+        self.store.add("stacks/asked", 1)
 
     def say(self, text: str) -> None:
         """Write a report."""
@@ -150,9 +152,10 @@ class JobReports:
                 stacks[rank] = stack_of_dump(rank, dump, pid)
         for key in there.values():
             self.store.delete_key(key)
-        by_hand = self.answered != self.own
+        # a rank may have asked in the same moment as the detector
+        by_hand, self.by_hand = self.by_hand, self.answered - self.own
         self.reported, self.silent = self.answered, []
-        self._report(time.monotonic(), graph, stacks, by_hand)
+        self._report(time.monotonic(), graph, stacks, self.by_hand > by_hand)
 
     def _report(
         self, now: float, graph: WaitForGraph, stacks: dict[int, RankStack], by_hand: bool

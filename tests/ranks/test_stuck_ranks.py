@@ -148,11 +148,11 @@ def test_under_torchrun(fifo, tmp_path):
     try:
         for line in job.stderr:
             lines.append(line)
-            if STUCK in line and not asked:
+            if STUCK in line and not ranks:
                 ranks = psutil.Process(job.pid).children(recursive=True)
                 direct = psutil.Process(job.pid).children()
                 (last,) = (rank for rank in direct if rank.environ().get("RANK") == "1")
-                last.send_signal(signal.SIGUSR1)  # again after each report, until it is answered
+                last.send_signal(signal.SIGUSR1)
             if ASKED in line and not asked:
                 asked = True
                 job.send_signal(signal.SIGINT)
