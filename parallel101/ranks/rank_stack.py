@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import os
 import platform
 import re
@@ -50,7 +51,8 @@ class RankStack(NamedTuple):
     lines: list[str]  # its Python stack, the innermost call last; as text, with source lines
     native: str = ""  # the function in C that it is in, and where in the system; "" if not known
     quiet: float | None = None  # seconds in which it has called nothing of torch.distributed
-    cpu: float | None = None  # seconds of CPU time that its process used in these
+    lately: float | None = None  # the last ones of these, in seconds: one to two
+    cpu: float | None = None  # seconds of CPU time that its process used lately
     waits: str = ""  # on sim: "in recv for rank 1", or "for its turn"
 
 
@@ -65,14 +67,17 @@ class StackReader:
     def __init__(self, recorder: RankRecorder):
         self.recorder = recorder
         self.calls = -1
-        self.since = self.looked = time.monotonic()
-        self.cpu = time.process_time()
+        self.since = -math.inf
+        # the time and the CPU time of the last look, and of the one before
+        self.last = self.before = (-math.inf, 0.0)
 
     def look(self) -> None:
-        if (now := time.monotonic()) - self.looked >= self.EVERY or self.calls < 0:
-            self.looked = now
-            if (calls := self.recorder.calls_posted) != self.calls:
-                self.calls, self.since, self.cpu = calls, now, time.process_time()
+        now = time.monotonic()
+        if now - self.last[0] < self.EVERY:
+            return
+        self.before, self.last = self.last, (now, time.process_time())
+        if (calls := self.recorder.calls_posted) != self.calls:
+            self.calls, self.since, self.before = calls, now, self.last
 
     def read(self, outside: str = "", interrupted: FrameType | None = None) -> RankStack:
         """The stack now.
@@ -82,15 +87,21 @@ class StackReader:
             interrupted: where its program was, if Ctrl-C has interrupted it. What it did in C is
                 not known then.
         """
-        self.looked = 0.0
+        if self.recorder.calls_posted != self.calls:
+            self.last = (-math.inf, 0.0)
         self.look()
         thread = self.recorder.thread
         frame = interrupted or sys._current_frames().get(thread)
         stack = RankStack(self.recorder.rank, outside or program_place(frame), stack_lines(frame))
         if interrupted is not None:
             return stack
-        quiet, cpu = time.monotonic() - self.since, time.process_time() - self.cpu
-        return stack._replace(native=native_frame(thread), quiet=quiet, cpu=cpu)
+        now, cpu = time.monotonic(), time.process_time()
+        return stack._replace(
+            native=native_frame(thread),
+            quiet=now - self.since,
+            lately=now - self.before[0],
+            cpu=cpu - self.before[1],
+        )
 
 
 def program_place(frame: FrameType | None) -> str:

@@ -153,12 +153,12 @@ def report_lines(
 
 def _details(stack: RankStack) -> list[str]:
     lines = []
-    if stack.quiet is not None and stack.cpu is not None:
-        idle = stack.cpu < IDLE_SHARE * stack.quiet and (stack.native or sys.platform != "linux")
+    if stack.quiet is not None and stack.lately is not None and stack.cpu is not None:
+        idle = stack.cpu < IDLE_SHARE * stack.lately and (stack.native or sys.platform != "linux")
         does = "it is blocked" if idle else "it computes or loops"
         lines.append(
-            f"  In {stack.quiet:.0f} s it has called nothing of torch.distributed and has used "
-            f"{stack.cpu:.1f} s of CPU time: {does}."
+            f"  In {stack.quiet:.0f} s it has called nothing of torch.distributed. In the last "
+            f"{stack.lately:.1f} s it has used {stack.cpu:.1f} s of CPU time: {does}."
         )
     if stack.native:
         lines.append(f"  In C: {stack.native}")

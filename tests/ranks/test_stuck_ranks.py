@@ -91,7 +91,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
     monkeypatch.setattr(sys, "stderr", shown)
     before = signal.getsignal(signal.SIGUSR1)
     with monitor.reports_in(tmp_path):
-        results = p101.launch(total, fifo, world_size=3, backend=backend, stuck_after=0.3).results
+        results = p101.launch(total, fifo, world_size=3, backend=backend, stuck_after=2.5).results
     assert results == [3.0, 3.0, 3.0] and signal.getsignal(signal.SIGUSR1) == before
     if backend == "gloo":
         kept = (tmp_path / "reports.txt").read_text()
@@ -101,8 +101,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
         assert re.search(rf"rank 0 waits in all_reduce for {whom}, at .*all_reduce\(x\)", told)
         assert f"rank 1 is at {line_of(wait_for, 'open(fifo)')}: open(fifo).close()" in told
         assert f"line {line_of(total, 'wait_for(fifo').rpartition(':')[2]}, in total" in told
-        # in its first moments it has computed, too
-        assert "it is blocked." in told or "CPU time" in told
+        assert "it is blocked." in told
         assert sys.platform != "linux" or "open64 in libc" in told
     assert "worker.py" not in shown.getvalue(), "a stack has the program's frames only"
 

@@ -104,3 +104,46 @@ class Mine:
 
 
 AGAIN = ("none", "full")
+
+
+def divisors(number, most):
+    return [k for k in range(1, most + 1) if number % k == 0]
+
+
+def choose_layout__climbs(shape, gpus, memory, batch, evaluate):
+    """Goes uphill from many starts, a change of one thing at a time, and never asks twice."""
+    known = {}
+    axes = (
+        divisors(math.gcd(gpus, shape.heads), 8),
+        divisors(gpus, 32),
+        divisors(batch, 8),
+        (False, True),
+        (0, 1, 2, 3),
+        AGAIN,
+    )
+
+    def layout_of(tp, pp, b, many, zero, again):
+        dp = gpus // (tp * pp)
+        chunks = shape.layers // pp if many and pp > 1 else 1
+        return Mine(dp, tp, pp, b, batch // (dp * b), chunks, zero, again, tp > 1)
+
+    def score(point):
+        if point not in known:
+            try:
+                step = evaluate(**vars(layout_of(*point)))
+                over = max(0.0, step["bytes"] / memory - 1)
+                known[point] = step["mfu"] if not over else -over
+            except (ValueError, ZeroDivisionError):
+                known[point] = -math.inf
+        return known[point]
+
+    found = []
+    for start in [(t, p, 1, True, z, "none") for t in axes[0] for p in (1, 4) for z in (2, 3)]:
+        here = None
+        there = start
+        while here != there:
+            here = there
+            near = [(*here[:k], x, *here[k + 1 :]) for k, values in enumerate(axes) for x in values]
+            there = max([here, *near], key=score)
+        found.append(here)
+    return layout_of(*max(found, key=score))
