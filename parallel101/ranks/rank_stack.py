@@ -56,28 +56,49 @@ class RankStack(NamedTuple):
     waits: str = ""  # on sim: "in recv for rank 1", or "for its turn"
 
 
-class StackReader:
-    """Reads the stack of a rank's program, and notes since when it has called nothing.
+class QuietClock:
+    """Notes since when a state is the same, and the CPU time that the process uses meanwhile.
 
-    `look` is to be called now and then from the watcher's thread. It looks once a second.
+    `look` is to be called often. Without `at_once`, it does something once a second.
     """
 
     EVERY = 1.0  # seconds
 
+    def __init__(self) -> None:
+        self.state: object = self
+        self.since = self.looked = -math.inf
+        # the time and the CPU time of the last sample, and of the one before
+        self.sample = self.before = (0.0, 0.0)
+
+    def look(self, state: object, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if not at_once and now - self.looked < self.EVERY:
+            return
+        self.looked = now
+        if state != self.state:
+            self.state, self.since = state, now
+            self.sample = self.before = now, time.process_time()
+        elif now - self.sample[0] >= self.EVERY:
+            self.before, self.sample = self.sample, (now, time.process_time())
+
+    def times(self) -> tuple[float, float, float]:
+        """`quiet`, `lately` and `cpu` of a RankStack."""
+        now, (start, cpu) = time.monotonic(), self.before
+        return now - self.since, now - start, time.process_time() - cpu
+
+
+class StackReader:
+    """Reads the stack of a rank's program, and notes since when it has called nothing.
+
+    `look` is to be called now and then from the watcher's thread.
+    """
+
     def __init__(self, recorder: RankRecorder):
         self.recorder = recorder
-        self.calls = -1
-        self.since = -math.inf
-        # the time and the CPU time of the last look, and of the one before
-        self.last = self.before = (-math.inf, 0.0)
+        self.clock = QuietClock()
 
-    def look(self) -> None:
-        now = time.monotonic()
-        if now - self.last[0] < self.EVERY:
-            return
-        self.before, self.last = self.last, (now, time.process_time())
-        if (calls := self.recorder.calls_posted) != self.calls:
-            self.calls, self.since, self.before = calls, now, self.last
+    def look(self, at_once: bool = False) -> None:
+        self.clock.look(self.recorder.calls_posted, at_once)
 
     def read(self, outside: str = "", interrupted: FrameType | None = None) -> RankStack:
         """The stack now.
@@ -87,21 +108,14 @@ class StackReader:
             interrupted: where its program was, if Ctrl-C has interrupted it. What it did in C is
                 not known then.
         """
-        if self.recorder.calls_posted != self.calls:
-            self.last = (-math.inf, 0.0)
-        self.look()
+        self.look(at_once=True)
         thread = self.recorder.thread
         frame = interrupted or sys._current_frames().get(thread)
-        stack = RankStack(self.recorder.rank, outside or program_place(frame), stack_lines(frame))
+        place, lines = outside or program_place(frame), stack_lines(frame)
         if interrupted is not None:
-            return stack
-        now, cpu = time.monotonic(), time.process_time()
-        return stack._replace(
-            native=native_frame(thread),
-            quiet=now - self.since,
-            lately=now - self.before[0],
-            cpu=cpu - self.before[1],
-        )
+            return RankStack(self.recorder.rank, place, lines)
+        native = native_frame(thread)
+        return RankStack(self.recorder.rank, place, lines, native, *self.clock.times())
 
 
 def program_place(frame: FrameType | None) -> str:

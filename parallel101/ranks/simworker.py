@@ -31,7 +31,7 @@ from parallel101.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
-from parallel101.ranks.rank_stack import RankStack, native_frame, stack_lines
+from parallel101.ranks.rank_stack import QuietClock, RankStack, native_frame, stack_lines
 from parallel101.ranks.stuck import report_lines, stuck_text
 from parallel101.ranks.watcher import ControlThread
 from parallel101.ranks.wire import (
@@ -157,22 +157,23 @@ class SimWatcher(ControlThread):
         self.threads = threads
         self.shared: SharedState | None = None
         self.stuck_after = self.pause = stuck_after
-        self.state: Any = None  # of the run, as it was when it changed last
-        self.since = self.cpu = 0.0  # seconds: when that was, and the CPU time until then
+        self.clock = QuietClock()
 
     def look(self) -> None:
         if self.shared is None:
             return
         world, now = self.shared.world, time.monotonic()
-        if (state := (world.now, world.round, world._current, len(world.events))) != self.state:
-            self.state, self.since, self.cpu = state, now, time.process_time()
+        since = self.clock.since
+        state = world.now, world.round, world._current, len(world.events)
+        self.clock.look(state, at_once=True)
+        quiet = now - self.clock.since
+        if self.clock.since != since:
             self.pause = self.stuck_after
-        elif now - self.since >= self.pause and len(world.ranks) > 1:
+        elif quiet >= self.pause and len(world.ranks) > 1:
             stacks = {stack.rank: stack for stack in self.stacks()}
             self.pause = 2 * self.pause + self.stuck_after
             lines = report_lines(WaitForGraph(0), stacks)
-            next_in = self.pause - (now - self.since)
-            print(stuck_text(lines, now - self.since, next_in), file=sys.stderr)
+            print(stuck_text(lines, quiet, self.pause - quiet), file=sys.stderr)
 
     def watch(self, shared: SharedState) -> None:
         self.shared = shared
@@ -197,9 +198,8 @@ class SimWatcher(ControlThread):
                 waits_for = waits.get(rank, "for its turn")
                 found.append(RankStack(rank, where(frame), [], waits=waits_for))
                 continue
-            times = time.monotonic() - self.since, time.process_time() - self.cpu
-            native = native_frame(thread)
-            found.append(RankStack(rank, where(frame), stack_lines(frame), native, *times))
+            lines, native = stack_lines(frame), native_frame(thread)
+            found.append(RankStack(rank, where(frame), lines, native, *self.clock.times()))
         return found
 
 
