@@ -140,6 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for the pages (default: site)",
     )
     lessons.add_argument(
+        "--repository",
+        metavar="OWNER/NAME",
+        help="the repository on GitHub that has the lessons, which Colab can then open; @REF names "
+        "a branch or tag other than main (default: GITHUB_REPOSITORY)",
+    )
+    lessons.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=seconds_of,
@@ -269,10 +275,19 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     import_no_grammars()
-    from parallel101.publish import make_output_folder, publish, read_syllabus, select_lessons
+    from parallel101.publish import (
+        Repository,
+        make_output_folder,
+        publish,
+        read_syllabus,
+        select_lessons,
+    )
 
     folder, syllabus = _lessons_folder(args), None
+    repository = Repository.of_environment(os.environ)
     try:
+        if args.repository is not None:
+            repository = Repository.of(args.repository)
         names = [*args.names, *(args.only or "").replace(",", " ").split()]
         notebooks = select_lessons(folder, names)
         if args.syllabus is not None:
@@ -298,6 +313,7 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         args.out,
         only=args.only is not None,
         syllabus=syllabus,
+        repository=repository,
         timeout=args.timeout,
     )
     print(

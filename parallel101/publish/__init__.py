@@ -3,6 +3,7 @@
     lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
                     ── page.py ──▶ site/*.html
     tools/          ── pages of JavaScript, fed with what Python computes ──▶ site/*.html
+    docs/*.md       ── course_pages.py: teach with it, errors explained ─▶ site/*.html
     routes.json     ── index.py ─▶ site/index.html
     course.toml     ── syllabus.py: a teacher's course, in place of routes.json
 
@@ -20,12 +21,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel101.publish.course_pages import CoursePage, course_pages
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.find import find_lessons, homework_notebooks, select_lessons
 from parallel101.publish.glossary import PAGE, read_terms
 from parallel101.publish.index import Opening, index_page, read_opening
 from parallel101.publish.page import (
     Lesson,
+    course_page,
     cover_of,
     glossary_page,
     homework_page,
@@ -33,14 +36,17 @@ from parallel101.publish.page import (
     lesson_page,
     moving_picture_of,
     offline_html,
+    page_name,
 )
+from parallel101.publish.repository import Repository
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus, read_syllabus
-from parallel101.publish.tools.schedule_builder_page import ADDRESS, TITLE, schedule_builder_page
+from parallel101.publish.tools import TOOLS
 
 __all__ = [
     "LessonFailed",
     "Published",
+    "Repository",
     "find_lessons",
     "homework_body",
     "make_output_folder",
@@ -86,6 +92,7 @@ class Course(NamedTuple):
     whole: bool  # whether the glossary has all terms, or only those that are linked
     opening: Opening
     syllabus: Syllabus | None = None
+    repository: Repository | None = None  # that has the lessons, if it is known
 
 
 def publish(
@@ -94,6 +101,7 @@ def publish(
     *,
     only: bool = False,
     syllabus: Syllabus | None = None,
+    repository: Repository | None = None,
     timeout: float = 600.0,
     report: Callable[[str], None] = print,
 ) -> Published:
@@ -109,6 +117,8 @@ def publish(
             lessons that have a page in `out`. A course of some lessons has only the homework that
             they name, and only the terms of the glossary that they use.
         syllabus: the same, for the lessons and the homework that it names. It becomes the index.
+        repository: the one that has the lessons. Their pages then have a link that opens them in
+            Colab.
         timeout: time limit for each cell, in seconds.
         report: called with one line of progress per lesson. Progress bars go to standard error if
             that is a terminal.
@@ -120,7 +130,7 @@ def publish(
     """
     make_output_folder(out)
     folder = notebooks[0].parent
-    course = _course(notebooks, folder, only, syllabus)
+    course = _course(notebooks, folder, only, syllabus)._replace(repository=repository)
     _write_homework(course, folder, out)
     names = None if course.whole else {path.stem for path in course.lessons}
     ran: dict[Path, tuple[str, float]] = {}
@@ -145,6 +155,7 @@ def publish(
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
         written = _write_pages(course, out, ran)
+        _write_tools(course, out)
     return Published(written, failed)
 
 
@@ -182,7 +193,9 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
             with suppress(LessonFailed):
                 lessons[path] = Lesson.of(path.stem, read_notebook(path))
     pages = {
-        out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()])
+        out / f"{path.stem}.html": lesson_page(
+            lessons[path], *ran[path], [*lessons.values()], course.repository
+        )
         for path in ran
     }
     for page, html in pages.items():
@@ -192,7 +205,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {ADDRESS: TITLE} if course.whole else {}
+    around = _write_course_pages(course, [*lessons.values()], glossary, out)
     index = index_page(
         [*lessons.values()],
         covers,
@@ -201,11 +214,11 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         opening,
         moving,
         course.syllabus,
-        tools,
+        TOOLS if course.whole else (),
+        around,
+        course.repository,
     )
     _write(out / "index.html", index)
-    if tools:
-        _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
     return [*pages, out / "index.html"]
 
 
@@ -227,6 +240,29 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     return bool(terms)
 
 
+def _write_tools(course: Course, out: Path) -> None:
+    """Write the pages that play without Python, if the course is whole."""
+    for tool in TOOLS if course.whole else ():
+        _write(out / tool.address, offline_html(tool.title, tool.body()))
+        for path, text in tool.files().items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            _write(out / path, text)
+
+
+def _write_course_pages(
+    course: Course, lessons: Sequence[Lesson], glossary: bool, out: Path
+) -> Sequence[CoursePage]:
+    """Write the pages around the lessons, if the course is whole, and return them."""
+    if not course.whole:
+        return ()
+    known = [page_name(lesson) for lesson in (*lessons, *course.homework.values())]
+    root = course.lessons[0].parent.parent
+    made = course_pages(root, [*known, *[PAGE] * glossary], course.repository)
+    for page in made:
+        _write(out / page.address, course_page(page.title, page.body))
+    return made
+
+
 def _write_homework(course: Course, folder: Path, out: Path) -> None:
     """Write a page for each homework of the course."""
     found = homework_notebooks(folder)
@@ -242,7 +278,7 @@ def homework_body(path: Path) -> str:
 
 def _write(page: Path, html: str) -> None:
     """Write the whole page or nothing: if the disk is full, the old page stays."""
-    partial = page.with_suffix(".html.part")
+    partial = page.with_name(f"{page.name}.part")
     try:
         partial.write_text(html, encoding="utf-8")
         os.replace(partial, page)

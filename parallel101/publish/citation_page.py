@@ -1,0 +1,46 @@
+"""The page that says how to cite parallel101, made from CITATION.cff.
+
+The file's format is described at https://citation-file-format.github.io. GitHub reads it, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+def citation(text: str) -> str:
+    """Return the page as Markdown: a sentence for a text, BibTeX, and the file itself.
+
+    Args:
+        text: of CITATION.cff.
+    """
+    said: dict[str, Any] = yaml.safe_load(text)
+    names = [_name(author) for author in said["authors"]]
+    year = str(said.get("date-released", ""))[:4]
+    address = said.get("repository-code") or said.get("url") or ""
+    fields = {
+        "author": " and ".join(names),
+        "title": f"{{{said['title']}}}",
+        "version": said.get("version"),
+        "year": year,
+        "url": address,
+    }
+    lines = [f"  {field:7} = {{{value}}}," for field, value in fields.items() if value]
+    bibtex = "\n".join(["@software{parallel101,", *lines, "}"])
+    version = f", version {said['version']}" if said.get("version") else ""
+    parts = [", ".join(names), f"*{said['title']}*{version}", year, address]
+    return (
+        f"# Cite\n\n{said.get('message', '')}\n\n"
+        f"## In a text\n\n{'. '.join(part for part in parts if part)}.\n\n"
+        f"## BibTeX\n\n```\n{bibtex}\n```\n\n"
+        f"## CITATION.cff\n\n```\n{text.strip()}\n```\n"
+    )
+
+
+def _name(author: dict[str, str]) -> str:
+    """A person's or a group's name, as BibTeX has it."""
+    if "name" in author:
+        return f"{{{author['name']}}}"
+    return ", ".join(author[k] for k in ("family-names", "given-names") if k in author)
