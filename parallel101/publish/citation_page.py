@@ -17,11 +17,11 @@ def citation(text: str) -> str:
         text: of CITATION.cff.
     """
     said: dict[str, Any] = yaml.safe_load(text)
-    names = [_name(author) for author in said["authors"]]
+    authors = said["authors"]
     year = str(said.get("date-released", ""))[:4]
     address = said.get("repository-code") or said.get("url") or ""
     fields = {
-        "author": " and ".join(names),
+        "author": " and ".join(_name_in_bibtex(author) for author in authors),
         "title": f"{{{said['title']}}}",
         "version": said.get("version"),
         "year": year,
@@ -30,7 +30,7 @@ def citation(text: str) -> str:
     lines = [f"  {field:7} = {{{value}}}," for field, value in fields.items() if value]
     bibtex = "\n".join(["@software{parallel101,", *lines, "}"])
     version = f", version {said['version']}" if said.get("version") else ""
-    parts = [", ".join(names), f"*{said['title']}*{version}", year, address]
+    parts = [", ".join(map(_name, authors)), f"*{said['title']}*{version}", year, address]
     return (
         f"# Cite\n\n{said.get('message', '')}\n\n"
         f"## In a text\n\n{'. '.join(part for part in parts if part)}.\n\n"
@@ -40,7 +40,12 @@ def citation(text: str) -> str:
 
 
 def _name(author: dict[str, str]) -> str:
-    """A person's or a group's name, as BibTeX has it."""
+    """A person's or a group's name."""
+    parts = ("given-names", "family-names", "name")
+    return " ".join(author[part] for part in parts if part in author)
+
+
+def _name_in_bibtex(author: dict[str, str]) -> str:
     if "name" in author:
         return f"{{{author['name']}}}"
-    return ", ".join(author[k] for k in ("family-names", "given-names") if k in author)
+    return ", ".join(author[part] for part in ("family-names", "given-names") if part in author)

@@ -14,6 +14,7 @@ import contextlib
 import io
 import os
 import posixpath
+import re
 import runpy
 import tempfile
 from collections.abc import Collection
@@ -131,7 +132,9 @@ def _show_messages(soup: BeautifulSoup, text: str) -> None:
 def raised(program: str) -> str:
     """Run a program, and return the error that it raises, as the last lines of a traceback.
 
-    Raises ValueError if it raises nothing.
+    The traceback of a rank, in the message, is left out if it leads through files of libraries.
+
+    Raises ValueError if the program raises nothing.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder).resolve() / PROGRAM
@@ -141,5 +144,8 @@ def raised(program: str) -> str:
             with contextlib.redirect_stdout(unseen), contextlib.redirect_stderr(unseen):
                 runpy.run_path(str(path), run_name="__main__")
         except Exception as error:
-            return f"{type(error).__name__}: {error}".replace(f"{path.parent}{os.sep}", "")
+            text = f"{type(error).__name__}: {error}".replace(f"{path.parent}{os.sep}", "")
+            message, _, traceback = text.partition("\n\nTraceback")
+            files = set(re.findall('File "(.*?)"', traceback))
+            return text if files == {PROGRAM} else message
     raise ValueError(f"{ERRORS}: this program raises nothing:\n\n{program}")
