@@ -9,17 +9,22 @@ from typing import Any
 
 import yaml
 
+from parallel101.publish.repository import Repository
 
-def citation(text: str) -> str:
+
+def citation(text: str, repository: Repository | None = None) -> str:
     """Return the page as Markdown: a sentence for a text, BibTeX, and the file itself.
 
     Args:
         text: of CITATION.cff.
+        repository: the one with the code, for a file that names none.
     """
     said: dict[str, Any] = yaml.safe_load(text)
     authors = said["authors"]
     year = str(said.get("date-released", ""))[:4]
     address = said.get("repository-code") or said.get("url") or ""
+    if repository is not None:
+        address = address or repository.address
     fields = {
         "author": " and ".join(_name_in_bibtex(author) for author in authors),
         "title": f"{{{said['title']}}}",

@@ -71,7 +71,7 @@ def course_pages(
     for file in there:
         text = (root / file).read_text(encoding="utf-8")
         if file == CITATION:
-            text = citation(text)
+            text = citation(text, repository)
         soup = BeautifulSoup(
             f'<div class="text_cell"><div class="text_cell_render">{to_html(text)}</div></div>',
             "html.parser",

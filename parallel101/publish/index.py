@@ -183,6 +183,8 @@ def index_page(
     routes = "".join(_route(route, by_name, homework) for route in possible)
     if routes:
         routes = f'<h2>Where to start</h2><div class="routes">{routes}</div>'
+    if pages:  # the whole course
+        routes += _run_yourself(repository)
     if routes or syllabus is not None:
         routes += "<h2>All lessons</h2>" if syllabus is None else "<h2>Lessons</h2>"
     listing = (
@@ -211,6 +213,23 @@ def index_page(
         f'<nav aria-label="Site">{links}</nav>'
         f"<main><h1>{escape(title)}</h1>{intro}{routes}{listing}{rest}</main>"
         f"{_footer(repository)}{script}",
+    )
+
+
+def _run_yourself(repository: Repository | None) -> str:
+    """How to run the lessons, with the repository's address if it is known."""
+    lines = ["make lab        # the lessons in JupyterLab", "make homework   # the homework"]
+    colab = ""
+    if repository is not None:
+        folder = repository.name.partition("/")[2]
+        lines.insert(0, f"git clone {repository.address} && cd {folder}")
+        colab = (
+            " Without installing anything, open a lesson's page and choose <i>Open in Colab</i>."
+        )
+    return (
+        "<h2>Run the programs yourself</h2><p>You need Python 3.10 or newer and make. In a clone "
+        f"of the repository, the first command installs the rest.{colab}</p>"
+        f'<pre class="commands">{escape(chr(10).join(lines))}</pre>'
     )
 
 

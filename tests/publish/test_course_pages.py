@@ -115,6 +115,7 @@ def test_the_page_cite_has_what_the_file_says():
         assert line in entry
     assert "url" not in entry, "no address is known"
     assert CFF.strip() in shown
+    assert "url     = {https://github.com/owner/name}," in citation(CFF, HERE)
 
 
 def test_a_site_has_these_pages_in_its_index(tmp_path, monkeypatch):
