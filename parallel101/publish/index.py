@@ -223,12 +223,10 @@ def _run_yourself(repository: Repository | None) -> str:
     if repository is not None:
         folder = repository.name.partition("/")[2]
         lines.insert(0, f"git clone {repository.address} && cd {folder}")
-        colab = (
-            " Without installing anything, open a lesson's page and choose <i>Open in Colab</i>."
-        )
+        colab = " Or choose <i>Open in Colab</i> on a lesson's page, and install nothing."
     return (
-        "<h2>Run the programs yourself</h2><p>You need Python 3.10 or newer and make. In a clone "
-        f"of the repository, the first command installs the rest.{colab}</p>"
+        "<h2>Run the programs yourself</h2><p>You need Python 3.10 or newer, and make, which "
+        f"installs the rest in a clone of the repository.{colab}</p>"
         f'<pre class="commands">{escape(chr(10).join(lines))}</pre>'
     )
 
