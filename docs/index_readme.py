@@ -3,8 +3,9 @@
     python docs/index_readme.py --repository https://github.com/owner/name --ref v1.0 README.md
 
 Relative links then lead to the file in the repository, and pictures are loaded from there. Without
---repository, pictures are left out, and relative links become plain text. Code stays as it is. The
-file is changed in place, so call it in a clone that is thrown away, as the release workflow does.
+--repository, pictures are left out, with the caption in the same <p>, and relative links become
+plain text. Code stays as it is. The file is changed in place, so call it in a clone that is thrown
+away, as the release workflow does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 # In the order in which they are tried at each place of the text: what is in code is no link.
 PARTS = re.compile(
     r"""(?P<fence> ^```.*?^``` )
-      | (?P<picture> <p[^>]*> \s* <img[^>]*> \s* </p>\n* | <img[^>]*> )
+      | (?P<picture> <p[^>]*> \s* <img .*? </p>\n* | <img[^>]*> )
       | !\[ (?P<alt> [^\]]* ) \]\( (?P<image> [^)\s]+ ) \)
       |  \[ (?P<words> [^\]]* ) \]\( (?P<target> [^)\s]+ ) \)
       | (?P<code> `[^`]*` )""",

@@ -26,9 +26,10 @@ CASES = {  # Markdown, with a repository, without one
     "an address": ("[a](https://b.org/c)",) * 3,
     "an image": ("x ![a](b.svg)", f"x ![a]({RAW}/v1/b.svg)", "x "),
     "an image with an address": ("![a](https://b.org/c.svg)",) * 3,
-    "a picture": (
-        '<p align="center"><img src="b.svg" alt="a"></p>\n\nx',
-        f'<p align="center"><img src="{RAW}/v1/b.svg" alt="a"></p>\n\nx',
+    "a picture with a caption": (
+        '<p align="center">\n<img src="b.svg" alt="a"><br>\n<em>c</em>\n</p>\n\n[x](y)',
+        f'<p align="center">\n<img src="{RAW}/v1/b.svg" alt="a"><br>\n<em>c</em>\n</p>\n\n'
+        f"[x]({GITHUB}/blob/v1/y)",
         "x",
     ),
     "code": ("`f[a](b)` [c](`d`",) * 3,
