@@ -526,6 +526,7 @@ class JobWatcher(threading.Thread):
         Wait until all have, or raise what went wrong on another rank.
         """
         self.done.set()
+        self.reports.returned = True
         self._publish(RankStatus(None, True, *self.recorder.report()))
         self._publish_calls()
         self.store.add("returned", 1)
