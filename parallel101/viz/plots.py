@@ -20,14 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
+from parallel101.extras import needs_extra
 from parallel101.record.units import decimal_bytes, human_bytes, human_seconds
 from parallel101.viz.palette import FONT, LIGHT, PLOTTED, with_colours
 from parallel101.viz.scene import Scene
+
+with needs_extra("A plot"):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 Series = Mapping[str, Mapping[float, float]]
 Spread = Mapping[str, Mapping[float, tuple[float, float]]]
