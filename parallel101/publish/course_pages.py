@@ -1,8 +1,8 @@
 """The pages around the lessons, which are written in Markdown beside them.
 
-    docs/teaching.md  ──▶ site/teach_with_it.html      how a teacher sets up a course
-    docs/errors.md    ──▶ site/errors_explained.html   with the messages that its programs raise
-    CITATION.cff      ──▶ site/cite.html               (citation_page.py)
+    docs/teaching.md    ──▶ site/teach_with_it.html      how a teacher sets up a course
+    lessons/errors.md   ──▶ site/errors_explained.html   with the messages that its programs raise
+    CITATION.cff        ──▶ site/cite.html               (citation_page.py)
 
 A page whose file is missing is left out. A link in a file leads to the page made from its target,
 or to the repository. Where neither is known, it is text.
@@ -30,7 +30,7 @@ from parallel101.publish.citation_page import citation
 from parallel101.publish.page import to_html
 from parallel101.publish.repository import Repository
 
-TEACHING, ERRORS, CITATION = "docs/teaching.md", "docs/errors.md", "CITATION.cff"
+TEACHING, ERRORS, CITATION = "docs/teaching.md", "lessons/errors.md", "CITATION.cff"
 ADDRESSES = {
     ERRORS: "errors_explained.html",
     TEACHING: "teach_with_it.html",
@@ -63,7 +63,7 @@ def course_pages(
         pages: the addresses of the site's other pages, to which links may lead.
         repository: to whose files other links lead.
 
-    Raises ValueError if a program in docs/errors.md raises nothing.
+    Raises ValueError if a program in lessons/errors.md raises nothing.
     """
     there = [file for file in TEXTS if (root / file).is_file()]
     known = {*pages, *(ADDRESSES[file] for file in there)}

@@ -199,7 +199,7 @@ def index_page(
         "More": _pages(more),
     }
     rest = "".join(
-        f'<h2 id="{name.lower()}">{name}</h2><ul class="pages">{entries}</ul>'
+        f'<h2 id="{name.lower()}">{name}</h2><ul class="pages {name.lower()}">{entries}</ul>'
         for name, entries in sections.items()
         if entries
     )

@@ -7,12 +7,12 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from nbformat import v4
 
+from parallel101.publish import course_pages as course_pages_module
 from parallel101.publish.course_pages import CoursePage, course_pages
 from parallel101.publish.execute import read_notebook
 from parallel101.publish.index import index_page, read_opening
@@ -25,7 +25,7 @@ from parallel101.publish.page import (
     moving_picture_of,
 )
 from parallel101.publish.repository import Repository
-from parallel101.publish.tools import TOOLS
+from parallel101.publish.tools import TOOL_PAGES
 from parallel101.viz.chromium import Browser
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.explore import explore_memory, explore_schedule
@@ -149,7 +149,7 @@ def index(tmp_path_factory, around) -> str:
         glossary=True,
         opening=read_opening(LESSONS),
         moving=moving_picture_of(body),
-        tools=TOOLS,
+        tools=TOOL_PAGES,
         pages=around,
         repository=Repository("owner/name"),
     )
@@ -162,10 +162,11 @@ def around(tmp_path_factory) -> list[CoursePage]:
     """The pages around the lessons, with one message in place of those that programs raise."""
     root = tmp_path_factory.mktemp("root")
     shutil.copytree(LESSONS.parent / "docs", root / "docs")
+    shutil.copytree(LESSONS, root / "lessons")
     (root / "CITATION.cff").write_text(CFF)
     with pytest.MonkeyPatch.context() as patch:
-        module = import_module("parallel101.publish.course_pages")  # publish has the function
-        patch.setattr(module, "raised", lambda program: "Error: " + "rank 0 waits, " * 20)
+        message = "Error: " + "rank 0 waits, " * 20
+        patch.setattr(course_pages_module, "raised", lambda program: message)
         return course_pages(root)
 
 

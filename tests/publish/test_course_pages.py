@@ -5,7 +5,6 @@ links lead to a page, to the repository, or nowhere.
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from urllib.parse import unquote
 
 import nbformat
@@ -13,10 +12,12 @@ import pytest
 from bs4 import BeautifulSoup
 
 import parallel101 as p101
-from parallel101 import publish
 from parallel101.planner.search import NoLayoutError
+from parallel101.publish import course_pages as module
+from parallel101.publish import write_site
 from parallel101.publish.citation_page import citation
 from parallel101.publish.course_pages import course_pages, raised
+from parallel101.publish.find import select_lessons
 from parallel101.publish.page import Lesson, lesson_page
 from parallel101.publish.repository import Repository
 from parallel101.trainers.verify.report import NotEqualError
@@ -119,12 +120,11 @@ def test_the_page_cite_has_what_the_file_says():
 
 
 def test_a_site_has_these_pages_in_its_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(publish, "run_notebook", lambda path, timeout: nbformat.read(path, 4))
-    module = import_module("parallel101.publish.course_pages")  # publish has the function
+    monkeypatch.setattr(write_site, "run_notebook", lambda path, timeout: nbformat.read(path, 4))
     monkeypatch.setattr(module, "raised", lambda program: "an error")
-    monkeypatch.setattr(publish, "TOOLS", ())
-    lessons = publish.select_lessons(LESSONS, ["00"])
-    publish.publish(lessons, tmp_path, repository=HERE, report=lambda _: None)
+    monkeypatch.setattr(write_site, "TOOL_PAGES", ())
+    lessons = select_lessons(LESSONS, ["00"])
+    write_site.publish(lessons, tmp_path, repository=HERE, report=lambda _: None)
     index = BeautifulSoup((tmp_path / "index.html").read_text(), "html.parser")
     listed = {a["href"] for a in index.select(".pages a")}
     there = {

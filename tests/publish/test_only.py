@@ -9,10 +9,11 @@ import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4, write
 
-from parallel101 import cli, publish
+from parallel101 import cli
+from parallel101.publish import write_site
 from parallel101.publish.execute import read_notebook
 from parallel101.publish.syllabus import read_syllabus
-from parallel101.publish.tools import TOOLS
+from parallel101.publish.tools import TOOL_PAGES
 
 ROOT = Path(__file__).parents[2]
 LESSONS = {
@@ -29,7 +30,7 @@ GLOSSARY = "## rank\nA process.\n\n## shard\nA part of a [tensor](#x).\n"
 @pytest.fixture
 def lessons(tmp_path, monkeypatch) -> Path:
     """Three lessons, three sets of homework and a glossary. Nothing is run."""
-    monkeypatch.setattr(publish, "run_notebook", lambda path, timeout: read_notebook(path))
+    monkeypatch.setattr(write_site, "run_notebook", lambda path, timeout: read_notebook(path))
     folder = tmp_path / "lessons"
     folder.mkdir()
     for name, text in LESSONS.items():
@@ -73,8 +74,10 @@ def test_links_out_of_the_course_are_text_and_the_glossary_has_its_terms(lessons
 def test_without_only_everything_is_written(lessons):
     everything = {"index", "glossary", "hw1_topic", "hw2_topic", "hw5_topic", *LESSONS}
     pages, index = built(lessons)
-    assert pages == everything | {tool.address.removesuffix(".html") for tool in TOOLS}
-    assert {tool.address for tool in TOOLS} <= {link["href"] for link in index.select(".pages a")}
+    assert pages == everything | {tool.address.removesuffix(".html") for tool in TOOL_PAGES}
+    assert {tool.address for tool in TOOL_PAGES} <= {
+        link["href"] for link in index.select(".pages a")
+    }
 
 
 SYLLABUS = """

@@ -1,7 +1,8 @@
 """Pages of plain JavaScript that work without a server, a network or Python: a schedule to build by
 hand, and others. What they are fed with is computed when the page is written.
 
-A new tool is one more line in TOOLS. `parallel101 lessons` writes its page, and the index lists it.
+A new tool is one more line in TOOL_PAGES. `parallel101 lessons` writes its page, and the index
+lists it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from parallel101.publish.tools import schedule_builder_page
 
 
-class Tool(NamedTuple):
+class ToolPage(NamedTuple):
     """A page that plays in the browser."""
 
     address: str  # of its page
@@ -22,8 +23,8 @@ class Tool(NamedTuple):
     files: Callable[[], Mapping[str, str]] = dict  # what the page loads: text by path in the site
 
 
-TOOLS = (
-    Tool(
+TOOL_PAGES = (
+    ToolPage(
         schedule_builder_page.ADDRESS,
         schedule_builder_page.TITLE,
         "Order the work of a pipeline by hand, and compare your schedule with published ones.",
