@@ -1,13 +1,14 @@
 """Puts the notebooks into the wheel. Everything else is in pyproject.toml.
 
-    lessons/, homework/  ──▶  parallel101/notebooks/
+    lessons/, homework/           ──▶  parallel101/notebooks/
+    docs/*.md, CITATION.cff            and what the site's pages around the lessons are made from
 
 So `pip install "parallel101[lessons]"` brings the lessons, without a clone. An editable install
 uses those of the clone.
 """
 
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copy, copytree, ignore_patterns
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -21,9 +22,12 @@ class BuildWithNotebooks(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
+            notebooks = Path(self.build_lib, "parallel101", "notebooks")
             for name in ("lessons", "homework"):
-                copied = Path(self.build_lib, "parallel101", "notebooks", name)
-                copytree(name, copied, ignore=OF_A_LEARNER, dirs_exist_ok=True)
+                copytree(name, notebooks / name, ignore=OF_A_LEARNER, dirs_exist_ok=True)
+            for file in (*Path("docs").glob("*.md"), Path("CITATION.cff")):
+                (notebooks / file.parent).mkdir(exist_ok=True)
+                copy(file, notebooks / file)
 
 
 setup(cmdclass={"build_py": BuildWithNotebooks})
