@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,18 @@ def jobs(path: Path) -> dict[str, Any]:
 
 def step(name: str) -> str:
     """The shell commands of a step of the job that builds a release."""
-    (found,) = (
-        s
-        for s in jobs(ROOT / ".github/workflows/release.yml")["build"]["steps"]
-        if name in s.get("name", "")
-    )
+    steps = jobs(ROOT / ".github/workflows/release.yml")["build"]["steps"]
+    (found,) = (step for step in steps if name in step.get("name", ""))
     return found["run"]
 
 
 def shell(commands: str, where: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a step's commands as GitHub does."""
+    """Run a step's commands as GitHub does, with this Python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         ["bash", "-eo", "pipefail", "-c", commands],
         cwd=where,
-        env={**os.environ, **environ},
+        env={**os.environ, "PATH": path, **environ},
         capture_output=True,
         text=True,
         timeout=60,
@@ -51,7 +50,7 @@ def test_a_job_runs_after_jobs_that_exist_and_its_commands_are_shell(path):
     found = jobs(path)
     for job in found.values():
         needed = job.get("needs", [])
-        assert {needed} if isinstance(needed, str) else set(needed) <= set(found)
+        assert set([needed] if isinstance(needed, str) else needed) <= set(found)
         if "uses" in job:  # another workflow, which lets itself be called
             called = (ROOT / job["uses"]).read_text()
             assert "workflow_call" in yaml.safe_load(called)[True]  # YAML 1.1 reads `on` as True
@@ -59,9 +58,7 @@ def test_a_job_runs_after_jobs_that_exist_and_its_commands_are_shell(path):
         assert job["runs-on"] == "ubuntu-latest"
         for each in job["steps"]:
             assert ("uses" in each) != ("run" in each)
-            checked = subprocess.run(
-                ["bash", "-n"], input=each.get("run", ""), text=True, capture_output=True
-            )
+            checked = shell(f"set -n\n{each.get('run', '')}", ROOT)
             assert (checked.returncode, checked.stderr) == (0, "")
 
 
@@ -86,12 +83,8 @@ def test_a_tag_that_is_not_the_version_stops_the_release():
 def test_the_release_inserts_the_address_of_its_repository(tmp_path):
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     _, printf = step("address").splitlines()
-    assert (
-        shell(
-            printf, tmp_path, GITHUB_SERVER_URL="https://host", GITHUB_REPOSITORY="me/it"
-        ).returncode
-        == 0
-    )
+    where = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "me/it"}
+    assert shell(printf, tmp_path, **where).returncode == 0
     project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
     assert project["urls"] == {"Repository": "https://host/me/it"}
     assert "urls" not in PROJECT
