@@ -89,13 +89,19 @@ class Plot(Scene):
             _drawing(figures[NARROW], "narrow"),
         )
 
-    def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
-        """The picture as SVG. A plot does not move, so t and smil have no effect."""
+    def svg(
+        self,
+        t: float | None = None,
+        smil: bool = False,
+        theme: str | None = None,
+        still: bool = False,
+    ) -> str:
+        """The picture as SVG. A plot does not move, so t, smil and still have no effect."""
         narrow = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
         drawing = f'<g data-narrow="none">{self.drawing}</g><g {narrow}>{self.narrow_drawing}</g>'
         return (
             super()
-            .svg(t, smil, theme)
+            .svg(t, smil, theme, still)
             .replace(
                 "</svg>", (drawing if theme is None else with_colours(drawing, theme)) + "</svg>"
             )

@@ -1,4 +1,4 @@
-"""Imports point down only, as the README's table of rooms says: the subject knows nothing of
+"""Imports point down only, as CONTRIBUTING's table of rooms says: the subject knows nothing of
 the laboratory. There are no cycles.
 """
 
