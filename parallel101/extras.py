@@ -35,6 +35,7 @@ EXTRAS = {
         "tomli",
         "traitlets",
         "websocket",
+        "yaml",
     ),
     "keras": ("keras",),
 }
