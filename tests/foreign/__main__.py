@@ -35,18 +35,17 @@ class Foreign:
 
 ACCELERATE_TESTS = "accelerate.test_utils.scripts"
 FOREIGN = {
-    "accelerate": Foreign(("accelerate",), ("accelerate_loop.py",), starters=IN_PROCESSES),
+    "accelerate": Foreign(("accelerate",), ("accelerate_loop.py",)),
     **{  # accelerate's own tests: they print no losses, and fail with an error
         f"accelerate-{name}": Foreign(
             ("accelerate",), ("-m", f"{ACCELERATE_TESTS}.{name}"), starters=IN_PROCESSES
         )
         for name in ("test_ops", "test_script", "test_sync")
     },
-    "transformers": Foreign(
-        ("transformers", "accelerate"), ("transformers_trainer.py",), starters=IN_PROCESSES
-    ),
+    "transformers": Foreign(("transformers", "accelerate"), ("transformers_trainer.py",)),
     "lightning": Foreign(("lightning",), ("lightning_trainer.py",)),
     "ring-flash-attention": Foreign(("ring_flash_attn",), ("ring_flash_attention.py",)),
+    "mingpt": Foreign(("model", "trainer", "char_dataset"), ("mingpt_ddp.py",)),
     "muon": Foreign(("muon",), ("muon_steps.py",)),
     "cs336": Foreign(("lecture_08", "lecture_08_utils"), ("cs336_lecture.py",)),
     **{
