@@ -1,4 +1,4 @@
-"""Each virtual rank has its own state in the classes in which accelerate keeps that of a process."""
+"""accelerate keeps the state of a process in classes: each virtual rank has its own."""
 
 from __future__ import annotations
 
