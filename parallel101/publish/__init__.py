@@ -36,7 +36,7 @@ from parallel101.publish.page import (
 )
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus, read_syllabus
-from parallel101.publish.tools.schedule_builder_page import ADDRESS, TITLE, schedule_builder_page
+from parallel101.publish.tools import TOOL_PAGES
 
 __all__ = [
     "LessonFailed",
@@ -192,7 +192,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {ADDRESS: TITLE} if course.whole else {}
+    tools = {tool.address: tool.title for tool in TOOL_PAGES} if course.whole else {}
     index = index_page(
         [*lessons.values()],
         covers,
@@ -204,8 +204,8 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         tools,
     )
     _write(out / "index.html", index)
-    if tools:
-        _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
+    for tool in TOOL_PAGES if course.whole else ():
+        _write(out / tool.address, offline_html(tool.title, tool.body()))
     return [*pages, out / "index.html"]
 
 

@@ -1,0 +1,131 @@
+/* What would make a model fit: all changes of one setting, then of two, then leaner layouts on more
+   GPUs, and how long a step takes with each of them, roughly. The batch stays the same. */
+"use strict";
+const memoryChanges = (() => {
+  const { stepMemory, fits, whyNot, gpus, batchOf, hardwareFlops, itemsize, stageLayers, kvWidth } =
+    memoryRules;
+  const AXES = ["dp", "tp", "pp", "cp", "ep"];
+  const TIMES = [2, 4, 8, 16, 32, 64, 128, 256, 512];
+  const peakOf = (shape, layout) => Math.max(...stepMemory(shape, layout).map((s) => s.total));
+
+  /* ---- the step, roughly ---- */
+
+  /* Seconds of a step: arithmetic at the peak, the bubble, and messages at full bandwidth. Those of
+     gradients and of ZeRO-3's weights are hidden behind backward if the layout overlaps them. */
+  function stepSeconds(shape, layout, gpu) {
+    const { dp, tp, pp, cp, ep, chunks, microbatch, microbatches: many, zero_stage: zero } = layout;
+    const e = itemsize(layout), g = layout.gradient_dtype === "fp32" ? 4 : e;
+    const computing = hardwareFlops(shape, batchOf(layout), layout.recompute) / gpus(layout)
+      / gpu.flops;
+    const waits = { "zb-h1": 1 / 3, "zb-h2": 0 }[layout.schedule] ?? 1;
+    const bubble = ((computing / many) * (pp - 1) * waits) / chunks;
+
+    const tokens = (microbatch * shape.time) / cp, h = shape.width;
+    const layers = (shape.layers / pp) * many, size = e * h * tokens;  // of activations
+    const passes = layout.recompute === "full" ? 3 : 2;  // through a layer
+    const link = (stride, ranks) => stride * ranks <= gpu.node ? gpu.inside : gpu.network;
+    const ring = (ranks, bytes, stride) => ((ranks - 1) / ranks) * bytes / link(stride, ranks);
+    const tensor = layers * passes * 2 * ring(tp, 2 * size, 1);  // two sums in each pass
+    const context = layers * (passes + 1)
+      * ring(cp, (2 * e * kvWidth(shape) * tokens * cp) / tp, tp);
+    const expert = layers * passes * 2 * ring(ep, size * shape.top_k, tp * cp);
+    const pipe = pp > 1 ? (2 * (pp - 1 + (chunks - 1) * pp) * size)
+      / (layout.sequence_parallel ? tp : 1) / link(tp * cp * ep * dp, pp) : 0;
+
+    const { parameters } = stepMemory(shape, layout)[0];
+    const sends = zero >= 2 ? many : 1, gathers = zero === 3 ? 2 * many : 1;
+    const data = ring(dp * cp * ep, parameters * (g * sends + e * gathers), tp);
+    const behind = layout.overlap ? (computing * (2 / 3) * sends) / many : 0;
+    return computing + bubble + tensor + context + expert + pipe + Math.max(0, data - behind);
+  }
+
+  /* ---- changes ---- */
+
+  /* The same batch with other ranks or another microbatch; null if it can't be shared so. */
+  function withBatch(layout, batch) {
+    const microbatches = batch / (layout.microbatch * layout.dp * layout.ep);
+    return Number.isInteger(microbatches) ? { ...layout, microbatches } : null;
+  }
+
+  /* All layouts that differ in one setting, with the settings that follow it. */
+  function neighbours(shape, layout, gpu) {
+    const found = [], batch = batchOf(layout), sharing = layout.dp * layout.cp * layout.ep;
+    const add = (change) => {
+      const changed = withBatch({ ...layout, ...change }, batch);
+      if (changed) found.push(changed);
+    };
+    if (sharing > 1)
+      for (let zero = layout.zero_stage + 1; zero <= 3; zero++) add({ zero_stage: zero });
+    for (const recompute of shape.attention === "fused" ? ["full"] : ["selective", "full"])
+      if (recompute !== layout.recompute && layout.recompute !== "full") add({ recompute });
+    if (layout.tp > 1 && !layout.sequence_parallel) add({ sequence_parallel: true });
+    if (layout.gradient_dtype) add({ gradient_dtype: null });
+    for (const size of smaller(layout.microbatch)) add({ microbatch: size });
+    if (layout.pp > 1 && layout.schedule !== "1f1b") add({ schedule: "1f1b", chunks: 1 });
+    for (const times of TIMES) {
+      for (const axis of ["dp", "tp", "pp"]) {  // the trainer's attention along cp is slow
+        const more = { [axis]: layout[axis] * times };
+        if (axis === "tp" && more.tp > gpu.node) continue;  // tp stays inside a node
+        add(more);  // on more GPUs
+        for (const other of AXES)  // or in place of others
+          if (other !== axis && layout[other] % times === 0)
+            add(alone({ ...layout, ...more, [other]: layout[other] / times }));
+      }
+    }
+    return found.filter((other) => !whyNot(shape, other));
+  }
+
+  /* All numbers below a small one, and the halves of a large one. */
+  function smaller(number) {
+    const all = Array.from({ length: Math.min(number - 1, 16) }, (_, k) => k + 1);
+    for (let half = number / 2; half > 16; half = Math.floor(half / 2)) all.push(Math.floor(half));
+    return all;
+  }
+
+  /* The settings that need an axis, without it. */
+  function alone(layout) {
+    const found = { ...layout };
+    if (layout.pp === 1) Object.assign(found, { schedule: "1f1b", chunks: 1 });
+    if (layout.tp === 1) found.sequence_parallel = false;
+    return found;
+  }
+
+  /* Layouts on more GPUs that need little: many parts, full recomputation, one sample at a time. */
+  function* leanLayouts(shape, layout, gpu) {
+    const batch = batchOf(layout);
+    for (let pp = 1; pp <= shape.layers; pp++)
+      if (stageLayers(shape.layers, pp))
+        for (let tp = 1; tp <= gpu.node; tp *= 2)
+          for (let dp = 1; dp <= batch; dp *= 2)
+            for (const zero_stage of dp > 1 ? [1, 3] : [0]) {
+              const lean = withBatch({ ...layout, dp, tp, pp, zero_stage, microbatch: 1, chunks: 1,
+                schedule: "1f1b", recompute: "full", gradient_dtype: null,
+                sequence_parallel: tp > 1 && !shape.experts }, batch);
+              if (lean && !whyNot(shape, lean)) yield lean;
+            }
+  }
+
+  /* The layouts that fit, the cheapest first: fewest GPUs, fewest changes, then the rough seconds.
+     `several` says how many settings differ: 1, 2 or 3 for many. */
+  function fitting(shape, layout, gpu) {
+    const have = gpus(layout), seen = new Set([JSON.stringify(layout)]);
+    const found = [];
+    const judge = (several) => (other) => {
+      const text = JSON.stringify(other);
+      if (seen.has(text)) return;
+      seen.add(text);
+      if (fits(shape, other, gpu.memory))
+        found.push({ layout: other, several, peak: peakOf(shape, other), gpus: gpus(other),
+          seconds: stepSeconds(shape, other, gpu) });
+    };
+    const one = neighbours(shape, layout, gpu);
+    one.forEach(judge(1));
+    if (!found.some((other) => other.gpus <= have))
+      for (const first of one) neighbours(shape, first, gpu).forEach(judge(2));
+    if (!found.length) for (const lean of leanLayouts(shape, layout, gpu)) judge(3)(lean);
+    return found.sort((a, b) => Math.max(a.gpus, have) - Math.max(b.gpus, have)
+      || a.several - b.several || a.seconds - b.seconds || a.peak - b.peak);
+  }
+
+  return { stepSeconds, fitting, peakOf, alone };
+})();
