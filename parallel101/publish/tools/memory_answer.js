@@ -233,8 +233,8 @@ function notes(best, have, others) {
     : "";
   const words = { 1: "", 2: "No single change is enough. ", 3: "No two changes are enough. " };
   return `${few}${words[several]}The batch stays the same. The cheapest change is first: it needs `
-    + "the fewest GPUs, and its step is the shortest. That is an estimate from arithmetic at the "
-    + "GPU's peak and messages at full bandwidth.";
+    + "the fewest GPUs, and of those changes its step is the shortest. Times are estimates from "
+    + "the arithmetic, the messages and the optimizer's update, all at the GPU's peak rates.";
 }
 
 function entry(found, now) {

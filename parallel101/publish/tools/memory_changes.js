@@ -5,13 +5,15 @@ const memoryChanges = (() => {
   const { stepMemory, fits, whyNot, gpus, batchOf, hardwareFlops, itemsize, stageLayers, kvWidth } =
     memoryRules;
   const AXES = ["dp", "tp", "pp", "cp", "ep"];
+  const MOST = 2 ** 16;  // ranks along an axis
   const TIMES = [2, 4, 8, 16, 32, 64, 128, 256, 512];
   const peakOf = (shape, layout) => Math.max(...stepMemory(shape, layout).map((s) => s.total));
 
   /* ---- the step, roughly ---- */
 
-  /* Seconds of a step: arithmetic at the peak, the bubble, and messages at full bandwidth. Those of
-     gradients and of ZeRO-3's weights are hidden behind backward if the layout overlaps them. */
+  /* Seconds of a step: arithmetic at the peak, the bubble, messages at full bandwidth, and what the
+     optimizer reads and writes. Messages along dp are hidden behind arithmetic if the layout
+     overlaps them. It ranks changes nearly as cost/step_time.py does, which has far more detail. */
   function stepSeconds(shape, layout, gpu) {
     const { dp, tp, pp, cp, ep, chunks, microbatch, microbatches: many, zero_stage: zero } = layout;
     const e = itemsize(layout), g = layout.gradient_dtype === "fp32" ? 4 : e;
@@ -24,19 +26,25 @@ const memoryChanges = (() => {
     const layers = (shape.layers / pp) * many, size = e * h * tokens;  // of activations
     const passes = layout.recompute === "full" ? 3 : 2;  // through a layer
     const link = (stride, ranks) => stride * ranks <= gpu.node ? gpu.inside : gpu.network;
-    const ring = (ranks, bytes, stride) => ((ranks - 1) / ranks) * bytes / link(stride, ranks);
-    const tensor = layers * passes * 2 * ring(tp, 2 * size, 1);  // two sums in each pass
-    const context = layers * (passes + 1)
-      * ring(cp, (2 * e * kvWidth(shape) * tokens * cp) / tp, tp);
-    const expert = layers * passes * 2 * ring(ep, size * shape.top_k, tp * cp);
+    // each rank sends a block to each other rank: over NVLink inside its node, else by its card
+    const exchange = (ranks, bytes, stride) => {
+      const inside = Math.max(1, Math.min(ranks, Math.floor(gpu.node / stride)));
+      return (bytes / ranks) * Math.max((ranks - inside) / gpu.network, (inside - 1) / gpu.inside);
+    };
+    const tensor = layers * passes * 2 * exchange(tp, 2 * size, 1);  // two sums in each pass
+    const context = layers * (passes + 1)  // gradients of keys and values go round, too
+      * exchange(cp, (2 * e * kvWidth(shape) * tokens * cp) / tp, tp);
+    const expert = layers * passes * 2 * exchange(ep, size * shape.top_k, tp * cp);
     const pipe = pp > 1 ? (2 * (pp - 1 + (chunks - 1) * pp) * size)
       / (layout.sequence_parallel ? tp : 1) / link(tp * cp * ep * dp, pp) : 0;
 
-    const { parameters } = stepMemory(shape, layout)[0];
+    const { parameters, owned } = stepMemory(shape, layout)[0];
     const sends = zero >= 2 ? many : 1, gathers = zero === 3 ? 2 * many : 1;
-    const data = ring(dp * cp * ep, parameters * (g * sends + e * gathers), tp);
-    const behind = layout.overlap ? (computing * (2 / 3) * sends) / many : 0;
-    return computing + bubble + tensor + context + expert + pipe + Math.max(0, data - behind);
+    const data = exchange(dp * cp * ep, parameters * (g * sends + e * gathers), tp);
+    const hides = zero === 3 ? computing : (computing * (2 / 3) * sends) / many;
+    const waiting = Math.max(0, data - (layout.overlap ? hides : 0));
+    const update = (owned * GIVEN.constants.OPTIMIZER_BYTES) / gpu.bandwidth;
+    return computing + bubble + tensor + context + expert + pipe + waiting + update;
   }
 
   /* ---- changes ---- */
@@ -65,7 +73,7 @@ const memoryChanges = (() => {
     for (const times of TIMES) {
       for (const axis of ["dp", "tp", "pp"]) {  // the trainer's attention along cp is slow
         const more = { [axis]: layout[axis] * times };
-        if (axis === "tp" && more.tp > gpu.node) continue;  // tp stays inside a node
+        if (more[axis] > (axis === "tp" ? gpu.node : MOST)) continue;  // tp stays inside a node
         add(more);  // on more GPUs
         for (const other of AXES)  // or in place of others
           if (other !== axis && layout[other] % times === 0)
@@ -96,7 +104,7 @@ const memoryChanges = (() => {
     for (let pp = 1; pp <= shape.layers; pp++)
       if (stageLayers(shape.layers, pp))
         for (let tp = 1; tp <= gpu.node; tp *= 2)
-          for (let dp = 1; dp <= batch; dp *= 2)
+          for (let dp = 1; dp <= Math.min(batch, MOST); dp *= 2)
             for (const zero_stage of dp > 1 ? [1, 3] : [0]) {
               const lean = withBatch({ ...layout, dp, tp, pp, zero_stage, microbatch: 1, chunks: 1,
                 schedule: "1f1b", recompute: "full", gradient_dtype: null,

@@ -4,6 +4,7 @@
 "use strict";
 const at = (id) => document.getElementById(id);
 const LAYOUT = Object.keys(GIVEN.layout), SHAPE = Object.keys(GIVEN.shape);
+const NEEDED = ["width", "layers", "heads", "vocabulary", "time"];  // they have no default
 const KIND = Object.keys(GIVEN.kinds.GPT);  // what differs between a GPT and a Llama
 const state = { model: "", gpu: "", shape: {}, layout: {} };
 let changed = false;  // whether the address must follow
@@ -34,8 +35,8 @@ function valueOf({ type, checked, value }) {
 function onSetting({ target }) {
   const { id, min, max } = target, value = valueOf(target);
   if (!target.checkValidity() || (value === null && target.required))
-    return verdict(`${target.parentElement.innerText.trim()}: expected a whole number from ${min} `
-      + `to ${count(Number(max))}.`, true);
+    return verdict(`${target.parentElement.textContent.trim()}: expected a whole number from `
+      + `${min} to ${count(Number(max))}.`, true);
   changed = true;
   if (id === "model" && value !== "own")
     Object.assign(state, { model: value, shape: { ...GIVEN.models[value] } });
@@ -49,6 +50,7 @@ function onSetting({ target }) {
   else if (LAYOUT.includes(id)) state.layout[id] = value;
   else if (SHAPE.includes(id)) state.shape[id] = value;
   if (["kind", ...SHAPE].includes(id) && !["time", "attention"].includes(id)) state.model = "own";
+  if (state.model === "own") state.shape.name = "";
   show();
 }
 
@@ -85,7 +87,9 @@ function show() {
 function chosen() {
   const { model, shape, layout } = state, known = GIVEN.models[model] ?? GIVEN.shape;
   const differs = (of, from, names) => names
-    .filter((key) => of[key] !== from[key] && key !== "name").map((key) => [key, of[key]]);
+    .filter((key) => key !== "name")
+    .filter((key) => of[key] !== from[key] || (model === "own" && NEEDED.includes(key)))
+    .map((key) => [key, of[key]]);
   return { ofShape: differs(shape, known, SHAPE), ofLayout: differs(layout, GIVEN.layout, LAYOUT) };
 }
 

@@ -21,6 +21,7 @@ from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
 from parallel101.cost.layer_activations import RECOMPUTE
 from parallel101.cost.model_shape import KNOWN, ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.software import TRAINERS
 from parallel101.cost.step_memory import BUCKET, MASTER, MOMENT, step_memory
 from parallel101.planner.known_models import KNOWN_MODELS
 from parallel101.planner.layout_rules import CHOICES
@@ -63,6 +64,7 @@ def _gpu(chip: Chip) -> dict[str, float]:
     return {
         "memory": chip.hbm_bytes,
         "flops": chip.flops,
+        "bandwidth": chip.hbm_bandwidth,
         "node": inside.size,
         "inside": inside.bandwidth,
         "network": network.rail_bandwidth,
@@ -74,7 +76,12 @@ def _given() -> str:
     shapes = {name: asdict(known.shape) for name, known in KNOWN_MODELS.items()}
     model, gpu, layout = START
     found = {
-        "constants": {"BUCKET": BUCKET, "MASTER": MASTER, "MOMENT": MOMENT},
+        "constants": {
+            "BUCKET": BUCKET,
+            "MASTER": MASTER,
+            "MOMENT": MOMENT,
+            "OPTIMIZER_BYTES": TRAINERS.optimizer_bytes,
+        },
         "models": shapes,
         "kinds": {
             kind: {field: shapes[name][field] for field in KIND_FIELDS}
@@ -170,7 +177,7 @@ def _form() -> str:
 <fieldset><legend>GPUs</legend>
 {_select("gpu", "GPU", gpus)}
 <div class="pair">{_number("dp", "data, dp")}{_number("tp", "tensor, tp")}</div>
-<div class="pair">{_number("pp", "pipeline, pp", most=1024)}{_number("cp", "context, cp")}</div>
+<div class="pair">{_number("pp", "pipeline, pp")}{_number("cp", "context, cp")}</div>
 {_number("ep", "experts, ep")}
 </fieldset>
 <fieldset><legend>Training</legend>
