@@ -205,7 +205,7 @@ function drawChanges(gpu) {
   const kinds = new Map();  // of each kind of change the cheapest
   for (const found of all) {
     const { key, words } = difference(layout, found.layout);
-    const where = found.gpus > have ? ` on ${count(found.gpus)} GPUs` : "";
+    const where = found.gpus > have ? `, on ${count(found.gpus)} GPUs` : "";
     if (!kinds.has(key)) kinds.set(key, { ...found, words: words + where });
   }
   const best = [...kinds.values()], same = best.filter((found) => found.gpus <= have);

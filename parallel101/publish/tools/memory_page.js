@@ -40,7 +40,10 @@ function onSetting({ target }) {
   changed = true;
   if (id === "model" && value !== "own")
     Object.assign(state, { model: value, shape: { ...GIVEN.models[value] } });
-  else if (id === "model") state.model = value;
+  else if (id === "model") {
+    state.model = value;
+    at("numbers").open = true;
+  }
   else if (id === "gpu") state.gpu = value;
   else if (id === "kind") Object.assign(state.shape, GIVEN.kinds[value]);
   else if (id === "schedule") {

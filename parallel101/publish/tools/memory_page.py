@@ -124,7 +124,7 @@ here. This is {model} on {layout.gpus} {gpu} with dp {layout.dp}: each has
 <section class="found" hidden><h2 id="changes-title">What would make it fit</h2>
 <ol class="changes"></ol><p id="changes-note" class="text small"></p></section>
 <section class="found"><h2>The most of each</h2>
-<div class="scroll"><table class="stages"><thead><tr><th></th>{_head()}</tr></thead>
+<div class="scroll"><table class="stages"><thead><tr><td></td>{_head()}</tr></thead>
 <tbody>{_rows()}</tbody></table></div>
 <p class="text small">The parts have their peaks at different times, so they can add up to more than
 the peak of all together. Buffers are what else is alive at that peak, such as buckets of gradients
@@ -164,16 +164,7 @@ def _form() -> str:
 {_select("model", "model", {**models, "own": "your own numbers"})}
 {_number("time", "tokens of a sample", most=2**24)}
 {_select("attention", "attention", {"fused": "fused", "unfused": "unfused"})}
-<details><summary>Its numbers</summary><div>
-{_select("kind", "kind of layers", {kind: kind for kind in KINDS})}
-{_number("width", "width", most=10**6)}{_number("layers", "layers", most=1024)}
-{_number("heads", "heads", most=4096)}
-{_number("kv_heads", "key/value heads", empty="as many")}
-{_number("feed_forward", "features inside an MLP", most=10**7, empty="4 × width")}
-{_number("vocabulary", "vocabulary", most=10**7)}
-{_number("experts", "experts in a layer", least=0)}{_number("top_k", "experts of a token")}
-{_check("tied", "output layer tied to the embedding")}{_check("dropout", "dropout")}
-</div></details></fieldset>
+</fieldset>
 <fieldset><legend>GPUs</legend>
 {_select("gpu", "GPU", gpus)}
 <div class="pair">{_number("dp", "data, dp")}{_number("tp", "tensor, tp")}</div>
@@ -192,11 +183,22 @@ def _form() -> str:
 {_number("microbatches", "microbatches a step")}</div>
 {_select("schedule", "pipeline schedule", schedules)}
 {_number("chunks", "stages on a rank", most=64)}
-<details><summary>More</summary><div>
+</fieldset>
+<details id="numbers"><summary>The numbers of the model</summary><div>
+{_select("kind", "kind of layers", {kind: kind for kind in KINDS})}
+{_number("width", "width", most=10**6)}{_number("layers", "layers", most=1024)}
+{_number("heads", "heads", most=4096)}
+{_number("kv_heads", "key/value heads", empty="as many")}
+{_number("feed_forward", "features inside an MLP", most=10**7, empty="4 × width")}
+{_number("vocabulary", "vocabulary", most=10**7)}
+{_number("experts", "experts in a layer", least=0)}{_number("top_k", "experts of a token")}
+{_check("tied", "output layer tied to the embedding")}{_check("dropout", "dropout")}
+</div></details>
+<details><summary>More about the step</summary><div>
 {_select("gradient_dtype", "gradients", {"": "as the weights", "fp32": "fp32"})}
 {_check("overlap", "gradients are sent during backward")}
 {_select("context", "attention along cp", {name: name for name in CHOICES["context"]})}
-</div></details></fieldset>
+</div></details>
 </form>"""
 
 
