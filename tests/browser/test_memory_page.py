@@ -23,7 +23,7 @@ from parallel101.cost import (
 )
 from parallel101.planner.known_models import KNOWN_MODELS
 from parallel101.planner.layout_rules import CHOICES, why_not
-from parallel101.planner.search import most_of
+from parallel101.planner.search import most_of, smallest_gpus
 from parallel101.publish.page import offline_html
 from parallel101.publish.tools.memory_page import (
     ADDRESS,
@@ -189,11 +189,24 @@ def test_the_cheapest_change_is_nearly_the_quick_models(browser):
             assert why_not(shape, changed) is None and changed.batch == layout.batch
             peak = most_of(step_memory(shape, changed))
             assert peak == pytest.approx(change["peak"]) and peak <= chip.hbm_bytes
-            if (change["gpus"], change["several"]) == (first["gpus"], first["several"]):
+            if change["gpus"] == first["gpus"]:
                 cluster = Cluster(chip, changed.gpus)
                 seconds.append(step_time(shape, changed, cluster).seconds)
         slower.append(seconds[0] / min(seconds))
     assert sum(ratio < 1.1 for ratio in slower) > 0.85 * len(slower), sorted(slower)
+
+
+def test_one_gpu_is_too_few_and_the_fewest_are_the_planners(browser):
+    cases = [("llama-3-70b", 96, "H100"), ("llama-3-405b", 16, "B200"), ("gpt3-175b", 16, "H100")]
+    browser.open("about:blank")
+    browser.js(RULES)
+    for name, batch, chip in cases:
+        shape = KNOWN_MODELS[name].shape
+        given = (
+            f"{json.dumps(asdict(shape))}, {json.dumps(asdict(ParallelLayout(microbatches=batch)))}"
+        )
+        found = browser.js(f"memoryChanges.fitting({given}, GIVEN.gpus.{chip})[0].gpus")
+        assert found == smallest_gpus(shape, Cluster(CHIPS[chip], 1), batch, {})
 
 
 # ---- the page ----

@@ -112,8 +112,9 @@ function drawBars(stages, have) {
     return position === before + 1 ? [row] : [make("p", { class: "between" },
       between(stages, before + 1, position - 1)), row];
   });
+  const side = have > 0.4 * scale ? `right:${percent(scale - have)}` : `left:${percent(have)}`;
   const head = make("div", { class: "row" }, make("span"), make("div", { class: "capacity" },
-    make("span", { style: `right:${percent(scale - have)}` },
+    make("span", { style: side },
       `${bytes(have)}, ${/^[AH]/.test(state.gpu) ? "an" : "a"} ${state.gpu}`)), make("span"));
   document.querySelector(".bars").replaceChildren(head, ...rows);
   document.querySelectorAll(".bars .part").forEach(label);
@@ -171,9 +172,21 @@ function because(name, stage) {
     const { forwards } = stage, all = many(layout.microbatches, "microbatch", "es");
     return layout.chunks > 1
       ? `${count(forwards)} forwards of one of its stages wait for their backward then.`
-      : `${count(forwards)} of ${all} ${forwards === 1 ? "waits" : "wait"} for backward then.`;
+      : layout.microbatches === 1 ? "The step has one microbatch."
+        : `${count(forwards)} of ${all} ${forwards === 1 ? "waits" : "wait"} for backward then.`;
   }
-  return "They are needed only for a moment.";
+  return `They are ${buffersOf(stage.moment)}.`;
+}
+
+/* What is needed only for a moment, at that moment. */
+function buffersOf(moment) {
+  const { recompute, zero_stage: zero } = state.layout;
+  if (moment === "loss") return "mostly the logits and their gradients";
+  if (moment === "gradients") return "gradients on their way to other GPUs";
+  if (moment === "optimizer") return "gradients in 32 bits, beside those in 16";
+  return "what the backward pass of one layer needs"
+    + (recompute === "none" ? "" : ", which computes activations again")
+    + (zero === 3 ? ", with the gathered weights of two layers" : "");
 }
 
 /* ---- changes ---- */
@@ -184,17 +197,19 @@ const CHANGED = {
   sequence_parallel: (value) => value ? "sequence parallel" : "no sequence parallel",
   gradient_dtype: () => "gradients in 16 bits",
   microbatch: (value) => `microbatches of ${many(value, "sample")}`,
-  schedule: (value) => `the schedule ${value}`,
+  schedule: (value) => `schedule ${value}`,
 };
 
-/* What differs between two layouts: "tp 4 instead of 1, dp 2 instead of 8". */
-function difference(before, after) {
+/* What differs from the settings: "dp 2 instead of 8, tp 4 instead of 1". */
+function difference({ shape, layout: after }) {
+  const before = state.layout;
   const keys = LAYOUT.filter((key) => before[key] !== after[key]
     && !["microbatches", "chunks"].includes(key)
     && !(key === "sequence_parallel" && after.tp === 1) && !(key === "schedule" && after.pp === 1));
   const words = keys.map((key) => CHANGED[key]?.(after[key])
     ?? `${key} ${after[key]} instead of ${before[key]}`);
-  return { key: keys.join(), words: words.join(", ") };
+  if (shape.attention !== state.shape.attention) words.unshift(`${shape.attention} attention`);
+  return { key: `${keys},${shape.attention}`, words: words.join(", ") };
 }
 
 /* The cheapest changes that make it fit. Returns a sentence on the first one. */
@@ -204,18 +219,20 @@ function drawChanges(gpu) {
   const now = memoryChanges.stepSeconds(shape, layout, gpu);
   const kinds = new Map();  // of each kind of change the cheapest
   for (const found of all) {
-    const { key, words } = difference(layout, found.layout);
+    const { key, words } = difference(found);
     const where = found.gpus > have ? `, on ${count(found.gpus)} GPUs` : "";
     if (!kinds.has(key)) kinds.set(key, { ...found, words: words + where });
   }
   const best = [...kinds.values()], same = best.filter((found) => found.gpus <= have);
-  const more = best.filter((found) => found.gpus > have).slice(0, same.length ? 1 : 3);
+  // on more GPUs, the best with one change, with two, and with more
+  const more = best.filter((found, k) => found.gpus > have
+    && best.findIndex((other) => other.gpus > have && other.several === found.several) === k);
   const peak = memoryChanges.peakOf(shape, layout);
-  const others = Object.entries(GIVEN.gpus).filter(([, { memory }]) => memory >= peak)
-    .sort((a, b) => a[1].memory - b[1].memory).slice(0, 1);
+  const others = Object.entries(GIVEN.gpus).filter(([, { memory }]) => memory >= peak).slice(0, 1);
   at("changes-title").textContent = "What would make it fit";
   document.querySelector(".changes").replaceChildren(
-    ...[...same.slice(0, 4), ...more].map((found) => entry(found, now)),
+    ...[...same.slice(0, 4), ...more.slice(0, same.length ? 1 : 3)].map((found) =>
+      entry(found, now)),
     ...others.map(([name, { memory }]) => ofGpu(name, memory)));
   at("changes-note").textContent = notes(same.length ? same : more, have, others.length);
   const [first] = [...same, ...more];
@@ -228,11 +245,10 @@ function notes(best, have, others) {
     return others ? "No other layout that this page tries makes it fit on these GPUs."
       : "Nothing that this page tries makes it fit: choose a smaller model, shorter samples or a "
         + "larger batch.";
-  const several = Math.min(...best.map((found) => found.several));
-  const few = best[0].gpus > have ? `${many(have, "GPU")} ${have === 1 ? "is" : "are"} too few. `
-    : "";
-  const words = { 1: "", 2: "No single change is enough. ", 3: "No two changes are enough. " };
-  return `${few}${words[several]}The batch stays the same. The cheapest change is first: it needs `
+  const few = best[0].gpus > have, several = Math.min(...best.map((found) => found.several));
+  const words = few ? `${many(have, "GPU")} ${have === 1 ? "is" : "are"} too few. `
+    : ["", "No single change is enough. ", "No two changes are enough. "][several - 1];
+  return `${words}The batch stays the same. The cheapest change is first: it needs `
     + "the fewest GPUs, and of those changes its step is the shortest. Times are estimates from "
     + "the arithmetic, the messages and the optimizer's update, all at the GPU's peak rates.";
 }
@@ -242,7 +258,9 @@ function entry(found, now) {
   const time = percent === 0 ? "as long as now" : percent > 0 ? `about ${percent} % longer`
     : `about ${-percent} % less time`;
   const button = make("button", { type: "button" }, found.words);
-  button.onclick = () => apply(() => { state.layout = { ...found.layout }; });
+  button.onclick = () => apply(() => {
+    Object.assign(state, { shape: { ...found.shape }, layout: { ...found.layout } });
+  });
   return make("li", {}, button, ` ${bytes(found.peak)}; the step takes ${time}`);
 }
 

@@ -55,7 +55,8 @@ const memoryChanges = (() => {
     return Number.isInteger(microbatches) ? { ...layout, microbatches } : null;
   }
 
-  /* All layouts that differ in one setting, with the settings that follow it. */
+  /* All layouts that differ in one setting, with the settings that follow it, as [shape, layout]:
+     fused attention is a change, too. */
   function neighbours(shape, layout, gpu) {
     const found = [], batch = batchOf(layout), sharing = layout.dp * layout.cp * layout.ep;
     const add = (change) => {
@@ -80,7 +81,9 @@ const memoryChanges = (() => {
             add(alone({ ...layout, ...more, [other]: layout[other] / times }));
       }
     }
-    return found.filter((other) => !whyNot(shape, other));
+    const others = found.map((other) => [shape, other]);
+    if (shape.attention === "unfused") others.push([{ ...shape, attention: "fused" }, layout]);
+    return others.filter((other) => !whyNot(...other));
   }
 
   /* All numbers below a small one, and the halves of a large one. */
@@ -98,41 +101,44 @@ const memoryChanges = (() => {
     return found;
   }
 
-  /* Layouts on more GPUs that need little: many parts, full recomputation, one sample at a time. */
+  /* Layouts that need little: many parts, full recomputation, one sample at a time. */
   function* leanLayouts(shape, layout, gpu) {
-    const batch = batchOf(layout);
-    for (let pp = 1; pp <= shape.layers; pp++)
+    const batch = batchOf(layout), lean = { ...shape, attention: "fused" };
+    for (let pp = 1; pp <= shape.layers + 2; pp++)
       if (stageLayers(shape.layers, pp))
         for (let tp = 1; tp <= gpu.node; tp *= 2)
-          for (let dp = 1; dp <= Math.min(batch, MOST); dp *= 2)
+          for (let dp = 1; dp <= Math.min(batch, MOST); dp = dp < 64 ? dp + 1 : 2 * dp)
             for (const zero_stage of dp > 1 ? [1, 3] : [0]) {
-              const lean = withBatch({ ...layout, dp, tp, pp, zero_stage, microbatch: 1, chunks: 1,
+              const other = withBatch({ ...layout, dp, tp, pp, zero_stage, microbatch: 1, chunks: 1,
                 schedule: "1f1b", recompute: "full", gradient_dtype: null,
                 sequence_parallel: tp > 1 && !shape.experts }, batch);
-              if (lean && !whyNot(shape, lean)) yield lean;
+              if (other && !whyNot(lean, other)) yield [lean, other];
             }
   }
 
-  /* The layouts that fit, the cheapest first: fewest GPUs, fewest changes, then the rough seconds.
-     `several` says how many settings differ: 1, 2 or 3 for many. */
+  /* What fits, the cheapest first: on the fewest GPUs, in whole nodes, then with the shortest step.
+     One setting is changed, or two if that isn't enough on these GPUs, or else as many as a lean
+     layout needs: `several` is 1, 2 or 3. */
   function fitting(shape, layout, gpu) {
-    const have = gpus(layout), seen = new Set([JSON.stringify(layout)]);
-    const found = [];
-    const judge = (several) => (other) => {
-      const text = JSON.stringify(other);
-      if (seen.has(text)) return;
-      seen.add(text);
-      if (fits(shape, other, gpu.memory))
-        found.push({ layout: other, several, peak: peakOf(shape, other), gpus: gpus(other),
-          seconds: stepSeconds(shape, other, gpu) });
+    const have = gpus(layout), seen = new Set([JSON.stringify([shape, layout])]);
+    const found = [], enough = () => found.some((other) => other.gpus <= have);
+    const judge = (several, all) => {
+      for (const other of all) {
+        const text = JSON.stringify(other), [ofShape, ofLayout] = other;
+        const many = gpus(ofLayout);
+        const whole = many <= Math.max(have, gpu.node) || many % gpu.node === 0;
+        if (seen.has(text) || !whole || !fits(...other, gpu.memory)) continue;
+        seen.add(text);
+        found.push({ shape: ofShape, layout: ofLayout, several, peak: peakOf(...other),
+          gpus: many, seconds: stepSeconds(...other, gpu) });
+      }
     };
     const one = neighbours(shape, layout, gpu);
-    one.forEach(judge(1));
-    if (!found.some((other) => other.gpus <= have))
-      for (const first of one) neighbours(shape, first, gpu).forEach(judge(2));
-    if (!found.length) for (const lean of leanLayouts(shape, layout, gpu)) judge(3)(lean);
+    judge(1, one);
+    if (!enough()) for (const first of one) judge(2, neighbours(...first, gpu));
+    if (!enough()) judge(3, leanLayouts(shape, layout, gpu));
     return found.sort((a, b) => Math.max(a.gpus, have) - Math.max(b.gpus, have)
-      || a.several - b.several || a.seconds - b.seconds || a.peak - b.peak);
+      || a.seconds - b.seconds || a.several - b.several || a.peak - b.peak);
   }
 
   return { stepSeconds, fitting, peakOf, alone };
