@@ -346,6 +346,9 @@ def test_a_change_that_is_listed_makes_it_fit(browser, page):
         browser.click(button)
         assert browser.js(VERDICT).startswith("It fits."), words
         assert browser.js(f"{TABLE}[0].at(-1)") in words or "pp" in words
+        assert browser.js("document.activeElement.id") == "verdict"
+    browser.js("history.back()")
+    browser.until(f"{VERDICT}.startsWith('It doesn')")
 
 
 def test_what_would_fit_besides_fits(browser, page):

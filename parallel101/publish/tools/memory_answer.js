@@ -145,10 +145,10 @@ function most(stages, fullest) {
   const stage = stages[fullest], parts = Object.entries(atPeak(stage));
   const [name, number] = parts.reduce((a, b) => b[1] > a[1] ? b : a);
   const share = Math.round((100 * number) / stage.total);
-  const where = state.layout.pp === 1 ? "" : ` on ${nameOf(fullest)}, which is the fullest`;
+  const where = state.layout.pp === 1 ? "" : ` on ${nameOf(fullest)}, where the peak is highest`;
   const verb = /s$/.test(PARTS[name]) ? "take" : "takes", title = PARTS[name];
   return `${title[0].toUpperCase()}${title.slice(1)} ${verb} the most${where}: ${bytes(number)}, `
-    + `${share} % of its peak, which is ${MOMENTS[stage.moment]}. ${because(name, stage)}`;
+    + `${share} % of the peak, which comes ${MOMENTS[stage.moment]}. ${because(name, stage)}`;
 }
 
 function optimizerWords({ optimizer, owned }) {
@@ -236,7 +236,7 @@ function drawChanges(gpu) {
     ...others.map(([name, { memory }]) => ofGpu(name, memory)));
   at("changes-note").textContent = notes(same.length ? same : more, have, others.length);
   const [first] = [...same, ...more];
-  return first ? ` The cheapest change that makes it fit: ${first.words}. It brings the peak to `
+  return first ? ` The cheapest way to make it fit: ${first.words}. It brings the peak to `
     + `${bytes(first.peak)}.` : "";
 }
 
@@ -270,11 +270,15 @@ function ofGpu(name, memory) {
   return make("li", {}, button, ` ${bytes(memory)} on each GPU`);
 }
 
+/* A change of the list; the browser's Back takes it back. */
 function apply(change) {
+  history.pushState(null, "", location.href);
   change();
   changed = true;
   show();
-  at("verdict").scrollIntoView({ block: "nearest" });
+  at("verdict").tabIndex = -1;  // the button is gone, so the focus goes to what it has changed
+  at("verdict").focus();
+  at("verdict").onblur = () => at("verdict").removeAttribute("tabindex");
 }
 
 /* The largest number that fits when it is doubled again and again. */

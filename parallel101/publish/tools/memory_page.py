@@ -109,9 +109,9 @@ def memory_page() -> str:
 <h1>{TITLE}</h1>
 <p class="text">Training needs much more memory than the weights take: gradients, the optimizer's
 state, and the activations that wait for the backward pass. Choose a model, GPUs and a layout, and
-see what each GPU holds when it holds the most.</p>
+see what fills each GPU's memory at its peak.</p>
 <noscript><p class="needs-kernel">Changing the settings needs JavaScript, which is switched off
-here. This is {model} on {layout.gpus} {gpu} with dp {layout.dp}: each has
+here. The table is for {model} on {layout.gpus} {gpu} with dp {layout.dp}. Each GPU has
 {decimal_bytes(CHIPS[gpu].hbm_bytes)}.</p></noscript>
 <p id="verdict" role="status" hidden></p>
 <div class="found" hidden>
@@ -123,7 +123,7 @@ here. This is {model} on {layout.gpus} {gpu} with dp {layout.dp}: each has
 <p id="totals" hidden></p>
 <section class="found" hidden><h2 id="changes-title">What would make it fit</h2>
 <ol class="changes"></ol><p id="changes-note" class="text small"></p></section>
-<section class="found"><h2>The most of each</h2>
+<section class="found"><h2>The peak of each part</h2>
 <div class="scroll"><table class="stages"><thead><tr><td></td>{_head()}</tr></thead>
 <tbody>{_rows()}</tbody></table></div>
 <p class="text small">The parts have their peaks at different times, so they can add up to more than
