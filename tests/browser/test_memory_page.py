@@ -24,7 +24,7 @@ from parallel101.cost import (
 from parallel101.planner.known_models import KNOWN_MODELS
 from parallel101.planner.layout_rules import CHOICES, why_not
 from parallel101.planner.search import most_of, smallest_gpus
-from parallel101.publish.page import offline_html
+from parallel101.publish.offline_page import offline_html
 from parallel101.publish.tools.memory_page import (
     ADDRESS,
     GPUS,
