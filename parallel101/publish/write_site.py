@@ -30,7 +30,7 @@ from parallel101.publish.page import (
 )
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus
-from parallel101.publish.tools.schedule_builder_page import ADDRESS, TITLE, schedule_builder_page
+from parallel101.publish.tools import TOOLS
 
 
 class Published(NamedTuple):
@@ -175,7 +175,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {ADDRESS: TITLE} if course.whole else {}
+    tools = {tool.address: tool.title for tool in TOOLS} if course.whole else {}
     index = index_page(
         [*lessons.values()],
         covers,
@@ -187,9 +187,17 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         tools,
     )
     _write(out / "index.html", index)
-    if tools:
-        _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
+    _write_tools(course, out)
     return [*pages, out / "index.html"]
+
+
+def _write_tools(course: Course, out: Path) -> None:
+    """Write the pages that play without Python, if the course is whole."""
+    for tool in TOOLS if course.whole else ():
+        _write(out / tool.address, offline_html(tool.title, tool.body()))
+        for path, text in tool.files().items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            _write(out / path, text)
 
 
 def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:

@@ -73,8 +73,9 @@ def test_links_out_of_the_course_are_text_and_the_glossary_has_its_terms(lessons
 def test_without_only_everything_is_written(lessons):
     everything = {"index", "glossary", "hw1_topic", "hw2_topic", "hw5_topic", *LESSONS}
     pages, index = built(lessons)
-    assert pages == everything | {"build_a_schedule"}
-    assert [link["href"] for link in index.select(".tools a")] == ["build_a_schedule.html"]
+    assert pages == everything | {"build_a_schedule", "does_it_fit"}
+    tools = [link["href"] for link in index.select(".tools a")]
+    assert tools == ["build_a_schedule.html", "does_it_fit.html"]
 
 
 SYLLABUS = """
