@@ -3,6 +3,8 @@
     lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
                     ── page.py ──▶ site/*.html
     tools/          ── pages of JavaScript, fed with what Python computes ──▶ site/*.html
+    docstrings      ── reference.py ──▶ site/reference/
+    all of them     ── search_index.py ──▶ site/search_index.js
     routes.json     ── index.py ─▶ site/index.html
     course.toml     ── syllabus.py: a teacher's course, in place of routes.json
 
@@ -33,6 +35,13 @@ from parallel101.publish.page import (
     lesson_page,
     moving_picture_of,
     offline_html,
+)
+from parallel101.publish.search_index import FILE as SEARCH
+from parallel101.publish.search_index import (
+    SearchEntry,
+    glossary_entries,
+    notebook_entries,
+    search_index,
 )
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus, read_syllabus
@@ -122,6 +131,9 @@ def publish(
     folder = notebooks[0].parent
     course = _course(notebooks, folder, only, syllabus)
     _write_homework(course, folder, out)
+    # a folder of some notebooks, without an opening, has no need of a reference and a search
+    everything = course.whole and bool(course.opening.text) and {*notebooks} == {*course.lessons}
+    reference = _write_reference(out) if everything else []
     names = None if course.whole else {path.stem for path in course.lessons}
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
@@ -144,6 +156,8 @@ def publish(
                 _write_pages(course, out, {path: ran[path]})
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
+        if everything:
+            _write_search(course, folder, out, reference)
         written = _write_pages(course, out, ran)
     return Published(written, failed)
 
@@ -193,6 +207,8 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
     tools = {ADDRESS: TITLE} if course.whole else {}
+    if course.whole and (out / "reference" / "index.html").exists():
+        tools["reference/index.html"] = "Reference"
     index = index_page(
         [*lessons.values()],
         covers,
@@ -202,6 +218,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         moving,
         course.syllabus,
         tools,
+        (out / SEARCH).exists() and course.whole,
     )
     _write(out / "index.html", index)
     if tools:
@@ -233,6 +250,35 @@ def _write_homework(course: Course, folder: Path, out: Path) -> None:
     for number, homework in course.homework.items():
         path = found[number]
         _write(out / f"{homework.name}.html", homework_page(homework, homework_body(path)))
+
+
+def _write_reference(out: Path) -> list[SearchEntry]:
+    """Write the reference, and return its names for the search."""
+    # pdoc imports the whole package, which takes seconds
+    from parallel101.publish.reference import make_reference
+
+    reference = make_reference()
+    for address, html in reference.pages.items():
+        (out / address).parent.mkdir(parents=True, exist_ok=True)
+        _write(out / address, html)
+    return reference.names
+
+
+def _write_search(
+    course: Course, folder: Path, out: Path, reference: Sequence[SearchEntry]
+) -> None:
+    """Write the index of the search: all lessons that have a page, homework, glossary, names."""
+    entries: list[SearchEntry] = []
+    for path in course.lessons:
+        if (out / f"{path.stem}.html").exists():
+            with suppress(LessonFailed):
+                notebook = read_notebook(path)
+                entries += notebook_entries("Lesson", Lesson.of(path.stem, notebook), notebook)
+    found = homework_notebooks(folder)
+    for number, homework in course.homework.items():
+        entries += notebook_entries("Homework", homework, read_notebook(found[number]))
+    entries += [*glossary_entries(read_terms(folder)), *reference]
+    _write(out / SEARCH, search_index(entries))
 
 
 def homework_body(path: Path) -> str:
