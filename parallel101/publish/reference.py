@@ -10,6 +10,7 @@ are in templates/.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import warnings
@@ -69,7 +70,11 @@ def make_reference() -> Reference:
             search=False,
             template_directory=templates,
         )
-        pdoc.render.env.filters |= {"highlight": _source, "with_columns": with_columns}
+        pdoc.render.env.filters |= {
+            "highlight": _source,
+            "format_signature": _signature,
+            "with_columns": with_columns,
+        }
         pdoc.render_helpers.markdown_extensions["fenced-code-blocks"] = {"cssclass": "highlight"}
         for name, module in modules.items():
             pdoc.render.env.globals["groups"] = groups[name]
@@ -140,6 +145,14 @@ def _names(module: pdoc.doc.Module, groups: list[tuple[str, list[str]]]) -> Iter
 def first_sentence(docstring: str) -> str:
     paragraph = " ".join(docstring.strip().partition("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s(?=[A-Z`])", paragraph, maxsplit=1)[0].rstrip(":")
+
+
+def _signature(signature: inspect.Signature, colon: bool) -> Markup:
+    """A signature with Module in place of torch.nn.modules.module.Module, which is private."""
+    dot = r'<span class="o">\.</span>'
+    shown = pdoc.render_helpers.format_signature(signature, colon)
+    name = rf'<span class="n">(?:typing|torch(?:</span>{dot}<span class="n">\w+)+)</span>{dot}'
+    return Markup(re.sub(rf'{name}(?=<span class="n">[A-Z])', "", shown))
 
 
 def with_columns(docstring: str) -> str:
