@@ -77,7 +77,11 @@ def make_reference() -> Reference:
         }
         pdoc.render_helpers.markdown_extensions["fenced-code-blocks"] = {"cssclass": "highlight"}
         for name, module in modules.items():
-            pdoc.render.env.globals["groups"] = groups[name]
+            pdoc.render.env.globals |= {
+                "groups": groups[name],
+                "shown_members": shown_members,
+                "linked_members": linked_members,
+            }
             page = _page(name)
             body = pdoc.render.html_module(module, modules)
             pages[page] = _framed(name, body, page)
@@ -128,18 +132,47 @@ def _group(member: pdoc.doc.Doc) -> str:
     return max(fitting)[1]  # the longest prefix
 
 
+def shown_members(member: pdoc.doc.Class, module: pdoc.doc.Module) -> list[pdoc.doc.Doc]:
+    """The members that a class's section shows: its own, and those of bases without a section."""
+    linked = [part for _, parts in linked_members(member, module) for part in parts]
+    return [part for part in _documented(member) if part not in linked]
+
+
+def linked_members(
+    member: pdoc.doc.Class, module: pdoc.doc.Module
+) -> list[tuple[str, list[pdoc.doc.Doc]]]:
+    """The members that a class has from public bases, by the base's name."""
+    inherited = [part for part in _documented(member) if part not in member.own_members]
+    found = []
+    for base in member.obj.__mro__[1:]:
+        if getattr(module.obj, base.__name__, None) is base and base.__name__ in module.members:
+            parts = [part for part in inherited if hasattr(base, part.name)]
+            inherited = [part for part in inherited if part not in parts]
+            found += [(base.__name__, parts)] if parts else []
+    return found
+
+
+def _documented(member: pdoc.doc.Class) -> list[pdoc.doc.Doc]:
+    own = member.own_members  # in the order of the source; what is inherited follows
+    return [
+        part
+        for part in [*own, *(part for part in member.members.values() if part not in own)]
+        if part.docstring and not part.name.startswith("_") and part.kind != "class"
+        if part in own or part.taken_from[0].startswith(PACKAGE)
+    ]
+
+
 def _names(module: pdoc.doc.Module, groups: list[tuple[str, list[str]]]) -> Iterator[SearchEntry]:
     inside = module.modulename.removeprefix(PACKAGE).lstrip(".")
     page = _page(module.modulename)
     for name in (name for _, names in groups for name in names):
         member = module.members[name]
-        parts = member.own_members if isinstance(member, pdoc.doc.Class) else []
+        parts = shown_members(member, module) if isinstance(member, pdoc.doc.Class) else []
         for doc in [member, *parts]:
-            if doc.docstring and not doc.name.startswith("_"):
+            if doc.docstring:
                 shown = f"{inside}.{doc.qualname}".lstrip(".")
-                yield SearchEntry(
-                    TITLE, shown, f"{page}#{doc.qualname}", first_sentence(doc.docstring)
-                )
+                address = f"{page}#{doc.qualname}"
+                yield SearchEntry(TITLE, shown, address, first_sentence(doc.docstring))
 
 
 def first_sentence(docstring: str) -> str:
