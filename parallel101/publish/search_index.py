@@ -127,6 +127,6 @@ def search_box(root: str = "") -> str:
 aria-controls="search-found" aria-autocomplete="list" spellcheck="false"
 placeholder="Lessons, homework, reference">
 <p class="search-count" role="status"></p>
-<div id="search-found" role="listbox" aria-label="Search results" hidden></div>
+<div id="search-found" role="listbox" aria-label="Search results" tabindex="-1" hidden></div>
 </form>
 <script>{script}</script>"""
