@@ -278,6 +278,7 @@ def _write_search(
     for number, homework in course.homework.items():
         entries += notebook_entries("Homework", homework, read_notebook(found[number]))
     entries += [*glossary_entries(read_terms(folder)), *reference]
+    entries.append(SearchEntry("Tool", TITLE, ADDRESS, ""))
     _write(out / SEARCH, search_index(entries))
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from html import escape
+from html import escape, unescape
 from importlib import import_module
 from importlib.resources import as_file, files
 from typing import NamedTuple
@@ -158,6 +158,7 @@ def _documented(member: pdoc.doc.Class) -> list[pdoc.doc.Doc]:
         part
         for part in [*own, *(part for part in member.members.values() if part not in own)]
         if part.docstring and not part.name.startswith("_") and part.kind != "class"
+        if not part.docstring.startswith("Alias for field number")  # of a NamedTuple
         if part in own or part.taken_from[0].startswith(PACKAGE)
     ]
 
@@ -184,6 +185,9 @@ def _signature(signature: inspect.Signature, colon: bool) -> Markup:
     """A signature with Module in place of torch.nn.modules.module.Module, which is private."""
     dot = r'<span class="o">\.</span>'
     shown = pdoc.render_helpers.format_signature(signature, colon)
+    # the types of a NamedTuple's fields are not evaluated
+    unresolved = r'<span class="n">ForwardRef</span>.*?<span class="s1">(.*?)</span>.*?\)</span>'
+    shown = Markup(re.sub(unresolved, lambda found: unescape(found[1]).strip("'"), shown))
     name = rf'<span class="n">(?:typing|torch(?:</span>{dot}<span class="n">\w+)+)</span>{dot}'
     return Markup(re.sub(rf'{name}(?=<span class="n">[A-Z])', "", shown))
 

@@ -11,7 +11,11 @@
     form.dataset.asked = "yes";
     const script = document.createElement("script");
     script.src = form.dataset.index;
-    script.onload = () => { words = Object.keys(SEARCH_INDEX.words); show(); };
+    script.onload = () => {
+      words = Object.keys(SEARCH_INDEX.words);
+      form.dataset.asked = "loaded";
+      show();
+    };
     script.onerror = () => { said.textContent = `${form.dataset.index} is missing beside this page.`; };
     document.head.append(script);
   }

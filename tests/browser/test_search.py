@@ -72,7 +72,7 @@ def opened(browser: Browser, site: Path, page: str = "index.html", **how) -> Bro
 def ask(browser: Browser, query: str) -> list[str]:
     """Type a query, and return the results: "title | kind · place"."""
     browser.js(f"({BOX}.focus(), {BOX}.select())")
-    browser.until("globalThis.SEARCH_INDEX")
+    browser.until("document.querySelector('.search').dataset.asked === 'loaded'")
     browser.call("Input.insertText", text=query)
     return browser.js(
         f"[...{LIST}.children].map(e => [e.querySelector('b').textContent, "
@@ -132,7 +132,7 @@ def test_with_the_keyboard_a_result_is_chosen_and_opened(browser, site):
     browser.key("Enter", text="\r")
     browser.until(f"location.href === '{first}'")
     assert first.startswith(site.as_uri())
-    assert browser.js("!!document.getElementById(location.hash.slice(1))")
+    browser.until("document.getElementById(location.hash.slice(1))")
 
 
 def test_the_results_close_when_the_focus_leaves(browser, site):
