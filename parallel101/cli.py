@@ -13,13 +13,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel101 import __version__
-from parallel101.run_command import add_run_commands, import_no_grammars, seconds_of
-
-if TYPE_CHECKING:
-    pass
+from parallel101.extras import MissingExtra, needs_extra
+from parallel101.run_command import add_run_commands, seconds_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +51,11 @@ def _run(argv: Sequence[str] | None) -> int:
     if extra and not args.takes_extra:
         args.parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
-        return args.run(args, extra)
+        with needs_extra(f"parallel101 {args.command}"):
+            return args.run(args, extra)
+    except MissingExtra as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"parallel101 {args.command}: stopped", file=sys.stderr)
         return 130
@@ -268,7 +269,7 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
-    import_no_grammars()
+    _import_no_grammars()
     from parallel101.publish import make_output_folder, publish, read_syllabus, select_lessons
 
     folder, syllabus = _lessons_folder(args), None
@@ -311,6 +312,14 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         return 1
     print(f"Open {done.written[-1]} in a browser. The pages work offline.")
     return 0
+
+
+def _import_no_grammars() -> None:
+    """Leave out a module for URLs, whose grammars take two seconds.
+
+    nbformat imports it by way of jsonschema and never uses it. Call this before `publish` is used.
+    """
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 
 def _lessons_folder(args: argparse.Namespace) -> Path:

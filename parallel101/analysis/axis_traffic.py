@@ -5,16 +5,21 @@
     pp       rank 0 → rank 2   activations
     no axis                    messages of a group that no named mesh made
 
-Each message is counted once, where it was sent. `parallel101.viz.axis_timeline` draws it.
+Each message is counted once, where it was sent. If the record has the last events of a long run
+only, the counts and bytes are still those of the whole run. `parallel101.viz.axis_timeline` draws
+them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from parallel101.analysis.overlap import TimeWindow, time_windows
 from parallel101.record.events import P2P, Event, Message
+from parallel101.record.totals import NOTHING, WAIT, Sums
 from parallel101.record.trace import Trace
 
 # of the usual axes; others follow, and what has no axis is last
@@ -27,14 +32,17 @@ class AxisTraffic(NamedTuple):
     axis: str | None  # several joined by "_"; None: no axis
     messages: list[Message]  # in the order in which they arrived
     collectives: list[Event]  # torch's own: one event on each rank, with its payload
+    # by rank, in a record of the last events of a run: sums of the others, and of sends whose
+    # receive is not among them
+    others: Mapping[int, Sums] = MappingProxyType({})
 
     def count(self, rank: int) -> int:
         """Messages that the rank sent, and collectives of torch's own that it took part in."""
-        return len(self._sizes(rank))
+        return len(self._sizes(rank)) + self.others.get(rank, NOTHING).events
 
     def sent(self, rank: int) -> int:
         """Bytes that the rank sent in messages, and the payload of those collectives."""
-        return sum(self._sizes(rank))
+        return sum(self._sizes(rank)) + self.others.get(rank, NOTHING).nbytes
 
     def _sizes(self, rank: int) -> list[int]:
         return [m.nbytes for m in self.messages if m.src == rank] + [
@@ -72,12 +80,33 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
     for e in trace.events:
         if e.kind != "span" and e.kind not in P2P and inside(e):
             collectives[e.group.axis].append(e)
+    others = _others(trace) if within is None else {}
     axes = sorted(
-        {*messages, *collectives},
+        {*messages, *collectives, *others},
         key=lambda axis: (
             axis is None,
             ORDER.index(axis) if axis in ORDER else len(ORDER),
             axis or "",
         ),
     )
-    return window, [AxisTraffic(axis, messages[axis], collectives[axis]) for axis in axes]
+    return window, [
+        AxisTraffic(axis, messages[axis], collectives[axis], others.get(axis, {})) for axis in axes
+    ]
+
+
+def _others(trace: Trace) -> dict[str | None, dict[int, Sums]]:
+    """By axis and rank, the sums of what a record of the last events of a run does not list."""
+    found: dict[str | None, dict[int, Sums]] = defaultdict(dict)
+
+    def add(axis: str | None, rank: int, sums: Sums) -> None:
+        found[axis][rank] = found[axis].get(rank, NOTHING).plus(sums)
+
+    for rank, earlier in trace.earlier.items():
+        for key, sums in earlier.sums.items():
+            if key.kind not in ("recv", "span", WAIT):
+                add(key.group.axis, rank, sums)
+    paired = {id(m.send) for m in trace.messages()} if trace.earlier else set()
+    for e in trace.events if trace.earlier else ():
+        if e.kind == "send" and id(e) not in paired:
+            add(e.group.axis, e.rank, Sums(1, e.nbytes, 0.0, 0.0))
+    return found

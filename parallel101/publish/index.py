@@ -168,6 +168,7 @@ def index_page(
     return offline_html(
         title,
         f"<main><h1>{escape(title)}</h1>{box}{intro}{routes}{listing}{played}{terms}</main>{script}",
+        scripts_beside=search,
     )
 
 

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import pdoc.doc
 import pdoc.render
-from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-from parallel101.publish.page import offline_html, to_html
+from parallel101.publish.offline_page import offline_html
+from parallel101.publish.page import to_html
 from parallel101.publish.search_index import SearchEntry, search_box
 
 ADDRESS, TITLE = "reference/index.html", "Reference"
@@ -181,15 +181,15 @@ def first_sentence(docstring: str) -> str:
     return re.split(r"(?<=[.!?])\s(?=[A-Z`])", paragraph, maxsplit=1)[0].rstrip(":")
 
 
-def _signature(signature: inspect.Signature, colon: bool) -> Markup:
+def _signature(signature: inspect.Signature, colon: bool) -> str:
     """A signature with Module in place of torch.nn.modules.module.Module, which is private."""
     dot = r'<span class="o">\.</span>'
     shown = pdoc.render_helpers.format_signature(signature, colon)
     # the types of a NamedTuple's fields are not evaluated
     unresolved = r'<span class="n">ForwardRef</span>.*?<span class="s1">(.*?)</span>.*?\)</span>'
-    shown = Markup(re.sub(unresolved, lambda found: unescape(found[1]).strip("'"), shown))
+    shown = re.sub(unresolved, lambda found: unescape(found[1]).strip("'"), shown)
     name = rf'<span class="n">(?:typing|torch(?:</span>{dot}<span class="n">\w+)+)</span>{dot}'
-    return Markup(re.sub(rf'{name}(?=<span class="n">[A-Z])', "", shown))
+    return re.sub(rf'{name}(?=<span class="n">[A-Z])', "", shown)
 
 
 def with_columns(docstring: str) -> str:
@@ -204,8 +204,8 @@ def with_columns(docstring: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _source(doc: pdoc.doc.Doc) -> Markup:
-    return Markup(highlight(doc.source, PythonLexer(), HtmlFormatter(cssclass="highlight")))
+def _source(doc: pdoc.doc.Doc) -> str:
+    return highlight(doc.source, PythonLexer(), HtmlFormatter(cssclass="highlight"))
 
 
 def _page(module: str) -> str:
@@ -221,6 +221,7 @@ def _framed(title: str, body: str, page: str) -> str:
     return offline_html(
         f"{title}: parallel101" if title == TITLE else title,
         f"<nav>{''.join(links)}</nav>\n<style>{css}</style>\n{search_box(root)}\n{body}",
+        scripts_beside=True,
     )
 
 

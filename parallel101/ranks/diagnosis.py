@@ -26,6 +26,7 @@ from parallel101.record.where import is_inside, shown
 
 # gloo's words: bytes that arrived, bytes expected
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+RUN_CHECKED = "Run it again with trace=True: a checked run names the two calls that disagree."
 LIBRARIES = tuple(
     {
         path
@@ -56,12 +57,7 @@ def rank_died(
 
     `crash_dump` is what faulthandler wrote, if anything.
     """
-    if code is None:
-        how = "was lost: its fork server ended"
-    elif code < 0:
-        how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
-    else:
-        how = f"exited with code {code} before its function returned"
+    how = "was lost: its fork server ended" if code is None else how_it_ended(code)
     message = [
         f"rank {rank} {how}"
         + (f", at {shown(place)}" if (place := crash_place(crash_dump)) else "")
@@ -79,11 +75,16 @@ def rank_died(
             ),
         ]
         if not checked:
-            message.append(
-                "Run it again with trace=True: a checked run names the two calls that disagree."
-            )
+            message.append(RUN_CHECKED)
         last_lines = [line for line in last_lines if not GLOO_ABORT.match(line)]
     return RankFailed("\n  ".join([*message, *last_lines[-3:]]), rank, code)
+
+
+def how_it_ended(code: int) -> str:
+    """What to say of a rank that has ended too early, by its exit code."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name} (exit code {code})"
+    return f"exited with code {code} before its function returned"
 
 
 def crash_place(dump: str) -> str:

@@ -31,7 +31,7 @@ from parallel101.ranks.rank_stack import (
 )
 from parallel101.ranks.stuck import REPORTS, StuckDetector, append_report, report_lines, stuck_text
 from parallel101.record.recorder import RankRecorder
-from parallel101.record.wait_for import WaitForGraph
+from parallel101.record.wait_for import RankStatus, WaitForGraph
 
 LOOK = 1.0  # seconds between two looks at whether a rank has asked
 TO_ANSWER = 2.5  # seconds for all ranks to answer
@@ -60,6 +60,7 @@ class JobReports:
         self.recorder, self.store, self.size, self.folder = recorder, store, size, folder
         self.rank = recorder.rank
         self.said = False  # that this rank was interrupted
+        self.returned = False  # its program has returned
         self.reader = StackReader(recorder)
         self.detector = StuckDetector(after)
         self.answered = self.reported = 0  # requests, by number
@@ -114,6 +115,7 @@ class JobReports:
         self.said = True
         stack = self.reader.read(interrupted=frame)
         graph = WaitForGraph(self.size)
+        graph.ranks[self.rank] = RankStatus(None, self.returned)
         if (waiting := self.recorder.waiting) is not None:
             # what the other ranks have posted is not known here
             call = waiting.call(stack.place)

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.ranks.diagnosis import rank_raised, timed_out, waited
+from parallel101.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out, waited
 from parallel101.ranks.job_messages import (
     exchange,
     from_json,
@@ -41,6 +41,7 @@ from parallel101.ranks.job_messages import (
     unpack_record,
 )
 from parallel101.ranks.job_reports import JobReports
+from parallel101.ranks.process_watch import ProcessWatch, ended_text
 from parallel101.ranks.program import failure_of, forked_children_exit, own_init_accepted
 from parallel101.ranks.rank_stack import USER_SIGNAL
 from parallel101.ranks.schedulers import advice_on_address, torchrun_variables
@@ -54,6 +55,7 @@ from parallel101.ranks.signs_of_life import (
     texts_of,
     write_line,
 )
+from parallel101.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.ranks.watcher import TICK, BlockedDetector, recorded
 from parallel101.ranks.wire import Failure, RankRecord
 from parallel101.record import process_groups
@@ -150,8 +152,14 @@ def join_job(
             # each init adds one that puts "[rank0]:" before every line of a traceback
             sys.excepthook = hook
         try:
-            with own_init_accepted(), forked_children_exit(), _crashes_reported():
+            with (
+                own_init_accepted(),
+                forked_children_exit(),
+                _crashes_reported(),
+                watcher.uncaught.held(),
+            ):
                 process_groups.start_together()
+                watcher.processes.look(at_once=True)  # on gloo all ranks have come
                 value = fn(*args, **kwargs)
             result = pack_for_all(value, rank)
         except BaseException as error:
@@ -305,6 +313,9 @@ class JobWatcher(threading.Thread):
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
         self.signs = SignsOfLife(recorder.rank, size, store)
+        self.processes = ProcessWatch(recorder.rank, size, store)
+        self.uncaught = UncaughtInCpp()
+        self.fault_since: float | None = None  # since when a rank of this host can't go on
         self.store_watch = StoreWatch(recorder.rank, self._place)
         self._publish(RankStatus())
         self.signs.give()
@@ -313,6 +324,7 @@ class JobWatcher(threading.Thread):
         seen: PostedCall | None = None
         published: PostedCall | None = None
         self.store_watch.start()
+        self.processes.start()
         while not self.over.wait(TICK):
             self.store_watch.answers += 1
             try:
@@ -334,6 +346,7 @@ class JobWatcher(threading.Thread):
                     if silent := self.signs.newly_silent():
                         write_line(0, silence_text(silent, self.statuses))
                 self.reports.look(self.wait_for)
+                self._check_this_host()
                 self._heed_signals()
                 if time.monotonic() > self.deadline:
                     self.announce(self._timed_out())
@@ -354,12 +367,77 @@ class JobWatcher(threading.Thread):
             self.reports.interrupted()
             self.keep_record()
             if not self.over.wait(GRACE):  # it is blocked in C++, where Python can't interrupt it
-                os._exit(128 + signal.SIGINT)
+                self._leave(signal.SIGINT)
         if signal.SIGTERM in arrived:
             self.keep_record()
-            os._exit(128 + signal.SIGTERM)
+            time.sleep(TICK)
+            if not self._ended_early():  # else torchrun stops this rank for that: first the report
+                self._leave(signal.SIGTERM)
         if any(number == USER_SIGNAL for number in arrived):
             self.reports.ask()
+
+    def _leave(self, number: int) -> None:
+        """End this rank because a signal asks for it."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"stopped/{self.recorder.rank}", "")
+        os._exit(128 + number)
+
+    def _ended_early(self) -> dict[int, int | None]:
+        """Ranks of this host whose processes have ended before their programs, with exit codes.
+
+        Without those that a signal has asked to end.
+        """
+        if not self.processes.ended or self.store.check(["checked"]):
+            return {}
+        return {
+            rank: code
+            for rank, code in self.processes.ended.items()
+            if not self.store.check([f"stopped/{rank}"])
+        }
+
+    def _check_this_host(self) -> None:
+        """Announce that a rank of this host has ended early, or that C++ aborts this one.
+
+        That comes half a GRACE later, because others may know more: rank 0 the calls that disagree,
+        and a rank whose connection has broken where that was.
+        """
+        self.processes.look()
+        ended = self._ended_early()
+        if not ended and not self.uncaught.thrown.is_set():
+            return
+        now = time.monotonic()
+        self.fault_since = self.fault_since or now
+        if now - self.fault_since < GRACE / 2 or self.announced(within=0.0) is not None:
+            return
+        if self.uncaught.thrown.is_set():
+            self.announce(RankFailed(text := self._abort_text(), self.recorder.rank))
+            if self.announced_here:
+                write_line(self.recorder.rank, text)
+            self.uncaught.may_abort.set()
+            return
+        self.announce(RankFailed(self._end_text(ended), min(ended)))
+
+    def _end_text(self, ended: Mapping[int, int | None]) -> str:
+        """The message for ranks that have ended, with those that wait, and where this one is."""
+        lines, own = [ended_text(ended)], self.recorder.rank
+        for rank, status in enumerate(self._all_statuses()):
+            if status.blocked is not None and rank not in ended:
+                lines.append(waited(rank, status.blocked, "waits"))
+            elif rank == own:
+                lines.append(f"rank {rank} is at {shown(self._place())}")
+        return "\n  ".join(lines)
+
+    def _abort_text(self) -> str:
+        """The message for this rank, which C++ is about to abort."""
+        rank = self.recorder.rank
+        lines = [
+            f"C++ aborts rank {rank}: one of its threads has thrown an exception that nothing "
+            f"catches. Its text is in the rank's output. The program is at {shown(self._place())}",
+            "gloo does so if more bytes arrive than a rank expects.",
+        ]
+        if self.recorder.on_call is None:
+            lines.append(RUN_CHECKED)
+        return "\n  ".join(lines)
 
     def stop(self) -> None:
         """End the watcher: the launch is over.
@@ -370,6 +448,7 @@ class JobWatcher(threading.Thread):
         self.over.set()
         self.join(GRACE)
         self.store_watch.stop()
+        self.processes.stop()
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
@@ -406,16 +485,21 @@ class JobWatcher(threading.Thread):
         None if it is not known.
         """
         try:
-            if (cause := self.announced(within=GRACE)) is not None:
-                return cause
-            lost = self.signs.lost()
+            deadline = time.monotonic() + GRACE
+            while not (ended := self._ended_early()) and time.monotonic() < deadline:
+                if (cause := self.announced(within=TICK)) is not None:
+                    return cause
+            lost = {} if ended else self.signs.lost()
         except dist.DistNetworkError:
             gone = RankFailed(store_loss_text(raised_text(failure)), 0)
             gone.announced_by = failure.rank  # type: ignore[attr-defined]
             return gone
-        if not lost:
+        if not ended and not lost:
             return None
-        died = RankFailed(death_text(lost, failure), min(lost))
+        text = (
+            death_text(lost, failure) if lost else f"{ended_text(ended)}\n  {raised_text(failure)}"
+        )
+        died = RankFailed(text, min(lost or ended))
         self.announce(died)
         if self.announced_here:
             died.announced_by = failure.rank  # type: ignore[attr-defined]
@@ -442,6 +526,7 @@ class JobWatcher(threading.Thread):
         Wait until all have, or raise what went wrong on another rank.
         """
         self.done.set()
+        self.reports.returned = True
         self._publish(RankStatus(None, True, *self.recorder.report()))
         self._publish_calls()
         self.store.add("returned", 1)

@@ -51,7 +51,7 @@ def axes_scene(
         trace: the record of a run in which groups come from a mesh with named axes, as the
             trainers' do.
         within: show the last span of this name on each rank, such as one step. None: the whole
-            record.
+            record. If that has the last events of a run only, the numbers are of the whole run.
         title: of the picture.
 
     Returns:
@@ -83,7 +83,8 @@ def axes_scene(
     scene.definitions.append(HATCHING)
     span = window.end - window.begin
     colours = span_colours(e for e in spans if not e.waiting)
-    _head(scene, trace, span, colours, spans, any(of.collectives for of in traffic))
+    of_all = " in the whole run" if trace.earlier and within is None else ""
+    _head(scene, trace, span, colours, spans, any(of.collectives for of in traffic), of_all)
 
     def x(t: float) -> float:
         return LEFT + (RIGHT - LEFT) * ((t - window.begin) / span if span else 0.0)
@@ -126,6 +127,7 @@ def _head(
     colours: dict[str, int],
     spans: list[Event],
     collectives: bool,
+    of_all: str,
 ) -> None:
     scene.add("text", scene.title, x=28, y=40, class_="h")
     scene.add(
@@ -145,7 +147,7 @@ def _head(
     scene.intro = sentence
     waits = any(e.waiting for e in spans)
     draw_legend(scene, [*span_entries(colours, 5), *[("wait", "idle")] * waits])
-    scene.add("text", "sent", x=SENT, y=89, font_size=12, class_="m e")
+    scene.add("text", f"sent{of_all}", x=SENT, y=89, font_size=12, class_="m e")
     scene.add("text", "messages", x=COUNT, y=89, font_size=12, class_="m e")
 
 

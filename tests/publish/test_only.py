@@ -177,8 +177,8 @@ def test_a_syllabus_that_cannot_be_followed_says_where(lessons, tmp_path, text, 
         read_syllabus(tmp_path / "course.toml", lessons)
 
 
-def test_the_syllabus_of_the_readme_can_be_followed(tmp_path):
-    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_syllabus_for_teachers_can_be_followed(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/teaching.md").read_text(), re.DOTALL)
     (tmp_path / "course.toml").write_text(text)
     syllabus = read_syllabus(tmp_path / "course.toml", ROOT / "lessons")
     assert [week.lessons for week in syllabus.weeks] == [("00_ranks",), ("01_collectives",), ()]

@@ -127,42 +127,61 @@ SCRIPT = """
 """
 
 
+class Torchrun:
+    """A job of two ranks under `parallel101 run`, whose stderr is read line by line."""
+
+    def __init__(self, folder, script):
+        (folder / "train.py").write_text(textwrap.dedent(script))
+        self.job = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+                *("--standalone", "-m", "parallel101", "run", "--record", "kept"),
+                *("--stuck-after", "0.3", "train.py"),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+        self.lines: list[str] = []
+        self.ranks: list[psutil.Process] = []
+
+    def react(self, *reactions):
+        """Read to the end. Call each function once, when its words have come, in this order.
+
+        Afterwards nothing of the job is left, whether the test has passed or not.
+        """
+        todo = list(reactions)
+        try:
+            for line in self.job.stderr:
+                self.lines.append(line)
+                if todo and todo[0][0] in line:
+                    self.ranks = self.ranks or psutil.Process(self.job.pid).children(recursive=True)
+                    todo.pop(0)[1]()
+            self.job.wait(timeout=30)
+        finally:
+            for process in [self.job, *self.ranks]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.job.communicate()
+        psutil.wait_procs(self.ranks, timeout=30)
+        assert not todo and not any(rank.is_running() for rank in self.ranks)
+        return "".join(self.lines)
+
+    def ask_rank_1(self):
+        direct = psutil.Process(self.job.pid).children()
+        (last,) = (rank for rank in direct if rank.environ().get("RANK") == "1")
+        last.send_signal(signal.SIGUSR1)
+
+    def interrupt(self):
+        self.job.send_signal(signal.SIGINT)
+
+
 def test_under_torchrun(fifo, tmp_path):
     """The report, another one after SIGUSR1 to a rank, and a third after Ctrl-C, also as a file."""
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    job = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--standalone", "-m", "parallel101", "run", "--record", "kept"),
-            *("--stuck-after", "0.3", "train.py"),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    lines: list[str] = []
-    ranks: list[psutil.Process] = []
-    asked = False
-    try:
-        for line in job.stderr:
-            lines.append(line)
-            if STUCK in line and not ranks:
-                ranks = psutil.Process(job.pid).children(recursive=True)
-                direct = psutil.Process(job.pid).children()
-                (last,) = (rank for rank in direct if rank.environ().get("RANK") == "1")
-                last.send_signal(signal.SIGUSR1)
-            if ASKED in line and not asked:
-                asked = True
-                job.send_signal(signal.SIGINT)
-        job.wait(timeout=30)
-    finally:  # also of a test that fails: nothing stays behind
-        for process in [job, *ranks]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        job.communicate()
-    assert job.returncode != 0
-    text = "".join(lines)
+    run = Torchrun(tmp_path, SCRIPT)
+    text = run.react((STUCK, run.ask_rank_1), (ASKED, run.interrupt))
+    assert run.job.returncode != 0
     for head in (STUCK, ASKED):
         told = report(text, head)
         assert "rank 0 waits in all_reduce for rank 1, at train.py:7: dist.all_reduce" in told
@@ -175,5 +194,28 @@ def test_under_torchrun(fifo, tmp_path):
         "rank-1.json.gz",
         "reports.txt",
     ]
-    psutil.wait_procs(ranks, timeout=30)
-    assert not any(rank.is_running() for rank in ranks)
+
+
+NOBODY_WAITS = """
+    import sys, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    sys.stderr.write("begun\\n")
+    open("fifo" if dist.get_rank() == 0 else "other fifo").close()
+"""
+
+
+def test_under_torchrun_where_nobody_waits_in_a_collective(fifo, tmp_path):
+    """SIGUSR1 shows all ranks. One that is still busy when the other has returned is reported."""
+    os.mkfifo(tmp_path / "other fifo")
+    run = Torchrun(tmp_path, NOBODY_WAITS)
+    text = run.react(
+        ("begun", run.ask_rank_1), (ASKED, lambda: release(fifo)), (STUCK, run.interrupt)
+    )
+    for rank in (0, 1):
+        assert f"rank {rank} is at train.py:7: open(" in report(text, ASKED)
+    told = report(text, STUCK)
+    assert "rank 0 has returned" in told and "rank 1 is at train.py:7: open(" in told
+    assert "[rank 0] interrupted\n  rank 0 has returned\n" in text
+    assert "[rank 1] interrupted\n  rank 1 is at train.py:7" in text

@@ -68,10 +68,10 @@ def kept(trace, rank, limit, writer=None):
 
 
 def window(trace, limit):
-    records = [kept(trace, rank, limit) for rank in range(SIZE)]
+    records = [kept(trace, rank, limit) for rank in range(trace.world_size)]
     rows = [row for events, _ in records for row in events]
     earlier = {rank: of for rank, (_, of) in enumerate(records)}
-    return Trace.from_rows(rows, SIZE, "gloo", (), earlier)
+    return Trace.from_rows(rows, trace.world_size, "gloo", (), earlier)
 
 
 def tables_of(trace):

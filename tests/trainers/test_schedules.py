@@ -205,6 +205,10 @@ WRONG = {  # what is wrong with two stages' lists, and the words that name it
     "no send": (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "1RECV_F0 needs 0SEND_F0"),
     "nothing": ([""], "the schedule is empty"),
     "a rank without a stage": (["0F0,0B0", ""], "rank 1 has no stage"),
+    "a message in an overlap": (
+        ["0F0,(0SEND_F0;0F1)OVERLAP_F_B,0B0,0B1", "1F0,1B0,1F1,1B1"],
+        "can overlap, and 0SEND_F0 is a message",
+    ),
     "no action": (["0F0,0X0"], r"action '0X0': expected a stage, one of F, B, I, W"),
 }
 

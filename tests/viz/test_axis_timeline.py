@@ -17,6 +17,7 @@ import parallel101 as p101
 from parallel101.analysis.axis_traffic import axis_traffic
 from parallel101.record.trace import Trace
 from parallel101.viz.axis_timeline import LEFT, RIGHT, TICK, axes_scene, pixels
+from tests.record.test_last_events import window
 from tests.viz.drawn import SVG, span
 
 BYTES = {"tp": 64, "dp": 4096}  # of a message
@@ -75,6 +76,23 @@ def test_the_axes_together_are_the_record():
     assert [2 * sum(of.sent(rank) for of in last) for rank in range(4)] == trace.bytes_sent, (
         "the last of two equal steps"
     )
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["our collectives", "torch's"])
+@pytest.mark.parametrize("limit", [4, 12])
+def test_the_numbers_of_a_record_of_the_last_events_are_of_the_whole_run(own, limit):
+    whole = record(own)
+    part = window(whole, limit)
+    assert 0 < len(part.events) < len(whole.events)
+    of_whole, of_part = (
+        {of.axis: [(of.sent(rank), of.count(rank)) for rank in range(4)] for of in traffic}
+        for _, traffic in (axis_traffic(whole), axis_traffic(part))
+    )
+    assert of_part == of_whole
+    assert "sent in the whole run" in axes_scene(part).svg()
+    assert "whole run" not in axes_scene(whole).svg()
+    # of one step, they are what the record has of it
+    assert "whole run" not in axes_scene(part, "step").svg()
 
 
 def test_messages_are_drawn_at_their_time_in_the_panel_of_their_axis():

@@ -16,8 +16,15 @@ const scheduleRules = (() => {
 
   /* "2F3" → one action in an array; "(0F1;7B0)OVERLAP_F_B" → both. */
   function parse(text) {
-    if (text.startsWith("(") && text.endsWith(OVERLAP))
-      return text.slice(1, -OVERLAP.length).split(";").flatMap(parse);
+    if (text.startsWith("(") && text.endsWith(OVERLAP)) {
+      const parts = text.slice(1, -OVERLAP.length).split(";").flatMap(parse);
+      const message = parts.find(sends);
+      if (message)
+        throw new ScheduleError(
+          `action '${text}': only forwards and backwards can overlap, and ${message.name} is ` +
+          "a message. List it by itself");
+      return parts;
+    }
     const found = ACTION.exec(text);
     if (!found)
       throw new ScheduleError(

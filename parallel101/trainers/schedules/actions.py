@@ -42,12 +42,13 @@ class Action(NamedTuple):
                 f"action {text!r} ({type(text).__name__}): expected a text such as '0F3'"
             )
         if text.startswith("(") and text.endswith(f"){OVERLAP}"):
-            return cls(
-                -1,
-                OVERLAP,
-                -1,
-                tuple(cls.parse(part) for part in text[1 : -len(OVERLAP) - 1].split(";")),
-            )
+            parts = tuple(cls.parse(part) for part in text[1 : -len(OVERLAP) - 1].split(";"))
+            if message := next((part for part in parts if part.kind in COMMUNICATION), None):
+                raise ScheduleError(
+                    f"action {text!r}: only forwards and backwards can overlap, and {message} is "
+                    "a message. List it by itself"
+                )
+            return cls(-1, OVERLAP, -1, parts)
         found = ACTION.fullmatch(text)
         if found is None:
             raise ScheduleError(
