@@ -97,6 +97,7 @@ def test_the_readmes_program_prints_what_the_readme_shows(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_library_page_and_the_readmes_table_run(tmp_path):
     program = "\n".join(programs(ROOT / "docs/library.md"))
     rows = re.findall(r"^\|[^|]*\| `(p101\..*?)` \|", README, re.MULTILINE)
