@@ -10,7 +10,8 @@ import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4, write
 
-from parallel101 import cli, publish
+from parallel101 import cli
+from parallel101.publish import write_site
 from parallel101.publish.execute import read_notebook
 from parallel101.publish.reference import ADDRESS, Reference
 from parallel101.publish.search_index import SearchEntry
@@ -31,7 +32,7 @@ GLOSSARY = "## rank\nA process.\n\n## shard\nA part of a [tensor](#x).\n"
 @pytest.fixture
 def lessons(tmp_path, monkeypatch) -> Path:
     """Three lessons, three sets of homework and a glossary. Nothing is run."""
-    monkeypatch.setattr(publish, "run_notebook", lambda path, timeout: read_notebook(path))
+    monkeypatch.setattr(write_site, "run_notebook", lambda path, timeout: read_notebook(path))
     folder = tmp_path / "lessons"
     folder.mkdir()
     for name, text in LESSONS.items():
