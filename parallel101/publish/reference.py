@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape, unescape
 from importlib import import_module
 from importlib.resources import as_file, files
@@ -56,6 +56,8 @@ class Reference(NamedTuple):
 def make_reference() -> Reference:
     """Return the pages of the reference. Keras's part is left out where Keras is missing."""
     modules = {module.modulename: module for module in _modules()}
+    for module in modules.values():
+        _describe_constants(module)
     groups = {name: _groups(module) for name, module in modules.items()}
     pages = {}
     with (
@@ -81,6 +83,7 @@ def make_reference() -> Reference:
                 "groups": groups[name],
                 "shown_members": shown_members,
                 "linked_members": linked_members,
+                "is_documented": is_documented,
             }
             page = _page(name)
             body = pdoc.render.html_module(module, modules)
@@ -107,6 +110,15 @@ def _modules() -> Iterator[pdoc.doc.Module]:
             os.environ.pop("KERAS_BACKEND", None)
             if before is not None:
                 os.environ["KERAS_BACKEND"] = before
+
+
+def _describe_constants(module: pdoc.doc.Module) -> None:
+    """Say what a constant is: the names in a mapping, or the class of another value."""
+    for member in module.members.values():
+        if isinstance(member, pdoc.doc.Variable) and not member.docstring:
+            value = member.default_value
+            keys = ", ".join(f"`{key}`" for key in value) if isinstance(value, Mapping) else ""
+            member.docstring = f"By name: {keys}." if keys else f"A `{type(value).__name__}`."
 
 
 def _groups(module: pdoc.doc.Module) -> list[tuple[str, list[str]]]:
@@ -152,13 +164,19 @@ def linked_members(
     return found
 
 
+def is_documented(doc: pdoc.doc.Doc) -> bool:
+    """Whether a name has a docstring of its own: not that of torch's forward or of any field."""
+    inherited = isinstance(doc, pdoc.doc.Function) and not doc.obj.__doc__
+    of_field = doc.docstring.startswith("Alias for field number")  # of a NamedTuple
+    return bool(doc.docstring) and not inherited and not of_field
+
+
 def _documented(member: pdoc.doc.Class) -> list[pdoc.doc.Doc]:
     own = member.own_members  # in the order of the source; what is inherited follows
     return [
         part
         for part in [*own, *(part for part in member.members.values() if part not in own)]
-        if part.docstring and not part.name.startswith("_") and part.kind != "class"
-        if not part.docstring.startswith("Alias for field number")  # of a NamedTuple
+        if is_documented(part) and not part.name.startswith("_") and part.kind != "class"
         if part in own or part.taken_from[0].startswith(PACKAGE)
     ]
 
@@ -235,11 +253,7 @@ def _index(
     for module in modules.values():
         page = _page(module.modulename)
         for title, members in groups[module.modulename]:
-            rows = "".join(
-                _row(by_address[address])
-                for address in (f"{page}#{name}" for name in members)
-                if address in by_address
-            )
+            rows = "".join(_row(by_address[f"{page}#{name}"]) for name in members)
             heading = escape(title) if title else f"<code>p101.{module.name}</code>"
             parts.append(f"<h2>{heading}</h2>")
             if not title:
