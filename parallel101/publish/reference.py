@@ -202,7 +202,7 @@ def first_sentence(docstring: str) -> str:
 def _signature(signature: inspect.Signature, colon: bool) -> str:
     """A signature with Module in place of torch.nn.modules.module.Module, which is private."""
     dot = r'<span class="o">\.</span>'
-    shown = pdoc.render_helpers.format_signature(signature, colon)
+    shown: str = pdoc.render_helpers.format_signature(signature, colon)
     # the types of a NamedTuple's fields are not evaluated
     unresolved = r'<span class="n">ForwardRef</span>.*?<span class="s1">(.*?)</span>.*?\)</span>'
     shown = re.sub(unresolved, lambda found: unescape(found[1]).strip("'"), shown)
