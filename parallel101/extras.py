@@ -36,6 +36,7 @@ EXTRAS = {
         "tomli",
         "traitlets",
         "websocket",
+        "yaml",
     ),
     "keras": ("keras",),
 }

@@ -20,7 +20,7 @@ from parallel101.extras import EXTRAS, MissingExtra, missing_packages, needs_ext
 from tests.project.test_package import PROJECT, ROOT
 
 # what an extra installs under another name than that of the module
-OTHER_NAMES = {"beautifulsoup4": "bs4", "jupyter-client": "jupyter_client"}
+OTHER_NAMES = {"beautifulsoup4": "bs4", "jupyter-client": "jupyter_client", "pyyaml": "yaml"}
 # come with a package of the extra
 WITH_ANOTHER = {"IPython", "PIL", "numpy", "traitlets", "websocket"}
 EXTRA_PACKAGES = set().union(*EXTRAS.values())
