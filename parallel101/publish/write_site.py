@@ -268,7 +268,7 @@ def _write_search(
     for number, homework in course.homework.items():
         entries += notebook_entries("Homework", homework, read_notebook(found[number]))
     entries += [*glossary_entries(read_terms(folder)), *reference]
-    entries.append(SearchEntry("Tool", TITLE, ADDRESS, ""))
+    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOLS]
     _write(out / SEARCH, search_index(entries))
 
 
