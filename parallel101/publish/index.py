@@ -37,6 +37,7 @@ from parallel101.publish.page import (
     to_html,
 )
 from parallel101.publish.repository import Repository
+from parallel101.publish.search_index import search_box
 from parallel101.publish.syllabus import Syllabus, syllabus_table
 
 FILE = "routes.json"
@@ -135,6 +136,7 @@ def index_page(
     tools: Sequence[Listed] = (),
     pages: Sequence[Listed] = (),
     repository: Repository | None = None,
+    search: bool = False,
 ) -> str:
     """Return the page that opens the course and lists the lessons in order.
 
@@ -147,6 +149,7 @@ def index_page(
         tools: the pages that play without Python.
         pages: those around the lessons.
         repository: the one with the code.
+        search: whether the index of the search is beside the page.
     """
     rows = []
     for lesson in lessons:
@@ -208,11 +211,13 @@ def index_page(
     jumps |= {page.address: page.title for page in more}
     links = "".join(f'<a href="{to}">{escape(name)}</a>' for to, name in jumps.items())
     script = f"<script>{DATES}</script>" if any(route.dates for route in possible) else ""
+    box = search_box() if search else ""
     return offline_html(
         title,
         f'<nav aria-label="Site">{links}</nav>'
-        f"<main><h1>{escape(title)}</h1>{intro}{routes}{listing}{rest}</main>"
+        f"<main><h1>{escape(title)}</h1>{box}{intro}{routes}{listing}{rest}</main>"
         f"{_footer(repository)}{script}",
+        scripts_beside=search,
     )
 
 
