@@ -144,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for the pages (default: site)",
     )
     lessons.add_argument(
+        "--repository",
+        metavar="OWNER/NAME",
+        help="the repository on GitHub that has the lessons, which Colab can then open; @REF names "
+        "a branch or tag other than main (default: GITHUB_REPOSITORY)",
+    )
+    lessons.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=seconds_of,
@@ -295,10 +301,13 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         read_syllabus,
         select_lessons,
     )
+    from parallel101.publish.repository import Repository
 
-    syllabus = None
+    syllabus, repository = None, Repository.of_environment(os.environ)
     try:
         folder = find_lessons(args.lessons)
+        if args.repository is not None:
+            repository = Repository.of(args.repository)
         names = [*args.names, *(args.only or "").replace(",", " ").split()]
         notebooks = select_lessons(folder, names)
         if args.syllabus is not None:
@@ -324,6 +333,7 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         args.out,
         only=args.only is not None,
         syllabus=syllabus,
+        repository=repository,
         timeout=args.timeout,
     )
     print(

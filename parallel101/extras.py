@@ -47,6 +47,7 @@ NAMES = {
     "keras": "Keras",
     "numpy": "NumPy",
     "websocket": "websocket-client",
+    "yaml": "PyYAML",
 }
 
 

@@ -1,4 +1,9 @@
-"""The index of the lessons' pages: an opening, the routes through the course, and all lessons.
+"""The course's home page: an opening, the routes through the course, all lessons, and the rest.
+
+    what it is, a picture that moves, routes      routes.json, or a teacher's syllabus
+    lessons, homework                             the notebooks
+    tools                                         tools/__init__.py
+    errors explained, teach with it, cite         course_pages.py
 
 lessons/routes.json holds what the lessons themselves don't say:
 
@@ -19,8 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from parallel101.publish.glossary import PAGE
 from parallel101.publish.page import (
     NONE,
     Lesson,
@@ -30,6 +36,7 @@ from parallel101.publish.page import (
     short_title,
     to_html,
 )
+from parallel101.publish.repository import Repository
 from parallel101.publish.search_index import search_box
 from parallel101.publish.syllabus import Syllabus, syllabus_table
 
@@ -63,6 +70,26 @@ class Opening(NamedTuple):
     routes: tuple[CourseRoute, ...] = ()
 
 
+class Listed(Protocol):
+    """A page that the index lists with a sentence: a tool, or one of course_pages.py."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+class ListedPage(NamedTuple):
+    """Such a page, without its body."""
+
+    address: str
+    title: str
+    text: str
+
+
+GLOSSARY = ListedPage(PAGE, "Glossary", "Every term of the lessons, in a sentence or two.")
 NO_OPENING = Opening()
 
 
@@ -106,7 +133,9 @@ def index_page(
     opening: Opening = NO_OPENING,
     moving: str = "",
     syllabus: Syllabus | None = None,
-    tools: Mapping[str, str] = NONE,
+    tools: Sequence[Listed] = (),
+    pages: Sequence[Listed] = (),
+    repository: Repository | None = None,
     search: bool = False,
 ) -> str:
     """Return the page that opens the course and lists the lessons in order.
@@ -117,7 +146,9 @@ def index_page(
         glossary: whether the glossary has a page.
         moving: the picture that moves at the top, as a <picture>.
         syllabus: a teacher's, which opens the page in place of `opening`.
-        tools: by address, the titles of the pages that play without Python.
+        tools: the pages that play without Python.
+        pages: those around the lessons.
+        repository: the one with the code.
         search: whether the index of the search is beside the page.
     """
     rows = []
@@ -154,22 +185,77 @@ def index_page(
     ]
     routes = "".join(_route(route, by_name, homework) for route in possible)
     if routes:
-        routes = f'<h2>Where to start</h2><div class="routes">{routes}</div><h2>All lessons</h2>'
-    elif syllabus is not None:
-        routes = "<h2>Lessons</h2>"
+        routes = f'<h2>Where to start</h2><div class="routes">{routes}</div>'
+    if pages:  # the whole course
+        routes += _run_yourself(repository)
+    if routes or syllabus is not None:
+        routes += "<h2>All lessons</h2>" if syllabus is None else "<h2>Lessons</h2>"
     listing = (
-        f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
+        f'<ol class="lessons" id="lessons">{"".join(rows)}</ol>'
+        if lessons
+        else "<p>No lesson has finished.</p>"
     )
-    links = "".join(f'<li><a href="{url}">{escape(name)}</a></li>' for url, name in tools.items())
-    played = f'<h2>Tools</h2><ul class="tools">{links}</ul>' if tools else ""
-    terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
+    more = [*[GLOSSARY] * glossary, *pages]
+    sections = {
+        "Homework": _homework(homework) if syllabus is None else "",
+        "Tools": _pages(tools),
+        "More": _pages(more),
+    }
+    rest = "".join(
+        f'<h2 id="{name.lower()}">{name}</h2><ul class="pages {name.lower()}">{entries}</ul>'
+        for name, entries in sections.items()
+        if entries
+    )
+    jumps = {"#lessons": "Lessons"} if lessons else {}
+    jumps |= {f"#{name.lower()}": name for name in ("Homework", "Tools") if sections[name]}
+    jumps |= {page.address: page.title for page in more}
+    links = "".join(f'<a href="{to}">{escape(name)}</a>' for to, name in jumps.items())
     script = f"<script>{DATES}</script>" if any(route.dates for route in possible) else ""
     box = search_box() if search else ""
     return offline_html(
         title,
-        f"<main><h1>{escape(title)}</h1>{box}{intro}{routes}{listing}{played}{terms}</main>{script}",
+        f'<nav aria-label="Site">{links}</nav>'
+        f"<main><h1>{escape(title)}</h1>{box}{intro}{routes}{listing}{rest}</main>"
+        f"{_footer(repository)}{script}",
         scripts_beside=search,
     )
+
+
+def _run_yourself(repository: Repository | None) -> str:
+    """How to run the lessons, with the repository's address if it is known."""
+    lines = ["make lab        # the lessons in JupyterLab", "make homework   # the homework"]
+    colab = ""
+    if repository is not None:
+        folder = repository.name.partition("/")[2]
+        lines.insert(0, f"git clone {repository.address} && cd {folder}")
+        colab = " Or choose <i>Open in Colab</i> on a lesson's page, and install nothing."
+    return (
+        "<h2>Run the programs yourself</h2><p>You need Python 3.10 or newer, and make, which "
+        f"installs the rest in a clone of the repository.{colab}</p>"
+        f'<pre class="commands">{escape(chr(10).join(lines))}</pre>'
+    )
+
+
+def _homework(homework: Mapping[int, Lesson]) -> str:
+    """The homework as entries of a list."""
+    return "".join(
+        f"<li>{_link(task, task.title)}<p>{escape(task.sentence)}</p></li>"
+        for _, task in sorted(homework.items())
+    )
+
+
+def _pages(pages: Sequence[Listed]) -> str:
+    """Pages as entries of a list."""
+    return "".join(
+        f'<li><a href="{page.address}">{escape(page.title)}</a><p>{escape(page.text)}</p></li>'
+        for page in pages
+    )
+
+
+def _footer(repository: Repository | None) -> str:
+    if repository is None:
+        return ""
+    return f'<footer><a href="{repository.address}">The code</a>, under the MIT license</footer>'
 
 
 def _route(

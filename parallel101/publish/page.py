@@ -34,6 +34,7 @@ from nbformat import NotebookNode
 from parallel101.publish import glossary
 from parallel101.publish.arrange import arrange
 from parallel101.publish.offline_page import offline_html
+from parallel101.publish.repository import Repository
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTEBOOK = re.compile(r"^(\w+)\.ipynb(#.*)?$")  # a link to another lesson
@@ -232,10 +233,17 @@ def moving_picture_of(page: str) -> str:
     return found[1] if found else ""
 
 
-def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Lesson]) -> str:
+def lesson_page(
+    lesson: Lesson,
+    body: str,
+    seconds: float,
+    lessons: Sequence[Lesson],
+    repository: Repository | None = None,
+) -> str:
     """Return the whole page of a lesson.
 
-    It has the lesson's body, how long it ran, and links to the lessons before and after it.
+    It has the lesson's body, how long it ran, and links to the lessons before and after it. With a
+    repository, Colab opens the notebook from its folder lessons/.
     """
     at = lessons.index(lesson)
     before = [
@@ -255,6 +263,9 @@ def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Les
         + "".join(before + after)
         + "</nav>"
     )
+    if repository is not None:
+        colab = repository.in_colab(f"lessons/{lesson.name}.ipynb")
+        present = f'<a class="colab" href="{colab}">Open in Colab</a>{present}'
     top = links.replace("</nav>", f"{present}</nav>")
     ran = (
         f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with "
@@ -280,19 +291,20 @@ def homework_page(homework: Lesson, body: str) -> str:
     )
 
 
+def course_page(title: str, body: str) -> str:
+    """Return a page of the course that is neither a lesson nor homework."""
+    return offline_html(
+        title, f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{body}\n</main>'
+    )
+
+
 def glossary_page(terms: Sequence[glossary.Term]) -> str:
     """Return the page of the glossary."""
     rows = "".join(
         f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{to_html(term.definition)}</dd>'
         for term in terms
     )
-    return offline_html(
-        "Glossary",
-        (
-            '<nav><a href="index.html">All lessons</a></nav><main><h1>Glossary</h1><dl '
-            f'class="glossary">{rows}</dl></main>'
-        ),
-    )
+    return course_page("Glossary", f'<h1>Glossary</h1><dl class="glossary">{rows}</dl>')
 
 
 def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:

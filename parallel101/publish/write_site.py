@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.extras import needs_extra
+from parallel101.publish.course_pages import CoursePage, course_pages
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.find import homework_notebooks, select_lessons
 from parallel101.publish.glossary import PAGE, read_terms
-from parallel101.publish.index import Opening, index_page, read_opening
+from parallel101.publish.index import Listed, ListedPage, Opening, index_page, read_opening
 from parallel101.publish.page import (
     Lesson,
+    course_page,
     cover_of,
     glossary_page,
     homework_page,
@@ -28,7 +30,9 @@ from parallel101.publish.page import (
     lesson_page,
     moving_picture_of,
     offline_html,
+    page_name,
 )
+from parallel101.publish.repository import Repository
 from parallel101.publish.search_index import FILE as SEARCH
 from parallel101.publish.search_index import (
     SearchEntry,
@@ -38,7 +42,12 @@ from parallel101.publish.search_index import (
 )
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus
-from parallel101.publish.tools import TOOLS
+from parallel101.publish.tools import TOOL_PAGES
+
+# its module imports pdoc, and the reference needs the whole package
+REFERENCE = ListedPage(
+    "reference/index.html", "Reference", "Every function and class, with examples and its source."
+)
 
 
 class Published(NamedTuple):
@@ -77,6 +86,7 @@ class Course(NamedTuple):
     whole: bool  # whether the glossary has all terms, or only those that are linked
     opening: Opening
     syllabus: Syllabus | None = None
+    repository: Repository | None = None  # that has the lessons, if it is known
 
 
 def publish(
@@ -85,6 +95,7 @@ def publish(
     *,
     only: bool = False,
     syllabus: Syllabus | None = None,
+    repository: Repository | None = None,
     timeout: float = 600.0,
     report: Callable[[str], None] = print,
 ) -> Published:
@@ -100,6 +111,8 @@ def publish(
             lessons that have a page in `out`. A course of some lessons has only the homework that
             they name, and only the terms of the glossary that they use.
         syllabus: the same, for the lessons and the homework that it names. It becomes the index.
+        repository: the one that has the lessons. Their pages then have a link that opens them in
+            Colab.
         timeout: time limit for each cell, in seconds.
         report: called with one line of progress per lesson. Progress bars go to standard error if
             that is a terminal.
@@ -111,7 +124,7 @@ def publish(
     """
     make_output_folder(out)
     folder = notebooks[0].parent
-    course = _course(notebooks, folder, only, syllabus)
+    course = _course(notebooks, folder, only, syllabus)._replace(repository=repository)
     _write_homework(course, folder, out)
     # a folder of some notebooks, without an opening, has no need of a reference and a search
     everything = course.whole and bool(course.opening.text) and {*notebooks} == {*course.lessons}
@@ -141,6 +154,9 @@ def publish(
         if everything:
             _write_search(course, folder, out, reference)
         written = _write_pages(course, out, ran)
+    if ran and course.whole:
+        _write_tools(out, {*notebooks} >= {*course.lessons}, report)
+        _write_pages(course, out, {})  # the index, with links to the tools
     return Published(written, failed)
 
 
@@ -178,7 +194,9 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
             with suppress(LessonFailed):
                 lessons[path] = Lesson.of(path.stem, read_notebook(path))
     pages = {
-        out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()])
+        out / f"{path.stem}.html": lesson_page(
+            lessons[path], *ran[path], [*lessons.values()], course.repository
+        )
         for path in ran
     }
     for page, html in pages.items():
@@ -188,9 +206,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {tool.address: tool.title for tool in TOOLS} if course.whole else {}
-    if course.whole and (out / "reference" / "index.html").exists():
-        tools["reference/index.html"] = "Reference"
+    around = _write_course_pages(course, [*lessons.values()], glossary, out)
     index = index_page(
         [*lessons.values()],
         covers,
@@ -199,21 +215,13 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         opening,
         moving,
         course.syllabus,
-        tools,
+        _listed_tools(course, out),
+        around,
+        course.repository,
         (out / SEARCH).exists() and course.whole,
     )
     _write(out / "index.html", index)
-    _write_tools(course, out)
     return [*pages, out / "index.html"]
-
-
-def _write_tools(course: Course, out: Path) -> None:
-    """Write the pages that play without Python, if the course is whole."""
-    for tool in TOOLS if course.whole else ():
-        _write(out / tool.address, offline_html(tool.title, tool.body()))
-        for path, text in tool.files().items():
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            _write(out / path, text)
 
 
 def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
@@ -232,6 +240,44 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     if terms:
         _write(out / PAGE, glossary_page(terms))
     return bool(terms)
+
+
+def _listed_tools(course: Course, out: Path) -> Sequence[Listed]:
+    """The tools that are there, if the course is whole, and the reference."""
+    if not course.whole:
+        return ()
+    return [tool for tool in (*TOOL_PAGES, REFERENCE) if (out / tool.address).exists()]
+
+
+def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
+    """Write the pages that play without Python.
+
+    What they record takes a while. If not `anew`, a page that is there stays.
+    """
+    for tool in TOOL_PAGES:
+        if (out / tool.address).exists() and not anew:
+            continue
+        began = time.perf_counter()
+        body, files = tool.make()
+        for path, text in files.items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            _write(out / path, text)
+        _write(out / tool.address, offline_html(tool.title, body, scripts_beside=bool(files)))
+        report(f"✓ {tool.title} took {time.perf_counter() - began:.1f} s")
+
+
+def _write_course_pages(
+    course: Course, lessons: Sequence[Lesson], glossary: bool, out: Path
+) -> Sequence[CoursePage]:
+    """Write the pages around the lessons, if the course is whole, and return them."""
+    if not course.whole:
+        return ()
+    known = [page_name(lesson) for lesson in (*lessons, *course.homework.values())]
+    root = course.lessons[0].parent.parent
+    made = course_pages(root, [*known, *[PAGE] * glossary], course.repository)
+    for page in made:
+        _write(out / page.address, course_page(page.title, page.body))
+    return made
 
 
 def _write_homework(course: Course, folder: Path, out: Path) -> None:
@@ -268,7 +314,7 @@ def _write_search(
     for number, homework in course.homework.items():
         entries += notebook_entries("Homework", homework, read_notebook(found[number]))
     entries += [*glossary_entries(read_terms(folder)), *reference]
-    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOLS]
+    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOL_PAGES]
     _write(out / SEARCH, search_index(entries))
 
 
@@ -279,7 +325,7 @@ def homework_body(path: Path) -> str:
 
 def _write(page: Path, html: str) -> None:
     """Write the whole page or nothing: if the disk is full, the old page stays."""
-    partial = page.with_suffix(".html.part")
+    partial = page.with_name(f"{page.name}.part")
     try:
         partial.write_text(html, encoding="utf-8")
         os.replace(partial, page)

@@ -6,14 +6,26 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from nbformat import v4
 
+from parallel101.publish import course_pages as course_pages_module
+from parallel101.publish.course_pages import CoursePage, course_pages
 from parallel101.publish.execute import read_notebook
 from parallel101.publish.index import index_page, read_opening
-from parallel101.publish.page import Lesson, cover_of, lesson_body, lesson_page, moving_picture_of
+from parallel101.publish.page import (
+    Lesson,
+    course_page,
+    cover_of,
+    lesson_body,
+    lesson_page,
+    moving_picture_of,
+)
+from parallel101.publish.repository import Repository
+from parallel101.publish.tools import TOOL_PAGES
 from parallel101.viz.chromium import Browser
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.explore import explore_memory, explore_schedule
@@ -28,6 +40,7 @@ from tests.browser.seen import (
     without_a_name,
 )
 from tests.lessons.lesson import LESSONS, read
+from tests.publish.test_course_pages import CFF
 from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser
@@ -79,6 +92,7 @@ def lesson(tmp_path_factory) -> str:
         v4.new_markdown_cell(
             "# A lesson\n\nIts first words, and a formula: $$T = \\alpha + \\frac{m}{\\beta}$$"
         ),
+        v4.new_code_cell("%pip install", metadata={"tags": ["install"]}),
         v4.new_markdown_cell("## A run\n\nBefore the question.\n\n> **Predict.** What happens?"),
         v4.new_code_cell("run.animate()", outputs=[shown(animation)]),
         v4.new_markdown_cell("The end of the answer."),
@@ -100,14 +114,20 @@ def lesson(tmp_path_factory) -> str:
     lesson = Lesson("00_a", "A lesson", "")
     page = tmp_path_factory.mktemp("site") / "00_a.html"
     page.write_text(
-        lesson_page(lesson, lesson_body(v4.new_notebook(cells=cells), Path()), 1.0, [lesson]),
+        lesson_page(
+            lesson,
+            lesson_body(v4.new_notebook(cells=cells), Path()),
+            1.0,
+            [lesson],
+            Repository("owner/name"),
+        ),
         encoding="utf-8",
     )
     return page.as_uri()
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory) -> str:
+def index(tmp_path_factory, around) -> str:
     """The address of the course's index, with the same picture for each lesson."""
     trace, results = recorded(ring_all_reduce, 4, 8)
     body = lesson_body(
@@ -129,9 +149,25 @@ def index(tmp_path_factory) -> str:
         glossary=True,
         opening=read_opening(LESSONS),
         moving=moving_picture_of(body),
+        tools=TOOL_PAGES,
+        pages=around,
+        repository=Repository("owner/name"),
     )
     page.write_text(html, encoding="utf-8")
     return page.as_uri()
+
+
+@pytest.fixture(scope="module")
+def around(tmp_path_factory) -> list[CoursePage]:
+    """The pages around the lessons, with one message in place of those that programs raise."""
+    root = tmp_path_factory.mktemp("root")
+    shutil.copytree(LESSONS.parent / "docs", root / "docs")
+    shutil.copytree(LESSONS, root / "lessons")
+    (root / "CITATION.cff").write_text(CFF)
+    with pytest.MonkeyPatch.context() as patch:
+        message = "Error: " + "rank 0 waits, " * 20
+        patch.setattr(course_pages_module, "raised", lambda program: message)
+        return course_pages(root)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +233,33 @@ def test_the_index_is_readable_on_a_screen_a_phone_and_paper(browser, index, sch
     browser.emulate("print", prefers_color_scheme=scheme)
     keep(browser, f"page-index-{scheme}-print", whole=True)
     assert cut_off(browser, scrolls=False) == []
+
+
+def test_the_pages_around_the_lessons_are_readable(browser, around, keep, tmp_path):
+    for page in around:
+        (tmp_path / page.address).write_text(course_page(page.title, page.body), encoding="utf-8")
+        for scheme, width in (("light", 1280), ("dark", 375)):
+            view(browser, (tmp_path / page.address).as_uri(), width, scheme=scheme)
+            keep(browser, f"page-{Path(page.address).stem}-{scheme}-{width}", whole=True)
+            assert browser.js("document.documentElement.scrollWidth") <= width
+            assert cut_off(browser) == []
+            assert scrolls_without_a_cue(browser) == []
+            unfold(browser)
+            assert too_pale(browser) == []
+        assert without_a_name(browser) == []
+        assert out_of_reach(browser) == []
+
+
+def test_the_first_line_of_the_index_leads_to_its_sections(browser, index):
+    view(browser, index, 1280)
+    links = "[...document.querySelectorAll('nav a[href^=\"#\"]')]"
+    names = browser.js(f"{links}.map(link => link.textContent)")
+    assert names == ["Lessons", "Homework", "Tools"]
+    for number, name in enumerate(names):
+        browser.click(f"{links}[{number}]")
+        place = f"document.querySelector('#{name.lower()}').getBoundingClientRect()"
+        browser.until(f"{place}.top < innerHeight && {place}.bottom > 0")
+        browser.js("scrollTo(0, 0)")
 
 
 def test_the_index_keeps_the_dates_of_a_term(browser, index):
@@ -342,12 +405,13 @@ def test_the_presenters_controls_are_larger_on_a_larger_screen(browser, lesson):
 
 
 def test_a_clicker_goes_through_the_page_section_by_section(opened):
+    code = "document.querySelector('.cell:not(.celltag_install) .input')"
     opened.key("p", text="p")
     assert opened.js("document.documentElement.classList.contains('presenting')")
     assert seen(opened, "Its first words") and not seen(opened, "What happens?")
     opened.key("PageDown")
     assert seen(opened, "What happens?") and not seen(opened, "Its first words")
-    assert not opened.js("document.querySelector('.input').checkVisibility()"), "the code is folded"
+    assert not opened.js(f"{code}.checkVisibility()"), "the code is folded"
     assert not seen(opened, "A question about the answer"), "it appears with the answer before it"
     opened.key("PageDown")
     assert opened.js("document.querySelector('details.answer').open"), "the second press opens it"
@@ -370,12 +434,12 @@ def test_a_clicker_goes_through_the_page_section_by_section(opened):
     opened.key("PageUp")
     assert seen(opened, "What happens?")
     opened.key("c", text="c")
-    assert opened.js("document.querySelector('.input').checkVisibility()")
+    assert opened.js(f"{code}.checkVisibility()")
     opened.key("Escape")
     assert (
         seen(opened, "Its first words")
         and seen(opened, "More words")
-        and opened.js("document.querySelector('.input').checkVisibility()")
+        and opened.js(f"{code}.checkVisibility()")
     )
 
 

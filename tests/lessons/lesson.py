@@ -15,6 +15,7 @@ from nbformat import NotebookNode
 from parallel101.publish.glossary import read_terms
 
 LESSONS = Path(__file__).parents[2] / "lessons"
+INSTALL = "install"  # the cell with %pip, which isn't Python
 
 
 def read(name: str) -> NotebookNode:
@@ -44,7 +45,7 @@ def definitions(name: str, *values: str) -> dict[str, Any]:
     """
     names: dict[str, Any] = {"__name__": name}
     for cell in read(name).cells:
-        if cell.cell_type == "code":
+        if cell.cell_type == "code" and cell.id != INSTALL:
             body = [node for node in ast.parse(cell.source).body if _wanted(node, values)]
             exec(compile(ast.Module(body, []), cell.id, "exec"), names)
     return names

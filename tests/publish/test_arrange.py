@@ -208,8 +208,9 @@ def read(path: Path) -> BeautifulSoup:
 
 def test_a_course_of_ones_own_has_only_its_lessons_and_their_homework(course):
     index = read(course / "site" / "index.html")
-    links = [a["href"] for a in index.find_all("a")]
-    assert links == ["00_a.html", "hw1_moving.html", "09_teachers_own.html"]
+    links = [a["href"] for a in index.main.find_all("a")]
+    assert links == ["00_a.html", "hw1_moving.html", "09_teachers_own.html", "hw1_moving.html"]
+    assert [a["href"] for a in index.select("nav a")] == ["#lessons", "#homework"]
     assert (
         read(course / "site" / "00_a.html").find("a", rel="next")["href"] == "09_teachers_own.html"
     )

@@ -16,6 +16,7 @@ from parallel101.publish.execute import read_notebook
 from parallel101.publish.reference import ADDRESS, Reference
 from parallel101.publish.search_index import SearchEntry
 from parallel101.publish.syllabus import read_syllabus
+from parallel101.publish.tools import TOOL_PAGES
 
 ROOT = Path(__file__).parents[2]
 LESSONS = {
@@ -76,9 +77,9 @@ def test_links_out_of_the_course_are_text_and_the_glossary_has_its_terms(lessons
 def test_without_only_everything_is_written(lessons):
     everything = {"index", "glossary", "hw1_topic", "hw2_topic", "hw5_topic", *LESSONS}
     pages, index = built(lessons)
-    assert pages == everything | {"build_a_schedule", "does_it_fit"}
+    assert pages == everything | {tool.address.removesuffix(".html") for tool in TOOL_PAGES}
     tools = [link["href"] for link in index.select(".tools a")]
-    assert tools == ["build_a_schedule.html", "does_it_fit.html"]
+    assert tools == [tool.address for tool in TOOL_PAGES]
 
 
 def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypatch):
