@@ -36,6 +36,7 @@ from parallel101.publish.page import (
 )
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus, read_syllabus
+from parallel101.publish.tools import collectives_atlas_page as atlas
 from parallel101.publish.tools.schedule_builder_page import ADDRESS, TITLE, schedule_builder_page
 
 __all__ = [
@@ -122,6 +123,8 @@ def publish(
     folder = notebooks[0].parent
     course = _course(notebooks, folder, only, syllabus)
     _write_homework(course, folder, out)
+    if course.whole:
+        _write_atlas(out, anew=set(notebooks) >= set(course.lessons), report=report)
     names = None if course.whole else {path.stem for path in course.lessons}
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
@@ -192,7 +195,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {ADDRESS: TITLE} if course.whole else {}
+    tools = {atlas.ADDRESS: atlas.TITLE, ADDRESS: TITLE} if course.whole else {}
     index = index_page(
         [*lessons.values()],
         covers,
@@ -225,6 +228,22 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     if terms:
         _write(out / PAGE, glossary_page(terms))
     return bool(terms)
+
+
+def _write_atlas(out: Path, anew: bool, report: Callable[[str], None]) -> None:
+    """Write the atlas of collectives, with a file for each algorithm.
+
+    Recording all runs takes a while. If not `anew`, an atlas that is there stays.
+    """
+    if (out / atlas.ADDRESS).exists() and not anew:
+        return
+    began = time.perf_counter()
+    page, records = atlas.collectives_atlas()
+    make_output_folder(out / atlas.FOLDER)
+    for path, script in records.items():
+        _write(out / path, script)
+    _write(out / atlas.ADDRESS, offline_html(atlas.TITLE, page, scripts_beside=True))
+    report(f"✓ all collectives recorded in {time.perf_counter() - began:.1f} s")
 
 
 def _write_homework(course: Course, folder: Path, out: Path) -> None:

@@ -46,8 +46,8 @@ def built(lessons: Path, *options: str) -> tuple[set[str], BeautifulSoup]:
     """The pages that were written, and the index."""
     out = lessons.parent / "site"
     assert cli.main(["lessons", "--lessons", str(lessons), "--out", str(out), *options]) == 0
-    pages = {file.stem for file in out.iterdir()}
-    for page in out.iterdir():
+    pages = {file.stem for file in out.glob("*.html")}
+    for page in out.glob("*.html"):
         links = BeautifulSoup(page.read_text(), "html.parser").select("a[href]")
         inside = {a["href"].partition("#")[0] for a in links if "://" not in a["href"]} - {""}
         assert {Path(address).stem for address in inside} <= pages, page.name
@@ -72,8 +72,15 @@ def test_links_out_of_the_course_are_text_and_the_glossary_has_its_terms(lessons
 def test_without_only_everything_is_written(lessons):
     everything = {"index", "glossary", "hw1_topic", "hw2_topic", "hw5_topic", *LESSONS}
     pages, index = built(lessons)
-    assert pages == everything | {"build_a_schedule"}
-    assert [link["href"] for link in index.select(".tools a")] == ["build_a_schedule.html"]
+    tools = ["atlas_of_collectives", "build_a_schedule"]
+    assert pages == everything | set(tools)
+    assert [link["href"] for link in index.select(".tools a")] == [f"{t}.html" for t in tools]
+    records = [*(lessons.parent / "site").glob("atlas/*.js")]
+    assert [path.name for path in records] == ["broadcast.flat.js"]
+    atlas = lessons.parent / "site" / "atlas_of_collectives.html"
+    atlas.write_text("kept")
+    built(lessons, "00")  # one lesson of it again
+    assert atlas.read_text() == "kept"
 
 
 SYLLABUS = """

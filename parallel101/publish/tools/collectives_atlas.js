@@ -6,6 +6,7 @@ const { operations, networks, names, what, facts, start, sizes, css } = GIVEN;
 const MENUS = ["operation", "algorithm", "beside", "ranks", "network"];
 const state = { ...start };
 let turn = 0;  // of the last choice: an older one that has loaded late isn't shown
+let mounted = new AbortController();  // ends when other pictures take the place
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -159,7 +160,9 @@ async function show(words = "") {
   place.replaceChildren(...articles);
   place.classList.toggle("two", articles.length > 1);
   document.querySelector(".both").hidden = articles.length < 2;
-  for (const [figure, setup] of figures) mount(figure, setup);
+  mounted.abort();
+  mounted = new AbortController();
+  for (const [figure, setup] of figures) mount(figure, setup, mounted.signal);
   place.dataset.shown = address();
 }
 
@@ -223,6 +226,7 @@ document.querySelector(".choice").onsubmit = (event) => event.preventDefault();
 addEventListener("hashchange", () => {
   show(readAddress());
   scrollTo({ top: 0 });
+  at("algorithm").focus({ preventScroll: true });
 });
 
 for (const part of document.querySelectorAll(".choice, #said, .shown")) part.hidden = false;

@@ -91,6 +91,7 @@ def record_script(name: str, pictures: Mapping[str, Scene]) -> str:
 
 def collectives_atlas_page(facts: Facts) -> str:
     """Return the body of the page, for these runs."""
+    large, small = sizes = [human_bytes(LARGE), human_bytes(SMALL)]
     given = {
         "operations": OPERATIONS,
         "networks": NETWORKS,
@@ -98,10 +99,9 @@ def collectives_atlas_page(facts: Facts) -> str:
         "what": {name: {a: what(name, a) for a in of} for name, of in facts.items()},
         "facts": facts,
         "start": START._asdict() | {"beside": BESIDE},
-        "sizes": [human_bytes(LARGE), human_bytes(SMALL)],
+        "sizes": sizes,
         "css": PLAYER_CSS,
     }
-    large, small = given["sizes"]
     opening = facts.get(START.operation, {})
     return f"""<nav><a href="index.html">All lessons</a></nav>
 <style>{_file("collectives_atlas.css")}</style>
@@ -132,7 +132,8 @@ here. The table shows one choice.</p></noscript>
 <th class="number">Time, {small}</th></tr></thead><tbody>{_rows(opening)}</tbody></table></div>
 {_notes(large, small)}
 <h2>The algorithms</h2>
-<p class="text">There are p ranks, and the array has n bytes. Each name leads to its run.</p>
+<p class="text">Here p is the number of ranks, n the bytes of the array, and lg the logarithm to
+base 2. Each name leads to its run.</p>
 {_catalogue(facts)}
 </main>
 <script>{PLAYER}
@@ -143,8 +144,7 @@ const GIVEN = {_json(given)};
 def chosen_words(choice: Choice) -> str:
     """The choice of the table, in words."""
     return (
-        f"{OPERATIONS[choice.operation]}, {choice.ranks} ranks, "
-        f"{NETWORKS[choice.network].lower()}."
+        f"{OPERATIONS[choice.operation]}, {choice.ranks} ranks, {NETWORKS[choice.network].lower()}."
     )
 
 
@@ -187,25 +187,26 @@ def _rows(of: Mapping[str, Mapping[str, RecordedRun]]) -> str:
 def _notes(large: str, small: str) -> str:
     link = f"{human_seconds(LATENCY)} and {BANDWIDTH / 1e9:g} GB/s"
     inside = f"{human_seconds(INSIDE_LATENCY)} and {INSIDE_BANDWIDTH / 1e9:g} GB/s"
-    return f"""<dl class="text notes">
-<dt>Steps</dt><dd>as the picture plays them. In a step, a rank sends at most one message and
-receives at most one. Along a ring or a chain, it does so on each of its links.</dd>
-<dt>Bytes</dt><dd>sent with an array of {large}. The array is the result of a gather or all-gather,
-what each rank has at first in an all-to-all, a reduce, a reduce-scatter or an all-reduce, and what
-the root has in a broadcast or a scatter. It has {large}, or {small}, because 105 is 3 · 5 · 7: so
-it splits into equal blocks on all these numbers of ranks.</dd>
-<dt>Time</dt><dd>on the simulator's virtual clock. Only messages take time, additions don't.</dd>
-<dt>Pictures</dt><dd>play the run with {large}. Up to 8 ranks, they show whose data is where: the
-array then has a few numbers in each block, and each counts on the network as many bytes as it
-stands for. With 16 and 64 ranks, they sum up each step. A chain cuts its array into as many
-segments as there are ranks, and at least 8.</dd>
+    return f"""<h2>What is counted</h2>
+<dl class="text notes">
+<dt>Steps</dt><dd>how many messages follow one another: the run would take so long if each message
+took 1, however large it is. A picture counts the steps of the algorithm alone. On some networks
+messages wait for a link, and one step of the algorithm takes several.</dd>
+<dt>Bytes</dt><dd>sent with an array of {large}. The array is the result of a gather or an
+all-gather, and the input of all other operations. Its size is {large} or {small}, because 105 is
+3 · 5 · 7: it splits into equal blocks for all these numbers of ranks.</dd>
+<dt>Time</dt><dd>on the simulator's virtual clock. Messages take time, additions don't.</dd>
+<dt>Pictures</dt><dd>The run with {large}. Up to 8 ranks, a picture shows whose data is where. Its
+array has a few numbers in each block, and on the network each of them counts as many bytes as it
+stands for. With 16 and 64 ranks, a picture sums up each step. A pipelined chain cuts its array into
+as many segments as there are ranks, and at least 8.</dd>
 <dt>Switch</dt><dd>Each rank has a link of {link} to a switch. A link carries one message at a time
 in each direction.</dd>
-<dt>Ring, torus</dt><dd>The same links, to the ranks on the left and right; on a torus, also to
-those above and below, in the most square grid. A message to a rank that is further away occupies
-every link on its way.</dd>
-<dt>Two nodes</dt><dd>Half of the ranks are in each node, with links of {inside} between them. All
-ranks of a node share its one link of {link} to the other node.</dd>
+<dt>Ring, torus</dt><dd>Each rank has such links to the ranks on its left and right, and on a torus
+also to those above and below. The torus is the most square grid. A message to a rank further away
+occupies every link on its way.</dd>
+<dt>Two nodes</dt><dd>Half of the ranks are in each node. Inside it, links have {inside}. All ranks
+of a node share one link of {link} to the other node.</dd>
 </dl>"""
 
 

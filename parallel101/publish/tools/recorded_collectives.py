@@ -11,7 +11,7 @@ with the small array has all its numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isqrt
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel101 import collectives
+from parallel101.analysis.critical_path import critical_path
 from parallel101.analysis.provenance import origin_tensor
 from parallel101.analysis.unwritten import Watched
 from parallel101.record.trace import Trace
@@ -46,6 +47,8 @@ LARGE, SMALL = 105 * 1024**2, 105 * 1024
 ELEMENT = 8  # bytes of a number
 LATENCY, BANDWIDTH = 5e-6, 50e9  # seconds, and bytes per second, of a link
 INSIDE_LATENCY, INSIDE_BANDWIDTH = 2e-6, 450e9  # of a link inside a node
+Speed = tuple[float, float]  # latency and bandwidth
+COUNTED: dict[str, Speed] = {"link": (1.0, inf), "inside": (1.0, inf)}  # each message takes 1
 # a rank's tensor is one block; of the other operations, the ranks cut it into blocks
 BLOCKS = ("gather", "all_gather")
 ROOTS = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
@@ -72,7 +75,7 @@ class Choice(NamedTuple):
 class RecordedRun(NamedTuple):
     """What a run took."""
 
-    steps: int  # as the picture plays them
+    steps: int  # messages one after the other: the time if each takes 1, of any size
     busiest: int  # bytes sent by the rank that sends most, of the large array
     total: int  # bytes sent by all ranks, of the large array
     seconds: float  # with the large array
@@ -123,17 +126,29 @@ def choices(operation: str, algorithm: str) -> list[Choice]:
     return [choice for choice in every if fits(choice)]
 
 
-def links(name: str, ranks: int, each: int = 1) -> Network:
+def links(choice: Choice, each: int = 1) -> Network:
     """The links between the ranks. `each`: as how many bytes one that is sent counts."""
-    speed: dict[str, Any] = {"latency": LATENCY, "bandwidth": BANDWIDTH / each}
-    if name == "ring":
-        return Network.ring(**speed)
-    if name == "torus":
-        return Network.torus(torus_shape(ranks), **speed)
-    if name == "two_nodes":
-        inside = {"inside_latency": INSIDE_LATENCY, "inside_bandwidth": INSIDE_BANDWIDTH / each}
-        return Network.two_level(-(-ranks // 2), **speed, **inside)
-    return Network(**speed)
+    inside = INSIDE_LATENCY, INSIDE_BANDWIDTH / each
+    return topology(choice, (LATENCY, BANDWIDTH / each), inside)
+
+
+def topology(choice: Choice, link: Speed, inside: Speed) -> Network:
+    """A network with links of this latency and bandwidth; `inside`: those inside a node."""
+    latency, bandwidth = link
+    if choice.network == "ring":
+        return Network.ring(latency=latency, bandwidth=bandwidth)
+    if choice.network == "torus":
+        shape = torus_shape(choice.ranks)
+        return Network.torus(shape, latency=latency, bandwidth=bandwidth)
+    if choice.network == "two_nodes":
+        return Network.two_level(
+            -(-choice.ranks // 2),
+            latency=latency,
+            bandwidth=bandwidth,
+            inside_latency=inside[0],
+            inside_bandwidth=inside[1],
+        )
+    return Network(latency, bandwidth)
 
 
 def program(choice: Choice, nbytes: int) -> Callable[[Tensor], Any]:
@@ -160,34 +175,31 @@ def numbers_of(choice: Choice, nbytes: int) -> int:
 
 def record(choice: Choice) -> tuple[RecordedRun, Scene]:
     """Run it with both arrays, and draw the run with the large one."""
-    small, _ = run(choice, SMALL)
+    small, _ = run(choice, links(choice), SMALL)
     # a block has so many numbers: a torus cuts it into 4 parts, a chain the array into segments
     in_block = 8 if choice.segments > 1 else 4
     nbytes = choice.ranks * in_block * ELEMENT
     each = 1 if choice.operation == "barrier" else LARGE // nbytes
     drawn = choice.ranks <= MOST_DRAWN
-    trace, results = run(choice, nbytes, each, drawn)
+    trace, results = run(choice, links(choice, each), nbytes, drawn)
+    steps = critical_path(trace).messages
+    if choice.network != "switch":  # where messages wait for links, another clock counts
+        steps = round(run(choice, topology(choice, **COUNTED), nbytes)[0].makespan)
     events = [event._replace(nbytes=event.nbytes * each) for event in trace.events]
     trace = Trace(events, trace.world_size, trace.backend, trace.unfinished)
     watched = Watched((numbers_of(choice, nbytes),), ()) if drawn else None
-    scene = collective_scene(
-        trace, results, title=choice.title, watched=watched, summary=not drawn
-    )
+    scene = collective_scene(trace, results, title=choice.title, watched=watched, summary=not drawn)
     sent = trace.bytes_sent
-    facts = RecordedRun(
-        len(scene.stops), max(sent), sum(sent), trace.makespan, small.makespan
-    )
-    return facts, scene
+    return RecordedRun(steps, max(sent), sum(sent), trace.makespan, small.makespan), scene
 
 
 def run(
-    choice: Choice, nbytes: int, each: int = 1, watched: bool = False
+    choice: Choice, network: Network, nbytes: int, watched: bool = False
 ) -> tuple[Trace, list[Any] | None]:
     """Run it on virtual ranks of this process; return the record and what each rank returned.
 
     Args:
         nbytes: of the whole array.
-        each: as how many bytes each byte counts on the network.
         watched: whether the record has the values, which then show their origin.
     """
     numbers, call = numbers_of(choice, nbytes), program(choice, nbytes)
@@ -198,7 +210,6 @@ def run(
             return None
         return call(origin_tensor(rank, choice.ranks, numbers, torch.int64))
 
-    network = links(choice.network, choice.ranks, each)
     ran = simulate(rank_main, choice.ranks, network, payload_bytes=nbytes if watched else 0)
     if ran.error is not None:
         raise ran.error
