@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from parallel101.publish.tools import collectives_atlas_page, recorded_collectives
+from parallel101.publish.tools import collectives_atlas_page
+from parallel101.publish.tools.recorded_collectives import Choice
 
 
 @pytest.fixture(autouse=True)
 def one_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = recorded_collectives.Choice("broadcast", "flat", 8, "switch")
+    choice = Choice("broadcast", "flat", 8, "switch")
     monkeypatch.setattr(collectives_atlas_page, "START", choice)
-    for name, value in (
-        ("OPERATIONS", {"broadcast": "Broadcast"}),
-        ("algorithms", lambda _: {"flat": recorded_collectives.algorithms("broadcast")["flat"]}),
-        ("choices", lambda *_: [choice]),
-    ):
-        monkeypatch.setattr(collectives_atlas_page, name, value)
+    monkeypatch.setattr(collectives_atlas_page, "all_choices", lambda: [choice])

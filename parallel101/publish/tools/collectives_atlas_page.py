@@ -16,10 +16,10 @@ import json
 import re
 import zlib
 from base64 import b64encode
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from parallel101.publish.tools.recorded_collectives import (
@@ -36,7 +36,7 @@ from parallel101.publish.tools.recorded_collectives import (
     RecordedRun,
     algorithm_name,
     algorithms,
-    choices,
+    all_choices,
     record,
 )
 from parallel101.record.units import human_bytes, human_seconds
@@ -60,20 +60,20 @@ def _file(name: str) -> str:
     return files("parallel101.publish.tools").joinpath(name).read_text(encoding="utf-8")
 
 
-@cache
-def collectives_atlas() -> Atlas:
-    """Record all runs, which takes half a minute, and return the page and the files beside it."""
+def collectives_atlas(chosen: Sequence[Choice] | None = None) -> Atlas:
+    """Record these runs, and return the page and the files beside it.
+
+    By default all of them, which takes half a minute.
+    """
     facts: Facts = {}
     records = {}
-    for operation in OPERATIONS:
-        for algorithm in algorithms(operation):
-            runs = {choice: record(choice) for choice in choices(operation, algorithm)}
-            facts.setdefault(operation, {})[algorithm] = {
-                _key(choice): run for choice, (run, _) in runs.items()
-            }
-            name = f"{operation}.{algorithm}"
-            pictures = {_key(choice): scene for choice, (_, scene) in runs.items()}
-            records[f"{FOLDER}/{name}.js"] = record_script(name, pictures)
+    of_algorithm = groupby(chosen or all_choices(), lambda choice: choice[:2])
+    for (operation, algorithm), runs in of_algorithm:
+        recorded = {_key(choice): record(choice) for choice in runs}
+        facts.setdefault(operation, {})[algorithm] = {k: run for k, (run, _) in recorded.items()}
+        name = f"{operation}.{algorithm}"
+        pictures = {key: scene for key, (_, scene) in recorded.items()}
+        records[f"{FOLDER}/{name}.js"] = record_script(name, pictures)
     return Atlas(collectives_atlas_page(facts), records)
 
 
@@ -86,14 +86,14 @@ def record_script(name: str, pictures: Mapping[str, Scene]) -> str:
         numbers = [elements.setdefault(tag, len(elements)) for tag in tags]
         runs[key] = {"svg": numbers, "alt": scene.alt, "setup": scene.player_setup()}
     text = _json({"elements": list(elements), "runs": runs})
-    return f'atlasRecord("{name}","{b64encode(zlib.compress(text.encode(), 9)).decode()}");\n'
+    return f'atlasRecord("{name}","{b64encode(zlib.compress(text.encode())).decode()}");\n'
 
 
 def collectives_atlas_page(facts: Facts) -> str:
     """Return the body of the page, for these runs."""
     large, small = sizes = [human_bytes(LARGE), human_bytes(SMALL)]
     given = {
-        "operations": OPERATIONS,
+        "operations": {name: OPERATIONS[name] for name in facts},
         "networks": NETWORKS,
         "names": {name: algorithm_name(name) for of in facts.values() for name in of},
         "what": {name: {a: what(name, a) for a in of} for name, of in facts.items()},
@@ -113,7 +113,7 @@ run. Put another one beside it, and see which is faster, and for which arrays.</
 <noscript><p class="needs-kernel">Choosing and playing needs JavaScript, which is switched off
 here. The table shows one choice.</p></noscript>
 <form class="choice" hidden>
-<label>Operation <select id="operation">{_options(OPERATIONS)}</select></label>
+<label>Operation <select id="operation">{_options(given["operations"])}</select></label>
 <label>Algorithm <select id="algorithm"></select></label>
 <label>Beside it <select id="beside"></select></label>
 <label>Ranks <select id="ranks">{_options({n: n for n in RANKS})}</select></label>
@@ -164,14 +164,13 @@ def _json(value: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def _options(names: Mapping[Any, Any]) -> str:
+def _options(names: Any) -> str:
     return "".join(f'<option value="{value}">{name}</option>' for value, name in names.items())
 
 
 def _rows(of: Mapping[str, Mapping[str, RecordedRun]]) -> str:
     rows = []
-    for name, runs in of.items():
-        run = runs[_key(START)]
+    for name, run in [(name, runs[_key(START)]) for name, runs in of.items()]:
         cells = (
             f"{run.steps}",
             human_bytes(run.busiest),

@@ -1,7 +1,7 @@
 """Runs every collective on the simulator and keeps its picture, for the atlas of collectives.
 
-    choices()  operation, algorithm, ranks, network
-    record()   one run ──▶ steps, bytes and seconds, and the picture of parallel101.viz
+    all_choices()  operation, algorithm, ranks, network
+    record()       one run ──▶ steps, bytes and seconds, and the picture of parallel101.viz
 
 The values of a run show whose data they are, so there are few of them: the large array has a few
 numbers per block, each of which counts as many bytes. The network is as many times slower. The run
@@ -120,9 +120,15 @@ def fits(choice: Choice) -> bool:
     return grid or not (on_a_mesh or choice.network == "torus")
 
 
-def choices(operation: str, algorithm: str) -> list[Choice]:
-    """All runs of an algorithm."""
-    every = (Choice(operation, algorithm, n, network) for n in RANKS for network in NETWORKS)
+def all_choices() -> list[Choice]:
+    """Every run there is."""
+    every = (
+        Choice(operation, algorithm, ranks, network)
+        for operation in OPERATIONS
+        for algorithm in algorithms(operation)
+        for ranks in RANKS
+        for network in NETWORKS
+    )
     return [choice for choice in every if fits(choice)]
 
 
