@@ -54,10 +54,10 @@ function settle() {
   }
   const all = Object.keys(facts[state.operation]).filter((name) => factsOf(name));
   if (!all.includes(state.algorithm)) {
-    if (facts[state.operation][state.algorithm])
-      words.push(`${capital(names[state.algorithm])} needs a grid of two axes, and ` +
-        `${state.ranks} ranks have none.`);
+    const gone = facts[state.operation][state.algorithm] && capital(names[state.algorithm]);
     state.algorithm = all.find((name) => name !== state.beside) ?? all[0];
+    if (gone) words.push(`${gone} needs a grid of two axes, which ${state.ranks} ranks don't ` +
+      `have. ${capital(names[state.algorithm])} is shown instead.`);
   }
   if (!all.includes(state.beside) || state.beside === state.algorithm) state.beside = "";
   return words.join(" ");
@@ -79,8 +79,8 @@ function fillMenus() {
   for (const name of MENUS) at(name).value = state[name];
 }
 
-function address() {
-  return "#" + MENUS.map((name) => `${name}=${state[name]}`).join("&");
+function address(choice = state) {
+  return "#" + MENUS.map((name) => `${name}=${choice[name]}`).join("&");
 }
 
 /* Take the choice of the address; what it lacks stays. Words if it can't be used. */
@@ -166,10 +166,14 @@ async function show(words = "") {
   place.dataset.shown = address();
 }
 
+function choiceWords() {
+  return `${operations[state.operation]}, ${state.ranks} ranks, ` +
+    `${networks[state.network].toLowerCase()}.`;
+}
+
 /* Which of the two takes how much longer. */
 function comparison() {
-  const choice = `${operations[state.operation]}, ${state.ranks} ranks, ` +
-    `${networks[state.network].toLowerCase()}.`;
+  const choice = choiceWords();
   const each = shown().map((name) =>
     `${capital(names[name])}: ${steps(factsOf(name)[0])}, ${humanSeconds(factsOf(name)[3])}.`);
   if (each.length < 2) return [choice, ...each].join(" ");
@@ -193,13 +197,15 @@ function fillTable() {
     if (share) cell.style.setProperty("--share", `${100 * share}%`);
     return cell;
   };
+  const named = (name) => shown().includes(name) ? names[name]
+    : make("a", { href: address({ ...state, beside: name }) }, names[name]);
   document.querySelector(".algorithms tbody").replaceChildren(...all.map(([name, of]) =>
-    make("tr", shown().includes(name) ? { class: "yours" } : {}, make("td", {}, names[name]),
+    make("tr", shown().includes(name) ? { class: "yours" } : {}, make("td", {}, named(name)),
       number(String(of[0])), number(humanBytes(of[1])), number(humanBytes(of[2])),
       number(humanSeconds(of[3]), of[3] / longest[0]),
       number(humanSeconds(of[4]), of[4] / longest[1]))));
-  at("chosen").textContent = `${operations[state.operation]}, ${state.ranks} ranks, ` +
-    `${networks[state.network].toLowerCase()}.`;
+  at("chosen").textContent = choiceWords() + (all.length > shown().length
+    ? ` Choose a name to put that algorithm beside ${names[state.algorithm]}.` : "");
 }
 
 /* ---- input ---- */

@@ -107,9 +107,9 @@ def collectives_atlas_page(facts: Facts) -> str:
 <style>{_file("collectives_atlas.css")}</style>
 <main class="atlas">
 <h1>{TITLE}</h1>
-<p class="text">In a collective, all ranks take part: they copy, add or exchange arrays. Most have
-several algorithms, which send the same data in a different order. Choose one and watch a recorded
-run. Put another one beside it, and see which is faster, and for which arrays.</p>
+<p class="text">In a collective, all ranks work together to copy, add or exchange arrays. Several
+algorithms reach the same result with different messages. Choose one and watch a recorded run. Then
+put another beside it: which is faster with a large array, and which with a small one?</p>
 <noscript><p class="needs-kernel">Choosing and playing needs JavaScript, which is switched off
 here. The table shows one choice.</p></noscript>
 <form class="choice" hidden>
@@ -188,23 +188,24 @@ def _notes(large: str, small: str) -> str:
     inside = f"{human_seconds(INSIDE_LATENCY)} and {INSIDE_BANDWIDTH / 1e9:g} GB/s"
     return f"""<h2>What is counted</h2>
 <dl class="text notes">
-<dt>Steps</dt><dd>how many messages follow one another: the run would take so long if each message
-took 1, however large it is. A picture counts the steps of the algorithm alone. On some networks
-messages wait for a link, and one step of the algorithm takes several.</dd>
-<dt>Bytes</dt><dd>sent with an array of {large}. The array is the result of a gather or an
-all-gather, and the input of all other operations. Its size is {large} or {small}, because 105 is
-3 · 5 · 7: it splits into equal blocks for all these numbers of ranks.</dd>
-<dt>Time</dt><dd>on the simulator's virtual clock. Messages take time, additions don't.</dd>
-<dt>Pictures</dt><dd>The run with {large}. Up to 8 ranks, a picture shows whose data is where. Its
-array has a few numbers in each block, and on the network each of them counts as many bytes as it
-stands for. With 16 and 64 ranks, a picture sums up each step. A pipelined chain cuts its array into
-as many segments as there are ranks, and at least 8.</dd>
+<dt>Steps</dt><dd>The number of messages that follow one another, each of which pays the latency.
+The picture counts the algorithm's own steps. Where messages wait for a link, one of these takes
+as long as several messages.</dd>
+<dt>Bytes</dt><dd>Sent with an array of {large}. The array is the result of a gather or an
+all-gather, and the input of every other operation. Why 105? It is 3 · 5 · 7, so all these numbers
+of ranks can cut the array into equal blocks.</dd>
+<dt>Time</dt><dd>In seconds of the simulator's virtual clock. Messages take time, additions
+don't.</dd>
+<dt>Pictures</dt><dd>The run with {large}. Up to 8 ranks, a picture shows whose data is where: each
+block then has a few numbers, and the network takes each of them for an equal share of the {large}.
+With 16 and 64 ranks, a picture sums up each step. A pipelined chain cuts its array into as many
+segments as there are ranks, and at least 8.</dd>
 <dt>Switch</dt><dd>Each rank has a link of {link} to a switch. A link carries one message at a time
 in each direction.</dd>
 <dt>Ring, torus</dt><dd>Each rank has such links to the ranks on its left and right, and on a torus
 also to those above and below. The torus is the most square grid. A message to a rank further away
 occupies every link on its way.</dd>
-<dt>Two nodes</dt><dd>Half of the ranks are in each node. Inside it, links have {inside}. All ranks
+<dt>Two nodes</dt><dd>Each node has half of the ranks, with links of {inside} inside it. All ranks
 of a node share one link of {link} to the other node.</dd>
 </dl>"""
 

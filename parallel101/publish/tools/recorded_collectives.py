@@ -22,7 +22,7 @@ from parallel101 import collectives
 from parallel101.analysis.critical_path import critical_path
 from parallel101.analysis.provenance import origin_tensor
 from parallel101.analysis.unwritten import Watched
-from parallel101.record.trace import Trace
+from parallel101.record.trace import Trace, collector_paused
 from parallel101.sim.network import Network
 from parallel101.sim.simulate import simulate
 from parallel101.viz.collective import collective_scene
@@ -179,6 +179,7 @@ def numbers_of(choice: Choice, nbytes: int) -> int:
     return nbytes // ELEMENT // (choice.ranks if choice.operation in BLOCKS else 1)
 
 
+@collector_paused()
 def record(choice: Choice) -> tuple[RecordedRun, Scene]:
     """Run it with both arrays, and draw the run with the large one."""
     small, _ = run(choice, links(choice), SMALL)
