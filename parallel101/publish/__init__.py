@@ -123,8 +123,6 @@ def publish(
     folder = notebooks[0].parent
     course = _course(notebooks, folder, only, syllabus)
     _write_homework(course, folder, out)
-    if course.whole:
-        _write_atlas(out, anew=set(notebooks) >= set(course.lessons), report=report)
     names = None if course.whole else {path.stem for path in course.lessons}
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
@@ -148,6 +146,9 @@ def publish(
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
         written = _write_pages(course, out, ran)
+    if course.whole and (set(notebooks) >= set(course.lessons) or not _has_atlas(out)):
+        _write_atlas(out, report)
+        _write_pages(course, out, {})  # the index, with a link to the atlas
     return Published(written, failed)
 
 
@@ -195,7 +196,9 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {atlas.ADDRESS: atlas.TITLE, ADDRESS: TITLE} if course.whole else {}
+    tools = {ADDRESS: TITLE} if course.whole else {}
+    if tools and _has_atlas(out):
+        tools[atlas.ADDRESS] = atlas.TITLE
     index = index_page(
         [*lessons.values()],
         covers,
@@ -207,7 +210,7 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         tools,
     )
     _write(out / "index.html", index)
-    if tools:
+    if course.whole:
         _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
     return [*pages, out / "index.html"]
 
@@ -230,13 +233,12 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     return bool(terms)
 
 
-def _write_atlas(out: Path, anew: bool, report: Callable[[str], None]) -> None:
-    """Write the atlas of collectives, with a file for each algorithm.
+def _has_atlas(out: Path) -> bool:
+    return (out / atlas.ADDRESS).exists()
 
-    Recording all runs takes a while. If not `anew`, an atlas that is there stays.
-    """
-    if (out / atlas.ADDRESS).exists() and not anew:
-        return
+
+def _write_atlas(out: Path, report: Callable[[str], None]) -> None:
+    """Record all collectives, and write their atlas with a file for each algorithm."""
     began = time.perf_counter()
     page, records = atlas.collectives_atlas()
     make_output_folder(out / atlas.FOLDER)

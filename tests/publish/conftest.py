@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from parallel101.publish.tools import collectives_atlas_page
 from parallel101.publish.tools.recorded_collectives import Choice
 
 
-@pytest.fixture(autouse=True)
-def one_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def one_recorded_run() -> Iterator[None]:
     choice = Choice("broadcast", "flat", 8, "switch")
-    monkeypatch.setattr(collectives_atlas_page, "START", choice)
-    monkeypatch.setattr(collectives_atlas_page, "all_choices", lambda: [choice])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives_atlas_page, "START", choice)
+        patch.setattr(collectives_atlas_page, "all_choices", lambda: [choice])
+        yield
