@@ -146,7 +146,7 @@ def publish(
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
         written = _write_pages(course, out, ran)
-    if course.whole and (set(notebooks) >= set(course.lessons) or not _has_atlas(out)):
+    if ran and course.whole and (set(notebooks) >= set(course.lessons) or not _has_atlas(out)):
         _write_atlas(out, report)
         _write_pages(course, out, {})  # the index, with a link to the atlas
     return Published(written, failed)

@@ -164,6 +164,7 @@ def test_index_and_pages_link_to_each_other_without_the_lesson_that_failed(site)
         ["✓", "00_first", "ran"],
         ["✓", "01_second", "ran"],
         ["✗", "02_broken", "failed"],
+        ["✓", "all", "collectives"],
     ]
 
 
