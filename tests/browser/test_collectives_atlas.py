@@ -126,10 +126,10 @@ def recorded_anew(choice: Choice) -> list[str]:
     sent = [times * nbytes for nbytes in small.bytes_sent]
     return [
         f"{steps:g}",
-        human_bytes(max(sent)),
-        human_bytes(sum(sent)),
         human_seconds(large.makespan),
         human_seconds(small.makespan),
+        human_bytes(max(sent)),
+        human_bytes(sum(sent)),
     ]
 
 

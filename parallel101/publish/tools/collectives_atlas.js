@@ -132,9 +132,9 @@ function figureOf({ elements, runs }) {
 
 function article(algorithm) {
   const of = factsOf(algorithm), title = capital(names[algorithm]);
-  const rows = [["Steps", of[0]], ["Busiest rank sends", humanBytes(of[1])],
-    ["All ranks send", humanBytes(of[2])], [`Time, ${sizes[0]}`, humanSeconds(of[3])],
-    [`Time, ${sizes[1]}`, humanSeconds(of[4])]];
+  const rows = [["Steps", of[0]], [`Time, ${sizes[0]}`, humanSeconds(of[3])],
+    [`Time, ${sizes[1]}`, humanSeconds(of[4])], ["Busiest rank sends", humanBytes(of[1])],
+    ["All ranks send", humanBytes(of[2])]];
   return make("article", { "aria-label": title, "data-algorithm": algorithm },
     make("h2", {}, title), make("p", { class: "what" }, what[state.operation][algorithm]),
     make("dl", { class: "facts" }, ...rows.map(([name, value]) =>
@@ -201,9 +201,9 @@ function fillTable() {
     : make("a", { href: address({ ...state, beside: name }) }, names[name]);
   document.querySelector(".algorithms tbody").replaceChildren(...all.map(([name, of]) =>
     make("tr", shown().includes(name) ? { class: "yours" } : {}, make("td", {}, named(name)),
-      number(String(of[0])), number(humanBytes(of[1])), number(humanBytes(of[2])),
-      number(humanSeconds(of[3]), of[3] / longest[0]),
-      number(humanSeconds(of[4]), of[4] / longest[1]))));
+      number(String(of[0])), number(humanSeconds(of[3]), of[3] / longest[0]),
+      number(humanSeconds(of[4]), of[4] / longest[1]), number(humanBytes(of[1])),
+      number(humanBytes(of[2])))));
   at("chosen").textContent = choiceWords() + (all.length > shown().length
     ? ` Choose a name to put that algorithm beside ${names[state.algorithm]}.` : "");
 }

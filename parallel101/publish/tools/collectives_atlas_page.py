@@ -127,9 +127,9 @@ here. The table shows one choice.</p></noscript>
 <h2 id="all">All algorithms for this choice</h2>
 <p class="text" id="chosen">{chosen_words(START)}</p>
 <div class="scroll"><table class="algorithms"><thead><tr><th>Algorithm</th>
-<th class="number">Steps</th><th class="number">Busiest rank sends</th>
-<th class="number">All ranks send</th><th class="number">Time, {large}</th>
-<th class="number">Time, {small}</th></tr></thead><tbody>{_rows(opening)}</tbody></table></div>
+<th class="number">Steps</th><th class="number">Time, {large}</th>
+<th class="number">Time, {small}</th><th class="number">Busiest rank sends</th>
+<th class="number">All ranks send</th></tr></thead><tbody>{_rows(opening)}</tbody></table></div>
 {_notes(large, small)}
 <h2>The algorithms</h2>
 <p class="text">Here p is the number of ranks, n the bytes of the array, and lg the logarithm to
@@ -173,10 +173,10 @@ def _rows(of: Mapping[str, Mapping[str, RecordedRun]]) -> str:
     for name, run in [(name, runs[_key(START)]) for name, runs in of.items()]:
         cells = (
             f"{run.steps}",
-            human_bytes(run.busiest),
-            human_bytes(run.total),
             human_seconds(run.seconds),
             human_seconds(run.seconds_small),
+            human_bytes(run.busiest),
+            human_bytes(run.total),
         )
         numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
         rows.append(f"<tr><td>{algorithm_name(name)}</td>{numbers}</tr>")
@@ -189,11 +189,12 @@ def _notes(large: str, small: str) -> str:
     return f"""<h2>What is counted</h2>
 <dl class="text notes">
 <dt>Steps</dt><dd>The number of messages that follow one another, each of which pays the latency.
-The picture counts the algorithm's own steps. Where messages wait for a link, one of these takes
-as long as several messages.</dd>
+The picture's steps can differ, because it plays one message per rank at a time, or one per
+neighbour along a ring. On a torus, the links of a rank work at once, so there are fewer steps than
+in the picture. Where messages wait for a link, there are more.</dd>
 <dt>Bytes</dt><dd>Sent with an array of {large}. The array is the result of a gather or an
 all-gather, and the input of every other operation. Why 105? It is 3 · 5 · 7, so all these numbers
-of ranks can cut the array into equal blocks.</dd>
+of ranks can cut the array into equal blocks. A barrier has no array and sends single bytes.</dd>
 <dt>Time</dt><dd>In seconds of the simulator's virtual clock. Messages take time, additions
 don't.</dd>
 <dt>Pictures</dt><dd>The run with {large}. Up to 8 ranks, a picture shows whose data is where: each
