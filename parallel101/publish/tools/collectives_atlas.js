@@ -194,7 +194,7 @@ function fillTable() {
   const longest = [3, 4].map((k) => Math.max(...all.map(([, of]) => of[k])));
   const number = (words, share) => {
     const cell = make("td", { class: "number" }, words);
-    if (share) cell.style.setProperty("--share", `${100 * share}%`);
+    if (share) cell.style.setProperty("--share", share);
     return cell;
   };
   const named = (name) => shown().includes(name) ? names[name]
