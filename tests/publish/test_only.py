@@ -51,8 +51,8 @@ def built(lessons: Path, *options: str) -> tuple[set[str], BeautifulSoup]:
     """The pages that were written, and the index."""
     out = lessons.parent / "site"
     assert cli.main(["lessons", "--lessons", str(lessons), "--out", str(out), *options]) == 0
-    pages = {file.stem for file in out.iterdir()}
-    for page in out.iterdir():
+    pages = {file.stem for file in out.glob("*.html")}
+    for page in out.glob("*.html"):
         links = BeautifulSoup(page.read_text(), "html.parser").select("a[href]")
         inside = {a["href"].partition("#")[0] for a in links if "://" not in a["href"]} - {""}
         assert {Path(address).stem for address in inside} <= pages, page.name
@@ -80,6 +80,12 @@ def test_without_only_everything_is_written(lessons):
     assert pages == everything | {tool.address.removesuffix(".html") for tool in TOOL_PAGES}
     tools = [link["href"] for link in index.select(".tools a")]
     assert tools == [tool.address for tool in TOOL_PAGES]
+    records = [*(lessons.parent / "site").glob("atlas/*.js")]
+    assert [path.name for path in records] == ["broadcast.flat.js"]
+    atlas = lessons.parent / "site" / "atlas_of_collectives.html"
+    atlas.write_text("kept")
+    built(lessons, "00")  # one lesson of it again
+    assert atlas.read_text() == "kept"
 
 
 def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypatch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from parallel101.publish.tools import memory_page, schedule_builder_page
+from parallel101.publish.tools import collectives_atlas_page, memory_page, schedule_builder_page
 
 
 class ToolPage(NamedTuple):
@@ -24,6 +24,12 @@ class ToolPage(NamedTuple):
 
 
 TOOL_PAGES = (
+    ToolPage(
+        collectives_atlas_page.ADDRESS,
+        collectives_atlas_page.TITLE,
+        "Play recorded runs of all collectives and algorithms, two side by side.",
+        collectives_atlas_page.collectives_atlas,
+    ),
     ToolPage(
         schedule_builder_page.ADDRESS,
         schedule_builder_page.TITLE,
