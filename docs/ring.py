@@ -1,9 +1,10 @@
-"""Draws the animation in the README, by running the Python lines of the README (make picture).
+"""Draws the animation in the README, by running the README's program (make picture).
 
 As SVG, and for slides as GIF and PNG. Each run has other times, so the files go to build/picture,
 which git ignores. To change the README's picture, copy ring.svg to docs.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -16,8 +17,9 @@ if __name__ == "__main__":
     # so that the record names the README's own lines
     above = "\n" * readme[: program.start(1)].count("\n")
     names = {"__name__": "__main__"}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    os.chdir(FOLDER)  # the program saves a page
     exec(compile(above + program[1], "README.md", "exec"), names)
     scene = names["run"].animate()
-    FOLDER.mkdir(parents=True, exist_ok=True)
     for kind in ("svg", "gif", "png"):
         print("Wrote", scene.save(FOLDER / f"ring.{kind}"))

@@ -1,4 +1,4 @@
-"""The command line: `parallel101 doctor | lab | lessons | run | merge | grade | plan | bench`.
+"""The command line, `parallel101 doctor`, `parallel101 lab` and others: `parallel101 --help`.
 
 A command imports what it needs only when it runs, so that `doctor` still works where torch or
 Jupyter is broken.
@@ -11,15 +11,13 @@ import contextlib
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel101 import __version__
-from parallel101.run_command import add_run_commands, import_no_grammars, seconds_of
-
-if TYPE_CHECKING:
-    pass
+from parallel101.extras import MissingExtra, needs_extra
+from parallel101.run_command import add_run_commands, seconds_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0 for success and 1 for failure. Wrong arguments exit with status 2.
     """
     _escape_unsupported_characters()
+    # torch says so when it is imported; no command needs NumPy, and doctor says what does
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     try:
         try:
             return _run(argv)
@@ -54,7 +54,11 @@ def _run(argv: Sequence[str] | None) -> int:
     if extra and not args.takes_extra:
         args.parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
-        return args.run(args, extra)
+        with needs_extra(f"parallel101 {args.command}"):
+            return args.run(args, extra)
+    except MissingExtra as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"parallel101 {args.command}: stopped", file=sys.stderr)
         return 130
@@ -113,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--lessons",
             metavar="FOLDER",
-            help="folder with the notebooks (default: lessons/ in this clone)",
+            help="folder with the notebooks (default: the nearest lessons/, or those of the wheel)",
         )
     lessons.add_argument(
         "names",
@@ -145,6 +149,20 @@ def _parser() -> argparse.ArgumentParser:
         type=seconds_of,
         default=600.0,
         help="time limit for each cell (default: 600)",
+    )
+
+    notebooks = command(
+        "notebooks",
+        _notebooks,
+        "Copy the lessons and the homework to a folder of your own, without a clone.",
+    )
+    notebooks.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        help="where lessons/ and homework/ are written (default: here)",
     )
 
     add_run_commands(command)
@@ -252,11 +270,12 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
     from jupyterlab.labapp import LabApp
 
     from parallel101.grade.homework import find_homework
+    from parallel101.publish.find import find_lessons
 
     folder, options = (
         (find_homework, extra[1:])
         if extra[:1] == ["homework"]
-        else (lambda: _lessons_folder(args), extra)
+        else (lambda: find_lessons(args.lessons, to_edit=True), extra)
     )
     try:
         LabApp.launch_instance(
@@ -268,11 +287,18 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
-    import_no_grammars()
-    from parallel101.publish import make_output_folder, publish, read_syllabus, select_lessons
+    _import_no_grammars()
+    from parallel101.publish import (
+        find_lessons,
+        make_output_folder,
+        publish,
+        read_syllabus,
+        select_lessons,
+    )
 
-    folder, syllabus = _lessons_folder(args), None
+    syllabus = None
     try:
+        folder = find_lessons(args.lessons)
         names = [*args.names, *(args.only or "").replace(",", " ").split()]
         notebooks = select_lessons(folder, names)
         if args.syllabus is not None:
@@ -286,7 +312,7 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
             if not notebooks:
                 raise ValueError(f"{args.syllabus} names no lesson")
         make_output_folder(args.out)
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         args.parser.error(str(error))
     print(
         f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: "
@@ -313,13 +339,24 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
-def _lessons_folder(args: argparse.Namespace) -> Path:
-    from parallel101.publish import find_lessons
+def _import_no_grammars() -> None:
+    """Leave out a module for URLs, whose grammars take two seconds.
+
+    nbformat imports it by way of jsonschema and never uses it. Call this before `publish` is used.
+    """
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
+
+def _notebooks(args: argparse.Namespace, extra: list[str]) -> int:
+    from parallel101.publish.find import copy_notebooks
 
     try:
-        return find_lessons(args.lessons)
-    except FileNotFoundError as error:
+        lessons, homework = copy_notebooks(args.folder)
+    except ValueError as error:
         return args.parser.error(str(error))  # exits
+    print(f"Wrote {lessons} and {homework}")
+    print("To open them: parallel101 lab, or parallel101 lab homework")
+    return 0
 
 
 def _grade(args: argparse.Namespace, extra: list[str]) -> int:

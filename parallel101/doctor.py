@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+from parallel101.extras import missing_packages
 from parallel101.viz.chromium import find_chromium
 
 OLDEST_PYTHON = (3, 10)
@@ -62,6 +63,8 @@ def main(as_json: bool = False) -> int:
         )
     elif failed:
         print(f"\nNot working: {', '.join(failed)}. The lines that begin with → say what to do.")
+    elif any(row.name == "Jupyter" and row.state == "absent" for row in rows):
+        print("\nLaunches work on this machine. The lessons need what is missing above.")
     else:
         print("\nEverything that the lessons need works on this machine.")
     return 1 if failed else 0
@@ -122,8 +125,6 @@ def check_machine() -> CheckResult:
 
 
 def check_torch() -> CheckResult:
-    from packaging.version import Version
-
     advice = (
         f"Run pip install torch=={TESTED_TORCH} (on Linux without a GPU, add --index-url "
         "https://download.pytorch.org/whl/cpu)"
@@ -131,18 +132,19 @@ def check_torch() -> CheckResult:
     try:
         found = version("torch")
         import torch
+        from torch.torch_version import TorchVersion
     except PackageNotFoundError:
         return CheckResult("fails", "not installed", advice)
     except (ImportError, OSError) as error:
         return CheckResult(
             "fails", f"{found} is installed, but cannot be imported: {error}", advice
         )
-    if Version(torch.__version__) < Version(OLDEST_TORCH):
+    if TorchVersion(torch.__version__) < OLDEST_TORCH:
         return CheckResult(
             "fails", f"{found}, but parallel101 needs {OLDEST_TORCH} or newer", advice
         )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    mine = Version(torch.__version__).public
+    mine = torch.__version__.partition("+")[0]
     if mine == TESTED_TORCH:
         note = ""
     elif mine in TRIED_TORCH:
@@ -300,18 +302,27 @@ def check_launch(backend: str) -> CheckResult:
     )
 
 
+def check_numpy() -> CheckResult:
+    if "numpy" not in missing_packages("lessons"):
+        return CheckResult("works", version("numpy"))
+    return CheckResult(
+        "absent",
+        "not installed. parallel101 works without it. torch warns that it's missing, and torch's "
+        "collectives of objects, such as all_gather_object, fail on real ranks",
+        "If your program uses them: pip install numpy",
+    )
+
+
 def check_jupyter() -> CheckResult:
-    found, missing = [], []
-    for package in ("jupyterlab", "ipykernel", "ipywidgets"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            missing.append(package)
-    if missing:
+    if missing := missing_packages("lessons"):
         return CheckResult(
-            "fails", f"not installed: {', '.join(missing)}", f"Run pip install {' '.join(missing)}"
+            "absent",
+            f"not installed: {', '.join(missing)}. Only notebooks, the lessons' pages, plots and "
+            "explorers need them",
+            'To install them: pip install "parallel101[lessons]"',
         )
-    return CheckResult("works", ", ".join(found))
+    found = ("jupyterlab", "ipykernel", "ipywidgets", "matplotlib")
+    return CheckResult("works", ", ".join(f"{package} {version(package)}" for package in found))
 
 
 def check_browser() -> CheckResult:
@@ -335,6 +346,7 @@ CHECKS: dict[str, Callable[[], CheckResult]] = {
     "GPUs": check_gpus,
     "loopback": check_loopback,
     "fork server": check_fork_server,
+    "NumPy": check_numpy,
     "launch, gloo": lambda: check_launch("gloo"),
     "launch, sim": lambda: check_launch("sim"),
     "Jupyter": check_jupyter,

@@ -335,21 +335,10 @@ def _merge_dumps(args: argparse.Namespace) -> int:
 
     if args.chrome is not None:
         raise ValueError("--chrome can't be used for a flight recorder's dumps: use --page")
-    if args.page is not None:
-        import_no_grammars()
     print(report_flight_job(args.directory, args.page))
     if args.page is not None:
         print(f"\nWrote {args.page}. It opens in a browser, also offline.")
     return 0
-
-
-def import_no_grammars() -> None:
-    """Leave out a module for URLs, whose grammars take two seconds.
-
-    nbformat imports it by way of jsonschema and never uses it. Call it before `parallel101.publish`
-    is imported.
-    """
-    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 
 def _joined(directory: Path) -> JoinedFiles:
@@ -375,7 +364,6 @@ def _report(
         print(f"\n{as_text(table)}")
     print()
     if args.page is not None:
-        import_no_grammars()
         from parallel101.publish.run_page import run_page
 
         try:

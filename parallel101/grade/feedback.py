@@ -25,7 +25,7 @@ from parallel101.grade.grading import ExerciseVerdict, grade_on, run_cases
 from parallel101.grade.homework import HomeworkSet
 from parallel101.grade.picture import SHOWN_SECONDS, draw
 from parallel101.grade.remote import Submission, SubmissionRanks
-from parallel101.publish.page import offline_html
+from parallel101.publish.offline_page import offline_html
 
 
 class Feedback:

@@ -55,7 +55,7 @@ def find_sets(path: Path) -> list[HomeworkSet]:
     if not tests:
         raise FileNotFoundError(
             f"there is no homework in {path}: expected a folder with test_hw*.py, such as "
-            "homework/hw1_moving"
+            "homework/hw1_moving (parallel101 notebooks copies homework/ to this folder)"
         )
     by_code: dict[Path, list[Path]] = {}
     for file in tests:
@@ -91,8 +91,8 @@ def find_homework() -> Path:
         if any((place / "homework").glob("hw*/test_hw*.py")):
             return place / "homework"
     raise FileNotFoundError(
-        f"there is no homework/ in {here} or above it; run this in a clone of parallel101, or give "
-        "the folder's path"
+        f"there is no homework/ in {here} or above it; give the folder's path, or to copy the "
+        "lessons and the homework to this folder, run: parallel101 notebooks"
     )
 
 

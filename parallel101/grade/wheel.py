@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-LEFT_OUT = ("__pycache__", ".ipynb_checkpoints")
+LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", "notebooks")  # graders need no notebooks
 TIME = (2026, 1, 1, 0, 0, 0)  # of all entries, so that the same files give the same wheel
 KIND = "Wheel-Version: 1.0\nGenerator: parallel101\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 
+from parallel101.extras import MissingExtra, needs_extra
+
 SET_BACKEND = (
     "Set the environment variable KERAS_BACKEND=torch before keras is imported: "
     'os.environ["KERAS_BACKEND"] = "torch"'
 )
 
 try:
-    import keras
+    with needs_extra("p101.keras"):
+        import keras
+except MissingExtra:
+    raise
 except ModuleNotFoundError as error:
-    if error.name == "keras":
-        raise ModuleNotFoundError(
-            "p101.keras needs Keras 3: pip install 'keras>=3.10'", name="keras"
-        ) from error
     raise ImportError(
         f"keras cannot import its backend {os.environ.get('KERAS_BACKEND', 'tensorflow')!r}: "
         f"{error}. {SET_BACKEND}"

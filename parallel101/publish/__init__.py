@@ -3,251 +3,48 @@
     lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
                     ── page.py ──▶ site/*.html
     tools/          ── pages of JavaScript, fed with what Python computes ──▶ site/*.html
+    docstrings      ── reference.py ──▶ site/reference/
+    all of them     ── search_index.py ──▶ site/search_index.js
     routes.json     ── index.py ─▶ site/index.html
     course.toml     ── syllabus.py: a teacher's course, in place of routes.json
 
-`parallel101 lessons` and `make lessons` call `publish`.
+`parallel101 lessons` and `make lessons` call `publish`, which is in write_site.py. The page of a
+run (run_page.py) and the frame of all pages (offline_page.py) need no packages of notebooks, so
+nothing is imported before it is used.
 """
 
-from __future__ import annotations
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import os
-import re
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
+from parallel101.extras import needs_extra
 
-from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
-from parallel101.publish.find import find_lessons, homework_notebooks, select_lessons
-from parallel101.publish.glossary import PAGE, read_terms
-from parallel101.publish.index import Opening, index_page, read_opening
-from parallel101.publish.page import (
-    Lesson,
-    cover_of,
-    glossary_page,
-    homework_page,
-    lesson_body,
-    lesson_page,
-    moving_picture_of,
-    offline_html,
-)
-from parallel101.publish.specification import with_specifications
-from parallel101.publish.syllabus import Syllabus, read_syllabus
-from parallel101.publish.tools.schedule_builder_page import ADDRESS, TITLE, schedule_builder_page
-
-__all__ = [
-    "LessonFailed",
-    "Published",
-    "find_lessons",
-    "homework_body",
-    "make_output_folder",
-    "publish",
-    "read_syllabus",
-    "select_lessons",
-]
-
-
-class Published(NamedTuple):
-    """What `publish` did: the pages it wrote, and the lessons that failed.
-
-    The index is the last page.
-    """
-
-    written: list[Path]
-    failed: list[LessonFailed]
-
-
-def make_output_folder(out: Path) -> None:
-    """Create the folder `out` if it is missing, and check that it is writable.
-
-    This takes place before any lesson runs.
-
-    Raises:
-        ValueError: `out` cannot be created or is not writable.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise ValueError(
-            f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. --out "
-            "site"
-        ) from error
-
-
-class Course(NamedTuple):
-    """What the pages of a course have in common."""
-
-    lessons: list[Path]  # in order
-    homework: dict[int, Lesson]  # those that have a page
-    whole: bool  # whether the glossary has all terms, or only those that are linked
-    opening: Opening
-    syllabus: Syllabus | None = None
-
-
-def publish(
-    notebooks: Sequence[Path],
-    out: Path,
-    *,
-    only: bool = False,
-    syllabus: Syllabus | None = None,
-    timeout: float = 600.0,
-    report: Callable[[str], None] = print,
-) -> Published:
-    """Run each notebook from top to bottom and write it as a page.
-
-    If a lesson fails, the others still run.
-
-    Args:
-        notebooks: the lessons to run, all from one folder.
-        out: the folder for the pages and index.html; it is created if it is missing. The old page
-            of a lesson that fails is deleted.
-        only: whether these lessons are the whole course. If not, the index also lists the folder's
-            lessons that have a page in `out`. A course of some lessons has only the homework that
-            they name, and only the terms of the glossary that they use.
-        syllabus: the same, for the lessons and the homework that it names. It becomes the index.
-        timeout: time limit for each cell, in seconds.
-        report: called with one line of progress per lesson. Progress bars go to standard error if
-            that is a terminal.
-
-    Raises:
-        ValueError: `out` cannot be created or is not writable.
-        OSError: a page could not be written, for example because the disk is full. `.filename` is
-            that page; its old content is kept.
-    """
-    make_output_folder(out)
-    folder = notebooks[0].parent
-    course = _course(notebooks, folder, only, syllabus)
-    _write_homework(course, folder, out)
-    names = None if course.whole else {path.stem for path in course.lessons}
-    ran: dict[Path, tuple[str, float]] = {}
-    failed = []
-    try:
-        for path in notebooks:
-            began = time.perf_counter()
-            try:
-                notebook = run_notebook(path, timeout=timeout)
-                seconds = time.perf_counter() - began
-                ran[path] = lesson_body(notebook, path.parent, course.homework, names), seconds
-            except (LessonFailed, ValueError) as error:
-                failed.append(
-                    error
-                    if isinstance(error, LessonFailed)
-                    else LessonFailed(path.stem, str(error))
-                )
-                (out / f"{path.stem}.html").unlink(missing_ok=True)
-                report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
-            else:
-                _write_pages(course, out, {path: ran[path]})
-                report(f"✓ {path.stem} ran in {seconds:.1f} s")
-    finally:  # also after Ctrl-C: links the finished pages to each other
-        written = _write_pages(course, out, ran)
-    return Published(written, failed)
-
-
-def _course(
-    notebooks: Sequence[Path], folder: Path, only: bool, syllabus: Syllabus | None
-) -> Course:
-    found = homework_notebooks(folder)
-    lessons, wanted = select_lessons(folder), set(found)
-    if syllabus is not None:
-        lessons = [path for path in lessons if path.stem in syllabus.lessons]
-        wanted = syllabus.homework
-    elif only:
-        lessons, wanted = list(notebooks), set()
-        for path in lessons:
-            with suppress(LessonFailed):  # it is reported when it runs
-                wanted |= {*Lesson.of(path.stem, read_notebook(path)).homework}
-    homework = {
-        number: Lesson.of(path.parent.name, read_notebook(path))
-        for number, path in found.items()
-        if number in wanted
-    }
-    whole = not only and syllabus is None
-    return Course(lessons, homework, whole, read_opening(folder), syllabus)
-
-
-def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]]) -> list[Path]:
-    """Write the pages of the lessons that ran, the glossary and the index; return the paths.
-
-    The index lists all lessons of the course that have a page.
-    """
-    lessons = {}
-    for path in course.lessons:
-        if path in ran or (out / f"{path.stem}.html").exists():
-            # a notebook that did not run now and that has become unreadable
-            with suppress(LessonFailed):
-                lessons[path] = Lesson.of(path.stem, read_notebook(path))
-    pages = {
-        out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()])
-        for path in ran
-    }
-    for page, html in pages.items():
-        _write(page, html)
-    shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
-    glossary = _write_glossary(course, out, [*shown.values()])
-    covers = {name: cover_of(page) for name, page in shown.items()}
-    opening = course.opening if course.syllabus is None else Opening()
-    moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {ADDRESS: TITLE} if course.whole else {}
-    index = index_page(
-        [*lessons.values()],
-        covers,
-        course.homework,
-        glossary,
-        opening,
-        moving,
-        course.syllabus,
-        tools,
+if TYPE_CHECKING:
+    from parallel101.publish.execute import LessonFailed
+    from parallel101.publish.find import find_lessons, select_lessons
+    from parallel101.publish.syllabus import read_syllabus
+    from parallel101.publish.write_site import (
+        Published,
+        homework_body,
+        make_output_folder,
+        publish,
     )
-    _write(out / "index.html", index)
-    if tools:
-        _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
-    return [*pages, out / "index.html"]
+
+_MODULES = {
+    "LessonFailed": "execute",
+    "Published": "write_site",
+    "find_lessons": "find",
+    "homework_body": "write_site",
+    "make_output_folder": "write_site",
+    "publish": "write_site",
+    "read_syllabus": "syllabus",
+    "select_lessons": "find",
+}
+__all__ = sorted(_MODULES)
 
 
-def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
-    """Write the glossary, and return whether there is one.
-
-    In a course of some lessons it has the terms that they and the homework link to.
-    """
-    terms = read_terms(course.lessons[0].parent)
-    if not course.whole:
-        homework = [
-            (out / f"{task.name}.html").read_text(encoding="utf-8")
-            for task in course.homework.values()
-        ]
-        links = re.findall(rf'"{re.escape(PAGE)}#([^"]+)"', "".join([*lessons, *homework]))
-        terms = [term for term in terms if term.anchor in links]
-    if terms:
-        _write(out / PAGE, glossary_page(terms))
-    return bool(terms)
-
-
-def _write_homework(course: Course, folder: Path, out: Path) -> None:
-    """Write a page for each homework of the course."""
-    found = homework_notebooks(folder)
-    for number, homework in course.homework.items():
-        path = found[number]
-        _write(out / f"{homework.name}.html", homework_page(homework, homework_body(path)))
-
-
-def homework_body(path: Path) -> str:
-    """Return the body of a homework's page: the notebook at `path`, with what help() shows."""
-    return lesson_body(with_specifications(read_notebook(path), path.parent), path.parent)
-
-
-def _write(page: Path, html: str) -> None:
-    """Write the whole page or nothing: if the disk is full, the old page stays."""
-    partial = page.with_suffix(".html.part")
-    try:
-        partial.write_text(html, encoding="utf-8")
-        os.replace(partial, page)
-    except OSError as error:
-        # an error of write() itself does not name the file
-        raise OSError(error.errno, error.strerror, str(page)) from error
-    finally:
-        partial.unlink(missing_ok=True)
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used, or say which extra it needs."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with needs_extra(f"parallel101.publish.{name}"):
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from parallel101.analysis.flight_findings import FlightVerdict, called_at, flight_verdict
-from parallel101.publish.page import offline_html
+from parallel101.publish.offline_page import offline_html
 from parallel101.publish.run_page import table_html
 from parallel101.record.flight_recorder import FlightJob, read_flight_dumps
 from parallel101.record.units import ranks_text

@@ -30,10 +30,10 @@ from latex2mathml.converter import convert as to_mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
-from pygments.formatters import HtmlFormatter
 
 from parallel101.publish import glossary
 from parallel101.publish.arrange import arrange
+from parallel101.publish.offline_page import offline_html
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTEBOOK = re.compile(r"^(\w+)\.ipynb(#.*)?$")  # a link to another lesson
@@ -52,13 +52,6 @@ def _script(name: str) -> str:
 
 PRESENTER, PAPER, GUESSES = _script("presenter"), _script("paper"), _script("guesses")
 NONE: Mapping = MappingProxyType({})
-
-# With this policy the browser loads nothing from outside the page. `external_addresses` tells the
-# lesson's author earlier.
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
-    "blob:; font-src data:; media-src data:"
-)
 
 
 class Lesson(NamedTuple):
@@ -339,36 +332,6 @@ def _without_kernel(notebook: NotebookNode) -> NotebookNode:
                     data.get("text/html", "") + f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
                 )
     return notebook
-
-
-def offline_html(title: str, body: str) -> str:
-    """Return a whole page that needs no other file and no network.
-
-    It is light or dark, as the reader's system is.
-    """
-    light, dark = (
-        HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("xcode", "github-dark")
-    )
-    css = files("parallel101.publish").joinpath("page.css").read_text(encoding="utf-8")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>
-{light}
-@media screen and (prefers-color-scheme: dark) {{
-{dark}
-}}
-{css}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
 
 
 def page_name(lesson: Lesson) -> str:

@@ -19,7 +19,7 @@ from parallel101.analysis.waiting import (
     window,
     with_compute,
 )
-from parallel101.publish.page import offline_html
+from parallel101.publish.offline_page import offline_html
 from parallel101.publish.step_chooser import step_chooser
 from parallel101.record.errors import DeadlockError
 from parallel101.record.trace import Trace

@@ -22,6 +22,7 @@ from parallel101.collectives import all_gather, broadcast
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import wait_span
+from parallel101.trainers.support.raw_memory import raw_memory
 
 DIGEST = 8  # bytes of a hash
 FEW_STEPS = "bruck"  # a few bytes a rank, however many ranks there are
@@ -64,7 +65,7 @@ class Agreement:
         mine_of_all = torch.tensor([len(data)], device=self.device)
         sizes = all_gather(mine_of_all, group=self.group, algorithm=FEW_STEPS).tolist()
         all_data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS).cpu()
-        return [part.numpy().tobytes().decode() for part in all_data.split(sizes)]
+        return [bytes(raw_memory(part)).decode() for part in all_data.split(sizes)]
 
     def same(self, mine: str) -> bool:
         """Whether all ranks pass the same text. They send each other its hash, 8 bytes."""
@@ -177,7 +178,7 @@ def _fingerprint(tensor: Tensor) -> str:
         return ""  # it has no values
     # of one element, too, which may have any stride
     row = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-    return hashlib.blake2b(row.view(torch.uint8).numpy().data, digest_size=DIGEST).hexdigest()
+    return hashlib.blake2b(raw_memory(row), digest_size=DIGEST).hexdigest()
 
 
 def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:

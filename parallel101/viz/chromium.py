@@ -22,6 +22,8 @@ import time
 import urllib.request
 from typing import IO, cast
 
+from parallel101.extras import needs_extra
+
 
 def find_chromium() -> str | None:
     """Path of a Chromium or Chrome on this machine, or None."""
@@ -56,7 +58,8 @@ class Browser:
     """One tab of a headless Chromium with a temporary profile."""
 
     def __init__(self, path: str, width: int = 1000, height: int = 800):
-        import websocket  # comes with JupyterLab
+        with needs_extra("A PNG, a GIF or a browser test"):
+            import websocket  # comes with JupyterLab
 
         self.profile = tempfile.mkdtemp(prefix="p101-browser-")
         command = [

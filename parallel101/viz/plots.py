@@ -20,14 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
+from parallel101.extras import needs_extra
 from parallel101.record.units import decimal_bytes, human_bytes, human_seconds
 from parallel101.viz.palette import FONT, LIGHT, PLOTTED, with_colours
 from parallel101.viz.scene import Scene
+
+with needs_extra("A plot"):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 Series = Mapping[str, Mapping[float, float]]
 Spread = Mapping[str, Mapping[float, tuple[float, float]]]
@@ -87,13 +89,19 @@ class Plot(Scene):
             _drawing(figures[NARROW], "narrow"),
         )
 
-    def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
-        """The picture as SVG. A plot does not move, so t and smil have no effect."""
+    def svg(
+        self,
+        t: float | None = None,
+        smil: bool = False,
+        theme: str | None = None,
+        still: bool = False,
+    ) -> str:
+        """The picture as SVG. A plot does not move, so t, smil and still have no effect."""
         narrow = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
         drawing = f'<g data-narrow="none">{self.drawing}</g><g {narrow}>{self.narrow_drawing}</g>'
         return (
             super()
-            .svg(t, smil, theme)
+            .svg(t, smil, theme, still)
             .replace(
                 "</svg>", (drawing if theme is None else with_colours(drawing, theme)) + "</svg>"
             )

@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 
+from parallel101.extras import needs_extra
 from parallel101.viz.chromium import Browser, find_chromium
 from parallel101.viz.palette import LIGHT
 
@@ -40,7 +41,8 @@ def gif(images: Iterable[str], width: float, height: float) -> bytes:
 
     It pauses for two seconds at its end. Its background is that of the light theme.
     """
-    from PIL import Image
+    with needs_extra("A GIF"):
+        from PIL import Image
 
     drawn = [Image.open(io.BytesIO(png)).convert("RGBA") for png in _drawn(images, width, height)]
     # the round corners are transparent, and a GIF would show them black

@@ -5,6 +5,7 @@
 
     Scene.svg(t)           one moment
     Scene.svg(smil=True)   an SVG that plays in a loop (SMIL animation, no script)
+    Scene.save("a.svg")    that loop, and the last moment for readers who prefer reduced motion
     Scene.html()           that loop in an <img>, and a script (player.js) that replaces it with
                            controls: play, step and scrub
 
@@ -129,13 +130,21 @@ class Scene(Node):
         """
         return self.add("g", data_narrow=narrow, **attributes)
 
-    def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
+    def svg(
+        self,
+        t: float | None = None,
+        smil: bool = False,
+        theme: str | None = None,
+        still: bool = False,
+    ) -> str:
         """The picture as SVG.
 
         Args:
             t: the second to draw; None: the last one.
             smil: draw a loop that plays, instead of the moment t.
             theme: "light" or "dark" for fixed colours; None: the reader's preference.
+            still: with `smil`, show the moment t in place of the loop to readers who prefer reduced
+                motion, and on paper. The file needs no page around it for that.
         """
         if theme is not None and theme not in THEMES:
             raise ValueError(
@@ -143,10 +152,12 @@ class Scene(Node):
                 "reader's preference"
             )
         t = self.duration if t is None else min(max(t, 0.0), self.duration)
-        body = "".join(
-            _element(child, t, self.duration if smil and self.duration else None)
-            for child in self.children
-        )
+        plays = smil and self.duration > 0
+        body = self._body(t, self.duration if plays else None)
+        style = self.style
+        if plays and still:
+            body = f'<g class="loop">{body}</g><g class="still">{self._body(t, None)}</g>'
+            style += _LOOP_OR_STILL
         if theme is None:
             light, dark = f"svg{{{variables('light')}}}", f"svg{{{variables('dark')}}}"
             colours = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
@@ -159,13 +170,16 @@ class Scene(Node):
             f'role="img" font-family="{FONT}"{cuts}>'
             f"<title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>"
             f'<style class="theme">{colours}</style>'
-            f"<style>svg{{font-variant-numeric:tabular-nums}}{self.style}</style>"
+            f"<style>svg{{font-variant-numeric:tabular-nums}}{style}</style>"
             f"<defs>{''.join(self.definitions)}</defs>"
             f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" '
             f'height="{self.height - 1}" rx="10"/>'
             f"{body}</svg>"
         )
         return text if theme is None else with_colours(text, theme)
+
+    def _body(self, t: float, loop: float | None) -> str:
+        return "".join(_element(child, t, loop) for child in self.children)
 
     def html(self) -> str:
         """The picture with controls, as HTML for a notebook cell or any page.
@@ -218,14 +232,15 @@ class Scene(Node):
     def save(self, path: str | os.PathLike) -> Path:
         """Write the scene as the kind of file that the name's ending asks for.
 
-        .html is a page with controls, and .svg plays in a loop. With Chromium, .png is the last
-        moment and .gif the animation, both in light colours for slides. Returns the path.
+        .html is a page with controls. .svg plays in a loop, also as an image in a README; readers
+        who prefer reduced motion see its last moment. With Chromium, .png is the last moment and
+        .gif the animation, both in light colours for slides. Returns the path.
         """
         path = Path(path)
         if path.suffix == ".html":
             path.write_text(self.page(), encoding="utf-8")
         elif path.suffix == ".svg":
-            path.write_text(self.svg(smil=True), encoding="utf-8")
+            path.write_text(self.svg(smil=True, still=True), encoding="utf-8")
         elif path.suffix == ".png":
             from parallel101.viz.raster import png
 
@@ -247,6 +262,11 @@ class Scene(Node):
         return path
 
 
+# display and not visibility, which the animations inside set
+_LOOP_OR_STILL = (
+    ".still{display:none}"
+    "@media (prefers-reduced-motion:reduce),print{.loop{display:none}.still{display:inline}}"
+)
 _HERE = Path(__file__).parent
 _PLAYER = (_HERE / "player.js").read_text(encoding="utf-8")
 _CSS = (

@@ -382,7 +382,7 @@ OTHER_BACKEND = SimpleNamespace(config=SimpleNamespace(backend=lambda: "jax"))
 @pytest.mark.parametrize(
     ("keras", "words"),
     [
-        (ModuleNotFoundError(name="keras"), r"pip install 'keras>=3.10'"),
+        (ModuleNotFoundError(name="keras"), r'pip install "parallel101\[keras\]"'),
         (ModuleNotFoundError(name="tensorflow"), "KERAS_BACKEND=torch before keras is imported"),
         (OTHER_BACKEND, "the backend 'jax'.*KERAS_BACKEND=torch before keras is imported"),
     ],

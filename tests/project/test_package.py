@@ -1,6 +1,4 @@
-"""pyproject.toml, constraints.txt, Makefile, environment.yml, README and doctor agree with each
-other.
-"""
+"""pyproject.toml, constraints.txt, Makefile, environment.yml and doctor agree with each other."""
 
 from __future__ import annotations
 
@@ -8,11 +6,11 @@ import ast
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import yaml
@@ -119,57 +117,8 @@ def test_conda_installs_what_make_installs():
     assert extra[1] in PROJECT["optional-dependencies"]
 
 
-def test_each_make_command_of_the_readme_exists_and_runs_the_set_up():
-    makefile = (ROOT / "Makefile").read_text()
-    prose = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"(?:^|`|/cpu )make ([a-z]+)", prose, re.MULTILINE))
-    assert {"lessons", "test", "lab"} <= named
-    for target in named - {"clean", "constraints"}:
-        assert re.search(rf"^{target}: \$\(READY\)$", makefile, re.MULTILINE), (
-            f"the Makefile has no target `{target}: $(READY)`"
-        )
-    assert "make test" in (ROOT / ".ci/run").read_text()
-
-
-def test_the_files_that_the_readme_links_to_exist():
-    readme = (ROOT / "README.md").read_text()
-    for linked in re.findall(r'(?:src="|\]\()([^"):#]+)[")#]', readme):
-        assert (ROOT / linked).exists(), f"README.md links to {linked}, which is missing"
-
-
-def test_the_ten_lines_of_the_readme_run(tmp_path):
-    program, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "ring.py").write_text(program)
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "ring.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "[6, 6, 6, 6] [96, 96, 96, 96]" in ran.stdout, (
-        "in a ring of four, each rank sends 2 (4 - 1) messages of a quarter of 64 bytes"
-    )
-
-
-def test_make_picture_changes_no_tracked_file(monkeypatch, capfd):
-    written = []
-
-    def save(scene, path):
-        written.append(path)
-        return path
-
-    monkeypatch.setattr("parallel101.viz.scene.Scene.save", save)
-    runpy.run_path(str(ROOT / "docs" / "ring.py"), run_name="__main__")
-    assert [path.suffix for path in written] == [".svg", ".gif", ".png"]
-    ignored = (ROOT / ".gitignore").read_text().split()
-    for path in written:
-        assert f"{path.relative_to(ROOT).parts[0]}/" in ignored, f"git would see {path}"
-
-
 def test_the_lines_at_the_top_of_the_package_run_without_a_warning_in_any_process(tmp_path):
-    (tmp_path / "first.py").write_text((parallel101.__doc__ or "").split("\n", 1)[1])
+    (tmp_path / "first.py").write_text(dedent((parallel101.__doc__ or "").split("\n", 1)[1]))
     # in the fork server too: a ResourceWarning, for example
     environ = {**os.environ, "PYTHONWARNINGS": "error"}
     ran = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4, write
 
-from parallel101 import cli, publish
+from parallel101 import cli
+from parallel101.publish import write_site
 from parallel101.publish.execute import read_notebook
+from parallel101.publish.reference import ADDRESS, Reference
+from parallel101.publish.search_index import SearchEntry
 from parallel101.publish.syllabus import read_syllabus
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +32,7 @@ GLOSSARY = "## rank\nA process.\n\n## shard\nA part of a [tensor](#x).\n"
 @pytest.fixture
 def lessons(tmp_path, monkeypatch) -> Path:
     """Three lessons, three sets of homework and a glossary. Nothing is run."""
-    monkeypatch.setattr(publish, "run_notebook", lambda path, timeout: read_notebook(path))
+    monkeypatch.setattr(write_site, "run_notebook", lambda path, timeout: read_notebook(path))
     folder = tmp_path / "lessons"
     folder.mkdir()
     for name, text in LESSONS.items():
@@ -72,8 +76,29 @@ def test_links_out_of_the_course_are_text_and_the_glossary_has_its_terms(lessons
 def test_without_only_everything_is_written(lessons):
     everything = {"index", "glossary", "hw1_topic", "hw2_topic", "hw5_topic", *LESSONS}
     pages, index = built(lessons)
-    assert pages == everything | {"build_a_schedule"}
-    assert [link["href"] for link in index.select(".tools a")] == ["build_a_schedule.html"]
+    assert pages == everything | {"build_a_schedule", "does_it_fit"}
+    tools = [link["href"] for link in index.select(".tools a")]
+    assert tools == ["build_a_schedule.html", "does_it_fit.html"]
+
+
+def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypatch):
+    name = SearchEntry("Reference", "launch", f"{ADDRESS}#launch", "Run a function.")
+    made = Reference({ADDRESS: "<h1>Reference</h1><p id='launch'>"}, [name])
+    monkeypatch.setattr("parallel101.publish.reference.make_reference", lambda: made)
+    opening = {"opening": "Why to start.", "picture": "", "routes": []}
+    (lessons / "routes.json").write_text(json.dumps(opening))
+    out = lessons.parent / "site"
+    assert cli.main(["lessons", "--lessons", str(lessons), "--out", str(out)]) == 0
+    assert "launch" in (out / ADDRESS).read_text()
+    index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
+    assert index.select_one(f'.tools a[href="{ADDRESS}"]')
+    assert index.select_one("form.search")["data-index"] == "search_index.js"
+    found = json.loads((out / "search_index.js").read_text().partition("= ")[2].rstrip(";\n"))
+    addresses = [entry[3] for entry in found["entries"]]
+    assert {"00_ranks.html", "hw2_topic.html", "glossary.html#shard"} <= {*addresses}
+    assert f"{ADDRESS}#launch" in addresses
+    for address in addresses:
+        assert (out / address.partition("#")[0]).exists()
 
 
 SYLLABUS = """
@@ -154,8 +179,8 @@ def test_a_syllabus_that_cannot_be_followed_says_where(lessons, tmp_path, text, 
         read_syllabus(tmp_path / "course.toml", lessons)
 
 
-def test_the_syllabus_of_the_readme_can_be_followed(tmp_path):
-    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_syllabus_for_teachers_can_be_followed(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/teaching.md").read_text(), re.DOTALL)
     (tmp_path / "course.toml").write_text(text)
     syllabus = read_syllabus(tmp_path / "course.toml", ROOT / "lessons")
     assert [week.lessons for week in syllabus.weeks] == [("00_ranks",), ("01_collectives",), ()]

@@ -17,7 +17,8 @@ from nbformat import v4, write
 from parallel101 import cli
 from parallel101.publish import LessonFailed, find_lessons, publish, select_lessons
 from parallel101.publish.execute import run_notebook
-from parallel101.publish.page import POLICY, Lesson, external_addresses, lesson_body, lesson_page
+from parallel101.publish.offline_page import POLICY
+from parallel101.publish.page import Lesson, external_addresses, lesson_body, lesson_page
 from parallel101.viz.chromium import Browser
 
 PIXEL = (

@@ -84,7 +84,12 @@ def test_html_needs_nothing_else_and_is_the_same_each_time(scene):
 def test_save_by_suffix(scene, tmp_path):
     page = scene.save(tmp_path / "ball.html").read_text()
     assert page.startswith("<!doctype html>") and scene.html() in page
-    ET.fromstring(scene.save(str(tmp_path / "ball.svg")).read_text())
+    loop, still = ET.fromstring(scene.save(str(tmp_path / "ball.svg")).read_text()).findall(
+        f"{SVG}g"
+    )
+    assert (loop.get("class"), still.get("class")) == ("loop", "still")
+    moves = [next(group.iter(f"{SVG}animate"), None) is not None for group in (loop, still)]
+    assert moves == [True, False]
     with pytest.raises(ValueError, match=r"\.html"):
         scene.save(tmp_path / "ball.mp4")
 

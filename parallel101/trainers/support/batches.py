@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel101.trainers.support.raw_memory import raw_memory
+
 Batch = Any  # a tree of tensors
 HASH = 6  # bytes: a number of this size is exact in float64
 
@@ -148,9 +150,8 @@ def number_of_values(tree: Batch) -> int:
     for t in tensors_of(tree):
         if t.is_meta:  # it has no values
             continue
-        checksum = zlib.crc32(
-            t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data, checksum
-        )
+        copied = t.detach().contiguous().cpu()
+        checksum = zlib.crc32(raw_memory(copied), checksum)
     return checksum
 
 

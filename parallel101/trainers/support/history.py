@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from parallel101.extras import needs_extra
+
 
 class StepResult(NamedTuple):
     """What `fit` reports of a step, to its history and to `on_step`: of the whole batch, the
@@ -67,7 +69,8 @@ class History:
         """Draw the loss over the steps, on matplotlib axes `ax` or new ones; `line` goes to
         plot(), such as label="2 ranks".
         """
-        import matplotlib.pyplot as plt
+        with needs_extra("history.plot()"):
+            import matplotlib.pyplot as plt
 
         if ax is None:
             ax = plt.subplots(figsize=(6, 3.2), layout="constrained")[1]

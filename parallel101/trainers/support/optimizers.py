@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from parallel101.collectives import all_gather, gather
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.layout import Coordinates, Layout
+from parallel101.trainers.support.raw_memory import raw_memory
 
 
 def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
@@ -234,7 +235,7 @@ def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any
     packed_of_all = gather(packed, 0, group=group, sizes=sizes)
     if members.position != 0:
         return []
-    files = [io.BytesIO(part.cpu().numpy().tobytes()) for part in packed_of_all.split(sizes)]
+    files = [io.BytesIO(raw_memory(part)) for part in packed_of_all.cpu().split(sizes)]
     return [
         torch.load(file, map_location=device, weights_only=True) if size else None
         for file, size in zip(files, sizes)

@@ -9,9 +9,12 @@ memory_explorer.py      bytes of weights, gradients and optimizer state
 prediction.py           whether a prediction is right
 """
 
-from parallel101.viz.explore.collective_explorer import explore_collective
-from parallel101.viz.explore.explorer import Explorer
-from parallel101.viz.explore.memory_explorer import explore_memory
-from parallel101.viz.explore.schedule_explorer import explore_schedule
+from parallel101.extras import needs_extra
+
+with needs_extra("An explorer"):
+    from parallel101.viz.explore.collective_explorer import explore_collective
+    from parallel101.viz.explore.explorer import Explorer
+    from parallel101.viz.explore.memory_explorer import explore_memory
+    from parallel101.viz.explore.schedule_explorer import explore_schedule
 
 __all__ = ["Explorer", "explore_collective", "explore_memory", "explore_schedule"]
