@@ -303,12 +303,11 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     )
     from parallel101.publish.repository import Repository
 
-    syllabus = None
-    repository = Repository.of_environment(os.environ)
+    syllabus, repository = None, Repository.of_environment(os.environ)
     try:
+        folder = find_lessons(args.lessons)
         if args.repository is not None:
             repository = Repository.of(args.repository)
-        folder = find_lessons(args.lessons)
         names = [*args.names, *(args.only or "").replace(",", " ").split()]
         notebooks = select_lessons(folder, names)
         if args.syllabus is not None:

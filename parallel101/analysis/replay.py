@@ -91,9 +91,16 @@ class Replay:
 
     def sent_bytes(self, step: int) -> dict[int, int]:
         """Bytes that each rank has sent by the end of `step`."""
-        sent = dict.fromkeys(self.ranks, 0)
-        for message, s in zip(self.messages, self.step, strict=True):
-            sent[message.src] += message.nbytes if s <= step else 0
+        return self._sent_bytes[step + 1]
+
+    @cached_property
+    def _sent_bytes(self) -> list[dict[int, int]]:
+        """Before the first step, and after each."""
+        sent = [dict.fromkeys(self.ranks, 0)]
+        for step in range(self.steps):
+            sent.append(dict(sent[-1]))
+            for i in self.in_step(step):
+                sent[-1][self.messages[i].src] += self.messages[i].nbytes
         return sent
 
     def final(self, rank: int) -> dict[int, Counts]:

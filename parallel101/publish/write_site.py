@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.extras import needs_extra
-from parallel101.publish.course_pages import course_pages
+from parallel101.publish.course_pages import CoursePage, course_pages
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.find import homework_notebooks, select_lessons
 from parallel101.publish.glossary import PAGE, read_terms
-from parallel101.publish.index import ListedPage, Opening, index_page, read_opening
+from parallel101.publish.index import Listed, ListedPage, Opening, index_page, read_opening
 from parallel101.publish.page import (
     Lesson,
     course_page,
@@ -42,12 +42,11 @@ from parallel101.publish.search_index import (
 )
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus
-from parallel101.publish.tools import TOOLS
+from parallel101.publish.tools import TOOL_PAGES
 
+# its module imports pdoc, and the reference needs the whole package
 REFERENCE = ListedPage(
-    "reference/index.html",
-    "Reference",
-    "Every public function and class, with its source and with examples.",
+    "reference/index.html", "Reference", "Every function and class, with examples and its source."
 )
 
 
@@ -155,7 +154,9 @@ def publish(
         if everything:
             _write_search(course, folder, out, reference)
         written = _write_pages(course, out, ran)
-        _write_tools(course, out)
+    if ran and course.whole:
+        _write_tools(out, {*notebooks} >= {*course.lessons}, report)
+        _write_pages(course, out, {})  # the index, with links to the tools
     return Published(written, failed)
 
 
@@ -206,8 +207,6 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
     around = _write_course_pages(course, [*lessons.values()], glossary, out)
-    if course.whole and (out / REFERENCE.address).exists():
-        around = [REFERENCE, *around]
     index = index_page(
         [*lessons.values()],
         covers,
@@ -216,22 +215,13 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         opening,
         moving,
         course.syllabus,
-        TOOLS if course.whole else (),
+        _listed_tools(course, out),
         around,
         course.repository,
         (out / SEARCH).exists() and course.whole,
     )
     _write(out / "index.html", index)
     return [*pages, out / "index.html"]
-
-
-def _write_tools(course: Course, out: Path) -> None:
-    """Write the pages that play without Python, if the course is whole."""
-    for tool in TOOLS if course.whole else ():
-        _write(out / tool.address, offline_html(tool.title, tool.body()))
-        for path, text in tool.files().items():
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            _write(out / path, text)
 
 
 def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
@@ -252,18 +242,42 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     return bool(terms)
 
 
+def _listed_tools(course: Course, out: Path) -> Sequence[Listed]:
+    """The tools that are there, if the course is whole, and the reference."""
+    if not course.whole:
+        return ()
+    return [tool for tool in (*TOOL_PAGES, REFERENCE) if (out / tool.address).exists()]
+
+
+def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
+    """Write the pages that play without Python.
+
+    What they record takes a while. If not `anew`, a page that is there stays.
+    """
+    for tool in TOOL_PAGES:
+        if (out / tool.address).exists() and not anew:
+            continue
+        began = time.perf_counter()
+        body, files = tool.make()
+        for path, text in files.items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            _write(out / path, text)
+        _write(out / tool.address, offline_html(tool.title, body, scripts_beside=bool(files)))
+        report(f"✓ {tool.title} took {time.perf_counter() - began:.1f} s")
+
+
 def _write_course_pages(
     course: Course, lessons: Sequence[Lesson], glossary: bool, out: Path
-) -> list[ListedPage]:
+) -> Sequence[CoursePage]:
     """Write the pages around the lessons, if the course is whole, and return them."""
     if not course.whole:
-        return []
+        return ()
     known = [page_name(lesson) for lesson in (*lessons, *course.homework.values())]
     root = course.lessons[0].parent.parent
     made = course_pages(root, [*known, *[PAGE] * glossary], course.repository)
     for page in made:
         _write(out / page.address, course_page(page.title, page.body))
-    return [ListedPage(page.address, page.title, page.text) for page in made]
+    return made
 
 
 def _write_homework(course: Course, folder: Path, out: Path) -> None:
@@ -300,7 +314,7 @@ def _write_search(
     for number, homework in course.homework.items():
         entries += notebook_entries("Homework", homework, read_notebook(found[number]))
     entries += [*glossary_entries(read_terms(folder)), *reference]
-    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOLS]
+    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOL_PAGES]
     _write(out / SEARCH, search_index(entries))
 
 

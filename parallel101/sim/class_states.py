@@ -31,9 +31,10 @@ class ClassStates:
 
     def switch(self, old: int, new: int) -> None:
         """Rank `old` stops running, and rank `new` runs."""
-        if len(self.own) < COUNT:  # rank `old` may have imported some
-            for kind in _loaded():
-                self.own.setdefault(kind, self._fresh())
+        for name in CLASSES:
+            if name in sys.modules and len(self.own) < COUNT:  # rank `old` may have imported it
+                for kind in _loaded():
+                    self.own.setdefault(kind, self._fresh())
         for kind, states in self.own.items():
             states[old] = kind._shared_state
             kind._shared_state = states[new]

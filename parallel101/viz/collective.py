@@ -53,6 +53,7 @@ def collective_scene(
     inputs: Sequence[Any] | None = None,
     watched: Watched | None = None,
     idle: bool = False,
+    summary: bool = False,
 ) -> Scene:
     """Animate the messages of a run.
 
@@ -71,6 +72,7 @@ def collective_scene(
             its own origin.
         watched: what `watch` knows beyond the record.
         idle: also draw ranks that sent and received nothing.
+        summary: sum up each step, as for more than 16 ranks.
 
     Returns:
         A Scene with one stop for each step of the algorithm.
@@ -85,7 +87,7 @@ def collective_scene(
             f"{MOST_RANKS}: use fewer, or write run.trace.to_chrome(path) and open it at "
             "ui.perfetto.dev"
         )
-    many = len(replay.ranks) > MOST_DRAWN_RANKS
+    many = summary or len(replay.ranks) > MOST_DRAWN_RANKS
     if len(replay.messages) > (most := MOST_MESSAGES if many else MOST_DRAWN_MESSAGES):
         raise ValueError(
             f"the run has {len(replay.messages)} messages, and the collective view can show up to "

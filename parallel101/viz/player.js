@@ -1,7 +1,7 @@
 // The player: replaces the looping SVG in the figure's <img> with the same SVG and controls: play,
 // step, scrub, speed. It is in a shadow root, so that its styles and the page's do not mix. A stop
-// is [start, end, label]; times are in seconds.
-function mount(figure, { duration, stops, intro, narrow, css }) {
+// is [start, end, label]; times are in seconds. `signal`: an AbortSignal for when the figure goes.
+function mount(figure, { duration, stops, intro, narrow, css }, signal) {
   if (figure.dataset.mounted) return;
   figure.dataset.mounted = "true";
   const host = document.createElement("div");
@@ -155,8 +155,8 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
       copy.pauseAnimations();
       copy.setCurrentTime(clamp(moment));
     }
-  });
-  addEventListener("afterprint", () => { storyboard.replaceChildren(); seek(time); });
+  }, { signal });
+  addEventListener("afterprint", () => { storyboard.replaceChildren(); seek(time); }, { signal });
 
   // ---- theme: dark if the page behind the figure is dark, checked again whenever the page changes
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
@@ -180,7 +180,7 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   const observer = new MutationObserver(updateTheme);
   observer.observe(document.documentElement, { attributes: true });
   observer.observe(document.body, { attributes: true });
-  prefersDark.addEventListener("change", updateTheme);
+  prefersDark.addEventListener("change", updateTheme, { signal });
 
   // ---- phones: the panels are stacked, and the caption is below the picture, where it can wrap
   const wide = svg.getAttribute("viewBox"), card = svg.querySelector(".card");
@@ -210,5 +210,7 @@ function mount(figure, { duration, stops, intro, narrow, css }) {
   draw();
   updateTheme();
   fit();
-  new ResizeObserver(fit).observe(player);
+  const resized = new ResizeObserver(fit);
+  resized.observe(player);
+  signal?.addEventListener("abort", () => [observer, resized].forEach(o => o.disconnect()));
 }

@@ -181,6 +181,21 @@ class Scene(Node):
     def _body(self, t: float, loop: float | None) -> str:
         return "".join(_element(child, t, loop) for child in self.children)
 
+    @property
+    def alt(self) -> str:
+        """The picture in words."""
+        return f"{self.title}. {self.description}".strip()
+
+    def player_setup(self) -> dict[str, Any]:
+        """What `mount` in player.js needs to know besides the SVG and the style sheet."""
+        stops = [[round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops]
+        return {
+            "duration": self.duration,
+            "stops": stops,
+            "intro": self.intro,
+            "narrow": self.narrow,
+        }
+
     def html(self) -> str:
         """The picture with controls, as HTML for a notebook cell or any page.
 
@@ -188,28 +203,20 @@ class Scene(Node):
         """
         loop = self.svg(smil=True)
         name = "p101-" + hashlib.sha256(loop.encode()).hexdigest()[:12]
-        setup = {
-            "duration": self.duration,
-            "stops": [
-                [round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops
-            ],
-            "intro": self.intro,
-            "narrow": self.narrow,
-            "css": _CSS,
-        }
+        setup = self.player_setup() | {"css": PLAYER_CSS}
         still = (
             f'<source media="(prefers-reduced-motion: reduce)" srcset="{data_uri(self.svg())}">'
             if self.stops
             else ""
         )
-        alt = escape(f"{self.title}. {self.description}".strip())
+        alt = escape(self.alt)
         return (
             f'<figure id="{name}" class="p101" aria-label="{escape(self.title)}" '
             'data-lm-suppress-shortcuts="true" '
             f'style="margin:0;max-width:{self.width}px">'
             f'<picture>{still}<img src="{data_uri(loop)}" alt="{alt}" '
             'style="width:100%;height:auto"></picture></figure>'
-            f"<script>(() => {{\n{_PLAYER}\n"
+            f"<script>(() => {{\n{PLAYER}\n"
             f"document.querySelectorAll('#{name}').forEach(figure => mount(figure, "
             f"{_json(setup)}));\n}})()</script>"
         )
@@ -268,8 +275,8 @@ _LOOP_OR_STILL = (
     "@media (prefers-reduced-motion:reduce),print{.loop{display:none}.still{display:inline}}"
 )
 _HERE = Path(__file__).parent
-_PLAYER = (_HERE / "player.js").read_text(encoding="utf-8")
-_CSS = (
+PLAYER = (_HERE / "player.js").read_text(encoding="utf-8")
+PLAYER_CSS = (
     (_HERE / "player.css")
     .read_text(encoding="utf-8")
     .replace("/*LIGHT*/", variables("light"))

@@ -61,6 +61,8 @@ MAY_IMPORT = {
     "publish": {"viz", "analysis", "record"},
     "publish.tools.schedule_builder_page": {"trainers"},
     "publish.tools.memory_page": {"cost", "planner", "record"},
+    # runs all collectives, and draws them
+    "publish.tools.recorded_collectives": {"collectives", "sim", "viz", "analysis", "record"},
     # it plans in closed form, runs the best layouts, and draws them
     "planner": {"cost", "models", "trainers", "ranks", "sim", "viz", "analysis", "record"},
     "doctor": {"viz"},  # whether there is a browser

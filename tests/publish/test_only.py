@@ -16,7 +16,7 @@ from parallel101.publish.execute import read_notebook
 from parallel101.publish.reference import ADDRESS, Reference
 from parallel101.publish.search_index import SearchEntry
 from parallel101.publish.syllabus import read_syllabus
-from parallel101.publish.tools import TOOLS
+from parallel101.publish.tools import TOOL_PAGES
 
 ROOT = Path(__file__).parents[2]
 LESSONS = {
@@ -51,8 +51,8 @@ def built(lessons: Path, *options: str) -> tuple[set[str], BeautifulSoup]:
     """The pages that were written, and the index."""
     out = lessons.parent / "site"
     assert cli.main(["lessons", "--lessons", str(lessons), "--out", str(out), *options]) == 0
-    pages = {file.stem for file in out.iterdir()}
-    for page in out.iterdir():
+    pages = {file.stem for file in out.glob("*.html")}
+    for page in out.glob("*.html"):
         links = BeautifulSoup(page.read_text(), "html.parser").select("a[href]")
         inside = {a["href"].partition("#")[0] for a in links if "://" not in a["href"]} - {""}
         assert {Path(address).stem for address in inside} <= pages, page.name
@@ -77,9 +77,15 @@ def test_links_out_of_the_course_are_text_and_the_glossary_has_its_terms(lessons
 def test_without_only_everything_is_written(lessons):
     everything = {"index", "glossary", "hw1_topic", "hw2_topic", "hw5_topic", *LESSONS}
     pages, index = built(lessons)
-    assert pages == everything | {tool.address.removesuffix(".html") for tool in TOOLS}
+    assert pages == everything | {tool.address.removesuffix(".html") for tool in TOOL_PAGES}
     tools = [link["href"] for link in index.select(".tools a")]
-    assert tools == [tool.address for tool in TOOLS]
+    assert tools == [tool.address for tool in TOOL_PAGES]
+    records = [*(lessons.parent / "site").glob("atlas/*.js")]
+    assert [path.name for path in records] == ["broadcast.flat.js"]
+    atlas = lessons.parent / "site" / "atlas_of_collectives.html"
+    atlas.write_text("kept")
+    built(lessons, "00")  # one lesson of it again
+    assert atlas.read_text() == "kept"
 
 
 def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypatch):
@@ -92,7 +98,7 @@ def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypa
     assert cli.main(["lessons", "--lessons", str(lessons), "--out", str(out)]) == 0
     assert "launch" in (out / ADDRESS).read_text()
     index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
-    assert index.select_one(f'.more a[href="{ADDRESS}"]')
+    assert index.select_one(f'.tools a[href="{ADDRESS}"]')
     assert index.select_one("form.search")["data-index"] == "search_index.js"
     found = json.loads((out / "search_index.js").read_text().partition("= ")[2].rstrip(";\n"))
     addresses = [entry[3] for entry in found["entries"]]

@@ -19,6 +19,7 @@ from parallel101.publish import LessonFailed, find_lessons, publish, select_less
 from parallel101.publish.execute import run_notebook
 from parallel101.publish.offline_page import POLICY
 from parallel101.publish.page import Lesson, external_addresses, lesson_body, lesson_page
+from parallel101.publish.tools import TOOL_PAGES
 from parallel101.viz.chromium import Browser
 
 PIXEL = (
@@ -165,6 +166,7 @@ def test_index_and_pages_link_to_each_other_without_the_lesson_that_failed(site)
         ["✓", "00_first", "ran"],
         ["✓", "01_second", "ran"],
         ["✗", "02_broken", "failed"],
+        *[["✓", *tool.title.split()[:2]] for tool in TOOL_PAGES],
     ]
 
 

@@ -1,0 +1,268 @@
+"""The atlas of collectives: it shows what a run recorded anew takes, and plays its picture."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
+from parallel101.publish.page import offline_html
+from parallel101.publish.tools.collectives_atlas_page import (
+    ADDRESS,
+    TITLE,
+    chosen_words,
+    collectives_atlas,
+)
+from parallel101.publish.tools.recorded_collectives import LARGE, SMALL, Choice, record
+from parallel101.record.units import human_bytes, human_seconds
+from parallel101.viz.chromium import Browser
+from tests.browser.seen import (
+    cut_off,
+    out_of_reach,
+    scrolls_without_a_cue,
+    too_pale,
+    without_a_name,
+)
+
+pytestmark = pytest.mark.browser
+
+RECORDED = [
+    Choice("all_reduce", algorithm, ranks, network)
+    for algorithm, runs in {
+        "ring": [(4, "switch"), (5, "switch"), (8, "switch"), (8, "torus")],
+        "recursive_doubling": [
+            (4, "switch"),
+            (5, "switch"),
+            (8, "switch"),
+            (8, "torus"),
+            (64, "switch"),
+        ],
+        "torus": [(8, "switch"), (8, "torus")],
+    }.items()
+    for ranks, network in runs
+] + [
+    Choice("broadcast", "flat", 5, "two_nodes"),
+    Choice("broadcast", "flat", 8, "switch"),
+    Choice("all_gather", "bruck", 8, "ring"),
+    Choice("all_gather", "bruck", 8, "switch"),
+]
+SAID = "document.querySelector('#said').textContent"
+MENUS = "MENUS.map(name => at(name).value)"
+COUNTS = "players().map(root => root.querySelector('.count').textContent)"
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str):
+    with Browser(chromium) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a page with these runs, on the disk."""
+    folder = tmp_path_factory.mktemp("atlas")
+    body, records = collectives_atlas(RECORDED)
+    for path, script in records.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(script, encoding="utf-8")
+    (folder / ADDRESS).write_text(offline_html(TITLE, body, scripts_beside=True), encoding="utf-8")
+    return (folder / ADDRESS).as_uri()
+
+
+def with_choice(browser: Browser, page: str, choice: Choice, beside: str = "") -> Browser:
+    wanted = "#" + "&".join(f"{k}={v}" for k, v in (choice._asdict() | {"beside": beside}).items())
+    browser.open("about:blank")
+    browser.open(f"{page}{wanted}")
+    is_shown(browser, choice.algorithm, beside)
+    return browser
+
+
+def is_shown(browser: Browser, *algorithms: str) -> None:
+    names = json.dumps([name for name in algorithms if name])
+    shown = "[...document.querySelectorAll('.shown article')].map(a => a.dataset.algorithm)"
+    browser.until(f"document.querySelector('.shown').dataset.shown === address() && "
+                  f"{shown}.join() === {names}.join()")  # fmt: skip
+
+
+def choose(browser: Browser, menu: str, value: str) -> None:
+    browser.js(f"(m => (m.value = '{value}', m.dispatchEvent(new Event('change'))))(at('{menu}'))")
+
+
+def facts(browser: Browser, algorithm: str) -> list[str]:
+    place = f"document.querySelector('.shown [data-algorithm={algorithm}]')"
+    return browser.js(f"[...{place}.querySelectorAll('dd')].map(d => d.textContent)")
+
+
+def recorded_anew(choice: Choice) -> list[str]:
+    """The facts of runs of the public function, whose array isn't scaled."""
+    operation, algorithm, ranks, network = choice
+    function = getattr(p101, operation)
+
+    def program() -> None:
+        x = torch.ones(SMALL // 8 // (ranks if operation == "all_gather" else 1))
+        x = x.double()
+        group = init_device_mesh("cpu", (2, 4)) if algorithm == "torus" else None
+        function(x, algorithm=algorithm, group=group)
+
+    def run(latency: float, bandwidth: float) -> p101.Trace:
+        speed = {"latency": latency, "bandwidth": bandwidth}
+        links = {
+            "switch": lambda: p101.Network(**speed),
+            "ring": lambda: p101.Network.ring(**speed),
+            "torus": lambda: p101.Network.torus((2, 4), **speed),
+        }[network]()
+        return p101.launch(
+            program, world_size=ranks, backend="sim", network=links, trace=True
+        ).trace
+
+    times = LARGE // SMALL
+    small, large = run(5e-6, 50e9), run(5e-6, 50e9 / times)
+    steps = run(1.0, float("inf")).makespan
+    sent = [times * nbytes for nbytes in small.bytes_sent]
+    return [
+        f"{steps:g}",
+        human_seconds(large.makespan),
+        human_seconds(small.makespan),
+        human_bytes(max(sent)),
+        human_bytes(sum(sent)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("all_reduce", "ring", 5, "switch"),
+        Choice("all_reduce", "torus", 8, "torus"),
+        Choice("all_gather", "bruck", 8, "ring"),
+    ],
+    ids=str,
+)
+def test_facts_and_picture_are_those_of_a_run_recorded_anew(browser, page, choice):
+    with_choice(browser, page, choice)
+    assert facts(browser, choice.algorithm) == recorded_anew(choice)
+    name = f"{choice.operation}.{choice.algorithm}"
+    svg = "runs[key()].svg.map(number => elements[number]).join('')"
+    drawn = browser.js(f"load('{name}').then(({{elements, runs}}) => {svg})")
+    scene = record(choice)[1]
+    assert drawn == scene.svg(smil=True)
+    assert browser.js(COUNTS) == [f"0 / {len(scene.stops)}"]
+
+
+def test_bytes_and_seconds_are_written_as_in_python(browser, page):
+    with_choice(browser, page, RECORDED[0])
+    draw = random.Random(5)
+    sizes = [0, 1, 1023, 1024, 1536, 2**40, *(int(10 ** draw.uniform(0, 13)) for _ in range(300))]
+    times = [1e-6, 1e-3, 1.0, 0.25, *(10 ** draw.uniform(-7, 2) for _ in range(300))]
+    assert browser.js(f"{sizes}.map(humanBytes)") == [human_bytes(size) for size in sizes]
+    assert browser.js(f"{times}.map(humanSeconds)") == [human_seconds(time) for time in times]
+
+
+def test_both_play_together(browser, page):
+    with_choice(browser, page, RECORDED[0], "recursive_doubling")
+    assert browser.js(COUNTS) == ["0 / 6", "0 / 2"]
+    browser.click("at('next-both')")
+    browser.until(f"{COUNTS}.join() === '1 / 6,1 / 2'")
+    browser.click("at('play-both')")
+    browser.until(f"{COUNTS}.join() === '2 / 6,2 / 2'")
+    assert "takes" in browser.js(SAID) and "as long as" in browser.js(SAID)
+
+
+def test_the_address_carries_the_choice(browser, page):
+    with_choice(browser, page, Choice("all_reduce", "ring", 8, "switch"), "recursive_doubling")
+    choose(browser, "network", "torus")
+    choose(browser, "beside", "torus")
+    is_shown(browser, "ring", "torus")
+    browser.call("Page.reload")
+    is_shown(browser, "ring", "torus")
+    assert browser.js(MENUS) == ["all_reduce", "ring", "torus", "8", "torus"]
+    browser.click("document.querySelector('.algorithms a')")
+    is_shown(browser, "ring", "recursive_doubling")
+    browser.js("location.hash = '#operation=all_reduce&algorithm=torus'")
+    is_shown(browser, "torus")
+    browser.js("location.hash = '#operation=all_reduce&algorithm=tours'")
+    browser.until(f"{SAID}.includes('address')")
+    assert browser.js(MENUS) == ["all_reduce", "torus", "", "8", "torus"]
+    assert browser.errors == []
+
+
+def test_what_a_choice_rules_out_is_said(browser, page):
+    with_choice(browser, page, Choice("all_reduce", "torus", 8, "switch"), "recursive_doubling")
+    choose(browser, "ranks", "5")
+    is_shown(browser, "ring", "recursive_doubling")
+    assert browser.js(SAID).startswith("Torus needs a grid of two axes, which 5 ranks")
+    assert browser.js("[...at('algorithm').options].find(o => o.value === 'torus').disabled")
+    choose(browser, "ranks", "64")
+    is_shown(browser, "recursive_doubling")
+
+
+def test_keys_choose_and_play(browser, page):
+    with_choice(browser, page, Choice("all_reduce", "ring", 4, "switch"))
+    browser.js("at('algorithm').focus()")
+    browser.key("r", text="r")  # from "ring" to the next one with this letter
+    is_shown(browser, "recursive_doubling")
+    browser.js("players()[0].querySelector('.stage').focus()")
+    browser.key("End")
+    assert browser.js(COUNTS) == ["2 / 2"]
+
+
+def test_a_missing_file_is_named(browser, page):
+    with_choice(browser, page, RECORDED[0])
+    path = Path(page.removeprefix("file://")).parent / "atlas" / "all_gather.bruck.js"
+    aside = path.rename(path.with_suffix(".aside"))
+    try:
+        browser.js("location.hash = '#operation=all_gather&algorithm=bruck&ranks=8'")
+        browser.until(f"{SAID}.includes('atlas/all_gather.bruck.js')")
+    finally:
+        aside.rename(path)
+    choose(browser, "ranks", "8")
+    is_shown(browser, "bruck")
+
+
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
+    browser.emulate(prefers_color_scheme=scheme)
+    browser.resize(width, 900)
+    for name, choice, beside in (
+        ("two", Choice("all_reduce", "ring", 8, "switch"), "recursive_doubling"),
+        ("summary", Choice("all_reduce", "recursive_doubling", 64, "switch"), ""),
+    ):
+        with_choice(browser, page, choice, beside)
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
+        assert cut_off(browser) == []
+        if width == 1100 and name == "two":
+            assert out_of_reach(browser) == []
+        browser.js("scrollTo(0, 0)")
+        browser.resize(width, browser.js("document.documentElement.scrollHeight"))
+        assert too_pale(browser) == []
+        keep(browser, f"atlas-{name}-{scheme}-{width}")
+        browser.resize(width, 900)
+    assert browser.errors == []
+
+
+def test_on_paper_nothing_is_cut_off(browser, page, keep):
+    browser.resize(717)  # A4 without Chromium's margins
+    with_choice(browser, page, RECORDED[0], "recursive_doubling")
+    browser.emulate("print")
+    keep(browser, "atlas-print", whole=True)
+    assert cut_off(browser, scrolls=False) == []
+    browser.emulate()
+
+
+def test_without_a_script_the_text_and_a_table_are_there(browser, page):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open("about:blank")
+        browser.open(page)
+        words = browser.js("document.body.innerText")
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert "needs JavaScript" in words and "Beside it" not in words
+    assert chosen_words(Choice("all_reduce", "ring", 8, "switch")) in words
+    assert "Exchange sums with a partner" in words
