@@ -31,6 +31,7 @@ EXTRAS = {
         "nbconvert",
         "nbformat",
         "numpy",
+        "pdoc",
         "pygments",
         "tomli",
         "traitlets",

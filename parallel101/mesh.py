@@ -145,6 +145,10 @@ def split_sizes(n: int, p: int) -> list[int]:
 
     Each rank gets n // p, and each of the first n % p ranks one more. So rank i starts at
     (n // p) * i + min(i, n % p). Raises ValueError for n < 0 or p < 1.
+
+    Example:
+        >>> p101.split_sizes(10, 4)
+        [3, 3, 2, 2]
     """
     if type(n) is not int or type(p) is not int or n < 0 or p < 1:
         raise ValueError(f"split_sizes({n}, {p}): expected n >= 0 things over p >= 1 ranks")

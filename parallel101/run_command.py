@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from parallel101.ranks.script import KeptRecord, Script
+    from parallel101.record.rank_files import JoinedFiles
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
 
@@ -300,10 +301,16 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     try:
         if has_flight_dumps(args.directory):
             return _merge_dumps(args)
-        trace, missing = _joined(args.directory)
-        cut_short = ranks_cut_short(args.directory)
+        trace, missing, left_out = _joined(args.directory)
+        cut_short = [rank for rank in ranks_cut_short(args.directory) if rank not in left_out]
     except ValueError as error:
         return args.parser.error(str(error))
+    if left_out:
+        print(
+            f"parallel101 merge: the record of {ranks_text(left_out)} is of another start of the "
+            "job than rank 0's, and is left out. torchrun has started the ranks again",
+            file=sys.stderr,
+        )
     if missing:
         print(
             f"parallel101 merge: {ranks_text(missing)} wrote no file, so the record lacks what was "
@@ -334,14 +341,14 @@ def _merge_dumps(args: argparse.Namespace) -> int:
     return 0
 
 
-def _joined(directory: Path) -> tuple[Trace, list[int]]:
+def _joined(directory: Path) -> JoinedFiles:
     """The trace of a job's ranks, or the one that `parallel101 run --record` has joined."""
-    from parallel101.record.rank_files import join_rank_files
+    from parallel101.record.rank_files import JoinedFiles, join_rank_files
     from parallel101.record.trace import Trace
 
     joined = directory / "trace.json.gz"
     if joined.exists() and not any(directory.glob("rank-*")):
-        return Trace.load(joined), []
+        return JoinedFiles(Trace.load(joined), [], [])
     return join_rank_files(directory)
 
 

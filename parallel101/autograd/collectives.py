@@ -75,6 +75,12 @@ def broadcast(
     Returns a new contiguous tensor like x. Raises ValueError or TypeError for wrong arguments.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.2.
+
+    Example:
+        >>> def program():
+        ...     return p101.broadcast(torch.full((2,), dist.get_rank()), src=1)
+        >>> p101.launch(program, world_size=3, backend="sim").results
+        [tensor([1, 1]), tensor([1, 1]), tensor([1, 1])]
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -118,6 +124,12 @@ def reduce(
     ValueError or TypeError for wrong arguments.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.4.
+
+    Example:
+        >>> def program():
+        ...     return p101.reduce(torch.tensor([1, dist.get_rank()]))
+        >>> p101.launch(program, world_size=3, backend="sim").results
+        [tensor([3, 3]), tensor([], dtype=torch.int64), tensor([], dtype=torch.int64)]
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -166,6 +178,12 @@ def scatter(
     or TypeError for wrong arguments. The root sends n(p−1)/p bytes, where x has n.
     Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice,
     and experience" (2007), section 4.
+
+    Example:
+        >>> def program():
+        ...     return p101.scatter(torch.arange(6))
+        >>> p101.launch(program, world_size=3, backend="sim").results
+        [tensor([0, 1]), tensor([2, 3]), tensor([4, 5])]
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -211,6 +229,12 @@ def gather(
     n(p−1)/p bytes, where the result has n.
     Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice,
     and experience" (2007), section 4.
+
+    Example:
+        >>> def program():
+        ...     return p101.gather(torch.tensor([dist.get_rank()]))
+        >>> p101.launch(program, world_size=3, backend="sim").results
+        [tensor([0, 1, 2]), tensor([], dtype=torch.int64), tensor([], dtype=torch.int64)]
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -257,6 +281,12 @@ def all_gather(
     recursive_doubling it sends more if p isn't a power of two.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.1.
+
+    Example:
+        >>> def program():
+        ...     return p101.all_gather(torch.tensor([dist.get_rank()]))
+        >>> p101.launch(program, world_size=3, backend="sim").results
+        [tensor([0, 1, 2]), tensor([0, 1, 2]), tensor([0, 1, 2])]
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -300,6 +330,12 @@ def reduce_scatter(
     recursive_halving up to n if p isn't a power of two.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.3.
+
+    Example:
+        >>> def program():
+        ...     return p101.reduce_scatter(torch.arange(6))
+        >>> p101.launch(program, world_size=3, backend="sim").results
+        [tensor([0, 3]), tensor([6, 9]), tensor([12, 15])]
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -337,6 +373,13 @@ def all_reduce(
     TypeError for wrong arguments.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.5.
+
+    Example:
+        >>> def program():
+        ...     return p101.all_reduce(torch.ones(4), algorithm="ring")
+        >>> run = p101.launch(program, world_size=4, backend="sim")
+        >>> run.results[0], run.trace.bytes_sent
+        (tensor([4., 4., 4., 4.]), [24, 24, 24, 24])
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -387,6 +430,12 @@ def all_to_all(
     Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all
     communications in multiport message-passing systems" (1997); Thakur, Rabenseifner, Gropp (2005),
     section 4.
+
+    Example:
+        >>> def program():
+        ...     return p101.all_to_all(10 * dist.get_rank() + torch.arange(3))
+        >>> p101.launch(program, world_size=3, backend="sim").results
+        [tensor([ 0, 10, 20]), tensor([ 1, 11, 21]), tensor([ 2, 12, 22])]
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -427,5 +476,9 @@ def algorithms(operation: str) -> dict[str, Callable[..., Any]]:
     algorithms for any flat group of any size; "torus" and "two_level", which need a mesh, are not
     among them. `inspect.getsource` shows the few lines of each. Raises ValueError for an unknown
     operation.
+
+    Example:
+        >>> list(p101.algorithms("reduce_scatter"))
+        ['direct', 'ring', 'bidirectional_ring', 'recursive_halving']
     """
     return raw.fixed(operation, globals())

@@ -36,6 +36,13 @@ def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
     Returns a zero-volume tensor that belongs to the graph: call `backward()` on it or its sum. On
     gloo it returns after the receive was posted. Raises ValueError or TypeError if `dst` isn't
     another position of the group.
+
+    Example:
+        >>> def program():
+        ...     x = torch.tensor([3.0, 4.0])
+        ...     return p101.send(x, dst=1) if dist.get_rank() == 0 else p101.receive(x, src=0)
+        >>> p101.launch(program, world_size=2, backend="sim").results
+        [tensor([]), tensor([3., 4.])]
     """
 
     def forward(x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ a picture   time and size of the animation of a ring all-reduce on 8 ranks, in 1
                 compared with matplotlib's player, a frame for each step
             frames per second while it plays
                 compared with a page that counts frames and draws nothing
-a page      time until its players are there and one has answered a click
+a page      time until its players are there and one has answered a click; of a run of 10,000
+            steps, time until one can choose steps
                 compared with the same page without scripts
 a notebook  time until the first and the next picture of `watch`, and of an explorer
                 compared with torch.multiprocessing.spawn, and launch
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from matplotlib.animation import FuncAnimation
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -33,7 +36,10 @@ from parallel101.bench.benchmark_report import BenchmarkReport
 from parallel101.bench.kernel import Kernel
 from parallel101.bench.launch_time import time_spawn
 from parallel101.publish import find_lessons, publish, select_lessons
+from parallel101.publish.run_page import run_page
 from parallel101.ranks.launch import Run
+from parallel101.record.spans import recorder
+from parallel101.record.trace import Trace
 from parallel101.viz.chromium import Browser, find_chromium
 
 TableRow = tuple[str, ...]
@@ -60,7 +66,9 @@ FRAMES = """new Promise(done => {
   requestAnimationFrame(tick); })"""
 USABLE = """new Promise(done => {  // milliseconds since the page was asked for
   const figures = [...document.querySelectorAll("figure.p101")], scripts = document.scripts.length;
-  const mounted = () => !scripts || figures.every(figure => "step" in figure.dataset);
+  const chooser = ".chooser:not([data-ready])";  // of steps, on the page of a long run
+  const mounted = () => !scripts || !document.querySelector(chooser) &&
+    figures.every(figure => "step" in figure.dataset);
   const ready = () => document.readyState === "complete" && mounted();
   const root = figure => figure.querySelector("div").shadowRoot;
   const shown = () => requestAnimationFrame(() => done(performance.now()));
@@ -101,6 +109,7 @@ def _rows(report: BenchmarkReport, quick: bool) -> Iterator[TableRow]:
             yield from playing_rows(
                 browser, run, Path(folder), 1.0 if quick else 5.0, 1 if quick else 5
             )
+            yield long_run_row(browser, Path(folder), 100 if quick else 10_000, 1 if quick else 5)
             yield from page_rows(browser, Path(folder), 1 if quick else 3, ["00"] if quick else [])
     yield from notebook_rows(1 if quick else 3)
 
@@ -227,6 +236,55 @@ def _frames_per_second(browser: Browser, seconds: float) -> float:
     return 1000 * (len(times) - 1) / (times[-1] - times[0])
 
 
+def long_run_row(browser: Browser, folder: Path, steps: int, rounds: int) -> TableRow:
+    """Write the page of a long run, and measure how long it takes until one can choose steps."""
+    page, bare = folder / "run.html", folder / "run bare.html"
+    trace = long_record(steps)
+    page.write_text(run_page(trace, "train.py"), encoding="utf-8")
+    bare.write_text(without_scripts(page), encoding="utf-8")
+    pairs = [
+        (_seconds_to_use(browser, page), _seconds_to_use(browser, bare)) for _ in range(rounds)
+    ]
+    ours, theirs = ([pair[k] for pair in pairs] for k in range(2))
+    name = f"the page of {steps:,} steps, {len(trace.events):,} events"
+    return row(f"{name}, is usable", "s", ours, 1, "the same page without scripts", theirs)
+
+
+def long_record(steps: int) -> Trace:
+    """The record of a run of two ranks: 100 steps, again and again.
+
+    It is as large as the one that `parallel101 run` makes of DDP with four buckets.
+    """
+
+    def program() -> None:
+        recorder().record_waits = True  # type: ignore[union-attr]
+        for _ in range(100):
+            with p101.span("step"):
+                for _ in range(4):
+                    p101.compute(1.0 + dist.get_rank())
+                    dist.all_reduce(torch.ones(8))
+
+    trace = p101.launch(program, world_size=2, backend="sim").trace
+    assert trace is not None
+    length = trace.makespan
+    rows = [
+        e._replace(
+            start=e.start + k * length,
+            end=e.end + k * length,
+            posted=e.posted + k * length,
+            seq=e.seq + k * len(trace.events),
+        )
+        for k in range(steps // 100)
+        for e in trace.events
+    ]
+    return Trace.from_rows(rows, trace.world_size, trace.backend)
+
+
+def without_scripts(page: Path) -> str:
+    html = page.read_text(encoding="utf-8")
+    return re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL)
+
+
 def page_rows(
     browser: Browser, folder: Path, rounds: int, names: Sequence[str] = ()
 ) -> Iterator[TableRow]:
@@ -240,10 +298,7 @@ def page_rows(
     pages = sorted(site.glob("*.html"))
     slowest, ours, theirs = pages[0], [0.0], [0.0]
     for page in pages:
-        html = page.read_text(encoding="utf-8")
-        bare.write_text(
-            re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL), encoding="utf-8"
-        )
+        bare.write_text(without_scripts(page), encoding="utf-8")
         pairs = [
             (_seconds_to_use(browser, page), _seconds_to_use(browser, bare)) for _ in range(rounds)
         ]

@@ -41,6 +41,16 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
         algorithm: "auto" or "dissemination".
 
     Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization" (1988).
+
+    Example:
+        >>> def program():
+        ...     p101.compute(seconds=dist.get_rank())
+        ...     with p101.span("waiting"):
+        ...         p101.barrier()
+        >>> at_once = p101.Network(latency=0.0, bandwidth=float("inf"))
+        >>> run = p101.launch(program, world_size=3, backend="sim", network=at_once)
+        >>> {e.rank: e.end - e.start for e in run.trace.spans()}
+        {0: 2.0, 1: 1.0, 2: 0.0}
     """
     members = group_of(group)
     check_algorithm("barrier", algorithm, members, ALGORITHMS, {})

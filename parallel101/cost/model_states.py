@@ -76,6 +76,10 @@ def model_states(
         precision: one of PRECISIONS.
 
     Raises ValueError for other values, or if there is no parameter or no rank.
+
+    Example:
+        >>> p101.cost.model_states(7_000_000_000, 8, zero_stage=3)
+        ModelStates(weights=1750000000.0, gradients=1750000000.0, optimizer_state=10500000000.0)
     """
     if precision not in PRECISIONS:
         raise ValueError(

@@ -124,6 +124,10 @@ def all_reduce(
     """Return the time of an all-reduce: reduce-scatter, then all-gather.
 
     Arguments as in `all_gather`.
+
+    Example:
+        >>> p101.cost.all_reduce(1e9, 8, "H100")
+        all-reduce of 1 GB on 8 H100: 3.89 ms, bandwidth-bound (bandwidth 3.89 ms, latency 3.6 µs)
     """
     return _time(
         "all-reduce",

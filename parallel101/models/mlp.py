@@ -22,6 +22,10 @@ class MLP(nn.Module):
         bias: whether the layers have one.
         seed: of the weights; see seeding.py.
         dtype, device: of the weights. Default: torch's.
+
+    Example:
+        >>> p101.models.MLP([4, 8, 2])(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     def __init__(

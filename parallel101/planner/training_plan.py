@@ -98,6 +98,12 @@ def plan(
 
     Raises ValueError, in words, for what can't be, and NoLayoutError if no layout fits: it says
     what is missing, and has the smallest number of GPUs that would do.
+
+    Example:
+        >>> found = p101.plan("llama-3-8b", gpus=16, simulate=0, progress=False)
+        >>> best = found[0].layout
+        >>> best.dp, best.tp, best.pp, best.zero_stage
+        (8, 1, 2, 1)
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     shape = shape_of_model(name, time=time, attention=attention)

@@ -3,6 +3,8 @@
     lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
                     ── page.py ──▶ site/*.html
     tools/          ── pages of JavaScript, fed with what Python computes ──▶ site/*.html
+    docstrings      ── reference.py ──▶ site/reference/
+    all of them     ── search_index.py ──▶ site/search_index.js
     routes.json     ── index.py ─▶ site/index.html
     course.toml     ── syllabus.py: a teacher's course, in place of routes.json
 

@@ -30,6 +30,7 @@ from parallel101.publish.page import (
     short_title,
     to_html,
 )
+from parallel101.publish.search_index import search_box
 from parallel101.publish.syllabus import Syllabus, syllabus_table
 
 FILE = "routes.json"
@@ -106,6 +107,7 @@ def index_page(
     moving: str = "",
     syllabus: Syllabus | None = None,
     tools: Mapping[str, str] = NONE,
+    search: bool = False,
 ) -> str:
     """Return the page that opens the course and lists the lessons in order.
 
@@ -116,6 +118,7 @@ def index_page(
         moving: the picture that moves at the top, as a <picture>.
         syllabus: a teacher's, which opens the page in place of `opening`.
         tools: by address, the titles of the pages that play without Python.
+        search: whether the index of the search is beside the page.
     """
     rows = []
     for lesson in lessons:
@@ -161,9 +164,11 @@ def index_page(
     played = f'<h2>Tools</h2><ul class="tools">{links}</ul>' if tools else ""
     terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
     script = f"<script>{DATES}</script>" if any(route.dates for route in possible) else ""
+    box = search_box() if search else ""
     return offline_html(
         title,
-        f"<main><h1>{escape(title)}</h1>{intro}{routes}{listing}{played}{terms}</main>{script}",
+        f"<main><h1>{escape(title)}</h1>{box}{intro}{routes}{listing}{played}{terms}</main>{script}",
+        scripts_beside=search,
     )
 
 

@@ -18,18 +18,22 @@ POLICY = (
 HIGHLIGHTED = re.compile(r'class="[^"]*\bhighlight\b')  # code as Pygments writes it
 
 
-def offline_html(title: str, body: str) -> str:
+def offline_html(title: str, body: str, scripts_beside: bool = False) -> str:
     """Return a whole page that needs no other file and no network.
 
-    It is light or dark, as the reader's system is.
+    It is light or dark, as the reader's system is. `scripts_beside`: the page may load scripts that
+    are beside it, on a disk or a server.
     """
+    policy = POLICY
+    if scripts_beside:  # on a disk, not every browser counts a file as "self"
+        policy = POLICY.replace("script-src", "script-src 'self' file:")
     light, dark = _code_colours() if HIGHLIGHTED.search(body) else ("", "")
     css = files("parallel101.publish").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel101.extras import needs_extra
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.find import homework_notebooks, select_lessons
 from parallel101.publish.glossary import PAGE, read_terms
@@ -28,9 +29,16 @@ from parallel101.publish.page import (
     moving_picture_of,
     offline_html,
 )
+from parallel101.publish.search_index import FILE as SEARCH
+from parallel101.publish.search_index import (
+    SearchEntry,
+    glossary_entries,
+    notebook_entries,
+    search_index,
+)
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus
-from parallel101.publish.tools.schedule_builder_page import ADDRESS, TITLE, schedule_builder_page
+from parallel101.publish.tools import TOOLS
 
 
 class Published(NamedTuple):
@@ -105,6 +113,9 @@ def publish(
     folder = notebooks[0].parent
     course = _course(notebooks, folder, only, syllabus)
     _write_homework(course, folder, out)
+    # a folder of some notebooks, without an opening, has no need of a reference and a search
+    everything = course.whole and bool(course.opening.text) and {*notebooks} == {*course.lessons}
+    reference = _write_reference(out) if everything else []
     names = None if course.whole else {path.stem for path in course.lessons}
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
@@ -127,6 +138,8 @@ def publish(
                 _write_pages(course, out, {path: ran[path]})
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
+        if everything:
+            _write_search(course, folder, out, reference)
         written = _write_pages(course, out, ran)
     return Published(written, failed)
 
@@ -175,7 +188,9 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    tools = {ADDRESS: TITLE} if course.whole else {}
+    tools = {tool.address: tool.title for tool in TOOLS} if course.whole else {}
+    if course.whole and (out / "reference" / "index.html").exists():
+        tools["reference/index.html"] = "Reference"
     index = index_page(
         [*lessons.values()],
         covers,
@@ -185,11 +200,20 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
         moving,
         course.syllabus,
         tools,
+        (out / SEARCH).exists() and course.whole,
     )
     _write(out / "index.html", index)
-    if tools:
-        _write(out / ADDRESS, offline_html(TITLE, schedule_builder_page()))
+    _write_tools(course, out)
     return [*pages, out / "index.html"]
+
+
+def _write_tools(course: Course, out: Path) -> None:
+    """Write the pages that play without Python, if the course is whole."""
+    for tool in TOOLS if course.whole else ():
+        _write(out / tool.address, offline_html(tool.title, tool.body()))
+        for path, text in tool.files().items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            _write(out / path, text)
 
 
 def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
@@ -216,6 +240,36 @@ def _write_homework(course: Course, folder: Path, out: Path) -> None:
     for number, homework in course.homework.items():
         path = found[number]
         _write(out / f"{homework.name}.html", homework_page(homework, homework_body(path)))
+
+
+def _write_reference(out: Path) -> list[SearchEntry]:
+    """Write the reference, and return its names for the search."""
+    with needs_extra("The reference"):  # pdoc imports the whole package, which takes seconds
+        from parallel101.publish.reference import make_reference
+
+    reference = make_reference()
+    for address, html in reference.pages.items():
+        (out / address).parent.mkdir(parents=True, exist_ok=True)
+        _write(out / address, html)
+    return reference.names
+
+
+def _write_search(
+    course: Course, folder: Path, out: Path, reference: Sequence[SearchEntry]
+) -> None:
+    """Write the index of the search: all lessons that have a page, homework, glossary, names."""
+    entries: list[SearchEntry] = []
+    for path in course.lessons:
+        if (out / f"{path.stem}.html").exists():
+            with suppress(LessonFailed):
+                notebook = read_notebook(path)
+                entries += notebook_entries("Lesson", Lesson.of(path.stem, notebook), notebook)
+    found = homework_notebooks(folder)
+    for number, homework in course.homework.items():
+        entries += notebook_entries("Homework", homework, read_notebook(found[number]))
+    entries += [*glossary_entries(read_terms(folder)), *reference]
+    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOLS]
+    _write(out / SEARCH, search_index(entries))
 
 
 def homework_body(path: Path) -> str:

@@ -73,6 +73,11 @@ class Run:
         A notebook shows it; elsewhere call `.save("ring.html")`.
 
         Raises ValueError when the run was not recorded.
+
+        Example:
+            >>> run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), backend="sim")
+            >>> run.animate().save("ring.html").name
+            'ring.html'
         """
         from parallel101.viz.collective import collective_scene
 
@@ -185,6 +190,13 @@ def launch(
 
     The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished`
     are the calls that had not ended.
+
+    Example:
+        >>> def program(x):
+        ...     return x * dist.get_rank()
+        >>> run = p101.launch(program, torch.ones(2), world_size=3, backend="sim")
+        >>> run.results
+        [tensor([0., 0.]), tensor([1., 1.]), tensor([2., 2.])]
     """
     _check_arguments(fn, backend, trace, timeout, network, rules, device)
     _check_seconds("stuck_after", stuck_after)

@@ -184,7 +184,10 @@ def record_script(
 
 def _mark(moment: str, script: Script) -> None:
     """Record the start of the script, before its first call, and its end, after its last one."""
-    with span(f"{moment} of the script", script=script.name, host=socket.gethostname()):
+    labels = {"script": script.name, "host": socket.gethostname()}
+    if name := getattr(recorder(), "start_name", ""):
+        labels["start_name"] = name
+    with span(f"{moment} of the script", **labels):
         pass
 
 

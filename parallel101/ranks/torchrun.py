@@ -17,6 +17,7 @@ import faulthandler
 import math
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -158,6 +159,7 @@ def join_job(
                 _crashes_reported(),
                 watcher.uncaught.held(),
             ):
+                recorder.start_name = _start_name(store, rank)
                 process_groups.start_together()
                 watcher.processes.look(at_once=True)  # on gloo all ranks have come
                 value = fn(*args, **kwargs)
@@ -231,6 +233,13 @@ def _job_store(timeout: float) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
         _job_stores.append(store)
     return _job_stores[0]
+
+
+def _start_name(store: dist.Store, rank: int) -> str:
+    """A new name, which rank 0 chooses and all ranks get."""
+    if rank == 0:
+        store.set("start_name", secrets.token_hex(4))
+    return store.get("start_name").decode()
 
 
 @contextlib.contextmanager

@@ -50,6 +50,15 @@ class DeadlockError(RuntimeError, _ShownInNotebook):
         dropped: descriptions of messages whose work object was dropped, if that may be the cause.
         notes: other possible causes, as (description, "file:line" or ""): tags or groups that
             differ, different collectives, messages that the other side never posts.
+
+    Example:
+        >>> def program():
+        ...     p101.receive(torch.ones(1), src=1 - dist.get_rank())
+        >>> try:
+        ...     p101.launch(program, world_size=2, backend="sim")
+        ... except p101.DeadlockError as error:
+        ...     print(error.cycle)
+        [0, 1]
     """
 
     def __init__(

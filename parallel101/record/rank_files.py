@@ -9,6 +9,9 @@ different machines are aligned at the start of the script, which the ranks begin
 A rank writes its file when it ends. While it runs, a long record is in DIR/rank-0.7.json.gz,
 DIR/rank-0.8.json.gz, …: a batch of events each, of which the newest grows (see last_events.py).
 A rank that was killed leaves these.
+
+If torchrun has started the job again, with fewer ranks, files of its earlier ranks remain. Those of
+another start than rank 0's are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from parallel101.record.events import Event, EventRow, events_of
 from parallel101.record.last_events import BatchWriter
@@ -109,10 +113,23 @@ class RotatingFiles(BatchWriter):
         rank_file(self.directory, self.rank, number).unlink(missing_ok=True)
 
 
-def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
-    """The trace of a job, and the ranks that have no file.
+class JoinedFiles(NamedTuple):
+    """What the files of a folder have.
 
-    A rank that was killed soon after its start could not write a file.
+    Attributes:
+        trace: of the job.
+        missing: ranks that have no file. One that was killed soon after its start could not write
+            it.
+        left_out: ranks whose files are of another start of the job than rank 0's.
+    """
+
+    trace: Trace
+    missing: list[int]
+    left_out: list[int]
+
+
+def join_rank_files(directory: Path) -> JoinedFiles:
+    """The trace of a job, and what it lacks.
 
     Raises:
         ValueError: there are no such files, or they are from different runs.
@@ -130,6 +147,10 @@ def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
             f"--record {directory} train.py"
         )
     parts = {rank: _record_of(directory, rank) for rank in ranks}
+    names = {rank: _start_name(part) for rank, part in parts.items()}
+    left_out = [rank for rank in ranks if 0 in names and names[rank] != names[0]]
+    for rank in left_out:
+        del parts[rank]
     kinds = sorted({(part.world_size, part.backend) for part in parts.values()})
     if len(kinds) > 1:
         runs = " and ".join(f"{size} ranks on {backend}" for size, backend in kinds)
@@ -156,7 +177,14 @@ def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
         for part, zero in zip(parts.values(), zeros)
         for rank, sums in part.earlier.items()
     }
-    return Trace.from_rows(rows, size, backend, unfinished, earlier), missing
+    joined = Trace.from_rows(rows, size, backend, unfinished, earlier)
+    return JoinedFiles(joined, missing, left_out)
+
+
+def _start_name(part: Trace) -> str:
+    """Which start of the job a rank's record is of; "" if it does not say so."""
+    labels = (span.args or {} for span in _first_spans(part))
+    return next((str(args["start_name"]) for args in labels if "start_name" in args), "")
 
 
 def ranks_cut_short(directory: Path) -> list[int]:

@@ -72,6 +72,8 @@ class RankRecorder:
         keep_waiting: bool = False,
     ):
         self.rank = rank
+        # in a job that torchrun may start again: a name for this start, the same on all ranks
+        self.start_name = ""
         self.recording = recording
         self.keep_waiting = keep_waiting
         # whether each time in which the program is blocked in a call becomes a span

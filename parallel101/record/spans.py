@@ -133,6 +133,14 @@ def span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]
     `plain` turns their values into JSON at once.
 
     A label may have any name, even `name`: the span's own name comes first, without a keyword.
+
+    Example:
+        >>> def program():
+        ...     with p101.span("forward", microbatch=3):
+        ...         p101.compute(seconds=0.5)
+        >>> run = p101.launch(program, world_size=2, backend="sim")
+        >>> [(e.rank, e.name, e.args, e.start, e.end) for e in run.trace.spans()]
+        [(0, 'forward', {'microbatch': 3}, 0.0, 0.5), (1, 'forward', {'microbatch': 3}, 0.0, 0.5)]
     """
     return _span(name, labels, waiting=False)
 

@@ -54,6 +54,15 @@ class Trace:
         earlier: as given. If it is empty, `events` are all events of the run. Else they are the
             last ones. `bytes_sent`, `bytes_received`, `messages_sent` and `makespan` are always
             those of the whole run.
+
+    Example:
+        >>> def program():
+        ...     p101.all_gather(torch.ones(2), algorithm="ring")
+        >>> trace = p101.launch(program, world_size=3, backend="sim").trace
+        >>> trace.messages_sent, trace.bytes_sent
+        ([2, 2, 2], [16, 16, 16])
+        >>> [(m.src, m.dst) for m in trace.messages()]
+        [(0, 1), (1, 2), (2, 0), (0, 1), (1, 2), (2, 0)]
     """
 
     def __init__(

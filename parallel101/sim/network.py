@@ -158,6 +158,13 @@ class Network:
     The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. With
     `Network(latency=1.0, bandwidth=math.inf)` a run's makespan is its number of steps. With
     `Network(latency=0.0, bandwidth=1.0)` it is the number of bytes on the critical path.
+
+    Example:
+        >>> def program():
+        ...     p101.all_reduce(torch.ones(8), algorithm="ring")
+        >>> steps = p101.Network(latency=1.0, bandwidth=float("inf"))
+        >>> p101.launch(program, world_size=8, backend="sim", network=steps).trace.makespan
+        14.0
     """
 
     latency: float = 5e-6

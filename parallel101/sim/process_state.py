@@ -15,6 +15,7 @@ first is put away, and the state of the second is put in its place:
     print, sys.stdout, sys.stderr
                         if a rank replaces them, as programs do to silence all ranks but one
     random numbers      torch's, Python's and NumPy's, and torch's default dtype (random_states.py)
+    accelerate          what it keeps in its classes (class_states.py)
 
 A thread has its own no_grad, autocast and default device anyway, and ranks are threads.
 
@@ -40,6 +41,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parallel101.record import torch_private
+from parallel101.sim.class_states import ClassStates
 from parallel101.sim.logging_states import LoggingStates
 from parallel101.sim.modules import RankModules
 from parallel101.sim.random_states import RandomStates
@@ -61,6 +63,7 @@ class ProcessStates:
         self.random = RandomStates(size)
         self.modules = RankModules(size)
         self.logging = LoggingStates(size)
+        self.classes = ClassStates(size)
         self.environ_before_run: dict = os.environ._data  # type: ignore[attr-defined]
         self.environs = [dict(self.environ_before_run) for _ in range(size)]
         # the program may have imported os.environ itself by name
@@ -81,7 +84,7 @@ class ProcessStates:
             self.environs,
             self.outputs,
         )
-        use_logging = self.logging.switch
+        use_logging, use_classes = self.logging.switch, self.classes.switch
         environ: Any = os.environ
         loaded = sys.modules
 
@@ -92,6 +95,7 @@ class ProcessStates:
                 modules.switch(old, new)
             environ._data = environs[new]
             use_logging(new)
+            use_classes(old, new)
             printing, out, err = outputs[old]
             if builtins.print is not printing or sys.stdout is not out or sys.stderr is not err:
                 outputs[old] = (builtins.print, sys.stdout, sys.stderr)
@@ -122,5 +126,6 @@ class ProcessStates:
         self.random.restore()
         self.modules.restore()
         self.logging.restore()
+        self.classes.restore()
         os.environ._data = self.environ_before_run  # type: ignore[attr-defined]
         builtins.print, sys.stdout, sys.stderr = self.output_before_run

@@ -140,6 +140,18 @@ class HybridTrainer(Trainer):
 
     Raises ValueError, the same on every rank, for a mesh with other axes, or a model that can't be
     cut as asked.
+
+    Example:
+        >>> def loss(dp, tp):
+        ...     torch.manual_seed(0)
+        ...     mesh = dist.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        ...     model, loss_fn = p101.models.MLP([4, 8, 2]), torch.nn.functional.mse_loss
+        ...     trainer = p101.HybridTrainer(model, loss_fn, torch.optim.SGD, mesh=mesh)
+        ...     return round(trainer.step(torch.ones(4, 4), torch.zeros(4, 2)), 3)
+        >>> p101.launch(loss, 1, 1, world_size=1, backend="sim").results
+        [1.152]
+        >>> p101.launch(loss, 2, 2, world_size=4, backend="sim").results
+        [1.152, 1.152, 1.152, 1.152]
     """
 
     def __init__(

@@ -49,6 +49,16 @@ class DataParallelTrainer(HybridTrainer):
     Bytes sent by each rank in a step: 2(n−1)/n of the gradients' bytes, and to each other rank 32
     bytes: counts, losses, their weights. Source: Li et al., "PyTorch Distributed: Experiences on
     Accelerating Data Parallel Training" (2020), section 3.2.
+
+    Example:
+        >>> def losses():
+        ...     torch.manual_seed(0)
+        ...     model, loss_fn = p101.models.MLP([4, 8, 2]), torch.nn.functional.mse_loss
+        ...     trainer = p101.DataParallelTrainer(model, loss_fn, torch.optim.Adam)
+        ...     x, y = torch.ones(4, 4), torch.zeros(4, 2)
+        ...     return [round(trainer.step(x, y), 3) for _ in range(3)]
+        >>> [p101.launch(losses, world_size=n, backend="sim").results[0] for n in (1, 2)]
+        [[1.152, 1.13, 1.108], [1.152, 1.13, 1.108]]
     """
 
     def __init__(
@@ -130,6 +140,15 @@ class ShardedTrainer(HybridTrainer):
     out, and a weight may be used only in the forward of a module that has it. Source: Rajbhandari
     et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections
     5 and 7.
+
+    Example:
+        >>> def weights(stage):
+        ...     model, loss_fn = p101.models.MLP([4, 8, 2]), torch.nn.functional.mse_loss
+        ...     trainer = p101.ShardedTrainer(model, loss_fn, torch.optim.Adam, zero_stage=stage)
+        ...     trainer.step(torch.ones(4, 4), torch.zeros(4, 2))
+        ...     return trainer.describe().bytes["weights"]
+        >>> [p101.launch(weights, stage, backend="sim").results[0] for stage in (2, 3)]
+        [[240, 240, 240, 240], [60, 60, 60, 60]]
     """
 
     def __init__(
@@ -211,6 +230,17 @@ class TensorParallelTrainer(HybridTrainer):
     An MLP pair sends one all-reduce of the activations forward and one backward. Sources: Shoeybi
     et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
     Raises ValueError, on every rank, for a plan that does not fit the model.
+
+    Example:
+        >>> def shapes():
+        ...     model, loss_fn = p101.models.MLP([4, 8, 2]), torch.nn.functional.mse_loss
+        ...     trainer = p101.TensorParallelTrainer(model, loss_fn, torch.optim.SGD)
+        ...     trainer.step(torch.ones(4, 4), torch.zeros(4, 2))
+        ...     return [tuple(weight.shape) for weight in trainer.model.parameters()]
+        >>> shapes()
+        [(8, 4), (8,), (2, 8), (2,)]
+        >>> p101.launch(shapes, world_size=2, backend="sim").results[0]
+        [(4, 4), (4,), (2, 4), (2,)]
     """
 
     def __init__(
@@ -278,6 +308,17 @@ class PipelineTrainer(HybridTrainer):
     "GPipe" (2019); Narayanan et al. (arXiv 2104.04473), section 2.2; Qi et al. (arXiv 2401.10241).
     Raises ValueError, on every rank, for a model that can't be cut, and ScheduleError for a
     schedule that can't run.
+
+    Example:
+        >>> def stages():
+        ...     model, loss_fn = p101.models.MLP([4, 8, 8, 2]), torch.nn.functional.mse_loss
+        ...     trainer = p101.PipelineTrainer(model, loss_fn, torch.optim.SGD, microbatches=4)
+        ...     trainer.step(torch.ones(4, 4), torch.zeros(4, 2))
+        ...     return trainer.describe().notes[:2]
+        >>> for stage in p101.launch(stages, world_size=2, backend="sim").results[0]:
+        ...     print(stage)
+        stage 0 on position 0 of pp: modules 0 to 3 of the model's sequence
+        stage 1 on position 1 of pp: modules 4 to 4 of the model's sequence
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,35 +19,28 @@ from pathlib import Path
 from .compare import STARTERS, compare, exit_on_sigterm, failed, print_table
 
 PROGRAMS = Path(__file__).parent / "programs"
-ON_ALL = tuple(STARTERS)
-# their state is kept in classes of installed libraries, which ranks on sim share
-IN_PROCESSES = ("torchrun", "gloo")
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A program: the modules that it needs, what to run, with how many ranks, and where."""
+    """A program: the modules that it needs, what to run, and with how many ranks."""
 
     needs: tuple[str, ...]
     program: tuple[str, ...]
     ranks: int = 2
-    starters: tuple[str, ...] = ON_ALL
 
 
 ACCELERATE_TESTS = "accelerate.test_utils.scripts"
 FOREIGN = {
-    "accelerate": Foreign(("accelerate",), ("accelerate_loop.py",), starters=IN_PROCESSES),
+    "accelerate": Foreign(("accelerate",), ("accelerate_loop.py",)),
     **{  # accelerate's own tests: they print no losses, and fail with an error
-        f"accelerate-{name}": Foreign(
-            ("accelerate",), ("-m", f"{ACCELERATE_TESTS}.{name}"), starters=IN_PROCESSES
-        )
-        for name in ("test_ops", "test_script", "test_sync")
+        f"accelerate-{name}": Foreign(("accelerate",), ("-m", f"{ACCELERATE_TESTS}.{name}"))
+        for name in ("test_script", "test_sync")
     },
-    "transformers": Foreign(
-        ("transformers", "accelerate"), ("transformers_trainer.py",), starters=IN_PROCESSES
-    ),
+    "transformers": Foreign(("transformers", "accelerate"), ("transformers_trainer.py",)),
     "lightning": Foreign(("lightning",), ("lightning_trainer.py",)),
     "ring-flash-attention": Foreign(("ring_flash_attn",), ("ring_flash_attention.py",)),
+    "mingpt": Foreign(("model", "trainer", "char_dataset"), ("mingpt_ddp.py",)),
     "muon": Foreign(("muon",), ("muon_steps.py",)),
     "cs336": Foreign(("lecture_08", "lecture_08_utils"), ("cs336_lecture.py",)),
     **{
@@ -69,6 +63,7 @@ def missing(needs: tuple[str, ...]) -> list[str]:
 
 def main() -> None:
     exit_on_sigterm()
+    os.environ["ACCELERATE_USE_CPU"] = "1"  # else each rank of its test_sync is alone
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(FOREIGN)}")
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")
@@ -83,7 +78,7 @@ def main() -> None:
             continue
         options = {"pattern": OTHER_NUMBERS[name]} if name in OTHER_NUMBERS else {}
         rows, outcomes = compare(
-            *(list(foreign.program), foreign.ranks, foreign.starters),
+            *(list(foreign.program), foreign.ranks, tuple(STARTERS)),
             seconds=asked.seconds,
             folder=PROGRAMS,
             **options,

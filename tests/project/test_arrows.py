@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "grade.layout_choice": {"cost", "record"},  # what a learner's layout costs
     "publish": {"viz", "analysis", "record"},
     "publish.tools.schedule_builder_page": {"trainers"},
+    "publish.tools.memory_page": {"cost", "planner", "record"},
     # it plans in closed form, runs the best layouts, and draws them
     "planner": {"cost", "models", "trainers", "ranks", "sim", "viz", "analysis", "record"},
     "doctor": {"viz"},  # whether there is a browser

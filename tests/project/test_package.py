@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import yaml
@@ -117,7 +118,7 @@ def test_conda_installs_what_make_installs():
 
 
 def test_the_lines_at_the_top_of_the_package_run_without_a_warning_in_any_process(tmp_path):
-    (tmp_path / "first.py").write_text((parallel101.__doc__ or "").split("\n", 1)[1])
+    (tmp_path / "first.py").write_text(dedent((parallel101.__doc__ or "").split("\n", 1)[1]))
     # in the fork server too: a ResourceWarning, for example
     environ = {**os.environ, "PYTHONWARNINGS": "error"}
     ran = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from nbformat import v4, write
 from parallel101 import cli
 from parallel101.publish import write_site
 from parallel101.publish.execute import read_notebook
+from parallel101.publish.reference import ADDRESS, Reference
+from parallel101.publish.search_index import SearchEntry
 from parallel101.publish.syllabus import read_syllabus
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +76,29 @@ def test_links_out_of_the_course_are_text_and_the_glossary_has_its_terms(lessons
 def test_without_only_everything_is_written(lessons):
     everything = {"index", "glossary", "hw1_topic", "hw2_topic", "hw5_topic", *LESSONS}
     pages, index = built(lessons)
-    assert pages == everything | {"build_a_schedule"}
-    assert [link["href"] for link in index.select(".tools a")] == ["build_a_schedule.html"]
+    assert pages == everything | {"build_a_schedule", "does_it_fit"}
+    tools = [link["href"] for link in index.select(".tools a")]
+    assert tools == ["build_a_schedule.html", "does_it_fit.html"]
+
+
+def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypatch):
+    name = SearchEntry("Reference", "launch", f"{ADDRESS}#launch", "Run a function.")
+    made = Reference({ADDRESS: "<h1>Reference</h1><p id='launch'>"}, [name])
+    monkeypatch.setattr("parallel101.publish.reference.make_reference", lambda: made)
+    opening = {"opening": "Why to start.", "picture": "", "routes": []}
+    (lessons / "routes.json").write_text(json.dumps(opening))
+    out = lessons.parent / "site"
+    assert cli.main(["lessons", "--lessons", str(lessons), "--out", str(out)]) == 0
+    assert "launch" in (out / ADDRESS).read_text()
+    index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
+    assert index.select_one(f'.tools a[href="{ADDRESS}"]')
+    assert index.select_one("form.search")["data-index"] == "search_index.js"
+    found = json.loads((out / "search_index.js").read_text().partition("= ")[2].rstrip(";\n"))
+    addresses = [entry[3] for entry in found["entries"]]
+    assert {"00_ranks.html", "hw2_topic.html", "glossary.html#shard"} <= {*addresses}
+    assert f"{ADDRESS}#launch" in addresses
+    for address in addresses:
+        assert (out / address.partition("#")[0]).exists()
 
 
 SYLLABUS = """

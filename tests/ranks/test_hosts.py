@@ -149,19 +149,21 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_
 
 RESTARTED = """
     import os, time, torch, torch.distributed as dist, parallel101.ranks.signs_of_life as signs
+    import parallel101.record.last_events as last_events
 
-    signs.LOST_AFTER = 1.5
+    signs.LOST_AFTER, last_events.WRITE_EVERY = 1.5, 0.5
     dist.init_process_group("gloo")
-    alone = dist.get_world_size() == 1
-    open(f"ready {dist.get_rank()} of {dist.get_world_size()}", "w").close()
-    while not alone:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    while size > 1:
         dist.all_reduce(torch.ones(1))
         time.sleep(0.02)  # it computes
+        if os.path.exists(f"trace/rank-{rank}.1.json.gz"):
+            open(f"ready {rank} of {size}", "w").close()
     print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "ends alone", flush=True)
 """
 
 
-def test_a_host_that_dies_and_torchrun_that_restarts_the_others(starter, tmp_path):
+def test_a_host_that_dies_and_torchrun_that_restarts_the_others(starter, tmp_path, capsys):
     write(tmp_path, RESTARTED)
     elastic = (
         "--nnodes 1:2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d --rdzv-id 7 "
@@ -182,6 +184,10 @@ def test_a_host_that_dies_and_torchrun_that_restarts_the_others(starter, tmp_pat
     line = line_of("dist.all_reduce", RESTARTED)
     assert f'"script.py", line {line}, in <module>' in first.text
     assert "attempt 1 ends alone" in first.text
+    # the folder is that of both hosts: the record of the one that died is still there
+    assert main(["merge", str(tmp_path / "trace")]) == 0
+    assert "the record of rank 1 is of another start of the job" in capsys.readouterr().err
+    assert p101.Trace.load(tmp_path / "trace" / "trace.json.gz").world_size == 1
 
 
 # Rank 3 fails when all have counted their ranks. Rank 0 is on the other host.

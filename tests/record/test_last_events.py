@@ -127,7 +127,7 @@ def test_files_rotate_and_those_of_a_killed_rank_are_read(whole, dies, tmp_path)
         if not (dies and rank == 1):
             write_rank_file(tmp_path, rank, SIZE, "gloo", rows, [], earlier)
             assert len(list(tmp_path.glob(f"rank-{rank}.*"))) == 1
-    joined, missing = join_rank_files(tmp_path)
+    joined, missing, _ = join_rank_files(tmp_path)
     assert missing == [] and ranks_cut_short(tmp_path) == [1] * dies
     assert joined.kept_text == window(whole, limit).kept_text
     assert tables_of(joined)[1] == tables_of(whole)[1]

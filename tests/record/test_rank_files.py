@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.cli import main
 from parallel101.record.rank_files import join_rank_files, write_rank_file
 from parallel101.record.spans import span
 
@@ -34,11 +35,16 @@ def whole():
     ).trace
 
 
-def write(trace, directory, ranks=range(SIZE), size=SIZE, zero=lambda rank: 0.0):
+def write(trace, directory, ranks=range(SIZE), size=SIZE, zero=lambda rank: 0.0, start=""):
+    """The files of some ranks. `start`: a name for this start of the job."""
+
+    def labelled(e):
+        return e._replace(args={**e.args, "start_name": start}) if e.args and start else e
+
     for rank in ranks:
         rows = [
             tuple(
-                e._replace(
+                labelled(e)._replace(
                     start=e.start + zero(rank), end=e.end + zero(rank), posted=e.posted + zero(rank)
                 )
             )
@@ -55,7 +61,7 @@ def write(trace, directory, ranks=range(SIZE), size=SIZE, zero=lambda rank: 0.0)
 )
 def test_joined_files_are_the_whole_trace(whole, tmp_path, zero):
     write(whole, tmp_path, zero=zero)
-    joined, missing = join_rank_files(tmp_path)
+    joined, missing, _ = join_rank_files(tmp_path)
     assert missing == [] and joined.world_size == SIZE
     assert joined.makespan == pytest.approx(whole.makespan)
     assert joined.bytes_sent == whole.bytes_sent and joined.bytes_received == whole.bytes_received
@@ -70,7 +76,7 @@ def test_files_that_are_missing_or_of_another_run_are_named(whole, tmp_path):
     with pytest.raises(ValueError, match="has no files of ranks: record them with torchrun"):
         join_rank_files(tmp_path)
     write(whole, tmp_path, ranks=(0, 1, 3))
-    joined, missing = join_rank_files(tmp_path)
+    joined, missing, _ = join_rank_files(tmp_path)
     assert missing == [2] and joined.bytes_sent == [96, 96, 0, 96]
     write(whole, tmp_path, ranks=(2,), size=5)
     with pytest.raises(
@@ -81,3 +87,18 @@ def test_files_that_are_missing_or_of_another_run_are_named(whole, tmp_path):
         ),
     ):
         join_rank_files(tmp_path)
+
+
+@pytest.mark.parametrize("size", [SIZE, SIZE + 2])
+def test_a_rank_of_an_earlier_start_of_the_job_is_left_out(whole, tmp_path, size, capsys):
+    """torchrun starts the others again when a rank has died. If that had a rank that the new job
+    lacks, or was on another host, its file remains.
+    """
+    write(whole, tmp_path, start="first", size=size)
+    write(whole, tmp_path, ranks=(0, 1, 2), start="second")
+    joined, missing, left_out = join_rank_files(tmp_path)
+    assert left_out == [3] == missing and joined.world_size == SIZE
+    assert {e.rank for e in joined.events} == {0, 1, 2}
+    assert main(["merge", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert "the record of rank 3 is of another start of the job than rank 0's" in said

@@ -22,6 +22,13 @@ class Schedule:
         ranks: by rank, the parsed actions.
         placement: by global stage, the rank that has it.
         microbatches: how many a step has.
+
+    Example:
+        >>> schedule = p101.Schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+        >>> schedule.check("nccl")
+        >>> times = schedule.time(1, 1, 1)
+        >>> times.makespan, times.peak_activations
+        (9.0, [2, 1])
     """
 
     def __init__(self, actions: Sequence[Sequence[str]]):
@@ -123,6 +130,10 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> S
     M ≥ P (zb-h2: M ≥ 2P − 1): GPipe and 1F1B (P−1)(F+B+W), interleaved that over chunks, ZB-H1
     (P−1)(F+B−W), ZB-H2 (P−1)(F+B−2W). (arXiv 2401.10241, Table 2.) Raises ScheduleError for what
     cannot be.
+
+    Example:
+        >>> p101.schedule("1f1b", stages=2, microbatches=3).actions
+        [['0F0', '0F1', '0B0', '0F2', '0B1', '0B2'], ['1F0', '1B0', '1F1', '1B1', '1F2', '1B2']]
     """
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -47,6 +47,15 @@ def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
     Yields an Activations, which is filled while the block runs. A step that is counted takes
     longer; one that isn't costs nothing. Gradients that a zero-bubble schedule keeps for its weight
     gradients are not activations, and are not counted.
+
+    Example:
+        >>> model = p101.models.MLP([4, 8, 2])
+        >>> with p101.count_activations(model) as activations:
+        ...     model(torch.ones(16, 4)).sum().backward()
+        >>> print(activations)
+        1.28 kB of activations at the peak, in the program
+             768 B   layers.*
+             512 B   (the model)
     """
     model = of if isinstance(of, nn.Module) else of.model
     parts = {} if isinstance(of, nn.Module) else getattr(of.runner, "parts", {})

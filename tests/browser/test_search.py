@@ -1,0 +1,204 @@
+"""The search from disk: queries find what they should, with mouse, keyboard and screen reader; and
+the reference's pages are readable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parallel101.publish.execute import read_notebook
+from parallel101.publish.find import homework_notebooks
+from parallel101.publish.glossary import read_terms
+from parallel101.publish.index import index_page
+from parallel101.publish.page import Lesson
+from parallel101.publish.reference import ADDRESS, make_reference
+from parallel101.publish.search_index import (
+    FILE,
+    glossary_entries,
+    notebook_entries,
+    search_index,
+)
+from parallel101.viz.chromium import Browser
+from tests.browser.seen import (
+    cut_off,
+    out_of_reach,
+    scrolls_without_a_cue,
+    too_pale,
+    without_a_name,
+)
+from tests.browser.test_pages import unfold, view
+from tests.lessons.lesson import LESSONS
+
+pytestmark = pytest.mark.browser
+SHARDING = "reference/parallel101/sharding.html"
+BOX, LIST = "document.querySelector('#search-words')", "document.querySelector('#search-found')"
+SAID = "document.querySelector('.search-count').textContent"
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str):
+    with Browser(chromium) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The course's index, its search and the reference, without the lessons' pages."""
+    out = tmp_path_factory.mktemp("site")
+    found = [("Lesson", path) for path in sorted(LESSONS.glob("*.ipynb"))]
+    found += [("Homework", path) for path in homework_notebooks(LESSONS).values()]
+    entries, lessons = [], []
+    for kind, path in found:
+        notebook = read_notebook(path)
+        lesson = Lesson.of(path.stem if kind == "Lesson" else path.parent.name, notebook)
+        lessons += [lesson] if kind == "Lesson" else []
+        entries += notebook_entries(kind, lesson, notebook)
+    with pytest.MonkeyPatch.context() as patch:  # the others take longer, and look the same
+        patch.setattr("parallel101.publish.reference.MODULES", ("cost", "sharding"))
+        reference = make_reference()
+    for page, html in reference.pages.items():
+        (out / page).parent.mkdir(parents=True, exist_ok=True)
+        (out / page).write_text(html, encoding="utf-8")
+    entries += [*glossary_entries(read_terms(LESSONS)), *reference.names]
+    (out / FILE).write_text(search_index(entries), encoding="utf-8")
+    (out / "index.html").write_text(index_page(lessons, search=True), encoding="utf-8")
+    return out
+
+
+def opened(browser: Browser, site: Path, page: str = "index.html", **how) -> Browser:
+    return view(browser, (site / page).as_uri(), **{"width": 1100, **how})
+
+
+def ask(browser: Browser, query: str) -> list[str]:
+    """Type a query, and return the results: "title | kind · place"."""
+    browser.js(f"({BOX}.focus(), {BOX}.select())")
+    browser.until("document.querySelector('.search').dataset.asked === 'loaded'")
+    browser.call("Input.insertText", text=query)
+    return browser.js(
+        f"[...{LIST}.children].map(e => [e.querySelector('b').textContent, "
+        "e.childNodes[1].textContent.trim()].join(' | '))"
+    )
+
+
+def test_the_index_is_loaded_when_it_is_needed_and_is_small(browser, site):
+    assert (site / FILE).stat().st_size < 1e6
+    opened(browser, site)
+    assert not browser.js("!!globalThis.SEARCH_INDEX")
+    browser.js(f"{BOX}.focus()")
+    browser.until("globalThis.SEARCH_INDEX")
+
+
+FOUND = {  # query → a result, and among how many first ones it is
+    "ring all-reduce": ("ring all-reduce | Glossary", 1),
+    "all_reduce": ("all_reduce | Reference", 3),
+    "launch": ("launch | Reference", 1),
+    "hybrid": ("HybridTrainer | Reference", 2),
+    "trainer fit": ("HybridTrainer.fit | Reference", 2),
+    "Run.animate": ("Run.animate | Reference", 1),
+    "ring shift": ("1 · Ring shift | Homework · Homework 1", 3),
+    "bubble": ("bubble | Glossary", 1),
+    "two ranks swap": ("Two ranks swap numbers | Lesson · 00 Ranks", 1),
+    "step_memory": ("cost.step_memory | Reference", 2),
+    "pipel": ("Pipeline | Lesson", 12),
+}
+
+
+def test_queries_find_what_they_should(browser, site):
+    opened(browser, site)
+    for query, (wanted, among) in FOUND.items():
+        found = ask(browser, query)[:among]
+        assert any(wanted in one for one in found), f"{query}: {found}"
+    assert ask(browser, "xyzzy") == []
+    assert browser.js(SAID) == "Nothing found"
+    assert ask(browser, " ") == []
+    assert browser.js(SAID) == ""
+
+
+def test_with_the_keyboard_a_result_is_chosen_and_opened(browser, site):
+    opened(browser, site, SHARDING)
+    assert ask(browser, "step_memory")
+    chosen = f"{LIST}.querySelector('[aria-selected=true]')?.id ?? ''"
+    assert browser.js(chosen) == ""
+    for key, wanted in [("ArrowDown", 0), ("ArrowDown", 1), ("ArrowUp", 0), ("ArrowUp", -1)]:
+        browser.key(key)
+        last = browser.js(f"{LIST}.children.length") - 1
+        assert browser.js(chosen) == f"found-{last if wanted < 0 else wanted}"
+        assert browser.js(f"{BOX}.getAttribute('aria-activedescendant')") == browser.js(chosen)
+    browser.key("Escape")
+    assert browser.js(f"{LIST}.hidden && {BOX}.ariaExpanded === 'false'")
+    browser.key("ArrowDown")
+    assert browser.js(f"!{LIST}.hidden && {BOX}.ariaExpanded === 'true'")
+    first = browser.js(f"{LIST}.children[0].href")
+    browser.key("Enter", text="\r")
+    browser.until(f"location.href === '{first}'")
+    assert first.startswith(site.as_uri())
+    browser.until("document.getElementById(location.hash.slice(1))")
+
+
+def test_the_results_close_when_the_focus_leaves(browser, site):
+    opened(browser, site)
+    ask(browser, "ring")
+    browser.key("Tab")
+    assert browser.js(f"{LIST}.hidden")
+
+
+def test_a_screen_reader_hears_what_it_is_and_how_many_were_found(browser, site):
+    opened(browser, site)
+    ask(browser, "two ranks swap")
+    browser.key("ArrowDown")
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    named = [
+        (n["role"]["value"], n.get("name", {}).get("value")) for n in nodes if not n["ignored"]
+    ]
+    assert ("combobox", "Search") in named
+    assert ("listbox", "Search results") in named
+    assert any(role == "option" and "Two ranks swap numbers" in name for role, name in named)
+    assert browser.js("document.querySelector('.search-count').role") == "status"
+    assert browser.js(SAID).split()[-1] in ("result", "results")
+    assert without_a_name(browser) == []
+
+
+def test_without_scripts_there_is_no_box_and_the_reference_is_whole(browser, site):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        opened(browser, site, ADDRESS)
+        assert not browser.js(f"{BOX}.checkVisibility()")
+        assert browser.js("document.querySelectorAll('.names a').length") > 60
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_a_missing_index_is_named(browser, site):
+    lonely = site / "reference" / "lonely"
+    lonely.mkdir()
+    page = (site / ADDRESS).read_text(encoding="utf-8")
+    (lonely / "index.html").write_text(page, encoding="utf-8")
+    view(browser, (lonely / "index.html").as_uri(), 1100)
+    browser.js(f"{BOX}.focus()")
+    browser.until(f"{SAID}.includes('search_index.js is missing')")
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 390)])
+def test_results_and_reference_are_readable(browser, site, scheme, width, keep):
+    opened(browser, site, width=width, scheme=scheme)
+    ask(browser, "all-reduce of a ring")
+    browser.key("ArrowDown")
+    keep(browser, f"search-{scheme}")
+    assert too_pale(browser) == []
+    assert cut_off(browser) == []
+    for page in (ADDRESS, SHARDING):
+        opened(browser, site, page, width=width, scheme=scheme)
+        unfold(browser)
+        keep(browser, f"reference-{Path(page).stem}-{scheme}")
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert too_pale(browser) == []
+        assert cut_off(browser) == []
+        assert scrolls_without_a_cue(browser) == []
+
+
+def test_the_tab_key_reaches_everything_in_the_reference(browser, site):
+    opened(browser, site, SHARDING)
+    assert out_of_reach(browser) == []
+    assert without_a_name(browser) == []

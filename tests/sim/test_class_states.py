@@ -1,0 +1,68 @@
+"""accelerate keeps the state of a process in classes: each virtual rank has its own."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.sim.class_states import CLASSES, ClassStates
+
+NAME = "accelerate.state"
+
+
+def library():
+    """accelerate's module, as far as it matters here; loaded once for all ranks."""
+    if NAME not in sys.modules:
+        sys.modules[NAME] = ModuleType(NAME)
+        for name in CLASSES[NAME]:
+            kind = type(name, (), {"_shared_state": {}, "__init__": shares_its_state})
+            setattr(sys.modules[NAME], name, kind)
+    return sys.modules[NAME]
+
+
+def shares_its_state(self):
+    self.__dict__ = self._shared_state
+
+
+def program():
+    if dist.get_rank() == 1:
+        dist.barrier()  # rank 0 imports it first
+    state = library().PartialState()
+    found = getattr(state, "index", None)
+    state.index = dist.get_rank()
+    library().GradientState().steps = dist.get_rank() + 10
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.barrier()
+    try:
+        again = library().PartialState()
+        return found, again.index, state.index, library().GradientState().steps
+    finally:
+        dist.barrier()
+        library().PartialState._shared_state.clear()  # as its _reset_state does
+        assert library().PartialState().__dict__ == {}
+        dist.barrier()
+        sys.modules.pop(NAME, None)
+
+
+def test_a_rank_reads_what_it_has_written():
+    results = p101.launch(program, world_size=2, backend="sim").results
+    assert results == [(None, rank, rank, rank + 10) for rank in range(2)]
+
+
+def test_the_state_from_before_the_run_comes_back(monkeypatch):
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    try:
+        state = library().PartialState()
+        state.index = 7
+        states = ClassStates(2)
+        assert library().PartialState().__dict__ == {}, "a fresh process has none"
+        states.switch(0, 1)
+        library().PartialState().index = 1
+        states.restore()
+        assert library().PartialState().index == 7 == state.index
+    finally:
+        sys.modules.pop(NAME, None)
