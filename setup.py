@@ -8,7 +8,7 @@ uses those of the clone.
 """
 
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
+from shutil import copy, copytree, ignore_patterns, rmtree
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -23,8 +23,9 @@ class BuildWithNotebooks(build_py):
         super().run()
         if not self.editable_mode:
             notebooks = Path(self.build_lib, "parallel101", "notebooks")
+            rmtree(notebooks, ignore_errors=True)  # of an earlier build
             for name in ("lessons", "homework"):
-                copytree(name, notebooks / name, ignore=OF_A_LEARNER, dirs_exist_ok=True)
+                copytree(name, notebooks / name, ignore=OF_A_LEARNER)
             for file in (*Path("docs").glob("*.md"), Path("CITATION.cff")):
                 (notebooks / file.parent).mkdir(exist_ok=True)
                 copy(file, notebooks / file)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel101.collectives.all_gather import direct_steps as direct_all_gather
-from parallel101.collectives.blocks import Blocks, even_blocks, row_of
+from parallel101.collectives.blocks import Blocks, row_of
 from parallel101.collectives.checks import begin, block_sizes, nothing, shard_sizes, tensor_of
 from parallel101.collectives.comm import Comm
 from parallel101.collectives.meta_device import same_memory
@@ -55,8 +55,31 @@ class AsyncCollective:
         return self._result
 
 
+class SideBySide:
+    """Several collectives that have begun, and take each further step together."""
+
+    def __init__(self, each: Sequence[AsyncCollective]):
+        self._each = each
+
+    def advance(self) -> bool:
+        """Advance each. Returns True if all results are complete."""
+        done = [one.advance() for one in self._each]  # all of them, before the answer
+        return all(done)
+
+    def wait(self) -> list[Tensor]:
+        """Do everything that is left and return the results."""
+        while not self.advance():
+            pass
+        return [one.wait() for one in self._each]
+
+
 def all_reduce_async(
-    x: Tensor, op: str = "sum", *, group: GroupLike = None, out: Tensor | None = None
+    x: Tensor,
+    op: str = "sum",
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> AsyncCollective:
     """Begin an `all_reduce`, which has two steps. Each rank sends 2n(p−1)/p bytes, where x has n.
 
@@ -64,6 +87,8 @@ def all_reduce_async(
         x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
             it before the result is complete.
         op, group: as in `all_reduce`.
+        sizes: how many elements each rank adds up and sends to all, of x in one row. None: on all
+            ranks about as many.
         out: the tensor for the result, contiguous and like x; x itself for an all-reduce in place.
             None: a new tensor.
 
@@ -72,11 +97,11 @@ def all_reduce_async(
     x, reduction, members = contiguous(x, "x"), reduction_of(op, x), group_of(group)
     if members.position is None:
         return AsyncCollective(iter(()), nothing(x))
-    result = result_in(out, x, x.shape)
-    comm = begin("all_reduce_async", members, x, op=op)
+    result, sizes = result_in(out, x, x.shape), block_sizes(x.view(-1), 0, sizes, members)
+    comm = begin("all_reduce_async", members, x, op=op, sizes=sizes)
     if comm.size == 1:
         return AsyncCollective(iter(()), result.copy_(x))
-    blocks, sums = even_blocks(x.view(-1), comm.size), even_blocks(result.view(-1), comm.size)
+    blocks, sums = Blocks(x.view(-1), sizes), Blocks(result.view(-1), sizes)
     return AsyncCollective(_all_reduce_steps(blocks, sums, reduction, comm), result)
 
 

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from parallel101.collectives import all_reduce
-from parallel101.collectives.asynchronous import AsyncCollective, all_reduce_async
+from parallel101.collectives.asynchronous import SideBySide
 from parallel101.mesh import GroupLike
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, by_size, dense_gradient
+from parallel101.trainers.support.bucket import Bucket
 
 
 class Naive(GradientSync):
@@ -66,27 +67,6 @@ class Bucketed(GradientSync):
         return unused
 
 
-class Bucket:
-    """A flat tensor with room for the gradients of some parameters, side by side."""
-
-    def __init__(self, parameters: Parameters):
-        self.parameters = parameters
-        first, sizes = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
-        self.flat = torch.zeros(sum(sizes), dtype=first.grad_dtype, device=first.device)
-        self.places = dict(zip(parameters, self.flat.split(sizes)))
-        self.filled: set[str] = set()
-
-    def take(self, name: str) -> None:
-        """Move a gradient to its place. From now on p.grad is a view of the bucket."""
-        p = self.parameters[name]
-        place = self.places[name].view(p.shape)
-        p.grad = place.copy_(dense_gradient(name, p))
-        self.filled.add(name)
-
-    def is_full(self) -> bool:
-        return self.filled == self.parameters.keys()
-
-
 class Overlapped(GradientSync):
     """As soon as backward has filled a bucket, its all-reduce begins.
 
@@ -99,8 +79,8 @@ class Overlapped(GradientSync):
     def __init__(self, parameters: Parameters, group: GroupLike, bucket_bytes: int):
         super().__init__(parameters)
         self.group, self.listening = group, False
-        self.buckets = [Bucket(together) for together in by_size(parameters, bucket_bytes)]
-        self.in_flight: list[AsyncCollective] = []
+        self.buckets = [Bucket(some, group) for some in by_size(parameters, bucket_bytes)]
+        self.in_flight: list[SideBySide] = []
         self.place = {
             p: (bucket, name) for bucket in self.buckets for name, p in bucket.parameters.items()
         }
@@ -130,8 +110,7 @@ class Overlapped(GradientSync):
             self.send_next()
 
     def send_next(self) -> None:
-        flat = self.buckets[len(self.in_flight)].flat
-        self.in_flight.append(all_reduce_async(flat, group=self.group, out=flat))
+        self.in_flight.append(self.buckets[len(self.in_flight)].all_reduce_async())
         if len(self.in_flight) > 1:
             with wait_span("wait for gradients"):
                 self.in_flight[-2].advance()

@@ -25,7 +25,7 @@ from parallel101.publish.page import (
     moving_picture_of,
 )
 from parallel101.publish.repository import Repository
-from parallel101.publish.tools import TOOLS
+from parallel101.publish.tools import TOOL_PAGES
 from parallel101.viz.chromium import Browser
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.explore import explore_memory, explore_schedule
@@ -149,7 +149,7 @@ def index(tmp_path_factory, around) -> str:
         glossary=True,
         opening=read_opening(LESSONS),
         moving=moving_picture_of(body),
-        tools=TOOLS,
+        tools=TOOL_PAGES,
         pages=around,
         repository=Repository("owner/name"),
     )

@@ -122,7 +122,7 @@ def test_the_page_cite_has_what_the_file_says():
 def test_a_site_has_these_pages_in_its_index(tmp_path, monkeypatch):
     monkeypatch.setattr(write_site, "run_notebook", lambda path, timeout: nbformat.read(path, 4))
     monkeypatch.setattr(module, "raised", lambda program: "an error")
-    monkeypatch.setattr(write_site, "TOOLS", ())
+    monkeypatch.setattr(write_site, "TOOL_PAGES", ())
     lessons = select_lessons(LESSONS, ["00"])
     write_site.publish(lessons, tmp_path, repository=HERE, report=lambda _: None)
     index = BeautifulSoup((tmp_path / "index.html").read_text(), "html.parser")

@@ -13,6 +13,7 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
+from parallel101.trainers.support.batches import number_of_values
 from tests.trainers.cases import (
     CLOSE,
     OPTIMIZERS,
@@ -160,3 +161,8 @@ def test_only_the_first_stage_takes_several_inputs():
     expected = F.mse_loss(last(gelu(first(x, x > 0))), y).item()
     for loss in p101.launch(two_inputs, world_size=2, backend="sim").results:
         assert loss == pytest.approx(expected, rel=CLOSE)
+
+
+def test_an_empty_tensor_leaves_a_batchs_checksum_as_it_is():
+    ones, empty = torch.ones(3), torch.empty(0)
+    assert number_of_values([ones, empty]) == number_of_values([ones]) != number_of_values([empty])

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101.mesh import split_sizes
 from parallel101.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
+from parallel101.trainers.support import bucket
 from tests.trainers.cases import (
     OPTIMIZERS,
     STEPS,
@@ -72,6 +74,35 @@ def test_a_bucket_may_be_one_gradient_or_all_of_them():
         for build in (p101.DataParallelTrainer, TRAINERS["ZeRO-2"])
     ]
     assert p101.launch(unlike_one_process, found, world_size=3, backend="sim").results == [[]] * 3
+
+
+def some_in_place(least):
+    """Gradients of at least so many bytes are sent from the memory that they are in."""
+    bucket.LARGE = least
+    options = ({"bucket_bytes": size, "accumulate": many} for size in (1, 10**9) for many in (1, 2))
+    tasks = itertools.product(("mlp", "sometimes", "tied gpt"), options)
+    build = TRAINERS["overlapped"]
+    return unlike_one_process([Case(TASKS[task], build, options=given) for task, given in tasks])
+
+
+@pytest.mark.parametrize("least", [0, 300])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_gradients_are_summed_where_they_are(least, world_size):
+    run = p101.launch(some_in_place, least, world_size=world_size, backend="sim")
+    assert run.results == [[]] * world_size
+
+
+def test_each_rank_adds_up_as_much():
+    assert bucket.even_shares([4, 4, 4, 4], 4) == [
+        [4, 0, 0, 0],
+        [0, 4, 0, 0],
+        [0, 0, 4, 0],
+        [0, 0, 0, 4],
+    ]
+    for ranks in (1, 2, 3, 5):
+        shares = bucket.even_shares([7, 1, 0, 12], ranks)
+        assert [sum(of_tensor) for of_tensor in shares] == [7, 1, 0, 12]
+        assert [sum(of_rank) for of_rank in zip(*shares)] == split_sizes(20, ranks)
 
 
 def very_uneven():
