@@ -1,4 +1,4 @@
-"""The search over lessons, homework, glossary and reference, which works offline.
+"""The search over all pages of the site, which works offline.
 
     sections ── search_index ──▶ site/search_index.js, a script: a page from disk can't fetch JSON
     search_box ──▶ the box on a page, with search.js, which loads that script when the box is used
@@ -23,6 +23,7 @@ from bs4 import BeautifulSoup
 from nbformat import NotebookNode
 
 from parallel101.publish.arrange import HEADINGS, name_headings
+from parallel101.publish.course_pages import CoursePage
 from parallel101.publish.glossary import PAGE, Term
 from parallel101.publish.page import Lesson, page_name, short_title, to_html
 
@@ -34,11 +35,11 @@ SHOWN = 140  # letters of an entry's text that a result shows
 class SearchEntry(NamedTuple):
     """What the search can find: a section, a term or a name."""
 
-    kind: str  # Lesson, Homework, Glossary or Reference
+    kind: str  # "Lesson", "Homework", "Glossary", "Reference", "Tool"; "" for other pages
     title: str
     address: str  # below site/
     text: str
-    place: str = ""  # the lesson of a section, as its title says it
+    place: str = ""  # the lesson or page of a section, as its title says it
     also: str = ""  # other words by which it is found
 
 
@@ -52,22 +53,36 @@ def notebook_entries(kind: str, lesson: Lesson, notebook: NotebookNode) -> Itera
     ]
     soup = BeautifulSoup("".join(cells), "html.parser")
     name_headings(soup)
-    title, anchor, texts = short_title(lesson), "", list[str]()
+    yield from _sections(kind, short_title(lesson), page_name(lesson), soup)
+
+
+def page_entries(page: CoursePage) -> Iterator[SearchEntry]:
+    """Yield the sections of a page around the lessons."""
+    soup = BeautifulSoup(page.body, "html.parser")
+    for contents in soup.select("nav"):
+        contents.decompose()
+    yield from _sections("", page.title, page.address, soup)
+
+
+def _sections(kind: str, title: str, address: str, soup: BeautifulSoup) -> Iterator[SearchEntry]:
+    at, place, section, texts = address, "", title, list[str]()
     for element in soup.select(".text_cell_render > *, pre.cell"):
         if element.name in HEADINGS and element.has_attr("id"):
             if texts:
-                yield _section(kind, lesson, title, anchor, texts)
-            anchor, texts = str(element["id"]) if element.name != "h1" else "", []
-            title = element.get_text().strip() if anchor else short_title(lesson)
+                yield _section(kind, section, at, texts, place)
+            texts = []
+            if element.name == "h1":
+                at, place, section = address, "", title
+            else:
+                at, place = f"{address}#{element['id']}", title
+                section = element.get_text().strip()
         else:
             apart = " " if element.name in ("table", "ul", "ol") else ""
             texts.append(element.get_text(apart))
-    yield _section(kind, lesson, title, anchor, texts)
+    yield _section(kind, section, at, texts, place)
 
 
-def _section(kind: str, lesson: Lesson, title: str, anchor: str, texts: list[str]) -> SearchEntry:
-    address = page_name(lesson) + (f"#{anchor}" if anchor else "")
-    place = short_title(lesson) if anchor else ""
+def _section(kind: str, title: str, address: str, texts: list[str], place: str) -> SearchEntry:
     return SearchEntry(kind, title, address, " ".join(" ".join(texts).split()), place)
 
 

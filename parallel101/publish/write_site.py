@@ -38,6 +38,7 @@ from parallel101.publish.search_index import (
     SearchEntry,
     glossary_entries,
     notebook_entries,
+    page_entries,
     search_index,
 )
 from parallel101.publish.specification import with_specifications
@@ -206,7 +207,9 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    around = _write_course_pages(course, [*lessons.values()], glossary, out)
+    around: list[Listed] = [*_write_course_pages(course, [*lessons.values()], glossary, out)]
+    if course.whole and (out / REFERENCE.address).exists():
+        around.insert(0, REFERENCE)
     index = index_page(
         [*lessons.values()],
         covers,
@@ -243,10 +246,10 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
 
 
 def _listed_tools(course: Course, out: Path) -> Sequence[Listed]:
-    """The tools that are there, if the course is whole, and the reference."""
+    """The tools that are there, if the course is whole."""
     if not course.whole:
         return ()
-    return [tool for tool in (*TOOL_PAGES, REFERENCE) if (out / tool.address).exists()]
+    return [tool for tool in TOOL_PAGES if (out / tool.address).exists()]
 
 
 def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
@@ -303,7 +306,7 @@ def _write_reference(out: Path) -> list[SearchEntry]:
 def _write_search(
     course: Course, folder: Path, out: Path, reference: Sequence[SearchEntry]
 ) -> None:
-    """Write the index of the search: all lessons that have a page, homework, glossary, names."""
+    """Write the index of the search: all lessons that have a page, and all other pages."""
     entries: list[SearchEntry] = []
     for path in course.lessons:
         if (out / f"{path.stem}.html").exists():
@@ -314,6 +317,8 @@ def _write_search(
     for number, homework in course.homework.items():
         entries += notebook_entries("Homework", homework, read_notebook(found[number]))
     entries += [*glossary_entries(read_terms(folder)), *reference]
+    for page in course_pages(folder.parent):
+        entries += page_entries(page)
     entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOL_PAGES]
     _write(out / SEARCH, search_index(entries))
 

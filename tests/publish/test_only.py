@@ -98,7 +98,7 @@ def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypa
     assert cli.main(["lessons", "--lessons", str(lessons), "--out", str(out)]) == 0
     assert "launch" in (out / ADDRESS).read_text()
     index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
-    assert index.select_one(f'.tools a[href="{ADDRESS}"]')
+    assert index.select_one(f'.more a[href="{ADDRESS}"]')
     assert index.select_one("form.search")["data-index"] == "search_index.js"
     found = json.loads((out / "search_index.js").read_text().partition("= ")[2].rstrip(";\n"))
     addresses = [entry[3] for entry in found["entries"]]

@@ -8,6 +8,7 @@ import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4
 
+from parallel101.publish.course_pages import CoursePage
 from parallel101.publish.execute import read_notebook
 from parallel101.publish.glossary import read_terms
 from parallel101.publish.page import Lesson, lesson_body
@@ -15,6 +16,7 @@ from parallel101.publish.search_index import (
     SearchEntry,
     glossary_entries,
     notebook_entries,
+    page_entries,
     search_index,
     words_of,
 )
@@ -71,3 +73,13 @@ def test_terms_are_found_by_their_other_forms():
     for term, entry in zip(terms, glossary_entries(terms)):
         assert entry.address == f"glossary.html#{term.anchor}"
         assert all(form in entry.also for form in term.forms)
+
+
+def test_a_page_around_the_lessons_is_found_by_its_sections():
+    body = """<div class="text_cell_render"><h1 id="Errors">Errors</h1><nav>No.</nav><p>Why.</p>
+    <h2 id="it-hangs">it hangs</h2><p>A cycle.</p></div>"""
+    page = CoursePage("errors.html", "Errors", "What errors mean.", body)
+    assert [*page_entries(page)] == [
+        SearchEntry("", "Errors", "errors.html", "Why."),
+        SearchEntry("", "it hangs", "errors.html#it-hangs", "A cycle.", "Errors"),
+    ]
