@@ -1,11 +1,11 @@
 """parallel101: run parallel training programs on several ranks, record and draw what happened.
 
-    import torch
+import torch
 
-    import parallel101 as p101
+import parallel101 as p101
 
-    run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=4, trace=True)
-    run.results, run.animate()
+run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=4, trace=True)
+run.results, run.animate()
 """
 
 import ast

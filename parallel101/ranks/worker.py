@@ -48,6 +48,8 @@ from parallel101.record.calls import Call
 from parallel101.record.recorder import RankRecorder
 from parallel101.record.spans import record_into
 
+SEND_BUFFER = 208 * 1024  # bytes, of which Linux makes twice as many; it allows so many everywhere
+
 
 def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
     """Serve one job, and exit.
@@ -113,6 +115,7 @@ def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) ->
         store = connect(job.rendezvous, job.world_size)
         process_groups.own_device(job.backend, job.rank)
         process_groups.init(job.backend, recorder, store, job.rank, job.world_size)
+        _keep_send_buffers_small()
         function, args, kwargs = unpack_program(body, buffers)
         del body, buffers
         process_groups.start_together()
@@ -195,6 +198,23 @@ def _keep_freed_memory() -> None:
         # M_ARENA_MAX: there is one heap, also for the thread of a backward or of a virtual rank
         libc.mallopt(-8, 1)
         libc.mallopt(-1, 0x7FFFFFFF)  # M_TRIM_THRESHOLD: the heap keeps what is freed
+
+
+def _keep_send_buffers_small() -> None:
+    """Let a connection to another rank of this host hold SEND_BUFFER bytes that are on their way.
+
+    Linux lets it grow to 4 MiB, which a core's cache doesn't hold. A step of DDP then takes 2 to
+    4 % longer, and one of ours 5 to 8 %. Elsewhere nothing happens.
+    """
+    folder = "/proc/self/fd"
+    for fd in os.listdir(folder) if os.path.isdir(folder) else ():
+        with contextlib.suppress(OSError):  # it is closed, or not connected
+            if not os.readlink(f"{folder}/{fd}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as connection:
+                internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if internet and connection.getpeername()[0] == connection.getsockname()[0]:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
 def _prepare(job: Job) -> None:

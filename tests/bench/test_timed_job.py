@@ -15,10 +15,11 @@ pytestmark = pytest.mark.slow
 def test_each_job_trains_when_it_is_asked(tmp_path, capsys):
     record = ["-m", "parallel101", "run", "--record", str(tmp_path)]
     me = psutil.Process()
+    before = {*me.children(recursive=True)}  # of other tests in this process
     with timed_jobs({"launched": ["launch"], "recorded": record}) as timer:
         names = ["recorded", "launched", "recorded"]
         took = [timer.step(name, count) for count, name in enumerate(names, start=1)]
-        family = me.children(recursive=True)
+        family = {*me.children(recursive=True)} - before
     assert all(job.poll() == 0 for job in timer.jobs.values())
     assert timer.turns == {"launched": 1, "recorded": 2}
     for step in took:

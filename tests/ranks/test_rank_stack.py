@@ -88,11 +88,11 @@ def test_seconds_without_a_call_begin_again_with_each_call():
     recorder = RankRecorder(0, recording=False)
     reader = StackReader(recorder)
     reader.look()
-    reader.since -= 100.0
+    reader.clock.since -= 100.0
     assert 100.0 <= reader.read().quiet < 130.0
     recorder.count_collective("world", "barrier")
     assert reader.read().quiet < 30.0
-    reader.since -= 100.0
+    reader.clock.since -= 100.0
     recorder.next_seq(("send", 1, 0, "world"))
     assert reader.read().quiet < 30.0
 
