@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# how many running averages of the gradients an optimizer keeps, each as large as the weights
+AVERAGES = {"adamw": 2, "momentum": 1, "sgd": 0}
 KNOWN = {
+    "optimizer": tuple(AVERAGES),
     "zero_stage": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed"),
@@ -26,6 +29,7 @@ class ParallelLayout:
             microbatch · microbatches · dp · ep samples.
         chunks: stages on each rank of a pipeline; above 1 its schedule is "interleaved", else
             `schedule`.
+        optimizer: torch's fused AdamW, or SGD with or without momentum. The planner plans AdamW.
         zero_stage, recompute, sequence_parallel, precision, gradient_dtype, overlap, context: as
             HybridTrainer's. gradient_dtype is "fp32" or None here.
     """
@@ -39,6 +43,7 @@ class ParallelLayout:
     microbatches: int = 1
     chunks: int = 1
     schedule: str = "1f1b"
+    optimizer: str = "adamw"
     zero_stage: int = 0
     recompute: str = "none"
     sequence_parallel: bool = False

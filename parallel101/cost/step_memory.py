@@ -14,9 +14,9 @@ What is alive rises and falls, and these have their peaks at different times:
     optimizer    no activations, but gradients in 32 bits beside those in 16
 
 `total` is the most of these sums. It counts tensors: what an allocator loses to fragmentation, the
-CUDA context, and NCCL's own buffers are not in it. It is right for AdamW
-whose update is fused (`fused=True`); torch's default on a GPU also makes a copy of one of its two
-averages.
+CUDA context, and NCCL's own buffers are not in it. It is right for
+optimizers whose update is fused (`fused=True`); torch's default on a GPU also makes a copy of one
+of AdamW's two averages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 
 from parallel101.cost.layer_activations import CORE, itemsize, layer_kept
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
-MASTER, MOMENT = 4, 4  # bytes a parameter of the optimizer's copy, and of each of Adam's averages
+MASTER, MOMENT = 4, 4  # bytes a parameter of the optimizer's copy, and of each of its averages
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,9 @@ class _RankMemory:
 
     @property
     def optimizer(self) -> float:
-        """Bytes of Adam's averages, and of the master weights."""
-        return self.owned * (2 * MOMENT + MASTER if self.mixed else 2 * self.e)
+        """Bytes of the optimizer's averages, and of the master weights."""
+        averages = AVERAGES[self.layout.optimizer]
+        return self.owned * (averages * MOMENT + MASTER if self.mixed else averages * self.e)
 
     @property
     def gradients(self) -> float:

@@ -17,7 +17,7 @@ from parallel101.cost.kernels import memory_seconds
 from parallel101.cost.layer_arrays import Gradients, buckets, count_arrays
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import Software
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "bf16-mixed": 2, "fp16-mixed": 2}
@@ -219,6 +219,7 @@ def optimizer_seconds(
     """Seconds of clipping and of the update."""
     mine = stage.parameters(layout) / (layout.dp if layout.zero_stage else 1)
     nbytes = software.optimizer_bytes if "mixed" in layout.precision else 28
+    nbytes -= 8 * (2 - AVERAGES[layout.optimizer])  # AdamW reads and writes two averages
     pieces = max(stage.arrays(layout) * mine / stage.parameters(layout), 1)
     launches = software.optimizer_launches * pieces * cluster.kernels.launch
     return memory_seconds(cluster.chip, mine * nbytes) + launches

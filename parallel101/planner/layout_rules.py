@@ -23,7 +23,8 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
-KEYS = tuple(field.name for field in fields(ParallelLayout))
+# HybridTrainer is called with AdamW
+KEYS = tuple(field.name for field in fields(ParallelLayout) if field.name != "optimizer")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
     "zero_stage": (0, 1, 2, 3),

@@ -21,6 +21,7 @@ from parallel101.cost import (
     step_memory,
     step_time,
 )
+from parallel101.cost.parallel_layout import AVERAGES
 from parallel101.planner.known_models import KNOWN_MODELS
 from parallel101.planner.layout_rules import CHOICES, why_not
 from parallel101.planner.search import most_of, smallest_gpus
@@ -104,6 +105,7 @@ def some_layout(draw: random.Random, experts: int) -> dict:
     return {
         **axes,
         **chosen,
+        "optimizer": draw.choice([*AVERAGES]),
         "chunks": draw.choice([1, 2, 3]) if chunked else 1,
         "microbatch": draw.choice([1, 1, 2, 5, 0 if draw.random() < 0.02 else 16]),
         "microbatches": many * draw.choice([1, 1, 2, 4, 7, 32]),
@@ -312,7 +314,10 @@ def test_fields_change_the_answer(browser, page):
     assert browser.js(VERDICT).startswith("It fits.")
     assert [row[1:] for row in browser.js(TABLE)] == [cells(stage) for stage in stages]
     assert "4 of 32 microbatches wait for backward" in browser.js(MOST)
-    choose(browser, schedule="interleaved")
+    choose(browser, optimizer="sgd")
+    stages = step_memory(KNOWN_MODELS["llama-3-70b"].shape, replace(layout, optimizer="sgd"))
+    assert [row[1:] for row in browser.js(TABLE)] == [cells(stage) for stage in stages]
+    choose(browser, optimizer="adamw", schedule="interleaved")
     assert browser.js("state.layout.chunks") == 2
     choose(browser, pp=1)
     assert browser.js("[state.layout.schedule, state.layout.chunks]") == ["1f1b", 1]

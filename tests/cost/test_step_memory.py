@@ -62,6 +62,13 @@ def model_of(shape):
     return GPT(GPTConfig(**sizes, experts=shape.experts, dropout=0.1 * shape.dropout))
 
 
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
+}
+
+
 def trainer_of(shape, layout):
     axes = [a for a in ("pp", "dp", "ep", "cp", "tp") if a == "dp" or getattr(layout, a) > 1]
     mesh = init_device_mesh("cpu", [getattr(layout, a) for a in axes], mesh_dim_names=axes)
@@ -77,7 +84,7 @@ def trainer_of(shape, layout):
     return p101.HybridTrainer(
         model_of(shape),
         balanced_next_token_loss if shape.experts else loss,
-        lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        OPTIMIZERS[layout.optimizer],
         mesh=mesh,
         zero_stage=layout.zero_stage,
         overlap=layout.overlap,
@@ -152,6 +159,10 @@ ONE_STAGE = [
     (GPT_SHAPE, Layout(microbatch=8, precision="bf16")),
     (GPT_SHAPE, Layout(microbatch=2, microbatches=2, gradient_dtype="fp32")),
     (GPT_SHAPE, Layout(microbatch=16, recompute="full")),
+    (GPT_SHAPE, Layout(microbatch=2, optimizer="momentum")),
+    (GPT_SHAPE, Layout(dp=4, zero_stage=1, optimizer="sgd")),
+    (GPT_SHAPE, Layout(dp=4, microbatch=8, zero_stage=3, optimizer="momentum")),
+    (LLAMA, Layout(microbatch=2, precision="fp32", optimizer="sgd")),
     (SHAPES["dropout"], Layout(microbatch=16)),
     (UNFUSED, Layout(microbatch=4)),
     (UNFUSED, Layout(microbatch=4, recompute="selective")),

@@ -5,6 +5,7 @@ const PARTS = { weights: "weights", gradients: "gradients", optimizer: "optimize
   activations: "activations", buffers: "buffers" };
 const MOMENTS = { loss: "at the loss", backward: "in the backward pass",
   gradients: "while the last gradients are sent", optimizer: "in the optimizer's step" };
+const AVERAGES = { adamw: "AdamW's two averages", momentum: "SGD's momentum", sgd: "" };
 const MOST_ROWS = 8;
 const count = (number) => number.toLocaleString("en-US");
 const many = (number, word, ending = "s") =>
@@ -152,7 +153,7 @@ function most(stages, fullest) {
 }
 
 function optimizerWords({ optimizer, owned }) {
-  return `optimizer: AdamW, ${optimizer / owned} bytes a parameter`;
+  return `${optimizer / owned} bytes a parameter`;
 }
 
 /* How these bytes come about. */
@@ -162,8 +163,9 @@ function because(name, stage) {
   if (name === "weights")
     return `They are ${each(here, stage.weights / here)}.`;
   if (name === "optimizer")
-    return `It is ${each(stage.owned, stage.optimizer / stage.owned)}: AdamW's two averages`
-      + `${layout.precision.endsWith("mixed") ? " and the fp32 master weights" : ""}.`;
+    return `It is ${each(stage.owned, stage.optimizer / stage.owned)}: `
+      + `${[AVERAGES[layout.optimizer], layout.precision.endsWith("mixed")
+        ? "the fp32 master weights" : ""].filter(Boolean).join(" and ")}.`;
   if (name === "gradients") {
     const owned = layout.zero_stage >= 2 ? stage.owned : stage.parameters;
     return `They are ${each(owned, stage.gradients / owned)}.`;

@@ -43,7 +43,9 @@ const memoryChanges = (() => {
     const data = exchange(dp * cp * ep, parameters * (g * sends + e * gathers), tp);
     const hides = zero === 3 ? computing : (computing * (2 / 3) * sends) / many;
     const waiting = Math.max(0, data - (layout.overlap ? hides : 0));
-    const update = (owned * GIVEN.constants.OPTIMIZER_BYTES) / gpu.bandwidth;
+    const { OPTIMIZER_BYTES, AVERAGES } = GIVEN.constants;
+    const spared = 8 * (2 - AVERAGES[layout.optimizer]);  // AdamW has two averages
+    const update = (owned * (OPTIMIZER_BYTES - spared)) / gpu.bandwidth;
     return computing + bubble + tensor + context + expert + pipe + waiting + update;
   }
 

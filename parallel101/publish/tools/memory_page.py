@@ -20,7 +20,7 @@ from importlib.resources import files
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
 from parallel101.cost.layer_activations import RECOMPUTE
 from parallel101.cost.model_shape import KNOWN, ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import TRAINERS
 from parallel101.cost.step_memory import BUCKET, MASTER, MOMENT, step_memory
 from parallel101.planner.known_models import KNOWN_MODELS
@@ -80,6 +80,7 @@ def _given() -> str:
             "BUCKET": BUCKET,
             "MASTER": MASTER,
             "MOMENT": MOMENT,
+            "AVERAGES": AVERAGES,
             "OPTIMIZER_BYTES": TRAINERS.optimizer_bytes,
         },
         "models": shapes,
@@ -90,7 +91,12 @@ def _given() -> str:
         "shape": asdict(OWN),
         "layout": asdict(ParallelLayout()),
         "gpus": {name: _gpu(chip) for name, chip in GPUS.items()},
-        "choices": {**CHOICES, **KNOWN, **dict.fromkeys(FLAGS, (False, True))},
+        "choices": {
+            **CHOICES,
+            **KNOWN,
+            **dict.fromkeys(FLAGS, (False, True)),
+            "optimizer": tuple(AVERAGES),
+        },
         "start": {"model": model, "gpu": gpu, "layout": asdict(layout)},
     }
     return json.dumps(found, separators=(",", ":"))
@@ -128,9 +134,9 @@ here. The table is for {model} on {layout.gpus} {gpu} with dp {layout.dp}. Each 
 <tbody>{_rows()}</tbody></table></div>
 <p class="text small">The parts have their peaks at different times, so they can add up to more than
 the peak of all together. Buffers are what else is alive at that peak, such as buckets of gradients
-on their way. The formulas are those of <code>parallel101.cost.step_memory</code>, for AdamW with
-<code>fused=True</code>. They count tensors. The CUDA context, NCCL's buffers and what the allocator
-loses to fragmentation come on top, so leave some headroom.</p></section>
+on their way. The formulas are those of <code>parallel101.cost.step_memory</code>, for optimizers
+with <code>fused=True</code>. They count tensors. The CUDA context, NCCL's buffers and what the
+allocator loses to fragmentation come on top, so leave some headroom.</p></section>
 <section class="code found" aria-label="As Python" hidden><h2>As Python</h2>
 <p class="text">The address of this page holds your settings, so a bookmark keeps them. This
 program prints the same numbers. <code>parallel101 plan</code> searches for the fastest layout that
@@ -152,6 +158,7 @@ def _form() -> str:
         "bf16": "bf16 only",
         "fp32": "fp32 only",
     }
+    optimizers = {"adamw": "AdamW", "momentum": "SGD, momentum", "sgd": "SGD"}
     zero = {
         "0": "0: nothing",
         "1": "1: optimizer state",
@@ -173,6 +180,7 @@ def _form() -> str:
 </fieldset>
 <fieldset><legend>Training</legend>
 {_select("precision", "precision", precisions)}
+{_select("optimizer", "optimizer", optimizers)}
 <p id="optimizer-words"></p>
 {_select("zero_stage", "ZeRO stage: dp shards", zero)}
 {_select("recompute", "recomputation", {name: name for name in RECOMPUTE})}

@@ -233,7 +233,8 @@ const memoryRules = (() => {
 
     // model states
     const weights = e * (zero === 3 ? owned : count);
-    const optimizer = owned * (mixed ? 2 * MOMENT + MASTER : 2 * e);
+    const averages = GIVEN.constants.AVERAGES[layout.optimizer];
+    const optimizer = owned * (mixed ? averages * MOMENT + MASTER : averages * e);
     const gradients = g * (zero >= 2 ? owned : count);
     const room = zero || (sharing > 1 && overlap) ? gradients : 0;  // flat arrays
     const batch = 8 * layout.microbatch * microbatches * time;
