@@ -23,8 +23,7 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
-# HybridTrainer is called with AdamW
-KEYS = tuple(field.name for field in fields(ParallelLayout) if field.name != "optimizer")
+KEYS = tuple(field.name for field in fields(ParallelLayout))
 CHOICES: dict[str, tuple[Any, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
     "zero_stage": (0, 1, 2, 3),
@@ -34,9 +33,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gradient_dtype": (None, "fp32"),
     "overlap": (False, True),
     "context": ("zigzag", "contiguous", "ulysses"),
+    "optimizer": ("adamw",),  # which the trainer is called with
 }
 # fixed, or as the layout has them by default
-OTHERS = ("schedule", "precision", "gradient_dtype", "overlap", "context")
+OTHERS = ("schedule", "precision", "gradient_dtype", "overlap", "context", "optimizer")
 MICROBATCHES = (1, 2, 4, 8, 16)  # samples of a microbatch that are tried
 
 

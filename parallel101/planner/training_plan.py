@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +138,7 @@ def plan(
 
 def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
     if isinstance(layout, ParallelLayout):
-        if layout.optimizer != "adamw":
-            raise ValueError(f"layout has optimizer={layout.optimizer!r}: expected 'adamw'")
-        return {key: getattr(layout, key) for key in KEYS}
+        return asdict(layout)
     if layout is None or isinstance(layout, Mapping):
         return dict(layout or {})
     raise ValueError(
