@@ -20,6 +20,12 @@ from tests.lessons.lesson import read
 FOLDER = Path(os.environ.get("SCREENSHOTS") or Path(__file__).parents[2] / "build" / "screenshots")
 
 
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    with Browser(chromium) as browser:
+        yield browser
+
+
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a JupyterLab with copies of the lessons, part.ipynb and homework 1."""

@@ -1,12 +1,15 @@
 """What a reader sees of a page in a browser: text that is cut off, too small or too pale, and what
 the keyboard and a screen reader reach.
 
-Each function returns a list of findings in words, which is empty if all is well.
+Each function that looks at something returns a list of findings in words, which is empty if all is
+well.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from parallel101.viz.chromium import Browser
 
@@ -170,3 +173,38 @@ def out_of_reach(browser: Browser) -> list[str]:
         browser.key("Tab")
         browser.js(f"unreached.delete({deepest})")
     return find(browser, "return [...unreached].map(named);")
+
+
+def check_readable(browser: Browser, width: int, keyboard: bool) -> None:
+    """Fail if the page is wider than the window, or if a reader can't read or use a part of it.
+
+    Afterwards the window is as high as the page. `keyboard`: also press the keys, which takes long.
+    """
+    assert browser.js("document.documentElement.scrollWidth") <= width
+    assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
+    assert cut_off(browser) == []
+    if keyboard:
+        assert out_of_reach(browser) == []
+    browser.js("scrollTo(0, 0)")
+    browser.resize(width, browser.js("document.documentElement.scrollHeight"))
+    assert too_pale(browser) == []
+
+
+def check_on_paper(browser: Browser, keep: Callable[..., None], name: str) -> None:
+    """Fail if something is cut off in print. Open the page in a window of 717 pixels before: A4
+    without Chromium's margins.
+    """
+    browser.emulate("print")
+    keep(browser, name, whole=True)
+    assert cut_off(browser, scrolls=False) == []
+    browser.emulate()
+
+
+@contextmanager
+def without_scripts(browser: Browser) -> Iterator[None]:
+    """Pages that are opened inside run no script."""
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        yield
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)

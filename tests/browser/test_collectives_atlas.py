@@ -21,13 +21,7 @@ from parallel101.publish.tools.collectives_atlas_page import (
 from parallel101.publish.tools.recorded_collectives import LARGE, SMALL, Choice, record
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.viz.chromium import Browser
-from tests.browser.seen import (
-    cut_off,
-    out_of_reach,
-    scrolls_without_a_cue,
-    too_pale,
-    without_a_name,
-)
+from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser
 
@@ -54,12 +48,6 @@ RECORDED = [
 SAID = "document.querySelector('#said').textContent"
 MENUS = "MENUS.map(name => at(name).value)"
 COUNTS = "players().map(root => root.querySelector('.count').textContent)"
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str):
-    with Browser(chromium) as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -233,14 +221,7 @@ def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
         ("summary", Choice("all_reduce", "recursive_doubling", 64, "switch"), ""),
     ):
         with_choice(browser, page, choice, beside)
-        assert browser.js("document.documentElement.scrollWidth") <= width
-        assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
-        assert cut_off(browser) == []
-        if width == 1100 and name == "two":
-            assert out_of_reach(browser) == []
-        browser.js("scrollTo(0, 0)")
-        browser.resize(width, browser.js("document.documentElement.scrollHeight"))
-        assert too_pale(browser) == []
+        check_readable(browser, width, keyboard=width == 1100 and name == "two")
         keep(browser, f"atlas-{name}-{scheme}-{width}")
         browser.resize(width, 900)
     assert browser.errors == []
@@ -249,20 +230,14 @@ def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
 def test_on_paper_nothing_is_cut_off(browser, page, keep):
     browser.resize(717)  # A4 without Chromium's margins
     with_choice(browser, page, RECORDED[0], "recursive_doubling")
-    browser.emulate("print")
-    keep(browser, "atlas-print", whole=True)
-    assert cut_off(browser, scrolls=False) == []
-    browser.emulate()
+    check_on_paper(browser, keep, "atlas-print")
 
 
 def test_without_a_script_the_text_and_a_table_are_there(browser, page):
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
+    with without_scripts(browser):
         browser.open("about:blank")
         browser.open(page)
         words = browser.js("document.body.innerText")
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
     assert "needs JavaScript" in words and "Beside it" not in words
     assert chosen_words(Choice("all_reduce", "ring", 8, "switch")) in words
     assert "Exchange sums with a partner" in words

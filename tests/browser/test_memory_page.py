@@ -37,24 +37,12 @@ from parallel101.publish.tools.memory_page import (
 )
 from parallel101.record.units import decimal_bytes
 from parallel101.viz.chromium import Browser
-from tests.browser.seen import (
-    cut_off,
-    out_of_reach,
-    scrolls_without_a_cue,
-    too_pale,
-    without_a_name,
-)
+from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser
 
 MANY = 5000  # settings that are compared
 NUMBERS = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str):
-    with Browser(chromium) as browser:
-        yield browser
 
 
 def some_shape(draw: random.Random) -> dict:
@@ -262,11 +250,8 @@ def test_the_page_opens_with_what_it_says_without_a_script(browser, page):
     assert browser.js(TABLE) == rows
     (stage,) = step_memory(KNOWN_MODELS[START[0]].shape, START[2])
     assert decimal_bytes(stage.total) in browser.js(VERDICT)
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
+    with without_scripts(browser):
         words = opened(browser, page).js("document.body.innerText")
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
     assert "needs JavaScript" in words and rows[0][-1] in words and "recomputation" not in words
 
 
@@ -409,14 +394,7 @@ def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
         browser.resize(width, 900)
         opened(browser, page, address)
         browser.js("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-        assert browser.js("document.documentElement.scrollWidth") <= width
-        assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
-        assert cut_off(browser) == []
-        if width == 1100 and name == "start":
-            assert out_of_reach(browser) == []
-        browser.js("scrollTo(0, 0)")
-        browser.resize(width, browser.js("document.documentElement.scrollHeight"))
-        assert too_pale(browser) == []
+        check_readable(browser, width, keyboard=width == 1100 and name == "start")
         keep(browser, f"memory-{name}-{scheme}-{width}")
     assert browser.errors == []
 
@@ -424,7 +402,4 @@ def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
 def test_on_paper_nothing_is_cut_off(browser, page, keep):
     browser.resize(717)  # A4 without Chromium's margins
     opened(browser, page)
-    browser.emulate("print")
-    keep(browser, "memory-print", whole=True)
-    assert cut_off(browser, scrolls=False) == []
-    browser.emulate()
+    check_on_paper(browser, keep, "memory-print")

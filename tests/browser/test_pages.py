@@ -38,6 +38,7 @@ from tests.browser.seen import (
     too_pale,
     too_small,
     without_a_name,
+    without_scripts,
 )
 from tests.lessons.lesson import LESSONS, read
 from tests.publish.test_course_pages import CFF
@@ -326,8 +327,7 @@ def test_on_paper_everything_is_open_and_still_and_nothing_is_cut_off(browser, p
 
 
 def test_without_scripts_the_pictures_play_and_nothing_needs_a_script(browser, page, keep):
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
+    with without_scripts(browser):
         view(browser, page, 1280)
         figures = browser.js("document.querySelectorAll('figure.p101').length")
         assert (
@@ -344,8 +344,6 @@ def test_without_scripts_the_pictures_play_and_nothing_needs_a_script(browser, p
         keep(browser, f"{name_of(page)}-without-scripts")
         assert cut_off(browser) == []
         assert without_a_name(browser) == []
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
 
 
 def test_each_section_fits_a_projector(browser, page, keep):

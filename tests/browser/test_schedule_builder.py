@@ -24,23 +24,11 @@ from parallel101.publish.tools.schedule_builder_page import (
 )
 from parallel101.trainers.schedules.with_messages import with_messages
 from parallel101.viz.chromium import Browser
-from tests.browser.seen import (
-    cut_off,
-    out_of_reach,
-    scrolls_without_a_cue,
-    too_pale,
-    without_a_name,
-)
+from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser
 
 Lists = list[list[str]]
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str):
-    with Browser(chromium) as browser:
-        yield browser
 
 
 def some_schedule(draw: random.Random) -> Lists:
@@ -366,14 +354,7 @@ def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
                 "choose(1, 'a1F1'))"
             )
         browser.js("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-        assert browser.js("document.documentElement.scrollWidth") <= width
-        assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
-        assert cut_off(browser) == []
-        if width == 1100:
-            assert out_of_reach(browser) == []
-        browser.js("scrollTo(0, 0)")
-        browser.resize(width, browser.js("document.documentElement.scrollHeight"))
-        assert too_pale(browser) == []
+        check_readable(browser, width, keyboard=width == 1100)
         keep(browser, f"builder-{name}-{scheme}-{width}")
     assert browser.errors == []
 
@@ -381,18 +362,12 @@ def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
 def test_on_paper_nothing_is_cut_off(browser, page, keep):
     browser.resize(717)  # A4 without Chromium's margins
     with_lists(browser, page, published(3, 6)["1f1b"].actions, 6)
-    browser.emulate("print")
-    keep(browser, "builder-print", whole=True)
-    assert cut_off(browser, scrolls=False) == []
-    browser.emulate()
+    check_on_paper(browser, keep, "builder-print")
 
 
 def test_without_a_script_the_text_and_the_score_are_there(browser, page):
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
+    with without_scripts(browser):
         browser.open("about:blank")
         browser.open(page)
         words = browser.js("document.body.innerText")
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
     assert "ZB-H2" in words and "needs JavaScript" in words and "Start from" not in words

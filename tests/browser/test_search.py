@@ -27,6 +27,7 @@ from tests.browser.seen import (
     scrolls_without_a_cue,
     too_pale,
     without_a_name,
+    without_scripts,
 )
 from tests.browser.test_pages import unfold, view
 from tests.lessons.lesson import LESSONS
@@ -35,12 +36,6 @@ pytestmark = pytest.mark.browser
 SHARDING = "reference/parallel101/sharding.html"
 BOX, LIST = "document.querySelector('#search-words')", "document.querySelector('#search-found')"
 SAID = "document.querySelector('.search-count').textContent"
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str):
-    with Browser(chromium) as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +156,10 @@ def test_a_screen_reader_hears_what_it_is_and_how_many_were_found(browser, site)
 
 
 def test_without_scripts_there_is_no_box_and_the_reference_is_whole(browser, site):
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
+    with without_scripts(browser):
         opened(browser, site, ADDRESS)
         assert not browser.js(f"{BOX}.checkVisibility()")
         assert browser.js("document.querySelectorAll('.names a').length") > 60
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
 
 
 def test_a_missing_index_is_named(browser, site):
