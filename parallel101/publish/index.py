@@ -90,6 +90,9 @@ class ListedPage(NamedTuple):
 
 
 GLOSSARY = ListedPage(PAGE, "Glossary", "Every term of the lessons, in a sentence or two.")
+REFERENCE = ListedPage(
+    "reference/index.html", "Reference", "Every function and class, with examples and its source."
+)
 NO_OPENING = Opening()
 
 

@@ -26,11 +26,12 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+from parallel101.publish.index import REFERENCE
 from parallel101.publish.offline_page import offline_html
 from parallel101.publish.page import to_html
 from parallel101.publish.search_index import SearchEntry, search_box
 
-ADDRESS, TITLE = "reference/index.html", "Reference"
+ADDRESS, TITLE = REFERENCE.address, REFERENCE.title
 PACKAGE = "parallel101"
 MODULES = ("cost", "layers", "models", "sharding", "keras")
 GROUPS = {  # of the package's own names, by the module that defines them

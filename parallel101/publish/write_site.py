@@ -19,7 +19,7 @@ from parallel101.publish.course_pages import CoursePage, course_pages
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.find import homework_notebooks, select_lessons
 from parallel101.publish.glossary import PAGE, read_terms
-from parallel101.publish.index import Listed, ListedPage, Opening, index_page, read_opening
+from parallel101.publish.index import REFERENCE, Listed, Opening, index_page, read_opening
 from parallel101.publish.page import (
     Lesson,
     course_page,
@@ -44,11 +44,6 @@ from parallel101.publish.search_index import (
 from parallel101.publish.specification import with_specifications
 from parallel101.publish.syllabus import Syllabus
 from parallel101.publish.tools import TOOL_PAGES
-
-# its module imports pdoc, and the reference needs the whole package
-REFERENCE = ListedPage(
-    "reference/index.html", "Reference", "Every function and class, with examples and its source."
-)
 
 
 class Published(NamedTuple):

@@ -203,8 +203,9 @@ def _keep_freed_memory() -> None:
 def _keep_send_buffers_small() -> None:
     """Let a connection to another rank of this host hold SEND_BUFFER bytes that are on their way.
 
-    Linux lets it grow to 4 MiB, which a core's cache doesn't hold. A step of DDP then takes 2 to
-    4 % longer, and one of ours 5 to 8 %. Elsewhere nothing happens.
+    Linux lets it grow to 4 MiB. A step on 4 ranks and 2 cores then took 219 ms with
+    DataParallelTrainer and 215 with DDP, and takes 194 and 208 with this. With 64 KiB gloo stalled.
+    On other systems nothing happens.
     """
     folder = "/proc/self/fd"
     for fd in os.listdir(folder) if os.path.isdir(folder) else ():
