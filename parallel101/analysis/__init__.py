@@ -13,6 +13,7 @@ unwritten.py            elements of a result that nothing was written to
 held_blocks.py          which blocks each rank of a sharded product held
 terms.py                which terms of its sum are in a block
 waiting.py              how long ranks waited, for whom, and in which lines
+run_window.py           when a run took place, and a part of its record
 critical_path.py        what the run time depended on
 overlap.py              how much communication overlaps with compute
 pipeline_times.py       bubbles and activations held, of schedules and of recorded pipelines

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from parallel101.analysis.overlap import seconds, time_windows, union
+from parallel101.analysis.run_window import run_times
 from parallel101.record.events import P2P, Event, span_event
 from parallel101.record.spans import HOST_TIME, OPTIMIZER_STEP
 from parallel101.record.totals import NOTHING, WAIT, EarlierEvents, Sums
@@ -330,15 +331,6 @@ def _compute_spans(events: Sequence[Event]) -> list[Event]:
     ]
 
 
-def script_marks(trace: Trace) -> list[Event]:
-    """The spans without length that mark the start and the end of the script on each rank.
-
-    `parallel101 run` makes them.
-    """
-    marks = [mark for earlier in trace.earlier.values() for mark in earlier.marks]
-    return marks + [span for span in trace.spans() if "script" in (span.args or {})]
-
-
 def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
     """Which share of each of `bins` equal parts of the run each rank waited, by rank.
 
@@ -375,33 +367,6 @@ def _spread(
     ):
         left = begin + place * width
         row[place] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
-
-
-def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
-    """The start and the end of a run, or of one rank's part of it, with the calls that never ended.
-
-    (0, 0) if nothing is recorded.
-    """
-    events = [event for event in [*trace.events, *trace.unfinished] if rank in (None, event.rank)]
-    earlier = [of for number, of in trace.earlier.items() if rank in (None, number)]
-    starts = [event.start for event in events] + [of.begin for of in earlier]
-    ends = [event.end for event in events] + [of.until for of in earlier]
-    return min(starts, default=0.0), max(ends, default=0.0)
-
-
-def recorded_from(trace: Trace) -> float:
-    """The time from which on the record has all events: 0 unless it has the last ones only."""
-    return max((of.until for of in trace.earlier.values()), default=0.0)
-
-
-def window(trace: Trace, begin: float, end: float) -> Trace:
-    """The part of a record between two times, with events cut at its ends."""
-    inside = [
-        e._replace(start=max(e.start, begin), end=min(e.end, end))
-        for e in trace.events
-        if e.end > begin and e.start < end
-    ]
-    return Trace(inside, trace.world_size, trace.backend)
 
 
 def slowest_calls(

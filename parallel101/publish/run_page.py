@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from html import escape
 
+from parallel101.analysis.run_window import window
 from parallel101.analysis.training_steps import training_steps
-from parallel101.analysis.waiting import (
-    Wait,
-    late_for,
-    rank_times,
-    traffic,
-    waits,
-    window,
-    with_compute,
-)
+from parallel101.analysis.waiting import Wait, late_for, rank_times, traffic, waits, with_compute
 from parallel101.publish.offline_page import offline_html
 from parallel101.publish.step_chooser import step_chooser
 from parallel101.record.errors import DeadlockError

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from parallel101.analysis.run_window import window
 from parallel101.analysis.training_steps import TrainingSteps
-from parallel101.analysis.waiting import window
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from parallel101.analysis.run_window import recorded_from, run_times, script_marks
 from parallel101.analysis.slower_ranks import slower_ranks
 from parallel101.analysis.waiting import (
     CallTimes,
@@ -21,9 +22,6 @@ from parallel101.analysis.waiting import (
     Wait,
     collective_totals,
     rank_times,
-    recorded_from,
-    run_times,
-    script_marks,
     slowest_calls,
     slowest_links,
     waits,

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from parallel101.analysis.waiting import Wait, run_times, waiting_shares
+from parallel101.analysis.run_window import run_times
+from parallel101.analysis.waiting import Wait, waiting_shares
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
 from parallel101.viz.scene import HATCHING, Scene, box
