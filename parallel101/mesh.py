@@ -79,14 +79,15 @@ def group_of(group: GroupLike = None) -> Group:
     """
     if isinstance(group, Group):
         return group
-    if not dist.is_initialized():
+    world = dist.group.WORLD
+    if world is None:
         if group is None:
             return Group((0,), 0, (1,), None)
         raise RuntimeError(
             f"group={group!r}, but there is no process group: run inside parallel101.launch(…) "
             "or call init_process_group"
         )
-    me, world_size = dist.get_rank(), dist.get_world_size()
+    me, world_size = world.rank(), world.size()
     if group is None:
         return Group(tuple(range(world_size)), me, (world_size,), None)
     if isinstance(group, int) and group == OUTSIDE:

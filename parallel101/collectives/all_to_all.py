@@ -26,7 +26,7 @@ from parallel101.collectives.checks import (
     sizes_of,
     tensor_of,
 )
-from parallel101.collectives.comm import Comm, wait_all
+from parallel101.collectives.comm import Comm, Work, wait_all
 from parallel101.collectives.torus import all_to_all as torus
 from parallel101.mesh import Group, GroupLike, group_of
 
@@ -39,12 +39,12 @@ def direct(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None
     In each step, every rank has another partner.
     """
     p, rank = comm.size, comm.rank
-    sent = [comm.isend(outgoing[(rank + step) % p], to=(rank + step) % p) for step in range(1, p)]
-    received = [
-        comm.irecv(incoming[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)
-    ]
+    messages: list[Work] = []
+    for step in range(1, p):
+        source, to = (rank - step) % p, (rank + step) % p
+        messages += comm.irecv(incoming[source], source), comm.isend(outgoing[to], to)
     incoming[rank].copy_(outgoing[rank])  # while the messages are in flight
-    wait_all(sent + received)  # on gloo, waiting for sends first is 10 % faster
+    wait_all(messages)
 
 
 def pairwise(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
@@ -74,11 +74,10 @@ def bruck(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
         received = comm.irecv(inbox, source=(rank - distance) % p)
         sent = comm.isend(torch.cat([slots[j] for j in moving]), to=(rank + distance) % p)
         wait_all([received, sent])
-        for j, block in zip(moving, inbox.split(counts)):
+        for j, block in zip(moving, inbox.split_with_sizes(counts)):
             slots[j] = block
         distance *= 2
-    for j in range(p):
-        incoming[(rank - j) % p].copy_(slots[j])
+    torch.cat([slots[(rank - source) % p] for source in range(p)], out=incoming.flat)
 
 
 ALGORITHMS = {f.__name__: f for f in (direct, pairwise, bruck)}

@@ -128,9 +128,17 @@ class Comm:
                 Batched(self, dist.P2POp(direction, tensor, rank, process_group, self.tag))
             )
             return self._batch[-1]
-        if self.collective is None:
-            return direction(tensor, rank, process_group, self.tag)
-        return self._recorded(direction, tensor, rank, process_group, self.tag)
+        if self.collective is not None:
+            return self._recorded(direction, tensor, rank, process_group, self.tag)
+        # as torch's isend and irecv do, without looking up again what is known here: that takes
+        # longer than the rest of the call
+        carrier = process_group or dist.group.WORLD
+        assert carrier is not None
+        if process_group is not None:
+            rank = dist.get_group_rank(process_group, rank)
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        begin = carrier.send if direction is dist.isend else carrier.recv
+        return begin([values], rank, self.tag)
 
     def _recorded(self, post: Callable[..., Any], *args: Any) -> Any:
         """Post messages so that a recorder knows to which collective they belong."""

@@ -163,6 +163,8 @@ def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
 
     Raises ValueError if there is none, or if it is the rank itself.
     """
+    if 0 <= position < len(ranks) and (ranks[position] != rank or kind not in ("send", "recv")):
+        return ranks[position]
     what = {"send": "sends to", "recv": "receives from"}.get(kind, f"calls {kind} with root")
     if not 0 <= position < len(ranks):
         beyond_an_end = (position, rank) in ((-1, ranks[0]), (len(ranks), ranks[-1]))
@@ -175,11 +177,9 @@ def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
             f"rank {rank} {what} {position}, and its group of {len(ranks)} has ranks 0 to "
             f"{len(ranks) - 1}.{ring}"
         )
-    if ranks[position] == rank and kind in ("send", "recv"):
-        raise ValueError(
-            f"rank {rank} {what} itself: it has its own data already, so leave that message out"
-        )
-    return ranks[position]
+    raise ValueError(
+        f"rank {rank} {what} itself: it has its own data already, so leave that message out"
+    )
 
 
 def long_dims(shape: Sequence[int]) -> tuple[int, ...]:

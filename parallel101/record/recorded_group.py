@@ -111,32 +111,32 @@ class RecordedGroup(torch_private.PythonGroup):
     # ---- messages ----
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
-        return self._message("send", tensors, dst, tag, lambda: self.inner.send(tensors, dst, tag))
+        return self._message("send", dst, tag, self.inner.send, tensors, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
-        return self._message("recv", tensors, src, tag, lambda: self.inner.recv(tensors, src, tag))
+        return self._message("recv", src, tag, self.inner.recv, tensors, src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         # of two ranks, any rank is the other
         position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None
-        return self._message(
-            "recv", tensors, position, tag, lambda: self.inner.recv_anysource(tensors, tag)
-        )
+        return self._message("recv", position, tag, self.inner.recv_anysource, tensors, tag)
 
     def _message(
         self,
         kind: str,
-        tensors: list[torch.Tensor],
         position: int | None,
         tag: int,
-        start: Callable[[], dist.Work],
+        start: Callable[..., dist.Work],
+        tensors: list[torch.Tensor],
+        *args: int,
     ) -> dist.Work:
-        peer = None if position is None else rank_at(self.recorder.rank, kind, position, self.ranks)
-        key = (kind, peer, tag, self.label)
-        where = self.recorder.places[key] = caller()
-        posted = PostedCall(self, key, self.recorder.next_seq(key), where, limit=self.limit)
-        if not self.recorder.recording:
-            return WatchedWork(start(), posted)
+        recorder = self.recorder
+        peer = None if position is None else rank_at(recorder.rank, kind, position, self.ranks)
+        key = (kind, peer, tag, self.name_in_record + recorder.counted_apart)
+        where = recorder.places[key] = caller()
+        posted = PostedCall(self, key, recorder.next_seq(key), where, limit=self.limit)
+        if not recorder.recording:
+            return WatchedWork(start(tensors, *args), posted)
         tensor = tensors[0]
         peers = self.others if peer is None else (peer,)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -163,7 +163,13 @@ class RecordedGroup(torch_private.PythonGroup):
         began = self.recorder.now()
         received = tensor if kind == "recv" and small else None
         return RecordedWork(
-            start(), posted, call, self._event_group(collective), began, inputs, received
+            start(tensors, *args),
+            posted,
+            call,
+            self._event_group(collective),
+            began,
+            inputs,
+            received,
         )
 
     @contextmanager

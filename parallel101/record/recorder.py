@@ -357,15 +357,16 @@ class PostedCall:
 class WatchedWork(dist.Work):
     """torch's own work. It notes when the program waits in it, and whether it is dropped."""
 
+    waited = False
+    # on NCCL, the works of its batch: waiting for one is waiting for all
+    batch: Sequence[WatchedWork] = ()
+
     def __init__(self, inner: dist.Work, posted: PostedCall):
         super().__init__()
         self.inner = inner
         self.posted = posted
         # gloo cancels a message whose work is dropped; a collective goes on
         self.kept = posted.key[0] not in P2P
-        self.waited = False
-        # on NCCL, the works of its batch: waiting for one is waiting for all
-        self.batch: Sequence[WatchedWork] = ()
 
     def __del__(self) -> None:
         if not self.kept:
