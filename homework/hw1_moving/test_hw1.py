@@ -7,6 +7,7 @@ import torch
 
 from parallel101 import compute
 from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.compared_values import origins, same
 from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -17,10 +18,8 @@ from parallel101.grade.exercise_checks import (
     bytes_sent,
     communicated,
     failed,
-    origins,
     received,
     right,
-    same,
     steps,
     value,
 )

@@ -6,18 +6,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.compared_values import close, factor, same
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     SENDS_UNWRITTEN,
     bytes_sent,
-    close,
     communicated,
-    factor,
     failed,
     right,
-    same,
     steps,
     value,
 )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.compared_values import same
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -14,7 +15,6 @@ from parallel101.grade.exercise_checks import (
     communicated,
     failed,
     received,
-    same,
     steps,
     value,
 )

@@ -6,6 +6,7 @@ import torch
 
 from parallel101 import Network
 from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.compared_values import close, same
 from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -13,11 +14,9 @@ from parallel101.grade.exercise_checks import (
     ROOT_IS_ZERO,
     SENDS_UNWRITTEN,
     bytes_sent,
-    close,
     communicated,
     failed,
     right,
-    same,
     value,
 )
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.compared_values import origins
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -13,7 +14,6 @@ from parallel101.grade.exercise_checks import (
     bytes_sent,
     communicated,
     failed,
-    origins,
     right,
     ring_neighbours,
     steps,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.compared_values import same
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -16,7 +17,6 @@ from parallel101.grade.exercise_checks import (
     failed,
     received,
     right,
-    same,
     steps,
     value,
 )

@@ -6,6 +6,7 @@ import torch
 
 from parallel101 import Network
 from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.compared_values import weights
 from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -17,7 +18,6 @@ from parallel101.grade.exercise_checks import (
     right,
     steps,
     value,
-    weights,
 )
 from parallel101.grade.sums import counted_twice, facts, left_out
 

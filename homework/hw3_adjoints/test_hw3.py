@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parallel101.grade.adjoint_exercises import CHANGED_IN_PLACE, total
+from parallel101.grade.compared_values import difference, factor, same
 from parallel101.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -22,14 +23,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import (
-    MESSAGES,
-    difference,
-    factor,
-    failed,
-    right,
-    same,
-)
+from parallel101.grade.exercise_checks import MESSAGES, failed, right
 
 Tensors = list[Any]  # one tensor for each rank, None where a rank has none
 

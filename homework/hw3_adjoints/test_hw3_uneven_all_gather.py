@@ -19,6 +19,7 @@ from parallel101.grade.adjoint_exercises import (
     total,
     wrong_parts,
 )
+from parallel101.grade.compared_values import same
 from parallel101.grade.exercise import (
     AUTOGRAD,
     Case,
@@ -28,7 +29,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed, same
+from parallel101.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
 
 COLUMNS = 4
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel101 import MisuseError, Network
+from parallel101.grade.compared_values import close, difference, factor, same
 from parallel101.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -23,12 +24,8 @@ from parallel101.grade.exercise_checks import (
     MESSAGES,
     NOT_EVERY_RANK,
     bytes_sent,
-    close,
-    difference,
-    factor,
     failed,
     right,
-    same,
     value,
 )
 from parallel101.grade.training_exercises import SUM_FOR_MEAN, all_reduce_bytes, flat, scale

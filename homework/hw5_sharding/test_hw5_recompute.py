@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from parallel101.grade.compared_values import close
 from parallel101.grade.exercise import (
     ANYTHING,
     AUTOGRAD,
@@ -23,7 +24,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, close, communicated
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated
 from parallel101.grade.harness import LEARNING_RATE, PeakBytes
 from parallel101.grade.training_exercises import ended, measured
 from parallel101.record.spans import compute, span

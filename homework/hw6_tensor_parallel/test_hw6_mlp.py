@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.grade.compared_values import same
 from parallel101.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -18,7 +19,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, same, value
+from parallel101.grade.exercise_checks import MESSAGES, value
 from parallel101.grade.tensor_parallel_exercises import (
     MLP_PARTS,
     NUMBER,

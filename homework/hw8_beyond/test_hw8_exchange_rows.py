@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel101.grade.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
 from parallel101.grade.attention_exercises import unpacked
+from parallel101.grade.compared_values import same
 from parallel101.grade.exercise import (
     AUTOGRAD,
     Case,
@@ -24,7 +25,6 @@ from parallel101.grade.exercise_checks import (
     communicated,
     failed,
     right,
-    same,
     value,
 )
 from parallel101.grade.tensor_parallel_exercises import wrong_trials

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel101.grade.compared_values import same
 from parallel101.grade.exercise import (
     ANYTHING,
     AUTOGRAD,
@@ -25,7 +26,6 @@ from parallel101.grade.exercise_checks import (
     communicated,
     failed,
     right,
-    same,
     value,
 )
 from parallel101.grade.tensor_parallel_exercises import graph_cut, is_close, wrong_trials

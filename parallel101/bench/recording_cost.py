@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.benchmark_report import BenchmarkReport, median_and_range
+from parallel101.bench.benchmark_report import (
+    BenchmarkReport,
+    median_and_interval,
+    median_and_range,
+)
 from parallel101.bench.timed_job import JobTimer, timed_jobs
 
 NUMEL = 1024  # 4 KiB of float32
@@ -53,7 +57,7 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
 
 def measure_steps(report: BenchmarkReport, timer: JobTimer, quick: bool) -> None:
     """A table of the time of a step, and its ratio to torchrun alone in the same round."""
-    steps, rounds = (2, 3) if quick else (10, 21)
+    steps, rounds = (2, 3) if quick else (10, 60)
     names = [ALONE, WATCHED, RECORDED]
     for name in names:
         timer.step(name, steps)
@@ -66,18 +70,21 @@ def measure_steps(report: BenchmarkReport, timer: JobTimer, quick: bool) -> None
     for name in names:
         wall, cpu = ([of[name][k] for of in times] for k in range(2))
         ratios, of_cpu = ([of[name][k] / of[ALONE][k] for of in times] for k in range(2))
-        shown = median_and_range(ratios), statistics.median(of_cpu)
         rows.append(
             (
                 name,
                 f"{statistics.median(wall) * 1e3:.1f}",
-                *shown[0],
+                *median_and_interval(ratios),
                 f"{statistics.median(cpu) * 1e3:.1f}",
-                f"{shown[1]:.3f}",
+                *median_and_interval(of_cpu),
             )
         )
-    head = ["", "ms", "ratio", "least … most", "CPU ms of rank 0", "ratio of CPU time"]
+    head = ["", "ms", "ratio", "95 %", "CPU ms of rank 0", "ratio of CPU time", "95 %"]
     report.table(head, rows)
+    report.sentence(
+        f"Ratios are medians over {rounds} rounds. 95 %: where the median would be if there were "
+        "more rounds, with that probability."
+    )
 
 
 def round_trips(count: int, rounds: int) -> list[tuple[float, float]]:

@@ -1,12 +1,13 @@
 """Grades homework: runs a learner's functions on ranks, and judges what the record shows.
 
     exercise.py    what an exercise is: cases, checks, misconceptions, hints (data)
-    exercise_checks.py
-                   the checks and misconceptions that many exercises share
+    exercise_checks.py, compared_values.py
+                   the checks and misconceptions that many exercises share, and how values differ
     sums.py, adjoint_exercises.py, training_exercises.py (harness.py),
     tensor_parallel_exercises.py, pipeline_exercises.py
                    those that the exercises of one kind share
-    rank.py        a rank that runs the learner's code
+    rank.py, isolation.py
+                   a rank that runs the learner's code, and what that code can't reach
     remote.py      the grader's side: the rank's messages on the sim
     frames.py      what rank.py and remote.py send each other
     grading.py     runs the cases, judges the checks and counts the points

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel101.grade.compared_values import difference, same
 from parallel101.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.grade.exercise_checks import communicated, difference, failed, right, same
+from parallel101.grade.exercise_checks import communicated, failed, right
 from parallel101.record.spans import compute, span, wait_span
 
 PARTS = ("y", "the gradient of x")

@@ -14,12 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from parallel101.grade.exercise import KINDS, Case, Check, Draw, Exercise, Misconception, Trial
-from parallel101.grade.exercise_checks import (
-    everywhere,
-    never_waited,
-    tolerated,
-    too_few_bytes,
-)
+from parallel101.grade.exercise_checks import everywhere, never_waited, tolerated, too_few_bytes
 from parallel101.grade.failure_text import NOT_LOADED, explain_error, in_short
 from parallel101.grade.plain_text import plain
 from parallel101.grade.remote import (

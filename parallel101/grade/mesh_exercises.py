@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from parallel101.grade.compared_values import close, weights
 from parallel101.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.grade.exercise_checks import MESSAGES, close, communicated, weights
+from parallel101.grade.exercise_checks import MESSAGES, communicated
 from parallel101.grade.training_exercises import (
     NEVER_REDUCED,
     NO_ZERO_GRAD,

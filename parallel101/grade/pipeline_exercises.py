@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel101.grade.compared_values import close
 from parallel101.grade.exercise import ANYTHING, Case, Check, Draw, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import close, failed, received
+from parallel101.grade.exercise_checks import failed, received
 from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
 

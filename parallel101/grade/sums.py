@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from parallel101.grade.compared_values import factor, weights
 from parallel101.grade.exercise import Misconception, Trial
-from parallel101.grade.exercise_checks import communicated, factor, failed, right, weights
+from parallel101.grade.exercise_checks import communicated, failed, right
 
 
 def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel101.grade.compared_values import close, difference, factor
 from parallel101.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.grade.exercise_checks import close, difference, factor, right
+from parallel101.grade.exercise_checks import right
 from parallel101.grade.harness import LEARNING_RATE, MOMENTUM, OptimizerSteps, make_model
 
 Named = dict[str, Tensor]

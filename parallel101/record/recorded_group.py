@@ -132,7 +132,7 @@ class RecordedGroup(torch_private.PythonGroup):
     ) -> dist.Work:
         recorder = self.recorder
         peer = None if position is None else rank_at(recorder.rank, kind, position, self.ranks)
-        key = (kind, peer, tag, self.name_in_record + recorder.counted_apart)
+        key = (kind, peer, tag, self.label)
         where = recorder.places[key] = caller()
         posted = PostedCall(self, key, recorder.next_seq(key), where, limit=self.limit)
         if not recorder.recording:

@@ -4,6 +4,7 @@ its sides.
 
 import math
 import multiprocessing
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.bench import attention_speed, pictures
+from parallel101.bench.benchmark_report import median_and_interval
 from parallel101.bench.collective_speed import COMPARISONS, time_rounds, time_torchs
 from parallel101.bench.sides import TABLES, alone, batch_of_rank, whole_model
 from parallel101.bench.spawned import ask, spawned_ranks
@@ -158,3 +160,12 @@ def test_a_limit_is_kept_by_at_most_so_much_or_at_least_so_many_frames() -> None
         "2 s",
         "**1**",
     )
+
+
+def test_the_interval_of_a_median_holds_the_true_one_in_95_of_100_cases() -> None:
+    draws, held = random.Random(0), 0
+    for _ in range(1000):
+        _, interval = median_and_interval([draws.expovariate(1.0) for _ in range(60)])
+        low, high = map(float, interval.split(" … "))
+        held += low <= math.log(2) <= high
+    assert 930 < held < 970

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import parallel101
-from parallel101.grade import grading, rank, users
+from parallel101.grade import grading, isolation, users
 from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.grade.file_access import _beside, available
 from parallel101.grade.grading import grade
@@ -350,25 +350,25 @@ def test_what_torch_has_ready_made_is_hidden(exercise, code):
     assert verdict.points == 0 and "is what the homework asks you to write" in verdict.problem
 
 
-@pytest.mark.parametrize("module", rank.READY_MADE)
+@pytest.mark.parametrize("module", isolation.READY_MADE)
 def test_torch_has_what_is_hidden(module):
     """The text is enough: to import all of them takes seconds."""
     text = Path(torch.__path__[0], *module.split(".")[1:]).with_suffix(".py").read_text()
-    assert all(f"class {name}(" in text for name in rank.READY_MADE[module])
+    assert all(f"class {name}(" in text for name in isolation.READY_MADE[module])
 
 
 def test_what_is_hidden_does_not_depend_on_what_was_loaded_before(tmp_path, monkeypatch):
     """Alone, functional collectives had 0 points, since torch imports FSDP with them."""
-    for finder in (rank._ReadyMade(), rank._NoParallel101()):
+    for finder in (isolation._ReadyMade(), isolation._NoParallel101()):
         assert finder.find_spec("torch.distributed.fsdp") is None  # it may be imported
     (tmp_path / "ready_made.py").write_text("class Trainer:\n    weights = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(rank, "READY_MADE", {"ready_made": ("Trainer",)})
+    monkeypatch.setattr(isolation, "READY_MADE", {"ready_made": ("Trainer",)})
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for load in (lambda: None, lambda: importlib.import_module("ready_made")):
         sys.modules.pop("ready_made", None)
         load()
-        rank._hide_ready_made()
+        isolation.hide_ready_made()
         trainer = importlib.import_module("ready_made").Trainer
         assert trainer.weights == 3
         with pytest.raises(RuntimeError, match="is what the homework asks you to write"):
