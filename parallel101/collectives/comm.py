@@ -65,6 +65,8 @@ class Comm:
         self.batched = batched
         self.collective = collective
         self.tag = tag
+        # torch's group that has the messages; None without init_process_group
+        self.carrier: Any = group.process_group or dist.group.WORLD
         self._batch: list[Batched] = []  # posted but not started
 
     def isend(self, tensor: Tensor, to: int) -> Work:
@@ -132,13 +134,11 @@ class Comm:
             return self._recorded(direction, tensor, rank, process_group, self.tag)
         # as torch's isend and irecv do, without looking up again what is known here: that takes
         # longer than the rest of the call
-        carrier = process_group or dist.group.WORLD
-        assert carrier is not None
         if process_group is not None:
             rank = dist.get_group_rank(process_group, rank)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        begin = carrier.send if direction is dist.isend else carrier.recv
-        return begin([values], rank, self.tag)
+        start = self.carrier.send if direction is dist.isend else self.carrier.recv
+        return start([values], rank, self.tag)
 
     def _recorded(self, post: Callable[..., Any], *args: Any) -> Any:
         """Post messages so that a recorder knows to which collective they belong."""
@@ -218,7 +218,7 @@ def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLE
     recorded = None if recorder() is None else collective_of(operation, group)
     comm = Comm(group, device, batched, recorded, tag)
     # virtual ranks that stand for many may post the messages of a step in one call
-    own = getattr(group.process_group or dist.group.WORLD, "comm_for", None)
+    own = getattr(comm.carrier, "comm_for", None)
     return comm if own is None else own(comm)
 
 
