@@ -211,7 +211,7 @@ def test_a_model_that_is_too_large_is_said_once_and_may_be_verified_all_the_same
     assert p101.launch(too_large, world_size=2).results == [True, True]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "verified" in line]
     assert (
-        "not verified: a comparison with one process would take 936 B on rank 0, more than 500 B"
+        "not verified: a comparison with one process would take 1.66 kB on rank 0, more than 500 B"
         in line
     )
     assert "fewer or narrower layers" in line
