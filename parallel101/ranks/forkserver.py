@@ -50,13 +50,10 @@ def serve(fd: int) -> None:
             os.read(child_ended, 4096)
             _reap(statuses)
         if server.fileno() in ready:
-            try:
-                request, fds, _, _ = socket.recv_fds(server, 4096, 5)
-            except ConnectionResetError:
-                request = b""
+            request, fds = _receive(server)
             if not request:
                 break
-            what, number, *names = request.decode().split()
+            what, number, *names = request
             if what == "import":
                 # at once: the launching process need not wait for the imports
                 _answer(server, number, 0)
@@ -92,6 +89,24 @@ def serve(fd: int) -> None:
         except ProcessLookupError:
             pass
     os._exit(0)  # Python would first free all that torch has made, for up to a second
+
+
+def _receive(server: socket.socket) -> tuple[list[str], list[int]]:
+    """The words of the next request, which is a line, and its file descriptors.
+
+    There are no words if the launching process is gone. Names of modules may be thousands of bytes.
+    """
+    line = b""
+    fds: list[int] = []
+    while not line.endswith(b"\n"):
+        try:
+            part, received, _, _ = socket.recv_fds(server, 1 << 16, 5)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            return [], []
+        line, fds = line + part, fds + received
+    return line.decode().split(), fds
 
 
 def _answer(server: socket.socket, number: str, answer: int) -> None:

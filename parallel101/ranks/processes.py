@@ -171,7 +171,7 @@ class _Server:
                 assert self.sock is not None
                 try:
                     self.requests += 1
-                    socket.send_fds(self.sock, [f"fork {self.requests} {module}".encode()], fds)
+                    socket.send_fds(self.sock, [f"fork {self.requests} {module}\n".encode()], fds)
                     answer = self._answer()
                 except OSError:
                     self.stop()
@@ -192,7 +192,7 @@ class _Server:
                 self.preloaded |= set(new)
                 with contextlib.suppress(OSError):
                     self.requests += 1
-                    self.sock.sendall(f"import {self.requests} {' '.join(new)}".encode())
+                    self.sock.sendall(f"import {self.requests} {' '.join(new)}\n".encode())
                     self._answer()
 
     def _answer(self) -> int:

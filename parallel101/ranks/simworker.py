@@ -187,9 +187,11 @@ class SimWatcher(ControlThread):
             self.wire.send(RECORD, (RankRecord(list(shared.world.events), unfinished), NO_REPORT))
 
     def stacks(self) -> list[RankStack]:
-        frames, found = sys._current_frames(), []
         if self.shared is None:
             return []
+        ranks, found = set(self.threads.values()), []
+        # not this thread's, which would refer to itself: see _others_at_work in watcher.py
+        frames = {thread: at for thread, at in sys._current_frames().items() if thread in ranks}
         running, waits = what_ranks_wait_for(self.shared.world)
         for rank, thread in sorted(self.threads.items()):
             if (frame := frames.get(thread)) is None:

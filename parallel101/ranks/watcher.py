@@ -195,7 +195,11 @@ def _others_at_work(program: int) -> bool:
     A thread that runs a library's code only does not count.
     """
     mine = {program, threading.get_ident()}
-    frames = sys._current_frames() if threading.active_count() > len(mine) else {}
+    if threading.active_count() <= len(mine):
+        return False
+    # Not this thread's: a frame that refers to itself would hold the program's frames, and so every
+    # tensor in their variables, until Python looks for cycles.
+    frames = {thread: at for thread, at in sys._current_frames().items() if thread not in mine}
     others = [thread for thread in threading.enumerate() if thread.ident not in mine]
     return any(
         isinstance(thread, threading.Timer) or _in_program(frames.get(thread.ident or 0))

@@ -525,9 +525,9 @@ class World:
         }
         threads = {rank.number: rank.thread for rank in self.ranks}
         # where each rank is blocked, which may be some lines after its call
-        frames = sys._current_frames()
+        places = {thread: where(frame) for thread, frame in sys._current_frames().items()}
         calls = {
-            number: work.call()._replace(where=where(frames.get(threads[number])))
+            number: work.call()._replace(where=places.get(threads[number], where(None)))
             for number, work in waits.items()
         }
         returned = [rank.number for rank in self.ranks if rank.finished]

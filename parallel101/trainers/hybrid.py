@@ -125,7 +125,7 @@ class HybridTrainer(Trainer):
             take different paths through the model, train with overlap=False.
         verify: before the first step, compare this layout with one process, on a few samples of its
             batch; see `verify`. It is not done on one rank without microbatches, nor if it would
-            take more than 1 GiB: then a line says so.
+            take more than 2 GiB: then a line says so.
 
     Between steps the weights belong to the trainer. What is done to the model's parameters there
     (clamping, row norms) reaches only what this rank has: nothing on ZeRO stage 3, a block along

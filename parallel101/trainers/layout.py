@@ -223,32 +223,42 @@ class Layout:
 
         Each element is asked of one rank only.
         """
-        entry = self.entries[name]
+        first = self.axes.here | dict.fromkeys(self.cut_axes, 0)
+        return self._joined(self.entries[name], part, ORDER, first, self.entries[name].shape)
 
-        def joined(axes: Sequence[str], at: dict[str, int], shape: list[int]) -> Tensor:
-            if not axes:
-                return part(at)
-            axis, *inner = axes
-            match entry.placements.get(axis):
-                case Shard(dim, sizes) as shard:
-                    shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
-                    return shard.join(
-                        [joined(inner, at | {axis: i}, shapes[i]) for i in range(len(sizes))]
-                    )
-                case Pieces() as pieces:
-                    bounds = pieces.at(at)
-                    held = [i for i, (low, high) in enumerate(bounds) if low < high]
-                    row = [
-                        joined(inner, at | self.axes.at(i, pieces.axes), shape).reshape(-1)
-                        for i in held or [0]
-                    ]
-                    return torch.cat(row).view(shape)
-                case Stages(positions):
-                    return joined(inner, at | {axis: positions[0]}, shape)
-                case None:
-                    return joined(inner, at, shape)
+    def _joined(
+        self,
+        entry: Entry,
+        part: Callable[[Coordinates], Tensor],
+        axes: Sequence[str],
+        at: dict[str, int],
+        shape: Sequence[int],
+    ) -> Tensor:
+        """What these axes cut, put together.
 
-        return joined(ORDER, self.axes.here | dict.fromkeys(self.cut_axes, 0), list(entry.shape))
+        (It isn't a function inside of `join`: that one would refer to itself, and so hold the parts
+        until Python looks for cycles.)
+        """
+        if not axes:
+            return part(at)
+        axis, *inner = axes
+        joined = partial(self._joined, entry, part, inner)
+        match entry.placements.get(axis):
+            case Shard(dim, sizes) as shard:
+                shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
+                return shard.join([joined(at | {axis: i}, shapes[i]) for i in range(len(sizes))])
+            case Pieces() as pieces:
+                bounds = pieces.at(at)
+                held = [i for i, (low, high) in enumerate(bounds) if low < high]
+                row = [
+                    joined(at | self.axes.at(i, pieces.axes), shape).reshape(-1)
+                    for i in held or [0]
+                ]
+                return torch.cat(row).view(tuple(shape))
+            case Stages(positions):
+                return joined(at | {axis: positions[0]}, shape)
+            case None:
+                return joined(at, shape)
 
     def counts(self, name: str, at: Coordinates | None = None) -> bool:
         """True on exactly one of the ranks that hold a copy, the first, so that `join` and `norm`

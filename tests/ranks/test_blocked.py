@@ -4,14 +4,17 @@ another thread may still post.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel101 as p101
+from parallel101.ranks.watcher import TICK
 from tests.ranks.failing import fails, line_of
 
 
@@ -87,3 +90,29 @@ def test_a_deadlock_is_found_while_a_librarys_own_thread_lives():
         dist.recv(torch.empty(1), 1 - dist.get_rank())
 
     assert fails(p101.DeadlockError, program, world_size=2).cycle == [0, 1]
+
+
+def test_a_look_at_the_threads_keeps_no_tensor_of_the_program():
+    """A function's tensors are freed when it returns, also if the watcher has seen its frame
+    while another thread lived: a progress bar's, for example.
+    """
+
+    def sums():
+        x = torch.ones(1)
+        if dist.get_rank() == 0:
+            time.sleep(5 * TICK)  # rank 1 waits for so long
+        dist.all_reduce(x)
+        return weakref.ref(x)
+
+    def program():
+        over = threading.Event()
+        thread = threading.Thread(target=over.wait)
+        thread.start()
+        gc.disable()
+        x = sums()
+        freed = x() is None
+        over.set()
+        thread.join()
+        return freed
+
+    assert p101.launch(program, world_size=2).results == [True, True]

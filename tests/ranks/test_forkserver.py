@@ -43,6 +43,13 @@ def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
     )
 
 
+def test_a_list_of_modules_may_be_long():
+    """A rank that draws or plans imports 200 of this package's: 6 KB of names."""
+    stop_server()
+    processes.preload([*(f"not_installed_{i:04}" for i in range(1000)), "tabnanny"])
+    assert p101.launch(lambda: "tabnanny" in sys.modules, world_size=2).results == [True, True]
+
+
 def test_each_rank_has_its_own_numpy_random_numbers():
     """Also if numpy.random was imported once for all ranks, in the fork server: the first
     optimizer imports torch._dynamo, which imports it.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,12 @@ from parallel101.trainers.support.losses import NoTargets
 from parallel101.trainers.support.optimizers import tell_first
 from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.causes import explain, messages_of_its_own
-from parallel101.trainers.verify.no_trace import seed_all, untouched, with_buffers_restored
+from parallel101.trainers.verify.no_trace import (
+    return_freed_memory,
+    seed_all,
+    untouched,
+    with_buffers_restored,
+)
 from parallel101.trainers.verify.one_process import (
     OneProcess,
     Outcome,
@@ -64,7 +69,7 @@ def verify(trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
 
 
 def settle(trainer: Trainer, report: Report) -> None:
-    """The comparison before the first step is made, and what the first rank kept for it is freed.
+    """The comparison before the first step is made, and what it took is freed.
 
     If nothing could be compared, the ranks are compared with each other in the first step.
     """
@@ -73,6 +78,8 @@ def settle(trainer: Trainer, report: Report) -> None:
         trainer.after_first = trainer.compare_replicas
     if trainer.one_process is not None:
         trainer.one_process.free()
+    if not report.reason:
+        return_freed_memory()
 
 
 def compare(trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
@@ -254,8 +261,8 @@ class Comparison:
                 for name, b in trainer.model.named_buffers()
                 if name in header["buffers"]
             }
+        # as few at a time as possible: each is as large as all weights
         gradients = self.from_first(trainer.trained, expected and expected.gradients)
-        updated = self.from_first(trainer.trained, expected and expected.updated)
         buffers = self.from_first(header["buffers"], expected and expected.buffers)
         self.add(
             "loss",
@@ -293,17 +300,20 @@ class Comparison:
                     header["buffer"][name],
                 )
         absent = set(header["absent"][number])
-        for name, before, after in self.updates(
+        after = self.after_update(
             {name: None if name in absent else cut(name, g) for name, g in gradients.items()},
             number,
-        ):
-            should = cut(name, updated[name])
-            rounding = 2 * torch.finfo(after.dtype).eps * largest(should)
+        )
+        del gradients
+        updated = self.from_first(trainer.trained, expected and expected.updated)
+        for name, p in trainer.owned.items():
+            before, should = p.detach(), cut(name, updated[name])
+            rounding = 2 * torch.finfo(before.dtype).eps * largest(should)
             self.add(
                 "update",
                 name,
                 weights,
-                apart(after, should),
+                apart(after[name], should),
                 bound * largest(should - before) + rounding,
             )
 
@@ -324,12 +334,10 @@ class Comparison:
         sums, weights = self.trainer.agree.numbers(mine, weight)
         return math.fsum(sums) / math.fsum(weights)
 
-    def updates(
+    def after_update(
         self, gradients: Mapping[str, Tensor | None], number: int
-    ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, and what this rank owns of that parameter before and after an update of a copy
-        of its optimizer.
-        """
+    ) -> dict[str, Tensor]:
+        """What this rank owns of each parameter after an update of a copy of its optimizer."""
         memo: dict[int, Any] = {}
         optimizer = copy_of_optimizer(self.trainer.optimizer, memo)
         if number:
@@ -341,16 +349,15 @@ class Comparison:
         try:
             optimizer.step()
         except Exception:  # as Muon's, which wants matrices
-            copies = {name: torch.full_like(p, torch.nan) for name, p in copies.items()}
-        for name, p in copies.items():
-            yield name, self.trainer.owned[name].detach(), p.detach()
+            return {name: torch.full_like(p.detach(), torch.nan) for name, p in copies.items()}
+        return {name: p.detach() for name, p in copies.items()}
 
     def from_first(
-        self, names: Sequence[str], tensors: Mapping[str, Tensor | None] | None
+        self, names: Sequence[str], tensors: dict[str, Tensor | None] | None
     ) -> dict[str, Tensor]:
         """What the first rank has, on all ranks; zeros where it has nothing.
 
-        One broadcast a dtype.
+        One broadcast a dtype. The first rank's `tensors` are taken out, one by one.
         """
         entries, device = self.trainer.layout.entries, self.trainer.device
         names, found = [name for name in names if name in entries], {}
@@ -359,8 +366,8 @@ class Comparison:
             sizes = [entries[name].shape.numel() for name in alike]
             row = torch.zeros(sum(sizes), dtype=dtype, device=device)
             for name, part in zip(alike, row.split(sizes)):
-                if tensors and tensors[name] is not None:
-                    part.copy_(tensors[name].reshape(-1))  # type: ignore[union-attr]
+                if tensors and (tensor := tensors.pop(name)) is not None:
+                    part.copy_(tensor.reshape(-1))
             row = broadcast(row, 0, group=self.trainer.agree.group)
             found.update(
                 {

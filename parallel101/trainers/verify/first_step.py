@@ -12,7 +12,7 @@ from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.compare import compare, settle
 from parallel101.trainers.verify.report import Report
 
-MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples together
+MOST_BYTES = 2 * 2**30  # of the first rank, for all that it holds at once
 
 
 def verify_once(trainer: Trainer, inputs: Batch, targets: Batch) -> None:
@@ -40,7 +40,10 @@ def too_much(trainer: Trainer, inputs: Batch, targets: Batch) -> str:
         * (2 * trainer.runner.microbatches + 1)
         * trainer.axes.size(SAMPLES)
     )
-    needed = int(max(trainer.agree.numbers(sum(nbytes.values()) + 4 * trained + samples)[0]))
+    # Weights, slightly different ones, a copy that is trained, and those that are put back; of
+    # trained ones, gradients and results of two steps, the gradients themselves, and Adam's state.
+    mine = 4 * sum(nbytes.values()) + 7 * trained + samples
+    needed = int(max(trainer.agree.numbers(mine)[0]))
     if needed <= MOST_BYTES:
         return ""
     return (

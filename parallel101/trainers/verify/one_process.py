@@ -72,10 +72,10 @@ class Outcome(NamedTuple):
 
     loss: float
     evaluated: float
-    gradients: Mapping[str, Tensor | None]
+    gradients: dict[str, Tensor | None]
     norm: float
-    updated: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
+    updated: dict[str, Tensor | None]
+    buffers: dict[str, Tensor | None]
     drops: bool
 
 
@@ -174,7 +174,7 @@ class OneProcess:
         optimizer_state: Mapping[str, Any],
         perturbed: bool,
     ) -> Outcome:
-        """One step of training.
+        """One step of training. The weights after it keep the memory that `holding` has given them.
 
         Args: optimizer: a rank's, for its attributes and hooks. optimizer_state: the whole state
             and groups, as `ShardedOptimizer.state` returns them. perturbed: evaluate, too, and
@@ -203,7 +203,7 @@ class OneProcess:
                 if g is not None
             )
         )
-        buffers = {
+        buffers: dict[str, Tensor | None] = {
             name: b.detach().clone()
             for name, b in self.model.named_buffers()
             if b.is_floating_point()
@@ -227,7 +227,7 @@ class OneProcess:
         if perturbed:
             lift_learning_rates(whole)
         whole.step()
-        updated = {name: p.detach().clone() for name, p in trained.items()}
+        updated: dict[str, Tensor | None] = {name: p.detach() for name, p in trained.items()}
         return Outcome(
             loss.item(), evaluated, gradients, norm, updated, buffers, self.dropout.found
         )
