@@ -51,7 +51,7 @@ CASES = [
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 16])
 def test_each_mesh_is_one_process(n):
     cases = [of_mesh for mesh, of_mesh in CASES if world_size(mesh) == n]
-    program = partial(unlike_one_process, steps=5)
+    program = partial(unlike_one_process, steps=3)
     assert p101.launch(program, cases, world_size=n, backend="sim").results == [[]] * n
 
 
