@@ -237,6 +237,7 @@ def test_check_grade_and_pytest_say_the_same(homework, monkeypatch, capsys):
 
     shutil.copy(ROOT / "homework" / "conftest.py", homework.parent)
     monkeypatch.chdir(homework.parent)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # of the run that this test belongs to
     options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(homework.parent)]
     assert "Stuck?" not in str(graded(homework, TWICE))
     (homework / "hw1.py").write_text(SENDS_FIRST)
