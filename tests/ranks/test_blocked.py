@@ -109,7 +109,9 @@ def test_a_look_at_the_threads_keeps_no_tensor_of_the_program():
         thread = threading.Thread(target=over.wait)
         thread.start()
         gc.disable()
-        x = sums()
+        x, until = sums(), time.monotonic() + 10
+        while x() is not None and time.monotonic() < until:
+            time.sleep(TICK)  # the watcher may be looking just now
         freed = x() is None
         over.set()
         thread.join()
