@@ -132,8 +132,8 @@ class Comm:
             return self._batch[-1]
         if self.collective is not None:
             return self._recorded(direction, tensor, rank, process_group, self.tag)
-        # as torch's isend and irecv do, without looking up again what is known here: that takes
-        # longer than the rest of the call
+        # as torch's isend and irecv do, without looking up again what is known here: a quarter of
+        # the time that Python takes for a small message
         if process_group is not None:
             rank = dist.get_group_rank(process_group, rank)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
