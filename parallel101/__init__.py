@@ -51,9 +51,9 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.ranks.launch import Run, launch
     from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
     from parallel101.record.events import Event, Message
-    from parallel101.record.spans import compute, span
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
+    from parallel101.spans import compute, span
     from parallel101.trainers.context.time_layout import context_positions
     from parallel101.trainers.context.ulysses import ulysses_attention
     from parallel101.trainers.context_parallel import ring_attention

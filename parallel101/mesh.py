@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.record.spans import axis_described
+from parallel101.spans import axis_described
 
 # what new_group returns on a rank that is not in the group
 OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER

@@ -27,7 +27,7 @@ from parallel101.grade.exercise import (
 from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated
 from parallel101.grade.harness import LEARNING_RATE, PeakBytes
 from parallel101.grade.training_exercises import ended, measured
-from parallel101.record.spans import compute, span
+from parallel101.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2
 ITEM = 8  # bytes of a float64

@@ -39,7 +39,7 @@ from parallel101.grade.mesh_exercises import (
     sent,
 )
 from parallel101.grade.training_exercises import ITEM, make_optimizer
-from parallel101.record.spans import compute, span
+from parallel101.spans import compute, span
 
 WIDTH, HIDDEN, SAMPLES, TIME, STEPS = 10, 12, 12, 8, 2
 

@@ -30,7 +30,7 @@ from parallel101.grade.exercise import (
 from parallel101.grade.exercise_checks import MESSAGES, RING_FACTOR
 from parallel101.grade.harness import clock_seconds
 from parallel101.grade.training_exercises import ended
-from parallel101.record.spans import compute, span
+from parallel101.spans import compute, span
 
 LAUNCH, SET_UP = 1e-9, 5e-3  # seconds of each call, and of the first one
 SHARDS = ("all_gather", "reduce_scatter", "all_to_all")

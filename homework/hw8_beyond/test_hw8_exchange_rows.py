@@ -29,9 +29,9 @@ from parallel101.grade.exercise_checks import (
 )
 from parallel101.grade.tensor_parallel_exercises import wrong_trials
 from parallel101.record.errors import DeadlockError
-from parallel101.record.spans import compute, span, wait_span
 from parallel101.record.units import listed
 from parallel101.sim.network import Network
+from parallel101.spans import compute, span, wait_span
 
 WIDTH = 16
 ROW = 8 * WIDTH  # bytes

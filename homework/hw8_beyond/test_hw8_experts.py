@@ -30,8 +30,8 @@ from parallel101.grade.exercise_checks import (
 )
 from parallel101.grade.tensor_parallel_exercises import graph_cut, is_close, wrong_trials
 from parallel101.record.errors import DeadlockError
-from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
+from parallel101.spans import compute, span
 
 WIDTH, HIDDEN = 16, 5
 ROW = 8 * WIDTH  # bytes

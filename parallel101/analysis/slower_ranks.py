@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.record.host_time import LineSamples, StepWindow, window_of
-from parallel101.record.spans import HOST_TIME
 from parallel101.record.trace import Trace
+from parallel101.spans import HOST_TIME
 
 LEAST_SHARE = 0.05  # of the time of all steps: a rank that is less slower is not reported
 LEAST_SECONDS = 1e-3  # in a step

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.record.events import Event
-from parallel101.record.spans import OPTIMIZER_STEP
 from parallel101.record.trace import Trace
 from parallel101.record.where import named
+from parallel101.spans import OPTIMIZER_STEP
 
 LEAST = 3  # rounds of a loop
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from parallel101.analysis.overlap import seconds, time_windows, union
 from parallel101.analysis.run_window import run_times
 from parallel101.record.events import P2P, Event, span_event
-from parallel101.record.spans import HOST_TIME, OPTIMIZER_STEP
 from parallel101.record.totals import NOTHING, WAIT, EarlierEvents, Sums
 from parallel101.record.trace import Trace
+from parallel101.spans import HOST_TIME, OPTIMIZER_STEP
 
 FROM_ROOT = ("broadcast", "scatter")  # collectives in which a rank needs the root only
 

@@ -23,7 +23,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from parallel101.collectives.checks import compare, uncompared
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.record.spans import recorder
+from parallel101.spans import recorder
 
 Forward = Callable[[Tensor], Tensor]
 # (gradient of the result, shape of x, number of ranks) → gradient of x

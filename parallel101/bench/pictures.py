@@ -38,8 +38,8 @@ from parallel101.bench.launch_time import time_spawn
 from parallel101.publish import find_lessons, publish, select_lessons
 from parallel101.publish.run_page import run_page
 from parallel101.ranks.launch import Run
-from parallel101.record.spans import recorder
 from parallel101.record.trace import Trace
+from parallel101.spans import recorder
 from parallel101.viz.chromium import Browser, find_chromium
 
 TableRow = tuple[str, ...]

@@ -28,7 +28,7 @@ from parallel101.collectives.comm import Comm, comm_of
 from parallel101.collectives.reductions import reduction_of
 from parallel101.collectives.segments import check_segment_bytes
 from parallel101.mesh import Group, GroupLike, group_of, split_sizes
-from parallel101.record.spans import recorder
+from parallel101.spans import recorder
 
 _PLAIN = (
     "Call x.to_local() on a DTensor, x.wait() on the result of a functional collective, "

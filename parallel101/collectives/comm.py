@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101.mesh import Group
-from parallel101.record.spans import COLLECTIVE_TAG, Collective, recorder, set_current_collective
+from parallel101.spans import COLLECTIVE_TAG, Collective, recorder, set_current_collective
 
 P = ParamSpec("P")
 

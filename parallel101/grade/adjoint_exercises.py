@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel101.grade.compared_values import difference, same
 from parallel101.grade.exercise import Case, Check, Misconception, Trial
 from parallel101.grade.exercise_checks import communicated, failed, right
-from parallel101.record.spans import compute, span, wait_span
+from parallel101.spans import compute, span, wait_span
 
 PARTS = ("y", "the gradient of x")
 REFUSED = "refused with a ValueError"

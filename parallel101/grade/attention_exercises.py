@@ -25,8 +25,8 @@ from torch import Tensor
 from parallel101.grade.exercise import Check, Draw, Trial
 from parallel101.grade.exercise_checks import failed
 from parallel101.grade.tensor_parallel_exercises import is_close, wrong_trials
-from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
+from parallel101.spans import compute, span
 
 HEADS, WIDTH, ITEM = 2, 16, 8  # of every case; bytes of a float64
 Partial = tuple[Tensor, Tensor]  # out (heads, queries, d) and lse (heads, queries)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.record.spans import compute, recorder, span
+from parallel101.spans import compute, recorder, span
 
 FORWARD, BACKWARD = 1.0, 2.0  # seconds that a layer takes on the virtual clock
 LEARNING_RATE, MOMENTUM = 0.1, 0.9  # of the optimizers that the learner's code makes

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from parallel101.grade.compared_values import close
 from parallel101.grade.exercise import ANYTHING, Case, Check, Draw, Misconception, Question, Trial
 from parallel101.grade.exercise_checks import failed, received
-from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
+from parallel101.spans import compute, span
 
 # messages take no time, so a run takes as many seconds as it has slots
 FREE = Network(latency=0.0, bandwidth=math.inf)

@@ -49,8 +49,8 @@ from parallel101.record import torch_private
 from parallel101.record.calls import rank_at
 from parallel101.record.overloads import as_torch_calls_it
 from parallel101.record.signatures import COLLECTIVES, flat, op_name
-from parallel101.record.spans import record_into
 from parallel101.record.where import caller, is_inside
+from parallel101.spans import record_into
 
 PATIENCE = 0.5  # seconds
 PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -150,7 +150,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
 
 
 class Connection:
-    """This rank's connection to the grader. It is also the rank's recorder: see record/spans.py."""
+    """This rank's connection to the grader. It is also the rank's recorder: see spans.py."""
 
     def __init__(self, sock: socket.socket, job: dict[str, Any]):
         self.sock, self.rank, self.allowed = sock, job["rank"], frozenset(job["allowed"])

@@ -39,9 +39,9 @@ from parallel101.record import where
 from parallel101.record.errors import DeadlockError, MisuseError, one_line
 from parallel101.record.overloads import SIGNATURES
 from parallel101.record.signatures import COLLECTIVES, flat
-from parallel101.record.spans import Recorder, compute, recorder
 from parallel101.record.trace import Trace
 from parallel101.sim.simulate import simulate
+from parallel101.spans import Recorder, compute, recorder
 
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 KEPT_PRINTED = 20_000  # bytes of it that are kept

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from parallel101.record import torch_private
-from parallel101.record.spans import Collective, current_collective, set_current_collective, span
 from parallel101.sim.clock import VirtualRank
 from parallel101.sim.mirrored_exchange import Exchange
 from parallel101.sim.mirrored_group import MirroredGroup
 from parallel101.sim.virtual_gpu import VirtualGPU
+from parallel101.spans import Collective, current_collective, set_current_collective, span
 from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline

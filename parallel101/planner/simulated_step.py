@@ -23,10 +23,10 @@ from parallel101.planner.played_microbatches import replay
 from parallel101.planner.trainer_call import config_of, mesh_of, model_text, trainer_options
 from parallel101.ranks.launch import Run, launch
 from parallel101.record import torch_private
-from parallel101.record.spans import recorder
 from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.network import Network
 from parallel101.sim.virtual_gpu import VirtualGPU
+from parallel101.spans import recorder
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.tensor.loss import vocabulary_cross_entropy

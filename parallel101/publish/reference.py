@@ -35,7 +35,7 @@ ADDRESS, TITLE = REFERENCE.address, REFERENCE.title
 PACKAGE = "parallel101"
 MODULES = ("cost", "layers", "models", "sharding", "keras")
 GROUPS = {  # of the package's own names, by the module that defines them
-    "Run a program": ("ranks", "sim", "viz.watch", "record.spans"),
+    "Run a program": ("ranks", "sim", "viz.watch", "spans"),
     "Collectives": ("autograd", "collectives", "mesh"),
     "Trainers": ("trainers",),
     "Pipeline schedules": ("trainers.schedules", "trainers.weight_gradients"),

@@ -41,7 +41,7 @@ from parallel101.record.host_time import HostTime, host_time
 from parallel101.record.last_events import LAST_EVENTS
 from parallel101.record.rank_files import RotatingFiles
 from parallel101.record.recorder import RankRecorder
-from parallel101.record.spans import OPTIMIZER_STEP, recorder, span
+from parallel101.spans import OPTIMIZER_STEP, recorder, span
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,9 @@ from parallel101.record.errors import (
     one_line,
 )
 from parallel101.record.recorder import PostedCall, RankRecorder
-from parallel101.record.spans import record_into
 from parallel101.record.wait_for import RankStatus, WaitForGraph
 from parallel101.record.where import shown, where
+from parallel101.spans import record_into
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0

@@ -46,7 +46,7 @@ from parallel101.ranks.wire import CALL, IMPORTED, JOB, RESULT, Job, Wire
 from parallel101.record import process_groups
 from parallel101.record.calls import Call
 from parallel101.record.recorder import RankRecorder
-from parallel101.record.spans import record_into
+from parallel101.spans import record_into
 
 SEND_BUFFER = 208 * 1024  # bytes, of which Linux makes twice as many; it allows so many everywhere
 

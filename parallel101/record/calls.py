@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import P2P, Event, EventGroup
-from parallel101.record.spans import COLLECTIVE_TAG, Collective
 from parallel101.record.units import ranks_text
 from parallel101.record.where import caller, shown
+from parallel101.spans import COLLECTIVE_TAG, Collective
 
 # kind, peer, tag, group: the calls of a rank with the same key are numbered
 CallKey = tuple[str, "int | None", int, str]

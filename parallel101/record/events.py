@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from parallel101.record.spans import Collective
+from parallel101.spans import Collective
 
 P2P = frozenset({"send", "recv"})
 EventRow = tuple

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Protocol
 import torch.utils.data
 
 from parallel101.record.events import EventRow, span_event
-from parallel101.record.spans import HOST_TIME
 from parallel101.record.where import is_inside, where
+from parallel101.spans import HOST_TIME
 
 MOST_WINDOWS = 256  # of a rank, an even number; then two neighbours become one
 MOST_LINES = 12  # of a window

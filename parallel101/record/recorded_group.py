@@ -34,8 +34,8 @@ from parallel101.record.recorder import (
     values,
 )
 from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, unfit
-from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import caller
+from parallel101.spans import Collective, current_collective
 
 
 class RecordedGroup(torch_private.PythonGroup):

@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.utils.deterministic
 from torch.utils import _python_dispatch
 
-from parallel101.record.spans import axis_described
+from parallel101.spans import axis_described
 
 
 def name_backend(name: str) -> None:

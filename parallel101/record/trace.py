@@ -27,8 +27,8 @@ from typing import Any
 
 from parallel101.record.chrome import chrome_events
 from parallel101.record.events import Event, EventGroup, EventRow, Message, events_of
-from parallel101.record.spans import HOST_TIME
 from parallel101.record.totals import EarlierEvents, SumKey, Sums, TimeBins
+from parallel101.spans import HOST_TIME
 
 FORMAT = "parallel101 trace 2"
 COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel101 import cost
 from parallel101.cost import Chip, ProductTime, Time
 from parallel101.mesh import Group, group_of
-from parallel101.record.spans import span
 from parallel101.sharding.notation import Sharding
 from parallel101.sharding.reshard import ReshardStep, apply, rounds, sent_in
+from parallel101.spans import span
 
 
 class Multiply(NamedTuple):

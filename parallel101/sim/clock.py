@@ -27,11 +27,11 @@ import torch
 from parallel101.record.calls import Call, CallChecker, call_to_compare
 from parallel101.record.errors import broken_connection, reports_another
 from parallel101.record.events import EventGroups, EventRow, span_event
-from parallel101.record.spans import record_into
 from parallel101.record.wait_for import find_deadlock
 from parallel101.record.where import caller, where
 from parallel101.sim.limits import TimeLimits, Waitable
 from parallel101.sim.network import Links, Network, TimedEvent
+from parallel101.spans import record_into
 
 if TYPE_CHECKING:
     from parallel101.sim.mirrored import MirroredAxes
@@ -115,7 +115,7 @@ class VirtualRank:
         while self.finished_futures:
             self.finished_futures.pop(0).set_future()
 
-    # ---- the rank's recorder: see record/spans.py ----
+    # ---- the rank's recorder: see spans.py ----
 
     def now(self) -> float:
         return max(self.clock, self.world.now)

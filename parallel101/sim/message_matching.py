@@ -39,10 +39,10 @@ from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup, EventRow
 from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import unfit
-from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import where as where_from
 from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.work import SimFuture, SimWork
+from parallel101.spans import Collective, current_collective
 
 # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
 WHOLE = 1 << 20

@@ -23,9 +23,9 @@ import torch
 
 from parallel101.record import torch_private
 from parallel101.record.calls import Call, collective_terms
-from parallel101.record.spans import Collective
 from parallel101.record.where import where as where_from
 from parallel101.sim.message_matching import dtype_name, plain_shape
+from parallel101.spans import Collective
 
 
 class Exchange(NamedTuple):

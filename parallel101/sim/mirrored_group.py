@@ -10,13 +10,13 @@ import torch
 from parallel101.record import torch_private
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup
-from parallel101.record.spans import Collective
 from parallel101.record.where import caller
 from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, RunningCollective, SharedState, SimGroup
 from parallel101.sim.message_matching import RecvWork, SendWork, UnmatchedMessages, refuse
 from parallel101.sim.mirrored import MirroredAxes
 from parallel101.sim.mirrored_exchange import Exchange, MirroredComm, PostedExchange
+from parallel101.spans import Collective
 
 # the collectives that give a rank what others have, as it is: by symmetry that is its own
 GIVE = ("all_gather", "all_gather_async", "barrier", "broadcast")

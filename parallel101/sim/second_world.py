@@ -24,10 +24,10 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from parallel101.record.spans import record_into
 from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.group import SharedState, SimGroup
 from parallel101.sim.network import Network
+from parallel101.spans import record_into
 
 POSTS = (
     *("send", "recv", "recv_anysource", "exchange"),

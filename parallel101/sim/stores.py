@@ -24,9 +24,9 @@ from torch.distributed import HashStore, rendezvous, rpc
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
 from parallel101.record.overloads import own_limit
-from parallel101.record.spans import recorder
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank
+from parallel101.spans import recorder
 
 TORCHS_DEFAULT = timedelta(seconds=300)  # of a store: no limit of the program's own
 WORKERS = "parallel101/workers"  # counts who has joined a TCPStore

@@ -41,8 +41,8 @@ from torch import Tensor
 # torch has no public name for it; tests/sim/test_virtual_gpu.py needs it
 from parallel101.cost.hardware import Chip, chip_of
 from parallel101.record import torch_private
-from parallel101.record.spans import listening, recorder
 from parallel101.sim.operation_costs import FREE, NOTHING, OperationCost, kernel_of, tensors_in
+from parallel101.spans import listening, recorder
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
 from parallel101.record.overloads import own_limit
-from parallel101.record.spans import recorder
 from parallel101.sim.clock import VirtualRank, World
+from parallel101.spans import recorder
 
 if TYPE_CHECKING:  # for type checkers a SimWork is a dist.Work
     _Work = dist.Work

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel101.mesh import split_sizes
-from parallel101.record.spans import span
+from parallel101.spans import span
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.support.batches import Batch, call, count_samples, split
 from parallel101.trainers.support.losses import Losses

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from parallel101.collectives import all_gather, broadcast
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of
-from parallel101.record.spans import wait_span
+from parallel101.spans import wait_span
 from parallel101.trainers.support.raw_memory import raw_memory
 
 DIGEST = 8  # bytes of a hash

@@ -22,7 +22,7 @@ from torch import nn
 from parallel101.collectives import all_reduce
 from parallel101.collectives.asynchronous import SideBySide
 from parallel101.mesh import GroupLike
-from parallel101.record.spans import span, wait_span
+from parallel101.spans import span, wait_span
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, by_size, dense_gradient
 from parallel101.trainers.support.bucket import Bucket
 

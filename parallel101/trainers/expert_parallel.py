@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from parallel101.collectives import all_to_all
 from parallel101.collectives.meta_device import count_choices
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.record.spans import compute, span, wait_span
+from parallel101.spans import compute, span, wait_span
 
 
 def experts_over_ranks(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.mesh import split_sizes
-from parallel101.record.spans import span
+from parallel101.spans import span
 from parallel101.trainers.pipeline.stage_messages import Messages, activations, is_first_forward
 from parallel101.trainers.pipeline.stage_syncs import StageSyncs
 from parallel101.trainers.schedules.actions import Action

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel101.record.spans import span
+from parallel101.spans import span
 from parallel101.trainers.weight_gradients import WeightGradients, split_backward
 
 Recompute = str | Callable[[str], bool]

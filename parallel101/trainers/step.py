@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
 from parallel101.mesh import Group
-from parallel101.record.spans import span, wait_span
+from parallel101.spans import span, wait_span
 from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, sum_gradients

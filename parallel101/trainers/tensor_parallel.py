@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from parallel101.mesh import split_sizes
-from parallel101.record.spans import span, wait_span
+from parallel101.spans import span, wait_span
 from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.tensor_group import Entered, TensorGroup
 from parallel101.trainers.weight_gradients import WeightGradients, positions, split_backward

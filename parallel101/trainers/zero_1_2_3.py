@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from parallel101.record.spans import span, wait_span
+from parallel101.spans import span, wait_span
 from parallel101.trainers.gradient_sync import Parameters, by_size
 from parallel101.trainers.zero.buckets import BucketHooks
 from parallel101.trainers.zero.flat import Flat, Sharing

@@ -17,8 +17,8 @@ from parallel101.analysis.slower_ranks import (
 from parallel101.analysis.waiting import with_compute
 from parallel101.record.events import span_event
 from parallel101.record.host_time import LineSamples, StepWindow, labels_of
-from parallel101.record.spans import HOST_TIME
 from parallel101.record.trace import Trace
+from parallel101.spans import HOST_TIME
 from parallel101.viz.run_table import tables
 
 STEP = 0.29

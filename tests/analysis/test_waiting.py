@@ -19,8 +19,8 @@ from parallel101.analysis.waiting import (
     waits,
     with_compute,
 )
-from parallel101.record.spans import recorder, span
 from parallel101.record.where import shown
+from parallel101.spans import recorder, span
 
 NETWORK = p101.Network(latency=1.0, bandwidth=float("inf"))
 

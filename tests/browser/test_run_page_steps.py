@@ -9,7 +9,7 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.publish import run_page as module
 from parallel101.publish.run_page import run_page
-from parallel101.record.spans import recorder, span
+from parallel101.spans import recorder, span
 from parallel101.viz.chromium import Browser
 from tests.browser.seen import out_of_reach, too_pale, too_small, without_a_name
 

@@ -15,7 +15,7 @@ import parallel101 as p101
 from parallel101.publish import run_page as module
 from parallel101.publish.page import external_addresses
 from parallel101.publish.run_page import run_page
-from parallel101.record.spans import recorder
+from parallel101.spans import recorder
 
 
 def run(program, size=3):

@@ -25,8 +25,8 @@ from parallel101.record.rank_files import (
     ranks_cut_short,
     write_rank_file,
 )
-from parallel101.record.spans import recorder, span
 from parallel101.record.trace import Trace
+from parallel101.spans import recorder, span
 
 SIZE, STEPS = 3, 60
 

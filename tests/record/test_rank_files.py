@@ -11,7 +11,7 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.cli import main
 from parallel101.record.rank_files import join_rank_files, write_rank_file
-from parallel101.record.spans import span
+from parallel101.spans import span
 
 SIZE = 4
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parallel101 as p101
-from parallel101.record.spans import listening, unrecorded
+from parallel101.spans import listening, unrecorded
 
 COLOUR = enum.IntEnum("COLOUR", "RED")
 LABELS = {  # what is given: what the record has

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.record.spans import compute, span, unrecorded
+from parallel101.spans import compute, span, unrecorded
 from tests.ranks.failing import line_of
 
 

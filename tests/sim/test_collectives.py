@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.record.spans import compute
 from parallel101.sim.network import Network
+from parallel101.spans import compute
 
 from .programs import run, trace, wait_for
 

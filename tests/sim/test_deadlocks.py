@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from parallel101.record.errors import DeadlockError, MisuseError
-from parallel101.record.spans import compute
 from parallel101.sim.simulate import simulate
+from parallel101.spans import compute
 from tests.ranks.failing import line_of
 
 from .programs import run, trace, wait_for

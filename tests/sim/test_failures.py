@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from parallel101.record.errors import MisuseError
-from parallel101.record.spans import compute, recorder
 from parallel101.sim.network import Network
 from parallel101.sim.simulate import simulate
+from parallel101.spans import compute, recorder
 from tests.collectives.cases import negative
 from tests.ranks.failing import line_of
 

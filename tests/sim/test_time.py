@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.record.spans import compute, recorder, span
 from parallel101.sim.network import Network
+from parallel101.spans import compute, recorder, span
 
 from . import programs
 from .programs import makespan, run, trace, wait_for

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.analysis.overlap import seconds, union
 from parallel101.analysis.pipeline_times import planned_times, recorded_times
-from parallel101.record.spans import wait_span
 from parallel101.record.trace import Trace
+from parallel101.spans import wait_span
 from parallel101.viz.pipeline_timeline import LEAD, LEFT, RIGHT, SWEEP, pipeline_scene
 from tests.viz.drawn import SVG, span, titled
 

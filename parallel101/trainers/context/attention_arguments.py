@@ -19,7 +19,7 @@ from parallel101.collectives import all_gather
 from parallel101.collectives.checks import sizes_of, tensor_of
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.record.spans import wait_span
+from parallel101.spans import wait_span
 from parallel101.trainers.context.attention_call import AttentionCall
 from parallel101.trainers.context.time_layout import check_layout, time_sizes
 

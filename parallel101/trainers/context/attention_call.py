@@ -20,7 +20,7 @@ from parallel101.collectives.checks import begin
 from parallel101.collectives.comm import Comm
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import Group
-from parallel101.record.spans import compute, span
+from parallel101.spans import compute, span
 from parallel101.trainers.context.time_layout import Seen, visible
 
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from parallel101.collectives.comm import Work, wait_all
-from parallel101.record.spans import wait_span
+from parallel101.spans import wait_span
 
 
 class Passing(NamedTuple):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101.collectives.meta_device import numbers_device
-from parallel101.record.spans import wait_span
+from parallel101.spans import wait_span
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.schedules.actions import Action, ScheduleError
 from parallel101.trainers.schedules.check import Placement, partner

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel101.record.spans import listening
+from parallel101.spans import listening
 from parallel101.trainers.support.activations import OUTSIDE, Activations, Change, Kept, Phase
 from parallel101.trainers.trainer import Trainer
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
 from parallel101.mesh import split_sizes
-from parallel101.record.spans import span
+from parallel101.spans import span
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.support.batches import (
     Batch,

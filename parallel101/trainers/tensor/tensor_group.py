@@ -24,7 +24,7 @@ from parallel101.autograd import gather_from_group, scatter_to_group
 from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatter_async
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of, split_sizes
-from parallel101.record.spans import wait_span
+from parallel101.spans import wait_span
 from parallel101.trainers.weight_gradients import WeightGradients
 
 TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, features)

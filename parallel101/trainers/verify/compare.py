@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel101.collectives import broadcast
-from parallel101.record.spans import unrecorded
+from parallel101.spans import unrecorded
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.support.batches import (
     Batch,

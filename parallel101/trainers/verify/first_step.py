@@ -4,7 +4,7 @@ takes too much memory.
 
 from __future__ import annotations
 
-from parallel101.record.spans import unrecorded
+from parallel101.spans import unrecorded
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.support.batches import Batch, tensors_of
 from parallel101.trainers.support.memory import readable

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from parallel101.record.spans import span
+from parallel101.spans import span
 from parallel101.trainers.gradient_sync import completed_twice
 from parallel101.trainers.zero.flat import Flat
 

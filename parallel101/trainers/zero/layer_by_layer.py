@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 # torch has no public name for it; tests/trainers/test_unusual_models.py needs it
 from torch.utils._pytree import tree_leaves
 
-from parallel101.record.spans import wait_span
+from parallel101.spans import wait_span
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import Parameters
 from parallel101.trainers.zero.flat import Flat, Sharing

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel101.collectives.asynchronous import AsyncCollective
 from parallel101.mesh import group_of
-from parallel101.record.spans import wait_span
+from parallel101.spans import wait_span
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.zero.flat import Flat, Sharing
