@@ -3,4 +3,7 @@
 A table of points is at the end.
 """
 
-from parallel101.grade.pytest_plugin import pytest_pycollect_makeitem, pytest_terminal_summary  # noqa: F401
+from parallel101.laboratory.grade.pytest_plugin import (  # noqa: F401
+    pytest_pycollect_makeitem,
+    pytest_terminal_summary,
+)

@@ -15,14 +15,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from parallel101.record.ipython import in_notebook
+from parallel101.laboratory.record.ipython import in_notebook
 
 __version__ = "0.1.0"
 
 
 if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101 import cost, keras, layers, models, sharding
-    from parallel101.analysis.axis_traffic import axis_traffic
     from parallel101.autograd import (
         algorithms,
         all_gather,
@@ -46,13 +45,34 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
         all_reduce_async,
         reduce_scatter_async,
     )
+    from parallel101.laboratory.analysis.axis_traffic import axis_traffic
+    from parallel101.laboratory.planner.training_plan import plan
+    from parallel101.laboratory.ranks.launch import Run, launch
+    from parallel101.laboratory.record.errors import (
+        DeadlockError,
+        LaunchTimeout,
+        MisuseError,
+        RankFailed,
+    )
+    from parallel101.laboratory.record.events import Event, Message
+    from parallel101.laboratory.record.trace import Trace
+    from parallel101.laboratory.sim.network import Network
+    from parallel101.laboratory.viz.axis_timeline import axes_scene
+    from parallel101.laboratory.viz.explore import (
+        explore_collective,
+        explore_memory,
+        explore_schedule,
+    )
+    from parallel101.laboratory.viz.forward_backward import forward_backward_scene
+    from parallel101.laboratory.viz.lanes import lanes_scene
+    from parallel101.laboratory.viz.loss_curves import LiveLoss, loss_scene
+    from parallel101.laboratory.viz.matrices import matrices_scene
+    from parallel101.laboratory.viz.memory_over_step import activations_scene
+    from parallel101.laboratory.viz.memory_per_rank import memory_scene
+    from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
+    from parallel101.laboratory.viz.plots import bandwidth, sweep
+    from parallel101.laboratory.viz.watch import watch
     from parallel101.mesh import split_sizes
-    from parallel101.planner.training_plan import plan
-    from parallel101.ranks.launch import Run, launch
-    from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
-    from parallel101.record.events import Event, Message
-    from parallel101.record.trace import Trace
-    from parallel101.sim.network import Network
     from parallel101.spans import compute, span
     from parallel101.trainers.context.time_layout import context_positions
     from parallel101.trainers.context.ulysses import ulysses_attention
@@ -72,17 +92,6 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.trainers.tensor.styles import column
     from parallel101.trainers.verify.report import NotEqualError
     from parallel101.trainers.weight_gradients import WeightGradients
-    from parallel101.viz.axis_timeline import axes_scene
-    from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
-    from parallel101.viz.forward_backward import forward_backward_scene
-    from parallel101.viz.lanes import lanes_scene
-    from parallel101.viz.loss_curves import LiveLoss, loss_scene
-    from parallel101.viz.matrices import matrices_scene
-    from parallel101.viz.memory_over_step import activations_scene
-    from parallel101.viz.memory_per_rank import memory_scene
-    from parallel101.viz.pipeline_timeline import pipeline_scene
-    from parallel101.viz.plots import bandwidth, sweep
-    from parallel101.viz.watch import watch
 
 
 def _public_names() -> dict[str, str]:
@@ -121,4 +130,4 @@ def __dir__() -> list[str]:
 
 # the fork server imports torch while the reader reads on: the first launch needs it
 if in_notebook() and find_spec("torch") is not None:
-    import_module("parallel101.ranks.processes").preload([])
+    import_module("parallel101.laboratory.ranks.processes").preload([])

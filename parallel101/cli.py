@@ -17,7 +17,7 @@ from pathlib import Path
 
 from parallel101 import __version__
 from parallel101.extras import MissingExtra, needs_extra
-from parallel101.run_command import add_run_commands, seconds_of
+from parallel101.laboratory.run_command import add_run_commands, seconds_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -251,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
             "--seed-file", metavar="FILE", type=Path, help="a file with the teacher's secret seed"
         )
 
-    from parallel101.planner import plan_command
+    from parallel101.laboratory.planner import plan_command
 
     text = "Lay out the training of a model on many GPUs, and predict how long a step takes."
     plan_command.add_arguments(command("plan", _plan, text))
@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(args: argparse.Namespace, extra: list[str]) -> int:
-    from parallel101 import doctor
+    from parallel101.laboratory import doctor
 
     return doctor.main(as_json=args.json)
 
@@ -275,8 +275,8 @@ def _doctor(args: argparse.Namespace, extra: list[str]) -> int:
 def _lab(args: argparse.Namespace, extra: list[str]) -> int:
     from jupyterlab.labapp import LabApp
 
-    from parallel101.grade.homework import find_homework
-    from parallel101.publish.find import find_lessons
+    from parallel101.laboratory.grade.homework import find_homework
+    from parallel101.laboratory.publish.find import find_lessons
 
     folder, options = (
         (find_homework, extra[1:])
@@ -294,14 +294,14 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     _import_no_grammars()
-    from parallel101.publish import (
+    from parallel101.laboratory.publish import (
         find_lessons,
         make_output_folder,
         publish,
         read_syllabus,
         select_lessons,
     )
-    from parallel101.publish.repository import Repository
+    from parallel101.laboratory.publish.repository import Repository
 
     syllabus, repository = None, Repository.of_environment(os.environ)
     try:
@@ -358,7 +358,7 @@ def _import_no_grammars() -> None:
 
 
 def _notebooks(args: argparse.Namespace, extra: list[str]) -> int:
-    from parallel101.publish.find import copy_notebooks
+    from parallel101.laboratory.publish.find import copy_notebooks
 
     try:
         lessons, homework = copy_notebooks(args.folder)
@@ -370,8 +370,8 @@ def _notebooks(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _grade(args: argparse.Namespace, extra: list[str]) -> int:
-    from parallel101.grade import command
-    from parallel101.grade.users import hide_arguments
+    from parallel101.laboratory.grade import command
+    from parallel101.laboratory.grade.users import hide_arguments
 
     if args.submission is not None:
         hide_arguments()
@@ -391,7 +391,7 @@ def _grade(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _release(args: argparse.Namespace, extra: list[str]) -> int:
-    from parallel101.grade import command
+    from parallel101.laboratory.grade import command
 
     try:
         return command.release_set(args.path, args.out, args.seed_file, args.library)
@@ -400,7 +400,7 @@ def _release(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _plan(args: argparse.Namespace, extra: list[str]) -> int:
-    from parallel101.planner import plan_command
+    from parallel101.laboratory.planner import plan_command
 
     try:
         return plan_command.main(args)
@@ -409,7 +409,7 @@ def _plan(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _bench(args: argparse.Namespace, extra: list[str]) -> int:
-    from parallel101.bench import main as bench
+    from parallel101.laboratory.bench import main as bench
 
     return bench(extra)
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from parallel101.viz.chromium import find_chromium
+from parallel101.laboratory.viz.chromium import find_chromium
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 # One thread for torch's operations, here and in the processes that tests start: `pytest -n 2`

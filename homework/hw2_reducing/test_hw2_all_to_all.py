@@ -4,10 +4,17 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.compared_values import same
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     SENDS_UNWRITTEN,
@@ -18,7 +25,7 @@ from parallel101.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.grade.sums import facts, several_ranks
+from parallel101.laboratory.grade.sums import facts, several_ranks
 
 
 def all_to_all_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:

@@ -5,10 +5,18 @@ from collections.abc import Sequence
 import torch
 
 from parallel101 import Network
-from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.compared_values import close, same
-from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.grade.compared_values import close, same
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     ROOT_IS_ZERO,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from parallel101 import Network, collectives
-from parallel101.analysis.provenance import origin_tensor
 from parallel101.cost import best_segments, closed_form
-from parallel101.grade.exercise import (
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,
     Check,
@@ -22,8 +22,8 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import value
-from parallel101.record.units import decimal_bytes, human_seconds
+from parallel101.laboratory.grade.exercise_checks import value
+from parallel101.laboratory.record.units import decimal_bytes, human_seconds
 
 NAMES = ("binomial", "scatter_all_gather", "pipelined_chain")
 MORE = 0.05  # of the best time

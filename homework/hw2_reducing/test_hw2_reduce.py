@@ -4,9 +4,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     NOT_NONE_ELSEWHERE,
@@ -17,7 +24,13 @@ from parallel101.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.grade.sums import SUM_FOR_MEAN, counted_twice, divided_too_often, facts, left_out
+from parallel101.laboratory.grade.sums import (
+    SUM_FOR_MEAN,
+    counted_twice,
+    divided_too_often,
+    facts,
+    left_out,
+)
 
 
 def reduce_case(xs: Sequence[torch.Tensor], root: int, op: str = "sum", note: str = "") -> Case:

@@ -5,10 +5,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.compared_values import same
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     SENDS_UNWRITTEN,
@@ -20,7 +27,7 @@ from parallel101.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.grade.sums import (
+from parallel101.laboratory.grade.sums import (
     EVERYTHING_TO_EVERYONE,
     WHOLE_ROUND_RING,
     counted_twice,

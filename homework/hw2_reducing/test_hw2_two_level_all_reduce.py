@@ -5,10 +5,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101 import Network
-from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.compared_values import weights
-from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.grade.compared_values import weights
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     SENDS_UNWRITTEN,
@@ -19,7 +27,7 @@ from parallel101.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.grade.sums import counted_twice, facts, left_out
+from parallel101.laboratory.grade.sums import counted_twice, facts, left_out
 
 
 def two_level_case(xs: Sequence[torch.Tensor], k: int, note: str = "") -> Case:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from parallel101.grade.adjoint_exercises import CHANGED_IN_PLACE, total
-from parallel101.grade.compared_values import difference, factor, same
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.adjoint_exercises import CHANGED_IN_PLACE, total
+from parallel101.laboratory.grade.compared_values import difference, factor, same
+from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
     Case,
@@ -23,7 +23,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, failed, right
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, right
 
 Tensors = list[Any]  # one tensor for each rank, None where a rank has none
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel101.grade.adjoint_exercises import (
+from parallel101.laboratory.grade.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     REFUSED,
@@ -16,7 +16,7 @@ from parallel101.grade.adjoint_exercises import (
     right_both_ways,
     total,
 )
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     AUTOGRAD,
     Case,
@@ -26,7 +26,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
+from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
 
 COLUMNS = 5
 Tensors = list[torch.Tensor]

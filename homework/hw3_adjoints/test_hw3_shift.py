@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel101.grade.adjoint_exercises import (
+from parallel101.laboratory.grade.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     RESULT_IS_ITS_INPUT,
@@ -13,7 +13,7 @@ from parallel101.grade.adjoint_exercises import (
     right_both_ways,
     total,
 )
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
     Case,
     Draw,
@@ -21,7 +21,7 @@ from parallel101.grade.exercise import (
     Misconception,
     Question,
 )
-from parallel101.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES
+from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES
 
 Tensors = list[torch.Tensor]
 

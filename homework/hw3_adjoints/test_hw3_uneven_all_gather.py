@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from parallel101.grade.adjoint_exercises import (
+from parallel101.laboratory.grade.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     EQUAL_BLOCKS,
@@ -19,8 +19,8 @@ from parallel101.grade.adjoint_exercises import (
     total,
     wrong_parts,
 )
-from parallel101.grade.compared_values import same
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
     Case,
     Draw,
@@ -29,7 +29,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
+from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
 
 COLUMNS = 4
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from parallel101 import MisuseError, Network
-from parallel101.grade.compared_values import close, difference, factor, same
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.compared_values import close, difference, factor, same
+from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
     Case,
@@ -20,7 +20,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     NOT_EVERY_RANK,
     bytes_sent,
@@ -28,7 +28,12 @@ from parallel101.grade.exercise_checks import (
     right,
     value,
 )
-from parallel101.grade.training_exercises import SUM_FOR_MEAN, all_reduce_bytes, flat, scale
+from parallel101.laboratory.grade.training_exercises import (
+    SUM_FOR_MEAN,
+    all_reduce_bytes,
+    flat,
+    scale,
+)
 
 # the two halves of an all-reduce; any other collective is one call
 CALLS = {"reduce_scatter": 0.5, "all_gather": 0.5}

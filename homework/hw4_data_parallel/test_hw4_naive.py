@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel101 import Network
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     OPTIM,
     P2P,
@@ -17,15 +17,15 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     NOT_EVERY_RANK,
     bytes_sent,
     communicated,
     right,
 )
-from parallel101.grade.harness import count_weights, gradients_of, make_model
-from parallel101.grade.training_exercises import (
+from parallel101.laboratory.grade.harness import count_weights, gradients_of, make_model
+from parallel101.laboratory.grade.training_exercises import (
     ITEM,
     MEAN_OF_MEANS,
     MEAN_TWICE,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101 import Network
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     OPTIM,
     P2P,
@@ -20,8 +20,8 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, NOT_EVERY_RANK, bytes_sent, right
-from parallel101.grade.harness import (
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, NOT_EVERY_RANK, bytes_sent, right
+from parallel101.laboratory.grade.harness import (
     BACKWARD,
     FORWARD,
     OptimizerSteps,
@@ -30,7 +30,7 @@ from parallel101.grade.harness import (
     make_model,
     mark_gradients,
 )
-from parallel101.grade.training_exercises import (
+from parallel101.laboratory.grade.training_exercises import (
     ITEM,
     MEAN_TWICE,
     NEVER_REDUCED,

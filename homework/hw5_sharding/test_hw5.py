@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101 import Network
-from parallel101.grade.compared_values import close, difference
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.compared_values import close, difference
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
     OPTIM,
@@ -24,7 +24,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     bytes_sent,
     communicated,
@@ -32,7 +32,7 @@ from parallel101.grade.exercise_checks import (
     received,
     right,
 )
-from parallel101.grade.harness import (
+from parallel101.laboratory.grade.harness import (
     LEARNING_RATE,
     MOMENTUM,
     Optimizers,
@@ -42,8 +42,8 @@ from parallel101.grade.harness import (
     gradients_of,
     make_model,
 )
-from parallel101.grade.training_exercises import ended, measured
-from parallel101.record.trace import Trace
+from parallel101.laboratory.grade.training_exercises import ended, measured
+from parallel101.laboratory.record.trace import Trace
 
 LAYERS, WIDTH, STEPS = 5, 6, 2
 ITEM = 8  # bytes of a float64

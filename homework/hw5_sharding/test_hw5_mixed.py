@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
     OPTIM,
@@ -22,9 +22,15 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated, failed, right
-from parallel101.grade.harness import LEARNING_RATE, MOMENTUM
-from parallel101.grade.training_exercises import ended, measured
+from parallel101.laboratory.grade.exercise_checks import (
+    MESSAGES,
+    bytes_sent,
+    communicated,
+    failed,
+    right,
+)
+from parallel101.laboratory.grade.harness import LEARNING_RATE, MOMENTUM
+from parallel101.laboratory.grade.training_exercises import ended, measured
 
 WIDTH, STEPS, MICROBATCHES = 6, 4, 16
 OUTPUTS = 2  # fewer than three or four ranks

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from parallel101.grade.compared_values import close
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.compared_values import close
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     AUTOGRAD,
     COLLECTIVES,
@@ -24,9 +24,9 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated
-from parallel101.grade.harness import LEARNING_RATE, PeakBytes
-from parallel101.grade.training_exercises import ended, measured
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, communicated
+from parallel101.laboratory.grade.harness import LEARNING_RATE, PeakBytes
+from parallel101.laboratory.grade.training_exercises import ended, measured
 from parallel101.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2

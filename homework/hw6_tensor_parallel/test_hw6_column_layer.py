@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
     Case,
@@ -21,8 +21,8 @@ from parallel101.grade.exercise import (
     Misconception,
     Question,
 )
-from parallel101.grade.exercise_checks import MESSAGES, value
-from parallel101.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
+from parallel101.laboratory.grade.tensor_parallel_exercises import (
     NUMBER,
     costs,
     forward_backward,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.compared_values import same
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
     P2P,
@@ -19,8 +19,8 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, value
-from parallel101.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
+from parallel101.laboratory.grade.tensor_parallel_exercises import (
     MLP_PARTS,
     NUMBER,
     WHOLE_ON_EVERY_RANK,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
     P2P,
@@ -18,8 +18,8 @@ from parallel101.grade.exercise import (
     Misconception,
     Question,
 )
-from parallel101.grade.exercise_checks import MESSAGES, failed, value
-from parallel101.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
+from parallel101.laboratory.grade.tensor_parallel_exercises import (
     NUMBER,
     bias_n_times,
     costs,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
     P2P,
@@ -20,8 +20,8 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, failed, value
-from parallel101.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
+from parallel101.laboratory.grade.tensor_parallel_exercises import (
     NUMBER,
     Seen,
     forward_backward,

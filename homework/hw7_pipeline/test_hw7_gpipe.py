@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallel101.grade.exercise import AUTOGRAD, Exercise
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
-from parallel101.grade.pipeline_exercises import (
+from parallel101.laboratory.grade.exercise import AUTOGRAD, Exercise
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
+from parallel101.laboratory.grade.pipeline_exercises import (
     DETACHED,
     HELD,
     LAST_ONLY,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101 import compute, span
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
     Case,
     Draw,
@@ -22,8 +22,8 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import failed, value
-from parallel101.grade.pipeline_exercises import (
+from parallel101.laboratory.grade.exercise_checks import failed, value
+from parallel101.laboratory.grade.pipeline_exercises import (
     ONE_AT_A_TIME,
     ROWS,
     WIDTH,
@@ -35,7 +35,7 @@ from parallel101.grade.pipeline_exercises import (
     slots,
     stage_of,
 )
-from parallel101.record.units import listed
+from parallel101.laboratory.record.units import listed
 
 
 def run_order(

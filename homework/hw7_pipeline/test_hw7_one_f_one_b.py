@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from parallel101.grade.exercise import AUTOGRAD, Case, Exercise, Misconception, Trial
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, right, value
-from parallel101.grade.pipeline_exercises import (
+from parallel101.laboratory.grade.exercise import AUTOGRAD, Case, Exercise, Misconception, Trial
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, right, value
+from parallel101.laboratory.grade.pipeline_exercises import (
     DETACHED,
     HELD,
     LAST_ONLY,

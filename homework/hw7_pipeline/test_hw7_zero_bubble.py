@@ -10,9 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel101 import compute, schedule, span
-from parallel101.grade.exercise import OPTIM, Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
-from parallel101.grade.pipeline_exercises import (
+from parallel101.laboratory.grade.exercise import (
+    OPTIM,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
+from parallel101.laboratory.grade.pipeline_exercises import (
     LEARNING_RATE,
     ONE_AT_A_TIME,
     ROWS,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101 import Network
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
     Case,
@@ -27,9 +27,9 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import MESSAGES, RING_FACTOR
-from parallel101.grade.harness import clock_seconds
-from parallel101.grade.training_exercises import ended
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, RING_FACTOR
+from parallel101.laboratory.grade.harness import clock_seconds
+from parallel101.laboratory.grade.training_exercises import ended
 from parallel101.spans import compute, span
 
 LAUNCH, SET_UP = 1e-9, 5e-3  # seconds of each call, and of the first one

@@ -5,9 +5,22 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel101.grade.attention_exercises import HEADS, ITEM, WIDTH, gives, only_large_overflow
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.grade.attention_exercises import (
+    HEADS,
+    ITEM,
+    WIDTH,
+    gives,
+    only_large_overflow,
+)
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,

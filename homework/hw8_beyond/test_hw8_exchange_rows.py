@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.grade.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
-from parallel101.grade.attention_exercises import unpacked
-from parallel101.grade.compared_values import same
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
+from parallel101.laboratory.grade.attention_exercises import unpacked
+from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
     Case,
     Draw,
@@ -18,7 +18,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
@@ -27,10 +27,10 @@ from parallel101.grade.exercise_checks import (
     right,
     value,
 )
-from parallel101.grade.tensor_parallel_exercises import wrong_trials
-from parallel101.record.errors import DeadlockError
-from parallel101.record.units import listed
-from parallel101.sim.network import Network
+from parallel101.laboratory.grade.tensor_parallel_exercises import wrong_trials
+from parallel101.laboratory.record.errors import DeadlockError
+from parallel101.laboratory.record.units import listed
+from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute, span, wait_span
 
 WIDTH = 16

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.grade.compared_values import same
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     AUTOGRAD,
     Case,
@@ -19,7 +19,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
@@ -28,9 +28,9 @@ from parallel101.grade.exercise_checks import (
     right,
     value,
 )
-from parallel101.grade.tensor_parallel_exercises import graph_cut, is_close, wrong_trials
-from parallel101.record.errors import DeadlockError
-from parallel101.sim.network import Network
+from parallel101.laboratory.grade.tensor_parallel_exercises import graph_cut, is_close, wrong_trials
+from parallel101.laboratory.record.errors import DeadlockError
+from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute, span
 
 WIDTH, HIDDEN = 16, 5

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.grade.adjoint_exercises import EQUAL_BLOCKS
-from parallel101.grade.attention_exercises import (
+from parallel101.laboratory.grade.adjoint_exercises import EQUAL_BLOCKS
+from parallel101.laboratory.grade.attention_exercises import (
     AttentionBlocks,
     Cut,
     Partial,
@@ -22,7 +22,7 @@ from parallel101.grade.attention_exercises import (
     parts_right,
     unpacked,
 )
-from parallel101.grade.exercise import (
+from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,
     Check,
@@ -32,7 +32,7 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.exercise_checks import (
+from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,

@@ -11,8 +11,16 @@ from dataclasses import replace
 
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_time import step_time
-from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.layout_choice import SHAPE, Chosen, choose_on, chosen
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.layout_choice import SHAPE, Chosen, choose_on, chosen
 
 ENOUGH = 0.95  # of the planner's MFU: full points
 USELESS = 0.6  # of the planner's MFU: no points
@@ -93,7 +101,7 @@ def too_slow(trial: Trial) -> str | None:
 
 
 def text(layout: ParallelLayout) -> str:
-    from parallel101.planner.search import layout_text  # in the grader only
+    from parallel101.laboratory.planner.search import layout_text  # in the grader only
 
     return layout_text(layout)
 

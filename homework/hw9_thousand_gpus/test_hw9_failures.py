@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from parallel101.grade.estimate_exercises import (
+from parallel101.laboratory.grade.estimate_exercises import (
     EstimatePart,
     Facts,
     about,
@@ -19,8 +19,15 @@ from parallel101.grade.estimate_exercises import (
     numbers,
     off_by,
 )
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.training_exercises import ended
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.training_exercises import ended
 
 # ---- 25d ----
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parallel101.grade.estimate_exercises import (
+from parallel101.laboratory.grade.estimate_exercises import (
     EstimatePart,
     Facts,
     answers,
@@ -17,7 +17,7 @@ from parallel101.grade.estimate_exercises import (
     named,
     off_by,
 )
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Misconception, Question
 
 SHAPE = ("width", "layers", "heads", "vocabulary", "time")
 LAYOUT = (

@@ -6,7 +6,7 @@ appendix, the bubble in section 2.2. All products run at one efficiency, and not
 
 from __future__ import annotations
 
-from parallel101.grade.estimate_exercises import (
+from parallel101.laboratory.grade.estimate_exercises import (
     EstimatePart,
     Facts,
     answers,
@@ -14,7 +14,7 @@ from parallel101.grade.estimate_exercises import (
     named,
     off_by,
 )
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Misconception, Question
 
 # peak, and GB/s of NVLink: A100, H100, B200, as in parallel101/cost/hardware.py
 GPUS = ((312e12, 300.0), (990e12, 450.0), (2250e12, 900.0))

@@ -108,7 +108,7 @@ class ShardedRun:
 
         A notebook shows it; `.save("blocks.html")`.
         """
-        from parallel101.viz.sharded_product import sharding_scene
+        from parallel101.laboratory.viz.sharded_product import sharding_scene
 
         return sharding_scene(self, title=title)
 
@@ -152,7 +152,7 @@ def run(
     dtypes don't fit each other; TypeError for anything but tensors. An error of a rank is raised as
     launch does.
     """
-    from parallel101.ranks.launch import launch
+    from parallel101.laboratory.ranks.launch import launch
 
     sizes = sizes_of(text, wholes)
     chosen = plan(text, mesh, dtype=wholes[0].dtype, **sizes)

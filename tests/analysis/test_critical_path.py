@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.analysis.critical_path import CriticalPath, critical_path
-from parallel101.analysis.run_window import window
 from parallel101.cost.closed_forms import FORMS, closed_form
-from parallel101.record.events import Event, EventGroup
-from parallel101.record.trace import Trace
+from parallel101.laboratory.analysis.critical_path import CriticalPath, critical_path
+from parallel101.laboratory.analysis.run_window import window
+from parallel101.laboratory.record.events import Event, EventGroup
+from parallel101.laboratory.record.trace import Trace
 from tests.collectives.cases import ROOTED
 from tests.viz.drawn import span
 

@@ -15,9 +15,9 @@ from torch._C import _distributed_c10d
 
 import parallel101 as p101
 from parallel101 import cli
-from parallel101.analysis.flight_findings import flight_verdict
-from parallel101.publish.page import external_addresses
-from parallel101.record.flight_recorder import load_flight_dump, read_flight_dumps
+from parallel101.laboratory.analysis.flight_findings import flight_verdict
+from parallel101.laboratory.publish.page import external_addresses
+from parallel101.laboratory.record.flight_recorder import load_flight_dump, read_flight_dumps
 
 SIZE, BUFFER = 3, 6
 

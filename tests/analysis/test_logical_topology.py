@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from parallel101.analysis.logical_topology import connected_ranks, topology_of
+from parallel101.laboratory.analysis.logical_topology import connected_ranks, topology_of
 
 
 def ring(n):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel101.analysis.provenance import (
+from parallel101.laboratory.analysis.provenance import (
     MOST,
     ElementOrigin,
     decode,
@@ -19,7 +19,7 @@ from parallel101.analysis.provenance import (
     most_elements,
     origin_tensor,
 )
-from parallel101.analysis.unwritten import MarkUnwritten
+from parallel101.laboratory.analysis.unwritten import MarkUnwritten
 
 
 @given(st.integers(1, 16), st.data())

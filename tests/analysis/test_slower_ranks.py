@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel101.analysis.slower_ranks import (
+from parallel101.laboratory.analysis.slower_ranks import (
     BLOCKED,
     COLLECTING,
     COMPUTING,
@@ -14,12 +14,12 @@ from parallel101.analysis.slower_ranks import (
     QUEUED,
     slower_ranks,
 )
-from parallel101.analysis.waiting import with_compute
-from parallel101.record.events import span_event
-from parallel101.record.host_time import LineSamples, StepWindow, labels_of
-from parallel101.record.trace import Trace
+from parallel101.laboratory.analysis.waiting import with_compute
+from parallel101.laboratory.record.events import span_event
+from parallel101.laboratory.record.host_time import LineSamples, StepWindow, labels_of
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.run_table import tables
 from parallel101.spans import HOST_TIME
-from parallel101.viz.run_table import tables
 
 STEP = 0.29
 

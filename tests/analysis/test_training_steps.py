@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.training_steps import training_steps
-from parallel101.record.last_events import LastEvents
-from parallel101.record.trace import Trace
+from parallel101.laboratory.analysis.training_steps import training_steps
+from parallel101.laboratory.record.last_events import LastEvents
+from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import OPTIMIZER_STEP, span
 
 SIZE, STEPS = 2, 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel101.viz.collective import collective_scene
+from parallel101.laboratory.viz.collective import collective_scene
 from tests.viz import programs as p
 from tests.viz.programs import exchange, me, recorded
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.waiting import (
+from parallel101.laboratory.analysis.waiting import (
     rank_times,
     slowest_calls,
     slowest_links,
@@ -19,7 +19,7 @@ from parallel101.analysis.waiting import (
     waits,
     with_compute,
 )
-from parallel101.record.where import shown
+from parallel101.laboratory.record.where import shown
 from parallel101.spans import recorder, span
 
 NETWORK = p101.Network(latency=1.0, bandwidth=float("inf"))

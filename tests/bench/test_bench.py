@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench import attention_speed, pictures
-from parallel101.bench.benchmark_report import median_and_interval
-from parallel101.bench.collective_speed import COMPARISONS, time_rounds, time_torchs
-from parallel101.bench.sides import TABLES, alone, batch_of_rank, whole_model
-from parallel101.bench.spawned import ask, spawned_ranks
+from parallel101.laboratory.bench import attention_speed, pictures
+from parallel101.laboratory.bench.benchmark_report import median_and_interval
+from parallel101.laboratory.bench.collective_speed import COMPARISONS, time_rounds, time_torchs
+from parallel101.laboratory.bench.sides import TABLES, alone, batch_of_rank, whole_model
+from parallel101.laboratory.bench.spawned import ask, spawned_ranks
 
 
 def serve(what: str, *arguments: Any, calls: int) -> float:

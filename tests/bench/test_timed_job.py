@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 import parallel101 as p101
-from parallel101.bench.timed_job import RANKS, timed_jobs
 from parallel101.cli import main
+from parallel101.laboratory.bench.timed_job import RANKS, timed_jobs
 
 pytestmark = pytest.mark.slow
 

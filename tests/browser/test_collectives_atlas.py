@@ -11,16 +11,16 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.publish.page import offline_html
-from parallel101.publish.tools.collectives_atlas_page import (
+from parallel101.laboratory.publish.page import offline_html
+from parallel101.laboratory.publish.tools.collectives_atlas_page import (
     ADDRESS,
     TITLE,
     chosen_words,
     collectives_atlas,
 )
-from parallel101.publish.tools.recorded_collectives import LARGE, SMALL, Choice, record
-from parallel101.record.units import human_bytes, human_seconds
-from parallel101.viz.chromium import Browser
+from parallel101.laboratory.publish.tools.recorded_collectives import LARGE, SMALL, Choice, record
+from parallel101.laboratory.record.units import human_bytes, human_seconds
+from parallel101.laboratory.viz.chromium import Browser
 from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser

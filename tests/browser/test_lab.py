@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel101.publish.page import WIDGET
-from parallel101.viz.chromium import Browser
+from parallel101.laboratory.publish.page import WIDGET
+from parallel101.laboratory.viz.chromium import Browser
 from tests.browser.lab import TOKEN
 from tests.lessons.lesson import LESSONS
 

@@ -22,11 +22,11 @@ from parallel101.cost import (
     step_time,
 )
 from parallel101.cost.parallel_layout import AVERAGES
-from parallel101.planner.known_models import KNOWN_MODELS
-from parallel101.planner.layout_rules import CHOICES, why_not
-from parallel101.planner.search import most_of, smallest_gpus
-from parallel101.publish.offline_page import offline_html
-from parallel101.publish.tools.memory_page import (
+from parallel101.laboratory.planner.known_models import KNOWN_MODELS
+from parallel101.laboratory.planner.layout_rules import CHOICES, why_not
+from parallel101.laboratory.planner.search import most_of, smallest_gpus
+from parallel101.laboratory.publish.offline_page import offline_html
+from parallel101.laboratory.publish.tools.memory_page import (
     ADDRESS,
     GPUS,
     PARTS,
@@ -35,8 +35,8 @@ from parallel101.publish.tools.memory_page import (
     TITLE,
     memory_page,
 )
-from parallel101.record.units import decimal_bytes
-from parallel101.viz.chromium import Browser
+from parallel101.laboratory.record.units import decimal_bytes
+from parallel101.laboratory.viz.chromium import Browser
 from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from nbformat import v4
 
-from parallel101.publish import course_pages as course_pages_module
-from parallel101.publish.course_pages import CoursePage, course_pages
-from parallel101.publish.execute import read_notebook
-from parallel101.publish.index import index_page, read_opening
-from parallel101.publish.page import (
+from parallel101.laboratory.publish import course_pages as course_pages_module
+from parallel101.laboratory.publish.course_pages import CoursePage, course_pages
+from parallel101.laboratory.publish.execute import read_notebook
+from parallel101.laboratory.publish.index import index_page, read_opening
+from parallel101.laboratory.publish.page import (
     Lesson,
     course_page,
     cover_of,
@@ -24,13 +24,13 @@ from parallel101.publish.page import (
     lesson_page,
     moving_picture_of,
 )
-from parallel101.publish.repository import Repository
-from parallel101.publish.tools import TOOL_PAGES
-from parallel101.viz.chromium import Browser
-from parallel101.viz.collective import collective_scene
-from parallel101.viz.explore import explore_memory, explore_schedule
-from parallel101.viz.plots import sweep
-from parallel101.viz.timeline import timeline_scene
+from parallel101.laboratory.publish.repository import Repository
+from parallel101.laboratory.publish.tools import TOOL_PAGES
+from parallel101.laboratory.viz.chromium import Browser
+from parallel101.laboratory.viz.collective import collective_scene
+from parallel101.laboratory.viz.explore import explore_memory, explore_schedule
+from parallel101.laboratory.viz.plots import sweep
+from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.browser.seen import (
     cut_off,
     out_of_reach,

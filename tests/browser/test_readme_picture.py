@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from parallel101.viz.chromium import FLAGS, Browser
-from parallel101.viz.palette import THEMES
+from parallel101.laboratory.viz.chromium import FLAGS, Browser
+from parallel101.laboratory.viz.palette import THEMES
 
 pytestmark = pytest.mark.browser
 PICTURE = Path(__file__).parents[2] / "docs" / "ring.svg"
@@ -44,7 +44,7 @@ def test_it_moves(browser, readme):
 def test_with_reduced_motion_its_last_moment_stays(chromium, readme, monkeypatch):
     # DevTools' own setting doesn't reach an SVG inside an <img>; the reader's does
     flags = [*FLAGS, "--force-prefers-reduced-motion"]
-    monkeypatch.setattr("parallel101.viz.chromium.FLAGS", flags)
+    monkeypatch.setattr("parallel101.laboratory.viz.chromium.FLAGS", flags)
     with Browser(chromium, 960, 500) as browser:
         browser.open(readme)
         first = browser.picture()

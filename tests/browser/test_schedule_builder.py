@@ -12,8 +12,8 @@ import pytest
 from bs4 import BeautifulSoup
 
 import parallel101 as p101
-from parallel101.publish.page import offline_html
-from parallel101.publish.tools.schedule_builder_page import (
+from parallel101.laboratory.publish.page import offline_html
+from parallel101.laboratory.publish.tools.schedule_builder_page import (
     ADDRESS,
     NAMES,
     RULES,
@@ -22,8 +22,8 @@ from parallel101.publish.tools.schedule_builder_page import (
     schedule_builder_page,
     score,
 )
+from parallel101.laboratory.viz.chromium import Browser
 from parallel101.trainers.schedules.with_messages import with_messages
-from parallel101.viz.chromium import Browser
 from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.publish.execute import read_notebook
-from parallel101.publish.find import homework_notebooks
-from parallel101.publish.glossary import read_terms
-from parallel101.publish.index import index_page
-from parallel101.publish.page import Lesson
-from parallel101.publish.reference import ADDRESS, make_reference
-from parallel101.publish.search_index import (
+from parallel101.laboratory.publish.execute import read_notebook
+from parallel101.laboratory.publish.find import homework_notebooks
+from parallel101.laboratory.publish.glossary import read_terms
+from parallel101.laboratory.publish.index import index_page
+from parallel101.laboratory.publish.page import Lesson
+from parallel101.laboratory.publish.reference import ADDRESS, make_reference
+from parallel101.laboratory.publish.search_index import (
     FILE,
     glossary_entries,
     notebook_entries,
     search_index,
 )
-from parallel101.viz.chromium import Browser
+from parallel101.laboratory.viz.chromium import Browser
 from tests.browser.seen import (
     cut_off,
     out_of_reach,
@@ -51,7 +51,7 @@ def site(tmp_path_factory) -> Path:
         lessons += [lesson] if kind == "Lesson" else []
         entries += notebook_entries(kind, lesson, notebook)
     with pytest.MonkeyPatch.context() as patch:  # the others take longer, and look the same
-        patch.setattr("parallel101.publish.reference.MODULES", ("cost", "sharding"))
+        patch.setattr("parallel101.laboratory.publish.reference.MODULES", ("cost", "sharding"))
         reference = make_reference()
     for page, html in reference.pages.items():
         (out / page).parent.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from parallel101.collectives.asynchronous import (
     all_reduce_async,
     reduce_scatter_async,
 )
+from parallel101.laboratory.sim.network import Network
 from parallel101.mesh import group_of, split_sizes
-from parallel101.sim.network import Network
 from tests.collectives.cases import OPS, answer, negative, on_backends, values
 
 SHAPES = [(1,), (7,), (12,), (5, 3), (0, 2)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives, cost
-from parallel101.sim.network import Network
+from parallel101.laboratory.sim.network import Network
 
 ON_A_RING = {
     "all_gather": "bidirectional_ring",

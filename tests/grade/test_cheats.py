@@ -19,18 +19,18 @@ import pytest
 import torch
 
 import parallel101
-from parallel101.grade import grading, isolation, users
-from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
-from parallel101.grade.file_access import _beside, available
-from parallel101.grade.grading import grade
-from parallel101.grade.remote import RankDied, Submission, SubmissionRanks, TimeOver
-from parallel101.grade.submissions import exercise_result
-from parallel101.grade.users import GRADERS, claimed, separate_users
+from parallel101.laboratory.grade import grading, isolation, users
+from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
+from parallel101.laboratory.grade.file_access import _beside, available
+from parallel101.laboratory.grade.grading import grade
+from parallel101.laboratory.grade.remote import RankDied, Submission, SubmissionRanks, TimeOver
+from parallel101.laboratory.grade.submissions import exercise_result
+from parallel101.laboratory.grade.users import GRADERS, claimed, separate_users
 
 DECLARED = """
 import torch
-from parallel101.grade.exercise_checks import bytes_sent, value
-from parallel101.grade.exercise import Case, Exercise
+from parallel101.laboratory.grade.exercise_checks import bytes_sent, value
+from parallel101.laboratory.grade.exercise import Case, Exercise
 
 def cases(draw):
     xs = draw.tensors(2, 4)
@@ -486,7 +486,7 @@ def test_nothing_is_left_for_the_next_submission(exercise, monkeypatch, closed):
 
 
 def test_where_the_package_is_installed_only_what_is_beside_it_is_open(tmp_path):
-    for name in ("torch", "numpy", "parallel101/grade"):
+    for name in ("torch", "numpy", "parallel101/laboratory/grade"):
         (tmp_path / "lib" / "site-packages" / name).mkdir(parents=True)
     (tmp_path / "lib" / "python.so").write_text("")
     package = str(tmp_path / "lib" / "site-packages" / "parallel101")

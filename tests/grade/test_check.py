@@ -16,12 +16,12 @@ from bs4 import BeautifulSoup
 
 import parallel101 as p101
 from parallel101 import cli
-from parallel101.grade import check, hint, predict
-from parallel101.grade.homework import Progress, find_sets
-from parallel101.grade.learner import check_file, suggestion, version
-from parallel101.grade.notebook import _prepare
-from parallel101.grade.remote import imported_modules
-from parallel101.ranks.processes import start_method
+from parallel101.laboratory.grade import check, hint, predict
+from parallel101.laboratory.grade.homework import Progress, find_sets
+from parallel101.laboratory.grade.learner import check_file, suggestion, version
+from parallel101.laboratory.grade.notebook import _prepare
+from parallel101.laboratory.grade.remote import imported_modules
+from parallel101.laboratory.ranks.processes import start_method
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import torch\nimport torch.distributed as dist\n\n\ndef ring_shift(x):\n"

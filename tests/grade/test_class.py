@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 
-from parallel101.grade import command, feedback
-from parallel101.grade.homework import HomeworkSet, find_sets
-from parallel101.grade.submissions import class_table
-from parallel101.publish.page import external_addresses
+from parallel101.laboratory.grade import command, feedback
+from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
+from parallel101.laboratory.grade.submissions import class_table
+from parallel101.laboratory.publish.page import external_addresses
 
 TESTS = """
-from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
-from parallel101.grade.exercise import Case, Exercise
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
+from parallel101.laboratory.grade.exercise import Case, Exercise
 
 def case(xs):
     return Case([(x,) for x in xs], xs[::-1], seconds=1)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.grade.exercise import Case, Check, Exercise, Trial
-from parallel101.grade.exercise_report import ExerciseReport
-from parallel101.grade.grading import judge, run_cases
-from parallel101.grade.remote import Submission, SubmissionRanks
-from parallel101.record.trace import Trace
+from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Trial
+from parallel101.laboratory.grade.exercise_report import ExerciseReport
+from parallel101.laboratory.grade.grading import judge, run_cases
+from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
+from parallel101.laboratory.record.trace import Trace
 from tests.grade.test_relay import DECLARATION
 
 CASE = Case([()], [True])

@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 
 from parallel101 import cli
-from parallel101.grade import command
-from parallel101.grade.gradescope import gradescope_results
-from parallel101.grade.homework import HomeworkSet, find_sets, in_order
-from parallel101.grade.learner import check_file
-from parallel101.grade.submissions import class_table, empty_result, grade_submission, write_csv
-from parallel101.grade.table import next_to_do, row, table
+from parallel101.laboratory.grade import command
+from parallel101.laboratory.grade.gradescope import gradescope_results
+from parallel101.laboratory.grade.homework import HomeworkSet, find_sets, in_order
+from parallel101.laboratory.grade.learner import check_file
+from parallel101.laboratory.grade.submissions import (
+    class_table,
+    empty_result,
+    grade_submission,
+    write_csv,
+)
+from parallel101.laboratory.grade.table import next_to_do, row, table
 from tests.grade.test_submissions import FIRST, HEAD, RIGHT, STUB, TESTS, handed_in
 
 BOTH = HEAD + RIGHT + RIGHT.replace("def swap", "def swap_again")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel101.grade.exercise import COLLECTIVES, P2P, Case, Exercise
-from parallel101.grade.failure_text import explain_error
-from parallel101.grade.remote import (
+from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Case, Exercise
+from parallel101.laboratory.grade.failure_text import explain_error
+from parallel101.laboratory.grade.remote import (
     CalledFromThread,
     ForbiddenCall,
     LearnerError,
@@ -21,14 +21,14 @@ from parallel101.grade.remote import (
     SubmissionRanks,
     TimeOver,
 )
-from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 
 HEAD = """import os, torch, torch.distributed as dist
 def rank(): return dist.get_rank()
 def size(): return dist.get_world_size()
 """
 DECLARATION = """
-from parallel101.grade.exercise import COLLECTIVES, P2P, Exercise
+from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Exercise
 def nothing(case): return [0] * case.world_size
 EXERCISES = [Exercise("0", "f", "a test", 1, lambda draw: [], (), nothing, allowed=P2P{more})]
 """

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel101.grade import command, grading, submissions, users
-from parallel101.grade.exercise_report import ExerciseReport
-from parallel101.grade.gradescope import gradescope_results
-from parallel101.grade.homework import HomeworkSet, find_sets
-from parallel101.grade.release import release
-from parallel101.grade.submissions import (
+from parallel101.laboratory.grade import command, grading, submissions, users
+from parallel101.laboratory.grade.exercise_report import ExerciseReport
+from parallel101.laboratory.grade.gradescope import gradescope_results
+from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
+from parallel101.laboratory.grade.release import release
+from parallel101.laboratory.grade.submissions import (
     NoSubmission,
     class_table,
     empty_result,
@@ -31,8 +31,8 @@ from parallel101.grade.submissions import (
 )
 
 TESTS = """
-from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
-from parallel101.grade.exercise import Case, Exercise
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
+from parallel101.laboratory.grade.exercise import Case, Exercise
 
 def cases(draw):
     xs = draw.tensors(2, 3)
@@ -124,7 +124,9 @@ HANDED_IN = {
     "a file that it imports": {"hw9.py": "from helper import swap\n", "helper.py": HEAD + RIGHT},
     "a notebook": {
         "hw9.ipynb": notebook(
-            "%matplotlib inline\n" + HEAD, "from parallel101.grade import check\ncheck(1)", RIGHT
+            "%matplotlib inline\n" + HEAD,
+            "from parallel101.laboratory.grade import check\ncheck(1)",
+            RIGHT,
         )
     },
     "a notebook in which IPython is asked": {
@@ -386,8 +388,8 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     folder = handed_in(tmp_path / "all", {f"{n}/hw9.py": stays for n in range(9)})
     code = f"""if __name__ == "__main__":
     from pathlib import Path
-    from parallel101.grade.command import handed_in
-    from parallel101.grade.users import hide_arguments
+    from parallel101.laboratory.grade.command import handed_in
+    from parallel101.laboratory.grade.users import hide_arguments
     hide_arguments()
     results = Path({str(tmp_path / "results")!r})
     handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=results, jobs=2)
@@ -418,7 +420,7 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
 CHILD = """
 import multiprocessing, threading
 def child(told):
-    from parallel101.grade import submissions
+    from parallel101.laboratory.grade import submissions
     submissions._end_when_told()
     told.send("ready")
     threading.Event().wait()  # as a process of the pool waits for the next submission
@@ -500,7 +502,7 @@ def test_a_link_is_not_followed(homework, tmp_path):
 
 
 def test_another_seed_draws_other_cases(homework):
-    from parallel101.grade.exercise import Draw
+    from parallel101.laboratory.grade.exercise import Draw
 
     exercise = homework.exercises[0]
     first, second = (

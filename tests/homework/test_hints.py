@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.grade.homework import find_sets
+from parallel101.laboratory.grade.homework import find_sets
 
 SETS = sorted((Path(__file__).parents[2] / "homework").glob("hw*_*"))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.grade.bug_hunt import CAUSES, hunt
-from parallel101.grade.grading import run_cases
-from parallel101.grade.release import handed_out
-from parallel101.grade.remote import SubmissionRanks
-from parallel101.record.errors import DeadlockError
+from parallel101.laboratory.grade.bug_hunt import CAUSES, hunt
+from parallel101.laboratory.grade.grading import run_cases
+from parallel101.laboratory.grade.release import handed_out
+from parallel101.laboratory.grade.remote import SubmissionRanks
+from parallel101.laboratory.record.errors import DeadlockError
 from tests.homework.test_solutions import EXERCISES, HOMEWORK, submission
 
 REFERENCE = runpy.run_path(str(Path(__file__).parent / "hw8" / "reference.py"))
@@ -59,7 +59,7 @@ def test_the_questions_are_about_the_program_in_the_notebook(kind):
 
 
 def test_no_answer_is_handed_out():
-    from parallel101.grade.homework import find_sets
+    from parallel101.laboratory.grade.homework import find_sets
 
     (homework,) = find_sets(HOMEWORK / "hw8_beyond")
     names = {file.name for file in handed_out(homework)}

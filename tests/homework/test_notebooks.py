@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from parallel101.grade.homework import HomeworkSet, find_sets
+from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 
 HERE = Path(__file__).parent
 NOTEBOOKS = sorted((HERE.parents[1] / "homework").glob("hw*/hw*.ipynb"))

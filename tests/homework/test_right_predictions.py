@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from parallel101.grade.exercise_report import Prediction
-from parallel101.grade.grading import run_cases
-from parallel101.grade.remote import SubmissionRanks
+from parallel101.laboratory.grade.exercise_report import Prediction
+from parallel101.laboratory.grade.grading import run_cases
+from parallel101.laboratory.grade.remote import SubmissionRanks
 from tests.homework.test_solutions import EXERCISES, submission
 
 ANSWERS = [

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel101.grade.exercise import STEPS, Case, Draw
-from parallel101.grade.grading import (
+from parallel101.laboratory.grade.exercise import STEPS, Case, Draw
+from parallel101.laboratory.grade.grading import (
     EXERCISE_SECONDS,
     PUBLIC_SEED,
     ExerciseVerdict,
@@ -26,9 +26,9 @@ from parallel101.grade.grading import (
     run_cases,
     share,
 )
-from parallel101.grade.homework import find_sets
-from parallel101.grade.launched import run_launched
-from parallel101.grade.remote import Submission, SubmissionRanks
+from parallel101.laboratory.grade.homework import find_sets
+from parallel101.laboratory.grade.launched import run_launched
+from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 
 HERE = Path(__file__).parent
 HOMEWORK = HERE.parents[1] / "homework"

@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from parallel101.publish.glossary import read_terms
+from parallel101.laboratory.publish.glossary import read_terms
 
 LESSONS = Path(__file__).parents[2] / "lessons"
 INSTALL = "install"  # the cell with %pip, which isn't Python

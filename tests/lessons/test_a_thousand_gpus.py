@@ -11,7 +11,7 @@ import pytest
 
 import parallel101 as p101
 from parallel101 import cost
-from parallel101.planner.known_models import shape_of_model
+from parallel101.laboratory.planner.known_models import shape_of_model
 from tests.lessons.lesson import answer, definitions, prose, read
 
 NAME = "11_a_thousand_gpus"

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from parallel101.publish.execute import run_notebook
-from parallel101.publish.page import lesson_body
+from parallel101.laboratory.publish.execute import run_notebook
+from parallel101.laboratory.publish.page import lesson_body
 from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from parallel101.planner.known_models import KNOWN_MODELS, shape_of_model
+from parallel101.laboratory.planner.known_models import KNOWN_MODELS, shape_of_model
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.stage_layers import entries_of_stages, stage_layers
 from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
-from parallel101.planner.layout_rules import why_not
-from parallel101.planner.search import NoLayoutError, layout_text
-from parallel101.planner.trainer_call import call_text
-from parallel101.planner.training_plan import samples
+from parallel101.laboratory.planner.layout_rules import why_not
+from parallel101.laboratory.planner.search import NoLayoutError, layout_text
+from parallel101.laboratory.planner.trainer_call import call_text
+from parallel101.laboratory.planner.training_plan import samples
 
 GPT = ModelShape(width=512, layers=8, heads=8, vocabulary=1000, time=128, name="small")
 SMALL = ModelShape(width=64, layers=2, heads=4, vocabulary=100, time=32)
@@ -346,7 +346,7 @@ def test_a_run_that_fails_is_said_and_the_plan_stays(monkeypatch):
     def fails(*_):
         raise p101.RankFailed("rank 0 failed\nat line 3", 0)
 
-    monkeypatch.setattr("parallel101.planner.simulated_step.simulate_step", fails)
+    monkeypatch.setattr("parallel101.laboratory.planner.simulated_step.simulate_step", fails)
     plan = planned(simulate=1, top=2)
     assert plan.best.simulated is None and plan[1].not_simulated == ""
     assert f"Layout 1 couldn't be run on virtual GPUs: {plan.best.not_simulated}" in str(plan)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import parallel101 as p101
-from parallel101.planner.plan_picture import crossing, place_of
-from parallel101.viz.scene import Scene
+from parallel101.laboratory.planner.plan_picture import crossing, place_of
+from parallel101.laboratory.viz.scene import Scene
 from tests.viz.drawn import SVG, text_boxes, titled
 
 PLANS = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from parallel101.bench.published_runs import main
 from parallel101.cost.software import MEGATRON_2021, MEGATRON_2022, VTRAIN_PROFILE
-from parallel101.planner.published import (
+from parallel101.laboratory.bench.published_runs import main
+from parallel101.laboratory.planner.published import (
     MEGATRON_ROWS,
     VTRAIN_ROWS,
     published_errors,

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel101.cost import Cluster, ModelShape, ParallelLayout, step_time
-from parallel101.planner.simulated_step import simulate_step
+from parallel101.laboratory.planner.simulated_step import simulate_step
 
 GPT = ModelShape(4096, 4, 32, 51200, 2048, tied=False)
 LLAMA = ModelShape(

@@ -12,8 +12,8 @@ import pytest
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.planner.simulated_step import simulate_step
-from parallel101.sim.network import Network
+from parallel101.laboratory.planner.simulated_step import simulate_step
+from parallel101.laboratory.sim.network import Network
 
 SHAPE = ModelShape(width=64, layers=4, heads=4, vocabulary=256, time=32, tied=False)
 LAYOUT = ParallelLayout(dp=2, tp=2, pp=2, microbatches=6)

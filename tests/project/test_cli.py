@@ -14,7 +14,8 @@ import webbrowser
 
 import pytest
 
-from parallel101 import cli, doctor
+from parallel101 import cli
+from parallel101.laboratory import doctor
 
 
 def usage_error(capsys, *argv: str) -> str:

@@ -142,7 +142,11 @@ def test_importing_parallel101_imports_next_to_nothing():
     code += "print(*set(sys.modules) - before)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     imported = {name for name in ran.stdout.split() if name.split(".")[0] in OURS_OR_THEIRS}
-    assert imported == {"parallel101", "parallel101.record", "parallel101.record.ipython"}
+    assert imported == {
+        "parallel101",
+        "parallel101.laboratory.record",
+        "parallel101.laboratory.record.ipython",
+    }
 
 
 def test_what_an_extra_brings_is_what_pyproject_installs():

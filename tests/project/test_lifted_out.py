@@ -1,5 +1,5 @@
-"""The subject can be lifted out: its folders and the spans alone, in an empty place, train
-under torchrun, and equal one process.
+"""The subject can be lifted out: without the laboratory, in an empty place, it trains under
+torchrun, and equals one process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ for where in "one process", "two ranks":
     if where == "one process":
         dist.init_process_group("gloo")
 mine = {name for name in sys.modules if name.startswith("parallel101.")}
-mine -= {"parallel101.record", "parallel101.spans"}
 assert {name.split(".")[1] for name in mine} <= set(SUBJECT), mine
 imported = all_reduce.__code__.co_filename
 assert imported.startswith(os.getcwd()), "the copy, and not the package that is installed"
@@ -53,7 +52,7 @@ dist.destroy_process_group()
 
 def copied(place: Path) -> Path:
     """What a student copies, with a script that uses it."""
-    (place / "parallel101" / "record").mkdir(parents=True)
+    (place / "parallel101").mkdir()
     (place / "parallel101" / "__init__.py").touch()
     for name in SUBJECT:
         source = PACKAGE / name
@@ -63,7 +62,6 @@ def copied(place: Path) -> Path:
             )
         elif source.with_suffix(".py").exists():
             shutil.copy(source.with_suffix(".py"), place / "parallel101")
-    shutil.copy(PACKAGE / "record" / "spans.py", place / "parallel101" / "record")
     script = place / "train.py"
     script.write_text(f"SUBJECT = {SUBJECT!r}\n{SCRIPT}")
     return script

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import parallel101
-from parallel101.doctor import OLDEST_PYTHON, OLDEST_TORCH, TESTED_TORCH
+from parallel101.laboratory.doctor import OLDEST_PYTHON, OLDEST_TORCH, TESTED_TORCH
 from tests.project.test_arrows import SUBJECT
 
 if sys.version_info >= (3, 11):
@@ -135,7 +135,7 @@ def test_the_lines_at_the_top_of_the_package_run_without_a_warning_in_any_proces
 def test_torch_is_imported_when_a_public_name_is_used_and_each_of_them_exists():
     code = """
 import sys
-import parallel101, parallel101.doctor
+import parallel101, parallel101.laboratory.doctor
 assert "torch" not in sys.modules
 from parallel101 import *
 assert set(parallel101.__all__) <= set(globals()) & set(dir(parallel101)), parallel101.__all__

@@ -125,7 +125,7 @@ def test_make_picture_draws_the_readmes_picture_and_changes_no_tracked_file(
         written[Path(path)] = scene
         return path
 
-    monkeypatch.setattr("parallel101.viz.scene.Scene.save", save)
+    monkeypatch.setattr("parallel101.laboratory.viz.scene.Scene.save", save)
     monkeypatch.chdir(tmp_path)  # the script changes the folder; this restores it
     runpy.run_path(str(ROOT / "docs" / "ring.py"), run_name="__main__")
     page, *pictures = written

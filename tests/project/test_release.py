@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import parallel101
-from parallel101.grade.release import WORKFLOW
+from parallel101.laboratory.grade.release import WORKFLOW
 from tests.project.test_package import PROJECT, ROOT, tomllib
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))

@@ -45,7 +45,7 @@ def test_the_wheel_has_all_files_of_the_package_and_all_notebooks(installed):
             Path("parallel101/notebooks") / path.relative_to(ROOT) for path in tracked(pattern)
         }
     assert {path.as_posix() for path in expected - found} <= {
-        "parallel101/planner/published_tables/README.md"
+        "parallel101/laboratory/planner/published_tables/README.md"
     }
     others = {path for path in found - expected if "__pycache__" not in path.parts}
     assert others == set(), "a learner's file, or one that git doesn't track"
@@ -59,7 +59,9 @@ def test_from_the_wheel_notebooks_are_copied_and_what_needs_them_says_so(install
         copied = {path.relative_to(tmp_path) for path in (tmp_path / name).rglob("*.ipynb")}
         assert copied == {path.relative_to(ROOT) for path in tracked(f"{name}/*.ipynb")}
     assert "nothing was copied" in parallel101(installed, tmp_path, "notebooks")
-    code = "from parallel101.publish import find_lessons; print(find_lessons(to_edit=True))"
+    code = (
+        "from parallel101.laboratory.publish import find_lessons; print(find_lessons(to_edit=True))"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel101.publish.tools import collectives_atlas_page
-from parallel101.publish.tools.recorded_collectives import Choice
+from parallel101.laboratory.publish.tools import collectives_atlas_page
+from parallel101.laboratory.publish.tools.recorded_collectives import Choice
 
 
 @pytest.fixture(autouse=True, scope="session")

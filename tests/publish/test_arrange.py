@@ -14,9 +14,9 @@ from bs4 import BeautifulSoup
 from nbformat import v4, write
 
 from parallel101 import cli
-from parallel101.publish import homework_body, publish, select_lessons
-from parallel101.publish.glossary import read_terms
-from parallel101.publish.page import Lesson, lesson_body
+from parallel101.laboratory.publish import homework_body, publish, select_lessons
+from parallel101.laboratory.publish.glossary import read_terms
+from parallel101.laboratory.publish.page import Lesson, lesson_body
 from tests.lessons.lesson import LESSONS
 
 
@@ -230,8 +230,8 @@ def test_a_course_of_ones_own_has_only_its_lessons_and_their_homework(course):
 
 
 def test_the_index_shows_a_picture_of_each_lesson():
-    from parallel101.publish.index import index_page
-    from parallel101.publish.page import cover_of
+    from parallel101.laboratory.publish.index import index_page
+    from parallel101.laboratory.publish.page import cover_of
 
     figures = [
         (
@@ -257,8 +257,8 @@ def test_the_index_shows_a_picture_of_each_lesson():
 
 
 def test_covers_end_between_two_parts_of_a_picture_that_is_too_tall():
-    from parallel101.publish.page import cropped
-    from parallel101.viz.scene import Scene, data_uri
+    from parallel101.laboratory.publish.page import cropped
+    from parallel101.laboratory.viz.scene import Scene, data_uri
 
     def shown(height, *cuts):
         scene = Scene(960, height, "tall")

@@ -12,14 +12,14 @@ import pytest
 from bs4 import BeautifulSoup
 
 import parallel101 as p101
-from parallel101.planner.search import NoLayoutError
-from parallel101.publish import course_pages as module
-from parallel101.publish import write_site
-from parallel101.publish.citation_page import citation
-from parallel101.publish.course_pages import course_pages, raised
-from parallel101.publish.find import select_lessons
-from parallel101.publish.page import Lesson, lesson_page
-from parallel101.publish.repository import Repository
+from parallel101.laboratory.planner.search import NoLayoutError
+from parallel101.laboratory.publish import course_pages as module
+from parallel101.laboratory.publish import write_site
+from parallel101.laboratory.publish.citation_page import citation
+from parallel101.laboratory.publish.course_pages import course_pages, raised
+from parallel101.laboratory.publish.find import select_lessons
+from parallel101.laboratory.publish.page import Lesson, lesson_page
+from parallel101.laboratory.publish.repository import Repository
 from parallel101.trainers.verify.report import NotEqualError
 from tests.lessons.lesson import LESSONS
 

@@ -8,8 +8,8 @@ import re
 import pytest
 from bs4 import BeautifulSoup
 
-from parallel101.publish.execute import read_notebook
-from parallel101.publish.index import (
+from parallel101.laboratory.publish.execute import read_notebook
+from parallel101.laboratory.publish.index import (
     CoursePart,
     CourseRoute,
     Opening,
@@ -17,7 +17,7 @@ from parallel101.publish.index import (
     minutes,
     read_opening,
 )
-from parallel101.publish.page import Lesson
+from parallel101.laboratory.publish.page import Lesson
 from tests.lessons.lesson import LESSONS, read
 
 COURSE = {

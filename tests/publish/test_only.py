@@ -11,12 +11,12 @@ from bs4 import BeautifulSoup
 from nbformat import v4, write
 
 from parallel101 import cli
-from parallel101.publish import write_site
-from parallel101.publish.execute import read_notebook
-from parallel101.publish.reference import ADDRESS, Reference
-from parallel101.publish.search_index import SearchEntry
-from parallel101.publish.syllabus import read_syllabus
-from parallel101.publish.tools import TOOL_PAGES
+from parallel101.laboratory.publish import write_site
+from parallel101.laboratory.publish.execute import read_notebook
+from parallel101.laboratory.publish.reference import ADDRESS, Reference
+from parallel101.laboratory.publish.search_index import SearchEntry
+from parallel101.laboratory.publish.syllabus import read_syllabus
+from parallel101.laboratory.publish.tools import TOOL_PAGES
 
 ROOT = Path(__file__).parents[2]
 LESSONS = {
@@ -91,7 +91,7 @@ def test_without_only_everything_is_written(lessons):
 def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypatch):
     name = SearchEntry("Reference", "launch", f"{ADDRESS}#launch", "Run a function.")
     made = Reference({ADDRESS: "<h1>Reference</h1><p id='launch'>"}, [name])
-    monkeypatch.setattr("parallel101.publish.reference.make_reference", lambda: made)
+    monkeypatch.setattr("parallel101.laboratory.publish.reference.make_reference", lambda: made)
     opening = {"opening": "Why to start.", "picture": "", "routes": []}
     (lessons / "routes.json").write_text(json.dumps(opening))
     out = lessons.parent / "site"

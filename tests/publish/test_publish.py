@@ -15,12 +15,12 @@ from bs4 import BeautifulSoup
 from nbformat import v4, write
 
 from parallel101 import cli
-from parallel101.publish import LessonFailed, find_lessons, publish, select_lessons
-from parallel101.publish.execute import run_notebook
-from parallel101.publish.offline_page import POLICY
-from parallel101.publish.page import Lesson, external_addresses, lesson_body, lesson_page
-from parallel101.publish.tools import TOOL_PAGES
-from parallel101.viz.chromium import Browser
+from parallel101.laboratory.publish import LessonFailed, find_lessons, publish, select_lessons
+from parallel101.laboratory.publish.execute import run_notebook
+from parallel101.laboratory.publish.offline_page import POLICY
+from parallel101.laboratory.publish.page import Lesson, external_addresses, lesson_body, lesson_page
+from parallel101.laboratory.publish.tools import TOOL_PAGES
+from parallel101.laboratory.viz.chromium import Browser
 
 PIXEL = (
     bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000")

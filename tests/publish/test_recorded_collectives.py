@@ -9,7 +9,7 @@ import pytest
 from parallel101 import collectives
 from parallel101.cost.closed_forms import closed_form
 from parallel101.cost.mesh_forms import torus_form, two_level_form
-from parallel101.publish.tools.recorded_collectives import (
+from parallel101.laboratory.publish.tools.recorded_collectives import (
     BANDWIDTH,
     ELEMENT,
     INSIDE_BANDWIDTH,

@@ -9,8 +9,8 @@ from bs4 import BeautifulSoup
 
 import parallel101 as p101
 from parallel101 import cost, layers, models, sharding
-from parallel101.publish.page import external_addresses
-from parallel101.publish.reference import (
+from parallel101.laboratory.publish.page import external_addresses
+from parallel101.laboratory.publish.reference import (
     ADDRESS,
     Reference,
     first_sentence,

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.publish import run_page as module
-from parallel101.publish.page import external_addresses
-from parallel101.publish.run_page import run_page
+from parallel101.laboratory.publish import run_page as module
+from parallel101.laboratory.publish.page import external_addresses
+from parallel101.laboratory.publish.run_page import run_page
 from parallel101.spans import recorder
 
 

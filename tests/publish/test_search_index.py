@@ -8,11 +8,11 @@ import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4
 
-from parallel101.publish.course_pages import CoursePage
-from parallel101.publish.execute import read_notebook
-from parallel101.publish.glossary import read_terms
-from parallel101.publish.page import Lesson, lesson_body
-from parallel101.publish.search_index import (
+from parallel101.laboratory.publish.course_pages import CoursePage
+from parallel101.laboratory.publish.execute import read_notebook
+from parallel101.laboratory.publish.glossary import read_terms
+from parallel101.laboratory.publish.page import Lesson, lesson_body
+from parallel101.laboratory.publish.search_index import (
     SearchEntry,
     glossary_entries,
     notebook_entries,

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 import parallel101 as p101
-from parallel101.ranks import diagnosis
+from parallel101.laboratory.ranks import diagnosis
 
 SOON = 20.0  # seconds, however busy the machine is; the time limit of a launch is 60 s
 

@@ -215,7 +215,7 @@ class Process:
 
 STARTER = """
 import ctypes, json, os, runpy, signal, sys
-import torch.distributed.run, parallel101.cli, parallel101.ranks.script
+import torch.distributed.run, parallel101.cli, parallel101.laboratory.ranks.script
 
 libc = ctypes.CDLL(None, use_errno=True)
 

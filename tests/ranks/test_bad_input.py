@@ -12,7 +12,7 @@ import torch
 
 import parallel101 as p101
 
-launching = importlib.import_module("parallel101.ranks.launch")
+launching = importlib.import_module("parallel101.laboratory.ranks.launch")
 
 
 def ok():

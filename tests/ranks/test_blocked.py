@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel101 as p101
-from parallel101.ranks.watcher import TICK
+from parallel101.laboratory.ranks.watcher import TICK
 from tests.ranks.failing import fails, line_of
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import parallel101 as p101
-from parallel101.ranks import processes
-from parallel101.ranks.processes import kill, start_method, start_ranks, stop_server
+from parallel101.laboratory.ranks import processes
+from parallel101.laboratory.ranks.processes import kill, start_method, start_ranks, stop_server
 
 pytestmark = pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
 
@@ -78,7 +78,7 @@ def test_each_rank_has_its_own_numpy_random_numbers():
 def test_memory_is_put_into_large_pages():
     program = """
 import re, torch
-from parallel101.ranks.forkserver import PIECE, use_large_pages, written_memory
+from parallel101.laboratory.ranks.forkserver import PIECE, use_large_pages, written_memory
 def large():
     return int(re.search("AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read())[1])
 before, pieces = large(), written_memory()

@@ -100,7 +100,8 @@ def test_ranks_of_srun_on_four_hosts(starter, tmp_path):
 
 # The second loop goes on until the test has made the file.
 TRAINING = """
-    import os, time, torch, torch.distributed as dist, parallel101.ranks.signs_of_life as signs
+    import os, time, torch, torch.distributed as dist
+    import parallel101.laboratory.ranks.signs_of_life as signs
 
     signs.SILENT_FOR = 2
     dist.init_process_group("gloo")
@@ -148,8 +149,9 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_
 
 
 RESTARTED = """
-    import os, time, torch, torch.distributed as dist, parallel101.ranks.signs_of_life as signs
-    import parallel101.record.last_events as last_events
+    import os, time, torch, torch.distributed as dist
+    import parallel101.laboratory.ranks.signs_of_life as signs
+    import parallel101.laboratory.record.last_events as last_events
 
     signs.LOST_AFTER, last_events.WRITE_EVERY = 1.5, 0.5
     dist.init_process_group("gloo")

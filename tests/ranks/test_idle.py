@@ -7,8 +7,14 @@ from itertools import count
 
 import pytest
 
-from parallel101.ranks import diagnosis
-from parallel101.ranks.diagnosis import BUSY_FOR, IDLE_CPU, IDLE_FOR, SAMPLE, IdleDetector
+from parallel101.laboratory.ranks import diagnosis
+from parallel101.laboratory.ranks.diagnosis import (
+    BUSY_FOR,
+    IDLE_CPU,
+    IDLE_FOR,
+    SAMPLE,
+    IdleDetector,
+)
 
 
 class GivenTimes(IdleDetector):

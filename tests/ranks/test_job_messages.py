@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parallel101 as p101
-from parallel101.ranks.job_messages import (
+from parallel101.laboratory.ranks.job_messages import (
     from_json,
     pack_for_all,
     pack_record,
@@ -20,9 +20,9 @@ from parallel101.ranks.job_messages import (
     unpack_from,
     unpack_record,
 )
-from parallel101.ranks.wire import RankRecord
-from parallel101.record.calls import Call
-from parallel101.record.wait_for import RankStatus
+from parallel101.laboratory.ranks.wire import RankRecord
+from parallel101.laboratory.record.calls import Call
+from parallel101.laboratory.record.wait_for import RankStatus
 from parallel101.trainers.support.history import History, StepResult
 
 CALL = Call(

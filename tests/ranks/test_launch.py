@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.ranks.rendezvous import Rendezvous, connect
+from parallel101.laboratory.ranks.rendezvous import Rendezvous, connect
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

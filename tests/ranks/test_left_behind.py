@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.kernel import Kernel
-from parallel101.ranks import processes
-from parallel101.ranks.wire import Wire
+from parallel101.laboratory.bench.kernel import Kernel
+from parallel101.laboratory.ranks import processes
+from parallel101.laboratory.ranks.wire import Wire
 from tests.ranks.failing import fails
 
 ENDINGS = {

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.ranks import output
-from parallel101.ranks.output import RankOutput, Screen
+from parallel101.laboratory.ranks import output
+from parallel101.laboratory.ranks.output import RankOutput, Screen
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])

@@ -12,9 +12,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from parallel101.ranks import process_watch
-from parallel101.ranks.job_messages import to_json
-from parallel101.ranks.process_watch import ProcessWatch, ended_text
+from parallel101.laboratory.ranks import process_watch
+from parallel101.laboratory.ranks.job_messages import to_json
+from parallel101.laboratory.ranks.process_watch import ProcessWatch, ended_text
 
 pytestmark = pytest.mark.skipif(not process_watch.ON_LINUX, reason="needs a pidfd")
 

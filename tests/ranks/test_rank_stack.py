@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from parallel101.ranks.rank_stack import (
+from parallel101.laboratory.ranks.rank_stack import (
     StackReader,
     native_frame,
     stack_lines,
     stack_of_dump,
 )
-from parallel101.record.recorder import RankRecorder
+from parallel101.laboratory.record.recorder import RankRecorder
 from tests.ranks.failing import line_of
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which only Linux has")

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 import parallel101 as p101
-from parallel101.ranks.schedulers import torchrun_variables
-from parallel101.ranks.script import free_port
-from parallel101.ranks.torchrun import loopback_explained
+from parallel101.laboratory.ranks.schedulers import torchrun_variables
+from parallel101.laboratory.ranks.script import free_port
+from parallel101.laboratory.ranks.torchrun import loopback_explained
 
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}

@@ -16,7 +16,7 @@ import torch
 
 import parallel101 as p101
 from parallel101 import cli
-from parallel101.publish.page import external_addresses
+from parallel101.laboratory.publish.page import external_addresses
 from parallel101.spans import HOST_TIME
 
 SCRIPT = """

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from parallel101.ranks.rank_stack import RankStack
-from parallel101.ranks.stuck import StuckDetector, report_lines, stuck_text
-from parallel101.record.wait_for import RankStatus, WaitForGraph
+from parallel101.laboratory.ranks.rank_stack import RankStack
+from parallel101.laboratory.ranks.stuck import StuckDetector, report_lines, stuck_text
+from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 from tests.record.test_calls import call
 
 

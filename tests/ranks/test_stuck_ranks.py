@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.ranks import monitor
+from parallel101.laboratory.ranks import monitor
 from tests.ranks.failing import line_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")

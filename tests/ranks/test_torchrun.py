@@ -150,7 +150,7 @@ def test_by_torchrun_where_errors_can_be_caught_and_a_deadlock_ends_the_job(scri
 # ranks in an environment that names it. Here the ranks are forks of a process that has imported
 # torch: to import it in each of them would take longer than all the rest.
 JOBS = """
-    import os, runpy, sys, torch.distributed as dist, parallel101.ranks.launch
+    import os, runpy, sys, torch.distributed as dist, parallel101.laboratory.ranks.launch
 
     script, folder, *jobs = sys.argv[1:]
     pipes, ranks = [os.pipe() for job in jobs], {}

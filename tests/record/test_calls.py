@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from parallel101.record.calls import Call, CallChecker, disagreement
+from parallel101.laboratory.record.calls import Call, CallChecker, disagreement
 
 
 def call(

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.record.chrome import chrome_events
-from parallel101.record.events import Event, EventGroup
-from parallel101.record.trace import Trace
+from parallel101.laboratory.record.chrome import chrome_events
+from parallel101.laboratory.record.events import Event, EventGroup
+from parallel101.laboratory.record.trace import Trace
 
 NETWORKS = {
     "a second each": p101.Network(latency=1.0, bandwidth=math.inf),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.record.clocks import GpuClock
+from parallel101.laboratory.record.clocks import GpuClock
 
 BEHIND = 10.0
 

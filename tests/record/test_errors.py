@@ -8,7 +8,7 @@ import sys
 import types
 
 import parallel101 as p101
-from parallel101.record.where import named, shown
+from parallel101.laboratory.record.where import named, shown
 
 
 def test_errors_survive_pickling():

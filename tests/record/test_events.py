@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from parallel101.record.events import Event, EventGroup, MessageRow, events_of
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.record.events import Event, EventGroup, MessageRow, events_of
+from parallel101.laboratory.sim.simulate import simulate
 
 
 def send_two(rank):

@@ -12,7 +12,7 @@ import pickle
 import pytest
 
 from parallel101 import cli
-from parallel101.record.flight_recorder import has_flight_dumps, read_flight_dumps
+from parallel101.laboratory.record.flight_recorder import has_flight_dumps, read_flight_dumps
 
 ENTRY = {
     "record_id": 0,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 from parallel101.collectives import asynchronous
-from parallel101.record.events import NO_GROUP, EventGroup
+from parallel101.laboratory.record.events import NO_GROUP, EventGroup
 
 pytestmark = pytest.mark.parametrize("backend", ["gloo", "sim"])
 LINES = {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}

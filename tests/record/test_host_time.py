@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from parallel101.record import host_time as module
-from parallel101.record.events import Event
-from parallel101.record.host_time import (
+from parallel101.laboratory.record import host_time as module
+from parallel101.laboratory.record.events import Event
+from parallel101.laboratory.record.host_time import (
     HostTime,
     host_time,
     own_line,
     window_of,
 )
-from parallel101.record.recorder import RankRecorder
+from parallel101.laboratory.record.recorder import RankRecorder
 
 LONG = 0.25  # seconds
 

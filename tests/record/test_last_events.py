@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.waiting import (
+from parallel101.laboratory.analysis.waiting import (
     collective_totals,
     rank_times,
     slowest_calls,
@@ -18,14 +18,14 @@ from parallel101.analysis.waiting import (
     waiting_shares,
     waits,
 )
-from parallel101.record.last_events import LastEvents
-from parallel101.record.rank_files import (
+from parallel101.laboratory.record.last_events import LastEvents
+from parallel101.laboratory.record.rank_files import (
     RotatingFiles,
     join_rank_files,
     ranks_cut_short,
     write_rank_file,
 )
-from parallel101.record.trace import Trace
+from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import recorder, span
 
 SIZE, STEPS = 3, 60

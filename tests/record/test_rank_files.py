@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.cli import main
-from parallel101.record.rank_files import join_rank_files, write_rank_file
+from parallel101.laboratory.record.rank_files import join_rank_files, write_rank_file
 from parallel101.spans import span
 
 SIZE = 4

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from parallel101.record.events import Event, EventGroup
-from parallel101.record.trace import FIELDS, Trace
+from parallel101.laboratory.record.events import Event, EventGroup
+from parallel101.laboratory.record.trace import FIELDS, Trace
 
 SEND = Event(
     0,

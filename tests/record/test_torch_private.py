@@ -14,14 +14,14 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.record import torch_private
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.sim.simulate import simulate
 
 
 def moved(what: str, whose: str) -> str:
     return (
-        f"torch {torch.__version__} moved {what}: parallel101/record/torch_private.py, which "
-        f"{whose} needs, must follow"
+        f"torch {torch.__version__} moved {what}: record/torch_private.py, which {whose} needs, "
+        "must follow"
     )
 
 

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from parallel101.record.wait_for import (
+from parallel101.laboratory.record.wait_for import (
     CONFIRM_AFTER,
     CONFIRM_DROPPED_AFTER,
     RankStatus,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.trace import Trace
-from parallel101.sim.network import Network
-from parallel101.sim.simulate import SimResult, simulate
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.sim.network import Network
+from parallel101.laboratory.sim.simulate import SimResult, simulate
 
 
 def run(

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.sim.class_states import CLASSES, ClassStates
+from parallel101.laboratory.sim.class_states import CLASSES, ClassStates
 
 NAME = "accelerate.state"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.sim.network import Network
+from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute
 
 from .programs import run, trace, wait_for

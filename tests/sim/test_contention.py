@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.sim.network import Network
+from parallel101.laboratory.sim.network import Network
 
 from . import programs
 from .programs import makespan, run, trace, wait_for

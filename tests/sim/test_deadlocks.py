@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.record.errors import DeadlockError, MisuseError
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import compute
 from tests.ranks.failing import line_of
 

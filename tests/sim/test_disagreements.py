@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.record.errors import MisuseError
+from parallel101.laboratory.record.errors import MisuseError
 from tests.collectives.cases import negative
 
 from .programs import simulate

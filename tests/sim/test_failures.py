@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.record.errors import MisuseError
-from parallel101.sim.network import Network
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.record.errors import MisuseError
+from parallel101.laboratory.sim.network import Network
+from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import compute, recorder
 from tests.collectives.cases import negative
 from tests.ranks.failing import line_of

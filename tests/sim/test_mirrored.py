@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.collectives import all_gather, all_reduce
-from parallel101.record.errors import MisuseError, RankFailed
-from parallel101.sim.mirrored import MirroredAxes
-from parallel101.sim.network import Network
+from parallel101.laboratory.record.errors import MisuseError, RankFailed
+from parallel101.laboratory.sim.mirrored import MirroredAxes
+from parallel101.laboratory.sim.network import Network
 from parallel101.spans import recorder
 from parallel101.trainers.layout import Axes
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.record.errors import DeadlockError, MisuseError
-from parallel101.sim.network import Network
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.sim.network import Network
+from parallel101.laboratory.sim.simulate import simulate
 from tests.ranks.failing import line_of
 
 from .programs import run, trace, wait_for

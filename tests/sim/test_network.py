@@ -12,7 +12,7 @@ import re
 import pytest
 
 import parallel101 as p101
-from parallel101.sim.network import Network
+from parallel101.laboratory.sim.network import Network
 
 
 def hop_counts(network: Network, world_size: int) -> dict[tuple[int, int], int]:

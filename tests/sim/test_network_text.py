@@ -4,8 +4,8 @@ with what was expected.
 
 import pytest
 
-from parallel101.sim.network import Network
-from parallel101.sim.network_text import parse_network
+from parallel101.laboratory.sim.network import Network
+from parallel101.laboratory.sim.network_text import parse_network
 
 GOOD = {
     "latency=1e-6,bandwidth=1e9": Network(1e-6, 1e9),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import parallel101 as p101
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.sim.simulate import simulate
 
 from .programs import run
 

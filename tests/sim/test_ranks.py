@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel101.record.events import EventGroup
+from parallel101.laboratory.record.events import EventGroup
 
 from .programs import ring_all_gather, run, trace, wait_for
 
@@ -308,7 +308,7 @@ def test_a_rank_computes_with_one_thread_even_where_openmp_would_start_more():
 THREADS = """
 import os
 import torch
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.sim.simulate import simulate
 
 def program(rank):
     before = len(os.listdir("/proc/self/task"))

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.record.errors import DeadlockError, MisuseError
-from parallel101.sim.network import Network
-from parallel101.sim.simulate import simulate
+from parallel101.laboratory.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.sim.network import Network
+from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import compute, recorder, span, unrecorded
 from tests.ranks.failing import line_of
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.cost import kernels
 from parallel101.cost.hardware import CHIPS
+from parallel101.laboratory.sim import virtual_gpu as module
+from parallel101.laboratory.sim.virtual_gpu import known_of, virtual_gpu
 from parallel101.models import GPT, GPTConfig
 from parallel101.models.gpt import next_token_loss
-from parallel101.sim import virtual_gpu as module
-from parallel101.sim.virtual_gpu import known_of, virtual_gpu
 
 H100 = CHIPS["H100"]
 

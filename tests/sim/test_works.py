@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.bench.simulator_speed import round_the_ring
-from parallel101.record.errors import DeadlockError
-from parallel101.sim.network import Network
+from parallel101.laboratory.bench.simulator_speed import round_the_ring
+from parallel101.laboratory.record.errors import DeadlockError
+from parallel101.laboratory.sim.network import Network
 
 from .programs import run, simulate, trace
 

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import parallel101 as p101
 from parallel101.cost import AttentionShape, ring_attention_bytes, ulysses_bytes
-from parallel101.sim.network import Network
+from parallel101.laboratory.sim.network import Network
 from parallel101.trainers.context.time_layout import local_positions, time_sizes, visible
 from parallel101.trainers.context_parallel import merge
 from tests.collectives.cases import on_backends

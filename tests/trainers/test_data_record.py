@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
-from parallel101.analysis.overlap import time_breakdown, time_windows
+from parallel101.laboratory.analysis.overlap import time_breakdown, time_windows
 from parallel101.models.mlp import MLP
 from tests.trainers.cases import TRAINERS
 

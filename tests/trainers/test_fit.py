@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
+from parallel101.laboratory.viz.loss_curves import LiveLoss
 from parallel101.models.mlp import MLP
-from parallel101.viz.loss_curves import LiveLoss
 from tests.trainers.cases import CLOSE, TRAINERS, gpt, next_token_loss, randn, text
 
 STEPS = 8

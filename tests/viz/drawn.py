@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
-from parallel101.record.events import NO_GROUP, Event
-from parallel101.viz.scene import Scene
+from parallel101.laboratory.record.events import NO_GROUP, Event
+from parallel101.laboratory.viz.scene import Scene
 
 SVG = "{http://www.w3.org/2000/svg}"
 

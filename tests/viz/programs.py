@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel101 as p101
-from parallel101.analysis.provenance import origin_tensor
-from parallel101.record.trace import Trace
-from parallel101.sim.network import Network, NetworkRoute, Router
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.sim.network import Network, NetworkRoute, Router
 
 ONE_SECOND = Network(latency=1.0, bandwidth=float("inf"))  # each message takes one second
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.analysis.axis_traffic import axis_traffic
-from parallel101.record.trace import Trace
-from parallel101.viz.axis_timeline import LEFT, RIGHT, TICK, axes_scene, pixels
+from parallel101.laboratory.analysis.axis_traffic import axis_traffic
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.axis_timeline import LEFT, RIGHT, TICK, axes_scene, pixels
 from tests.record.test_last_events import window
 from tests.viz.drawn import SVG, span
 

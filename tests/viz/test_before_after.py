@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.rank_blocks import given_blocks, returned_blocks
-from parallel101.analysis.replay import replay_of
+from parallel101.laboratory.analysis.rank_blocks import given_blocks, returned_blocks
+from parallel101.laboratory.analysis.replay import replay_of
 from tests.viz import programs as p
 from tests.viz.drawn import SVG
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.provenance import decode, origin_tensor
-from parallel101.analysis.replay import replay_of
-from parallel101.record.events import Event, EventGroup
-from parallel101.record.trace import Trace
-from parallel101.viz.collective import TOP, collective_scene
-from parallel101.viz.matrix import CellGrid
-from parallel101.viz.waiting_calls import LEGEND
+from parallel101.laboratory.analysis.provenance import decode, origin_tensor
+from parallel101.laboratory.analysis.replay import replay_of
+from parallel101.laboratory.record.events import Event, EventGroup
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.collective import TOP, collective_scene
+from parallel101.laboratory.viz.matrix import CellGrid
+from parallel101.laboratory.viz.waiting_calls import LEGEND
 from tests.viz import programs as p
 from tests.viz.drawn import SVG, text_boxes, titled
 from tests.viz.programs import exchange, me, recorded

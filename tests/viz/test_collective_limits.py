@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 import parallel101 as p101
-from parallel101.analysis.replay import replay_of
-from parallel101.viz.collective import collective_scene
-from parallel101.viz.many_ranks import sending_over_time, step_facts
+from parallel101.laboratory.analysis.replay import replay_of
+from parallel101.laboratory.viz.collective import collective_scene
+from parallel101.laboratory.viz.many_ranks import sending_over_time, step_facts
 from tests.viz import programs as p
 from tests.viz.programs import exchange, me, recorded
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from parallel101.record.errors import DeadlockError
+from parallel101.laboratory.record.errors import DeadlockError
 
 PLACE = "program.py"
 

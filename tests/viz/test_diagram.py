@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.logical_topology import topology_of
-from parallel101.viz.diagram import diagram_of
-from parallel101.viz.graph import flight, tile_size
+from parallel101.laboratory.analysis.logical_topology import topology_of
+from parallel101.laboratory.viz.diagram import diagram_of
+from parallel101.laboratory.viz.graph import flight, tile_size
 from tests.analysis.test_logical_topology import CASES, binomial, ring
 from tests.viz.drawn import SVG
 

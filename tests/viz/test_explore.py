@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from parallel101 import autograd
-from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
-from parallel101.viz.explore.collective_explorer import (
+from parallel101.laboratory.viz.explore import explore_collective, explore_memory, explore_schedule
+from parallel101.laboratory.viz.explore.collective_explorer import (
     FORMS,
     MOST_RANKS,
     OPERATIONS,
     ROOT,
     TOPOLOGIES,
 )
-from parallel101.viz.explore.prediction import verdict
+from parallel101.laboratory.viz.explore.prediction import verdict
 
 
 @pytest.fixture(scope="module")

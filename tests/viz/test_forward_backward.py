@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import parallel101 as p101
-from parallel101.viz.forward_backward import forward_backward_scene
+from parallel101.laboratory.viz.forward_backward import forward_backward_scene
 from tests.viz.drawn import SVG
 
 

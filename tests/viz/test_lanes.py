@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.analysis.overlap import (
+from parallel101.laboratory.analysis.overlap import (
     TimeWindow,
     intersection,
     seconds,
@@ -17,11 +17,11 @@ from parallel101.analysis.overlap import (
     time_windows,
     union,
 )
-from parallel101.record.events import Event, EventGroup
-from parallel101.record.trace import Trace
-from parallel101.viz.between_ranks import traffic_scene
-from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
-from parallel101.viz.timeline import span_colours, span_entries, timeline_scene
+from parallel101.laboratory.record.events import Event, EventGroup
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.between_ranks import traffic_scene
+from parallel101.laboratory.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
+from parallel101.laboratory.viz.timeline import span_colours, span_entries, timeline_scene
 from tests.viz.drawn import SVG, span, titled
 
 WORLD = EventGroup("world", (0, 1), None)

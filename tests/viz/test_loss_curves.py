@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import parallel101.viz.loss_curves as loss
-from parallel101.viz.loss_curves import BOTTOM, LEFT, RIGHT, TOP, LiveLoss, loss_scene
-from parallel101.viz.palette import THEMES
+import parallel101.laboratory.viz.loss_curves as loss
+from parallel101.laboratory.viz.loss_curves import BOTTOM, LEFT, RIGHT, TOP, LiveLoss, loss_scene
+from parallel101.laboratory.viz.palette import THEMES
 from tests.viz.drawn import SVG
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallel101.laboratory.viz.matrices import matrices_scene
 from parallel101.models.gpt import GPT, GPTConfig
 from parallel101.models.mlp import MLP
 from parallel101.trainers.layout import Entry, Shard
 from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
 from parallel101.trainers.tensor.plan import resolve
-from parallel101.viz.matrices import matrices_scene
 from tests.viz.drawn import SVG, titled
 
 

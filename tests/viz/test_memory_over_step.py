@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel101.analysis.held_over_time import MOST_POINTS, held_over_time
+from parallel101.laboratory.analysis.held_over_time import MOST_POINTS, held_over_time
+from parallel101.laboratory.viz.memory_over_step import activations_scene
 from parallel101.trainers.support.activations import Activations, Change, Kept, Phase
-from parallel101.viz.memory_over_step import activations_scene
 from tests.viz.drawn import SVG, text_boxes
 
 

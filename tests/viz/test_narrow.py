@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from parallel101.viz.collective import collective_scene
+from parallel101.laboratory.viz.collective import collective_scene
 from tests.viz import programs as p
 from tests.viz.drawn import SVG
 from tests.viz.programs import exchange, me, recorded

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from parallel101.cost import CHIPS, Level
-from parallel101.viz.node_links import node_scene
+from parallel101.laboratory.viz.node_links import node_scene
 from tests.viz.drawn import SVG, text_boxes
 
 H100 = CHIPS["H100"]

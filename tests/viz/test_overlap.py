@@ -12,12 +12,12 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
+from parallel101.laboratory.viz.between_ranks import traffic_scene
+from parallel101.laboratory.viz.collective import collective_scene
+from parallel101.laboratory.viz.loss_curves import loss_scene
+from parallel101.laboratory.viz.matrices import matrices_scene
+from parallel101.laboratory.viz.memory_per_rank import memory_scene
 from parallel101.trainers.layout import Entry, Shard
-from parallel101.viz.between_ranks import traffic_scene
-from parallel101.viz.collective import collective_scene
-from parallel101.viz.loss_curves import loss_scene
-from parallel101.viz.matrices import matrices_scene
-from parallel101.viz.memory_per_rank import memory_scene
 from tests.viz import programs as p
 from tests.viz.drawn import text_boxes
 from tests.viz.programs import recorded

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.overlap import seconds, union
-from parallel101.analysis.pipeline_times import planned_times, recorded_times
-from parallel101.record.trace import Trace
+from parallel101.laboratory.analysis.overlap import seconds, union
+from parallel101.laboratory.analysis.pipeline_times import planned_times, recorded_times
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.pipeline_timeline import LEAD, LEFT, RIGHT, SWEEP, pipeline_scene
 from parallel101.spans import wait_span
-from parallel101.viz.pipeline_timeline import LEAD, LEFT, RIGHT, SWEEP, pipeline_scene
 from tests.viz.drawn import SVG, span, titled
 
 SHAPES = [

@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.viz.palette import LIGHT, PLOTTED, THEMES
-from parallel101.viz.plots import HEIGHT, NARROW, bandwidth, sweep
+from parallel101.laboratory.viz.palette import LIGHT, PLOTTED, THEMES
+from parallel101.laboratory.viz.plots import HEIGHT, NARROW, bandwidth, sweep
 
 SIZES = [2.0**k for k in range(6, 27, 4)]
 MODEL = {"ring": {s: 1e-4 + s / 1e9 for s in SIZES}, "tree": {s: 3e-5 + s / 1.01e9 for s in SIZES}}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import parallel101 as p101
-from parallel101.analysis.held_blocks import bytes_by_step, columns_of, parts_of
+from parallel101.laboratory.analysis.held_blocks import bytes_by_step, columns_of, parts_of
 from tests.viz.drawn import SVG
 
 made = torch.Generator().manual_seed(0)

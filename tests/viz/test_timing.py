@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from parallel101.record.trace import Trace
-from parallel101.viz.collective import collective_scene
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.collective import collective_scene
 from tests.viz.programs import exchange, me, recorded
 
 

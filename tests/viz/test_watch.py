@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.viz.watch import watch
+from parallel101.laboratory.viz.watch import watch
 
 
 def ring(x: torch.Tensor, again: bool = False) -> torch.Tensor:

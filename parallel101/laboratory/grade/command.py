@@ -1,0 +1,268 @@
+"""`parallel101 grade PATH`: grades what the learner has written, or what learners handed in.
+
+homework/hw1_moving                    every verdict, as check() shows it
+homework                               one line for each exercise, and what to look at next
+homework/hw1_moving --submission DIR   one submission, or a class: a table, JSON, CSV, and
+                                       Gradescope's results
+
+`parallel101 release` makes the archives that a teacher needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from parallel101.laboratory.grade.file_access import available
+from parallel101.laboratory.grade.gradescope import exercise_text, write_gradescope
+from parallel101.laboratory.grade.grading import PUBLIC_SEED
+from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, find_sets
+from parallel101.laboratory.grade.learner import check_file
+from parallel101.laboratory.grade.plain_text import plain_name
+from parallel101.laboratory.grade.release import left_out, release
+from parallel101.laboratory.grade.submissions import (
+    Result,
+    class_table,
+    grade_class,
+    grade_submission,
+    student,
+    submissions_in,
+    write_csv,
+    write_json,
+)
+from parallel101.laboratory.grade.table import ExerciseRow, next_to_do, row, table
+from parallel101.laboratory.grade.users import readable_by_all, separate_users
+
+
+def main(path: Path | None = None) -> int:
+    """Grade the homework in `path`, or the nearest folder homework/.
+
+    Returns 0, whatever the points are.
+
+    Raises FileNotFoundError if there is no homework.
+    """
+    sets = find_sets(find_homework() if path is None else path)
+    whole = path is not None and len(sets) == 1
+    rows: list[ExerciseRow] = []
+    for homework in sets:
+        print(f"Grading {homework.folder.name} …", flush=True)
+        for exercise in homework.exercises:
+            report = check_file(exercise, homework)
+            rows.append(row(report, homework.folder.name, os.path.relpath(homework.code)))
+            if whole:
+                print(f"\n{report}\n", flush=True)
+    print(f"\n{table(rows)}\n\n{next_to_do(rows)}")
+    return 0
+
+
+def handed_in(
+    path: Path,
+    submission: Path | None,
+    *,
+    gradescope: Path | None = None,
+    json: Path | None = None,
+    csv: Path | None = None,
+    feedback: Path | None = None,
+    class_list: Path | None = None,
+    jobs: int = 1,
+    seed_file: Path | None = None,
+) -> int:
+    """Grade what was handed in for the set in `path`. Returns 0, whatever the points are.
+
+    Args:
+        submission: a file, a folder with one, or a folder with a file or folder for each learner;
+            None: the set's own file.
+        gradescope: the file for Gradescope's results. `submission` is then what one learner handed
+            in, whatever is in it.
+        json: of one submission the file, of a class the folder for its results (default: results/
+            and the set's name).
+        csv: the file for the table.
+        feedback: the folder for a page of feedback for each learner.
+        class_list: a file with the names of all learners, one in each line, as their submissions
+            are named. Those who handed in nothing then have a row, too.
+        jobs: how many submissions are graded at a time.
+        seed_file: the file with the secret seed; None: the public cases.
+
+    Raises ValueError for what can't be graded.
+    """
+    homework = one_set(path)
+    seed = PUBLIC_SEED if seed_file is None else read_seed(seed_file)
+    for option, file in (("--gradescope", gradescope), ("--csv", csv)):
+        _can_be_written(option, file)
+    if feedback is not None:
+        make_folder("--feedback", feedback)
+    folder = homework.code if submission is None else handed_in_at(submission)
+    entries = submissions_in(folder, homework) if submission and gradescope is None else None
+    if class_list is not None:
+        if entries is None:
+            raise ValueError("--class-list needs --submission with a folder for a whole class")
+        entries = [*entries, *missing(class_list, folder, entries)]
+    if entries is None or len(entries) == 1:
+        _can_be_written("--json", json)
+        one = (entries or [folder])[0]
+        page = feedback / f"{student(one)}.html" if feedback is not None else None
+        with _ended_by_sigterm():
+            results = [_grade_one(one, homework, seed, gradescope, json, page)]
+    else:
+        into = json or Path("results") / homework.folder.name
+        if into.exists() and not into.is_dir():
+            raise ValueError(f"{into} is a file; of a class, --json is a folder for its results")
+        if separate_users() and not available() and readable_by_all(folder):
+            print(
+                f"Every user of this machine can read {folder}, and without Landlock so can the "
+                f"code that is graded. Run `chmod 700 {folder}`"
+            )
+        with _ended_by_sigterm():
+            results = grade_class(entries, homework, into, seed=seed, jobs=jobs, feedback=feedback)
+        print(class_table(results))
+        left_out = sorted(
+            plain_name(entry)
+            for entry in folder.iterdir()
+            if entry not in entries and entry.name[0] != "."
+        )
+        if left_out:
+            print(f"\nNot graded, being no Python file, notebook or folder: {', '.join(left_out)}")
+    if csv is not None:
+        write_csv(csv, results)
+    return 0
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder. Raises ValueError if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"{option} {folder} can't be written; expected a folder")
+
+
+def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:
+    """Where the submissions of those learners would be who handed in nothing.
+
+    Raises ValueError for a name that can't be that of a file.
+    """
+    there = {student(entry) for entry in entries}
+    names = [line.strip() for line in class_list.read_text(encoding="utf-8-sig").splitlines()]
+    for name in names:
+        if name != Path(name).name:
+            raise ValueError(
+                f"{class_list} has the line {name!r}; expected a name, as submissions are named"
+            )
+    return [submissions / name for name in dict.fromkeys(names) if name and name not in there]
+
+
+def _grade_one(
+    submission: Path,
+    homework: HomeworkSet,
+    seed: str,
+    gradescope: Path | None,
+    json: Path | None,
+    page: Path | None,
+) -> Result:
+    def write(result: Result) -> None:
+        if gradescope is not None:
+            write_gradescope(gradescope, result)
+        if json is not None:
+            write_json(json, result)
+
+    result = grade_submission(submission, homework, seed, write, page)
+    for entry in result["exercises"]:
+        points = f"{entry['points']:g} of {entry['out_of']:g} points"
+        print(
+            f"{entry['number']} {entry['title']}: "
+            f"{points if entry['out_of'] else 'optional practice'}"
+        )
+        print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
+    print(f"{result['points']:g} of {result['out_of']:g} points")
+    return result
+
+
+def handed_in_at(path: Path) -> Path:
+    """The file or folder that was named, links followed: this one is the teacher's own.
+
+    Raises ValueError if it can't be read.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; expected what was handed in: a file, or a folder")
+    try:
+        path = path.resolve()
+        if path.is_dir():
+            next(path.iterdir(), None)
+        return path
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+
+
+def read_seed(path: Path) -> str:
+    """The secret seed in a file. Raises ValueError for one that every user can read."""
+    try:
+        if readable_by_all(path):
+            raise ValueError(
+                f"every user of this machine can read {path}, and so could the code that is "
+                f"graded. Run `chmod 600 {path}`"
+            )
+        seed = path.read_text(encoding="utf-8").strip()
+    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no file with a seed that can be read: {error}") from None
+    if not seed:
+        raise ValueError(f"{path} is empty; expected the secret seed, any text")
+    return seed
+
+
+def _can_be_written(option: str, file: Path | None) -> None:
+    """Raises ValueError for a file that can't be written, before anything is graded."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder; name the file to write")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {file} can't be written: {error.strerror}") from None
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{option} {file} can't be written: permission denied")
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what is being graded, with its processes and folders, as Ctrl-C does."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def release_set(
+    path: Path, out: Path, seed_file: Path | None = None, library: str | None = None
+) -> int:
+    """Write the learners' bundle, the autograder for Gradescope and the GitHub Classroom folder."""
+    seed = None if seed_file is None else read_seed(seed_file)
+    homework = one_set(path)
+    for written in release(homework, out, seed, library):
+        print(f"  {written}")
+    if kept := left_out(homework):
+        print(f"Not handed out: {', '.join(kept)}.")
+    print("seed.txt draws the cases of the Gradescope autograder. Keep it to yourself.")
+    return 0
+
+
+def one_set(path: Path) -> HomeworkSet:
+    """The homework set in `path`. Raises ValueError if there are several."""
+    sets = find_sets(path)
+    if len(sets) > 1:
+        raise ValueError(f"{path} has {len(sets)} sets; name one of them, such as {sets[0].folder}")
+    return sets[0]

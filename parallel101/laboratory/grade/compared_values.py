@@ -1,0 +1,181 @@
+"""Whether what a rank returned is what was expected, and what it is instead.
+
+same([…], [4., 6.])         the same structure, shapes, dtypes and values
+difference(…)               "a tensor of shape (2,); expected (4,)"
+factor(…)                   2.0: the right values, times two
+weights(…), origins(…)      which ranks' tensors a sum has, and which places hold whose values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parallel101.laboratory.grade.exercise import ANYTHING
+
+# relative to the largest value
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether a result is as expected: the same structure, shapes, dtypes and values.
+
+    Floating-point values may differ by the order of a sum.
+    """
+    return difference(found, expected) is None
+
+
+def difference(found: Any, expected: Any) -> str | None:
+    """What differs, as the end of a sentence that begins with "rank 2 returned", or None."""
+    if expected is ANYTHING:
+        return None
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(found, torch.Tensor):
+            return f"{_kind(found)}; expected a tensor of shape {tuple(expected.shape)}"
+        if found.shape != expected.shape:
+            return f"a tensor of shape {tuple(found.shape)}; expected {tuple(expected.shape)}"
+        if found.dtype != expected.dtype:
+            return f"a tensor of {found.dtype}; expected {expected.dtype}"
+        return None if close(found, expected) else _values(found, expected)
+    if isinstance(expected, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(expected):
+            return f"{_kind(found)}; expected {_kind(expected)}"
+        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            if (what := difference(mine, theirs)) is not None:
+                return f"in place {number}: {what}"
+        return None
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or set(found) != set(expected):
+            return f"{_kind(found)}; expected a dict with the keys {sorted(map(str, expected))}"
+        for key, theirs in expected.items():
+            if (what := difference(found[key], theirs)) is not None:
+                return f"at {key!r}: {what}"
+        return None
+    if isinstance(expected, float) and isinstance(found, int | float):
+        return (
+            None
+            if abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
+            else f"{found}; expected {expected}"
+        )
+    return (
+        None
+        if type(found) is type(expected) and found == expected
+        else f"{_kind(found)}; expected {_kind(expected)}"
+    )
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
+    """Whether two tensors of one shape hold the same numbers, up to a tolerance.
+
+    It is relative to the largest expected number.
+    """
+    if found.shape != expected.shape:
+        return False
+    if not expected.dtype.is_floating_point:
+        return torch.equal(found, expected)
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    limit = (TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance) * max(
+        largest, 1e-30
+    )
+    return bool(((found.double() - expected.double()).abs() <= limit).all())  # NaN is never close
+
+
+def factor(found: Any, expected: Any) -> float | None:
+    """k if `found` is k times `expected`, element by element, and k is neither 0 nor 1.
+
+    None if there is no such factor.
+    """
+    if (
+        not isinstance(found, torch.Tensor)
+        or not isinstance(expected, torch.Tensor)
+        or found.shape != expected.shape
+    ):
+        return None
+    mine, theirs = found.double().flatten(), expected.double().flatten()
+    norm = float(theirs @ theirs)
+    if not norm or not bool(mine.any()) or not bool(torch.isfinite(mine).all()):
+        return None
+    k = float(mine @ theirs) / norm
+    return k if abs(k - 1) > 1e-6 and close(mine, k * theirs, 1e-4) else None
+
+
+def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
+    """The c_r for which `found` is Σ c_r·parts[r], or None if there are none.
+
+    For example, [1, 2, 1] is a sum in which rank 1 was counted twice. It takes more elements than
+    parts: with fewer, everything is such a sum.
+    """
+    if (
+        not isinstance(found, torch.Tensor)
+        or any(found.shape != part.shape for part in parts)
+        or found.numel() <= len(parts)
+    ):
+        return None
+    mine, matrix = (
+        found.double().flatten(),
+        torch.stack([part.double().flatten() for part in parts], 1),
+    )
+    if not bool(torch.isfinite(mine).all()):
+        return None
+    solved = torch.linalg.lstsq(matrix, mine[:, None]).solution.flatten()
+    return (
+        [round(c, 6) for c in solved.tolist()]
+        if close(mine, matrix @ solved, 1e-4) and bool((mine != 0).any())
+        else None
+    )
+
+
+def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
+    """Which of `parts` each block of `found` is, or None where it is none of them.
+
+    `found` is cut along dim 0 into as many blocks as there are parts, all of one shape. None if
+    `found` does not consist of that many blocks of that shape.
+    """
+    shape = parts[0].shape
+    if not isinstance(found, torch.Tensor) or found.shape != (len(parts) * shape[0], *shape[1:]):
+        return None
+    blocks = found.split(shape[0]) if shape[0] else []
+    return [
+        next((r for r, part in enumerate(parts) if same(block, part)), None) for block in blocks
+    ]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}…"
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
+    if expected.numel() == 1:
+        return f"{found.item():.6g}; expected {expected.item():.6g}"
+    k = factor(found, expected)
+    if found.numel() and not bool(found.any()):
+        return f"zeros only; expected values up to {expected.abs().max().item():.4g}"
+    if k is not None:
+        return f"{k:.4g} times the right values"
+    if found.dtype.is_floating_point and bool(found.isnan().any()):
+        return (
+            f"NaN in {int(found.isnan().sum())} of {found.numel()} values; memory that was never "
+            "written is NaN here"
+        )
+    limit = TOLERANCE.get(expected.dtype, 0.0) * max(expected.double().abs().max().item(), 1e-30)
+    wrong = (
+        ((found.double() - expected.double()).abs() > limit).flatten().nonzero().flatten().tolist()
+    )
+    first = wrong[0]
+    mine, theirs = (tensor.flatten()[first].item() for tensor in (found, expected))
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), expected.shape)]
+    return (
+        f"{len(wrong)} wrong of {expected.numel()} values; the first is element "
+        f"{place if len(place) > 1 else first}: {mine:.6g}, expected {theirs:.6g}"
+    )

@@ -1,0 +1,511 @@
+"""The checks and misconceptions that many exercises share.
+
+value() · bytes_sent(…) · bytes_at_root(…) · steps(…)                 checks
+DEADLOCK_SENDS_FIRST · WAIT_FORGOTTEN · WORKS_THROWN_AWAY · …         misconceptions
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+from parallel101.laboratory.analysis.steps import steps_of
+from parallel101.laboratory.grade.compared_values import difference, same
+from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Misconception, Trial
+from parallel101.laboratory.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.record.events import Event
+from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.record.where import shown
+
+
+def value(
+    says: str = "every rank returns the right values", keeps: str = "", parts: Sequence[str] = ()
+) -> Check:
+    """Every rank's result is the expected one.
+
+    Args:
+        keeps: the name of the function's first argument, if it must not change that tensor.
+        parts: names for the parts of a result that the exercise's program puts together, e.g. ("the
+            loss", "the gradients").
+    """
+
+    def wrong(trial: Trial) -> str | None:
+        for rank, (found, expected) in enumerate(
+            zip(trial.results, trial.case.expected, strict=True)
+        ):
+            for part, mine, theirs in zip(parts, found if parts else (), expected if parts else ()):
+                if (what := difference(mine, theirs)) is not None:
+                    return f"on rank {rank}, {part}: {what}"
+            if (what := difference(found, expected)) is not None:
+                return f"rank {rank} returned {what}"
+        for rank, places in enumerate(trial.changed):
+            if keeps and 0 in places:
+                return f"rank {rank} changed its {keeps}, which must stay as it is"
+        return None
+
+    return Check("value", says, wrong)
+
+
+SMALL = 64  # bytes that a rank may send besides, such as a shape
+
+
+def bytes_sent(
+    expected: Callable[[Case], Sequence[int]],
+    says: str,
+    slack: Callable[[Case], int] | None = None,
+) -> Check:
+    """A check: every rank sends at most these bytes, by rank, and `slack` more.
+
+    Without `slack`, a small message, such as a shape, costs nothing, and the verdict says so.
+    """
+
+    def wrong(trial: Trial) -> str | None:
+        most = expected(trial.case)
+        for rank, sent in enumerate(communicated(trial)):
+            if sent > most[rank] + (SMALL if slack is None else slack(trial.case)):
+                return f"rank {rank} sent {sent} bytes; {most[rank]} are enough"
+        return None
+
+    def allowed(trial: Trial) -> str | None:
+        for rank, (sent, most) in enumerate(zip(communicated(trial), expected(trial.case))):
+            if slack is None and sent > most:
+                return (
+                    f"rank {rank} sent {sent} bytes, where {most} are enough: allowed, since small "
+                    "messages, such as a shape, cost nothing here"
+                )
+        return None
+
+    return Check("bytes", says, wrong, allowed)
+
+
+SAFE_ORDER = "blocking sends in a safe order take longer than isend and irecv"
+
+
+def steps(
+    expected: Callable[[Case], float],
+    says: str,
+    slack: Callable[[Case], float] = lambda case: 0,
+    only: Callable[[Trial], bool] = lambda trial: True,
+) -> Check:
+    """A check: the run takes at most this many steps, messages that follow one another.
+
+    On the network of these runs each message takes one second. A few small messages, such as
+    shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order take
+    up to three steps where isend and irecv take one. It is not for a rank that sends or receives
+    more messages than there are steps, nor for runs that are not as `only` says. The verdict then
+    says how many steps they were, and why they are allowed.
+    """
+
+    def took(trial: Trial) -> float:
+        return steps_taken(trial) - small_messages(trial)
+
+    def wrong(trial: Trial) -> str | None:
+        fewest = expected(trial.case)
+        tolerant = _most_messages(trial) <= math.ceil(fewest) and only(trial)
+        more = slack(trial.case) if tolerant else 0.0
+        if took(trial) <= fewest + more + 1e-9:
+            return None
+        return f"took {_steps(took(trial))}; {_enough(fewest)}"
+
+    def allowed(trial: Trial) -> str | None:
+        fewest, found = math.ceil(expected(trial.case)), math.floor(took(trial) + 1e-9)
+        if found <= fewest:
+            return None
+        return f"{_steps(found)}, where {_enough(fewest)}: allowed, since {SAFE_ORDER}"
+
+    return Check("steps", says, wrong, allowed)
+
+
+def _most_messages(trial: Trial) -> int:
+    """The number of messages that a rank sends, or receives, on the rank with the most."""
+    counts = Counter(
+        (event.rank, event.kind)
+        for event in trial.trace.events
+        if event.kind in ("send", "recv") and event.nbytes > 16
+    )
+    return max(counts.values(), default=0)
+
+
+def _steps(count: float) -> str:
+    return f"{count:g} step{'s' * (count != 1)}"
+
+
+def _enough(count: float) -> str:
+    return f"{count:g} {'is' if count == 1 else 'are'} enough"
+
+
+def ring_neighbours(says: str) -> Check:
+    """A check: every rank sends to the rank after it and to the rank before it, and to no other."""
+
+    def wrong(trial: Trial) -> str | None:
+        n = trial.world_size
+        for event in trial.trace.events:
+            if event.kind != "send" or event.peer is None:
+                continue
+            if (event.peer - event.rank) % n not in (1, n - 1):
+                return (
+                    f"rank {event.rank} sent to rank {event.peer}; its neighbours are ranks "
+                    f"{(event.rank - 1) % n} and {(event.rank + 1) % n}"
+                )
+        return None
+
+    return Check("peers", says, wrong)
+
+
+def steps_taken(trial: Trial) -> float:
+    """The steps of a run.
+
+    On the virtual clock that is its makespan. On real ranks they are found from the order in which
+    messages were posted and ended.
+    """
+    if trial.world in ("relay", "sim"):
+        return trial.trace.makespan
+    return max(steps_of(trial.trace.messages()), default=-1) + 1
+
+
+def small_messages(trial: Trial, most_bytes: int = 64) -> int:
+    """The number of small messages a rank sends or receives, on the rank with the most.
+
+    As many count as have `most_bytes` together.
+    """
+    messages = [
+        event
+        for event in trial.trace.events
+        if event.kind in ("send", "recv") and event.nbytes <= 16
+    ]
+    small = [
+        sorted(e.nbytes for e in messages if e.rank == rank) for rank in range(trial.world_size)
+    ]
+    return max(sum(total <= most_bytes for total in accumulate(sizes)) for sizes in small)
+
+
+def communicated(trial: Trial) -> list[int]:
+    """Bytes that each rank sent, by rank.
+
+    Torch's own collectives count as a ring moves them, gather and scatter as one root does.
+    """
+    return _added(trial, trial.trace.bytes_sent, 0)
+
+
+def received(trial: Trial) -> list[int]:
+    """Bytes that each rank received, by rank; of torch's own collectives, as in `communicated`."""
+    return _added(trial, trial.trace.bytes_received, 1)
+
+
+RING_FACTOR = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "broadcast": 1,
+    "reduce": 1,
+}
+
+
+def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
+    """The bytes of messages and of torch's own collectives, sent (direction 0) or received (1)."""
+    total = list(messages)
+    for event in trial.trace.events:
+        total[event.rank] += _of_collective(event, len(event.group.ranks) or trial.world_size)[
+            direction
+        ]
+    return total
+
+
+def _of_collective(event: Event, n: int) -> tuple[int, int]:
+    """The bytes that a rank sends and receives in one of torch's own collectives; else 0."""
+    others = round(event.nbytes * (n - 1) / n)
+    if event.kind == "gather":
+        return (0, others) if event.rank == event.peer else (event.nbytes, 0)
+    if event.kind == "scatter":
+        return (others, 0) if event.rank == event.peer else (0, event.nbytes)
+    moved = round(event.nbytes * RING_FACTOR.get(event.kind, 0) * (n - 1) / n)
+    return moved, moved
+
+
+def _wrong(check: Check, trial: Trial) -> str | None:
+    try:
+        return check.wrong(trial)
+    except Exception as error:  # what a rank returns may be anything
+        return f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
+
+
+def everywhere(
+    check: Check, trials: Sequence[Trial], in_short: Callable[[Trial], str]
+) -> tuple[str, Trial | None]:
+    """What is wrong in a trial that lacks the property, and that trial; "" and None if all have it.
+
+    That is the first such trial with several ranks, if there is one: its picture shows more. What
+    ended a run early (`in_short` says it) is said of the value alone.
+    """
+    found = []
+    for trial in trials:
+        if trial.error is not None:
+            what = in_short(trial) if check.kind == "value" else None
+        else:
+            wrong = _wrong(check, trial)
+            what = None if wrong is None else f"{trial.case.label}: {wrong}"
+        if what is not None:
+            found.append((what, trial))
+            if trial.world_size > 1:
+                return found[-1]
+    if found:
+        return found[0]
+    if any(trial.error is not None for trial in trials):
+        return "counts only with the right value", None
+    return ("", None) if trials else ("no case has run", None)
+
+
+def tolerated(check: Check, trials: Sequence[Trial]) -> str:
+    """What is not as `check` says, and allowed all the same; "" if nothing is."""
+    for trial in reversed(trials):
+        if (what := check.allowed(trial)) is not None:
+            return f"{trial.case.label}: {what}"
+    return ""
+
+
+def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
+    """Whether right values came without the bytes that they take.
+
+    Then they did not come from the other ranks' messages.
+    """
+    for trial in trials:
+        for rank, (got, least) in enumerate(
+            zip(received(trial), exercise.least_received(trial.case), strict=True)
+        ):
+            if got < least:
+                return (
+                    f"{trial.case.label}: rank {rank} received {got} bytes in messages; the result "
+                    f"takes at least {least}. Only data that comes in messages counts",
+                    trial,
+                )
+    return "", None
+
+
+def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
+    """What was started and never waited for.
+
+    Right values are luck then: a message may still be on its way when the function returns.
+    """
+    for trial in trials:
+        for call in trial.unwaited:
+            kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
+            return (
+                f"{trial.case.label}: rank {call.rank} never waits for the {kind} at "
+                f"{shown(call.where)}",
+                trial,
+            )
+    return "", None
+
+
+# ---- misconceptions that many exercises share ----
+
+
+def failed(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials whose values are wrong, or that did not end."""
+    return [trial for trial in trials if trial.error is not None or not right(trial)]
+
+
+def right(trial: Trial) -> bool:
+    """Whether every rank returned the expected values."""
+    return trial.error is None and all(
+        same(found, expected)
+        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+    )
+
+
+def _sends_first(trials: Sequence[Trial]) -> bool:
+    errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
+    return bool(errors) and all(
+        error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"send"}
+        for error in errors
+    )
+
+
+def _receives_first(trials: Sequence[Trial]) -> bool:
+    errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
+    return bool(errors) and all(
+        error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"recv"}
+        for error in errors
+    )
+
+
+def unwaited(trials: Sequence[Trial], kind: str) -> list[tuple[int, str]]:
+    """The rank and line of each send, or receive, that nobody waited for."""
+    return sorted(
+        {
+            (call.rank, call.where)
+            for trial in trials
+            for call in trial.unwaited
+            if call.kind == kind
+        }
+    )
+
+
+SENDS_FIRST = Misconception(
+    "everyone sends first",
+    (
+        "Every rank sends first and waits until its message is received, but no rank has posted a "
+        "receive: all of them wait forever."
+    ),
+    _sends_first,
+)
+RECEIVES_FIRST = Misconception(
+    "everyone receives first",
+    (
+        "Every rank receives first and waits, but no rank has sent anything yet: all of them wait "
+        "forever."
+    ),
+    _receives_first,
+)
+WORKS_THROWN_AWAY = Misconception(
+    "works thrown away",
+    (
+        "isend and irecv only start a message. Nobody waits for the works that they return, so the "
+        "data may never arrive."
+    ),
+    lambda trials: bool(unwaited(trials, "recv") and unwaited(trials, "send")),
+)
+WAIT_FORGOTTEN = Misconception(
+    "receive's wait forgotten",
+    (
+        "A receive is used before anybody has waited for it: until wait() returns, its tensor does "
+        "not hold the data."
+    ),
+    lambda trials: bool(unwaited(trials, "recv")),
+)
+SEND_WAIT_FORGOTTEN = Misconception(
+    "send's wait forgotten",
+    (
+        "Nobody waits for a send. Until its wait() returns, the message may still be read from the "
+        "tensor, so the tensor must not change."
+    ),
+    lambda trials: bool(unwaited(trials, "send")),
+)
+CHANGED_WHILE_SENT = Misconception(
+    "changed while it is sent",
+    (
+        "A tensor is written to between isend, or a collective with async_op=True, and its wait(). "
+        "It may still be read, or be written later: what arrives may be old or new values."
+    ),
+    lambda trials: any(getattr(trial.error, "kind", "") == "ChangedWhileSent" for trial in trials),
+)
+COLLECTIVE_WAIT_FORGOTTEN = Misconception(
+    "collective's wait forgotten",
+    (
+        "A collective with async_op=True only starts. Nobody waits for the work that it returns, "
+        "so its result may never arrive."
+    ),
+    lambda trials: any(
+        call.kind not in ("send", "recv") for trial in trials for call in trial.unwaited
+    ),
+)
+MESSAGES = (
+    SENDS_FIRST,
+    RECEIVES_FIRST,
+    WORKS_THROWN_AWAY,
+    WAIT_FORGOTTEN,
+    SEND_WAIT_FORGOTTEN,
+    CHANGED_WHILE_SENT,
+    COLLECTIVE_WAIT_FORGOTTEN,
+)  # wherever a call may return a work
+
+CHANGES_ITS_INPUT = Misconception(
+    "clobbers its input",
+    (
+        "The function writes into the tensor that it is given. The caller still needs it, for "
+        "example as its own gradient."
+    ),
+    lambda trials: any(0 in places for trial in trials for places in trial.changed),
+)
+
+
+def only_root_zero(trials: Sequence[Trial]) -> bool:
+    """Right wherever the root is 0, wrong wherever it is not."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    zero = [trial for trial in several if trial.case.facts["root"] == 0]
+    other = [trial for trial in several if trial.case.facts["root"] != 0]
+    return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
+
+
+ROOT_IS_ZERO = Misconception(
+    "root hard-coded to 0",
+    (
+        "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the "
+        "root."
+    ),
+    only_root_zero,
+)
+
+
+def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
+    """Every wrong result is something in place of None."""
+    wrong = failed(trials)
+    pairs = [
+        pair for trial in wrong for pair in zip(trial.results, trial.case.expected, strict=True)
+    ]
+    return (
+        bool(wrong)
+        and all(trial.error is None for trial in wrong)
+        and all(same(found, expected) or expected is None for found, expected in pairs)
+    )
+
+
+def not_every_rank(trials: Sequence[Trial]) -> bool:
+    """Ranks wait in a collective, while others have returned or call something else."""
+    return any(rank_missing(trial.error) for trial in trials)
+
+
+def rank_missing(error: BaseException | None) -> bool:
+    """Whether not all ranks have called the collective that ended the run."""
+    if isinstance(error, DeadlockError):
+        kinds = {kind for kind, _, _ in error.waiting.values()} - {"send", "recv"}
+        return bool(kinds) and (bool(error.returned) or len(kinds) > 1)
+    return isinstance(error, MisuseError) and "call different operations" in str(error)
+
+
+NOT_EVERY_RANK = Misconception(
+    "collective not called on every rank",
+    (
+        "A collective is called on some ranks only, such as inside `if rank == 0`. Every rank must "
+        "call it, also one that only receives, and in the same order as the others."
+    ),
+    not_every_rank,
+)
+NOT_NONE_ELSEWHERE = Misconception(
+    "other ranks return something",
+    "The root's result is right. The other ranks must return None, and they return something else.",
+    only_where_none_is_due,
+)
+
+
+def unwritten_was_sent(trials: Sequence[Trial]) -> bool:
+    """Wrong values, and in a message what torch.empty gives on these ranks."""
+    return any(
+        value != value or value in NEVER_WRITTEN
+        for trial in failed(trials)
+        for message in trial.trace.messages()
+        for value in (message.payload or ())[:64]
+        if not isinstance(value, bool)
+    )
+
+
+# what fill_new_tensors puts into whole numbers; floating-point numbers become NaN
+NEVER_WRITTEN = {torch.iinfo(dtype).max for dtype in (torch.int64, torch.int32)}
+SENDS_UNWRITTEN = Misconception(
+    "sends what was never written",
+    (
+        "A tensor of torch.empty is sent before anything was put into it. The block that a rank "
+        "sends must be one that it has: look at the index, which may be off by one."
+    ),
+    unwritten_was_sent,
+)
+
+
+def on_ranks(ranks: Sequence[int], world_size: int) -> str:
+    """ "on rank 2", "on ranks 1 to 3"."""
+    return f"on {ranks_text(ranks, range(world_size))}"

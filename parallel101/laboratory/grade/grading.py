@@ -1,0 +1,269 @@
+"""Grades one exercise of one submission.
+
+It runs the cases, judges every check, names the misconception and counts the points.
+
+cases ──▶ trials ──▶ a Finding for each check: passed, or the sentence that says what is wrong
+                 └─▶ the first misconception that the trials show
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from parallel101.laboratory.grade.exercise import (
+    KINDS,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import (
+    everywhere,
+    never_waited,
+    tolerated,
+    too_few_bytes,
+)
+from parallel101.laboratory.grade.failure_text import NOT_LOADED, explain_error, in_short
+from parallel101.laboratory.grade.plain_text import plain
+from parallel101.laboratory.grade.remote import (
+    CalledFromThread,
+    ForbiddenCall,
+    LearnerError,
+    NotStarted,
+    PrintedTooMuch,
+    Submission,
+    SubmissionRanks,
+    TimeOver,
+    not_run,
+)
+
+# of the cases that everybody sees; a teacher's own seed is in no public file
+PUBLIC_SEED = "parallel101"
+# of the points, if an exercise has all kinds
+SHARES = {
+    "value": 0.5,
+    "bytes": 0.15,
+    "peers": 0.15,
+    "steps": 0.15,
+    "memory": 0.1,
+    "overlap": 0.1,
+    "mfu": 0.5,
+}
+# of wall time for all cases of an exercise; cases that have not run by then fail
+EXERCISE_SECONDS = 60.0
+# of a run: each other one would end so too
+ENDS = (CalledFromThread, ForbiddenCall, PrintedTooMuch, TimeOver)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on one check."""
+
+    kind: str
+    says: str
+    passed: bool
+    points: float
+    out_of: float
+    message: str = ""  # what is wrong, and in which case; or what is tolerated, and why
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", plain(self.message))
+
+
+@dataclass
+class ExerciseVerdict:
+    """The verdict on one exercise.
+
+    Attributes:
+        findings: one for each check, "value" first.
+        misconception: the mistake that the trials show, if it is a known one.
+        problem: what ended a run early, as a text for the learner: a deadlock, an exception, a
+            time limit. "" if nothing did.
+        not_written: whether the function is still the stub.
+        trials: every run, in the order of the cases.
+        shown: the trial that the picture shows: the first that failed, or the last one.
+        seconds: how long the grading took.
+    """
+
+    exercise: Exercise
+    findings: list[Finding]
+    misconception: Misconception | None = None
+    problem: str = ""
+    not_written: bool = False
+    trials: list[Trial] = field(default_factory=list, repr=False)
+    shown: Trial | None = field(default=None, repr=False)
+    seconds: float = 0.0
+
+    @property
+    def points(self) -> float:
+        return round(sum(finding.points for finding in self.findings), 2)
+
+    @property
+    def out_of(self) -> float:
+        return self.exercise.points
+
+    def points_lost(self, kind: str) -> bool:
+        """Whether a check of this kind failed."""
+        return any(finding.kind == kind and not finding.passed for finding in self.findings)
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the last run ended in a way in which every other one would end too."""
+        return bool(self.trials) and _ends_all(self.trials[-1].error)
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.passed for finding in self.findings)
+
+
+def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -> ExerciseVerdict:
+    """Run all cases of an exercise, and judge them.
+
+    Errors of the learner's code are part of the verdict; nothing is raised for them.
+    """
+    with SubmissionRanks(exercise, submission) as ranks:
+        return grade_on(ranks, seed)
+
+
+def grade_on(ranks: SubmissionRanks, seed: str = PUBLIC_SEED) -> ExerciseVerdict:
+    """The same on processes that exist already."""
+    began, exercise = time.monotonic(), ranks.exercise
+    trials = run_cases(
+        ranks, exercise.cases(Draw(seed, exercise.function)), began + EXERCISE_SECONDS
+    )
+    verdict = judge(exercise, trials)
+    verdict.seconds = time.monotonic() - began
+    return verdict
+
+
+def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> list[Trial]:
+    """Run the cases, one after the other. Stops where more runs would tell nothing new."""
+    trials: list[Trial] = []
+    if (error := syntax_error(ranks.submission)) is not None:
+        return [not_run(case, error) for case in cases[:1]]
+    for case in cases:
+        if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
+            trials.append(
+                not_run(
+                    case,
+                    NotStarted(
+                        "the time for all cases of this exercise was over before this one ran"
+                    ),
+                )
+            )
+            break
+        trials.append(ranks.run(case))
+        if _ends_all(trials[-1].error):
+            break
+    return trials
+
+
+def _ends_all(error: BaseException | None) -> bool:
+    """Whether more runs would tell nothing new, and only take long."""
+    if isinstance(error, LearnerError):
+        return error.not_written or error.kind in NOT_LOADED
+    return isinstance(error, ENDS)
+
+
+def syntax_error(submission: Submission) -> LearnerError | None:
+    """The first syntax error of what was handed in, found without running any of it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(submission.source, str(submission.path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{submission.path}:{error.lineno}"
+        return LearnerError(str(error), 0, where, type(error).__name__, "", not_written=False)
+    except (ValueError, RecursionError, MemoryError, OverflowError):
+        pass  # the ranks, which have less to lose, will find it too
+    return None
+
+
+def judge(
+    exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None
+) -> ExerciseVerdict:
+    """The verdict on trials that have run, whatever they ran on.
+
+    With `kinds`, only checks of these kinds are judged.
+    """
+    early = [trial for trial in trials if trial.error is not None]
+    # a picture of one rank shows little
+    ended = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)
+    not_written = (
+        ended is not None and isinstance(ended.error, LearnerError) and ended.error.not_written
+    )
+    findings, shown = [], ended
+    value_is_right = False
+    for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
+        if kinds is not None and check.kind not in kinds:
+            continue
+        out_of = exercise.points * share(exercise, check)
+        message, trial = everywhere(check, trials, in_short)
+        if check.kind == "value" and not message:
+            message, trial = too_few_bytes(exercise, trials)
+            if not message:
+                message, trial = never_waited(trials)
+        counts = check.kind == "value" or value_is_right
+        if not message and not counts:
+            message = "counts only with the right value"
+        value_is_right = value_is_right or (check.kind == "value" and not message)
+        shown = shown or trial
+        points = out_of * (part_of(check, trials) if message and counts else not message)
+        note = message or tolerated(check, trials)
+        findings.append(Finding(check.kind, check.says, not message, points, out_of, note))
+    wrong = not all(finding.passed for finding in findings)
+    # one rank alone tells little: most mistakes look the same there
+    alone = bool(early) and all(trial.world_size == 1 for trial in trials)
+    misconception = (
+        next((m for m in exercise.misconceptions if _seen(m, trials)), None)
+        if wrong and not not_written and not alone
+        else None
+    )
+    problem = explain_error(exercise, ended) if ended is not None else ""
+    return ExerciseVerdict(
+        exercise,
+        findings,
+        misconception,
+        problem,
+        not_written,
+        list(trials),
+        shown or (trials[-1] if trials else None),
+    )
+
+
+def part_of(check: Check, trials: Sequence[Trial]) -> float:
+    """The part of its points that a check earns although it isn't passed: 0 to 1, but not all."""
+    try:
+        return min(max(check.part(trials), 0.0), 0.99)
+    except Exception:  # what a rank returns may be anything
+        return 0.0
+
+
+def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
+    try:
+        return misconception.seen(trials)
+    except Exception:  # what a rank returns may be anything
+        return False
+
+
+def share(exercise: Exercise, check: Check) -> float:
+    """The part of the points that a check earns.
+
+    For its kind, it is as the exercise's `weights` say. Without them, `value_share` is for the
+    value, and the other kinds share the rest.
+    """
+    kinds = {other.kind for other in exercise.checks}
+    others = sum(SHARES[kind] for kind in kinds if kind != "value")
+    if exercise.weights:
+        of_kind = exercise.weights[check.kind]
+    elif check.kind == "value":
+        of_kind = exercise.value_share if others else 1.0
+    else:
+        of_kind = (1 - exercise.value_share) * SHARES[check.kind] / others
+    alike = sum(other.weight for other in exercise.checks if other.kind == check.kind)
+    return of_kind * check.weight / alike

@@ -1,0 +1,160 @@
+"""What a learner's code must not reach in a graded rank, nor do to this machine by accident.
+
+    isolate             memory and files have limits; as root, the process becomes a user of its own
+    hide_parallel101    `import parallel101` raises ImportError
+    hide_ready_made     torch's own trainers, such as DistributedDataParallel, can't be made
+    Neighbours          imports what was handed in beside the learner's file
+
+Which files it may open is in file_access.py. The rank that does all this is rank.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import site
+import sys
+import sysconfig
+import tempfile
+import types
+from typing import Any, NoReturn
+
+import torch
+
+from parallel101.laboratory.grade import file_access
+from parallel101.laboratory.grade.exercise import module_of
+from parallel101.laboratory.grade.users import use_library_copy
+from parallel101.laboratory.record import torch_private
+
+NO_PARALLEL101 = (
+    "the homework is written with torch.distributed alone: parallel101 can't be imported in it"
+)
+MOST_WRITTEN = 1 << 28  # bytes of a file
+WRITE_IT = "it is what the homework asks you to write, so it can't be used here"
+# What torch has ready-made for training: these classes, by module, can't be made here. Their
+# modules can be imported, since torch imports some of them for other things.
+READY_MADE = {
+    "torch.nn.parallel.distributed": ("DistributedDataParallel",),
+    "torch.distributed._composable.replicate": ("_ReplicateState",),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState",),
+    "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer",),
+    "torch.distributed.pipelining.stage": ("_PipelineStageBase",),
+    "torch.distributed.pipelining.schedules": ("_PipelineSchedule",),
+}
+
+
+def isolate(job: dict[str, Any]) -> None:
+    """Limit this process, and as root make it a user of its own.
+
+    That user can read neither the cases nor other ranks.
+    """
+    torch.set_num_threads(1)
+    torch_private.fill_new_tensors()
+    if job["library"]:
+        use_library_copy(*job["library"])
+    with contextlib.suppress(OSError):
+        os.chdir(job["scratch"])
+    for name in ("OLDPWD", "PWD", "SUDO_COMMAND", "_"):  # they may name the submissions' folder
+        os.environ.pop(name, None)
+    os.environ.update(HOME=job["scratch"], TMPDIR=job["scratch"])
+    tempfile.tempdir = None
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        with open("/proc/self/statm") as statm:
+            now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (now + job["memory"], now + job["memory"]))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
+    if job.get("user") is not None:
+        file_access.own_shared_memory()
+        os.setgroups([])
+        os.setgid(job["user"])
+        os.setuid(job["user"])
+        with contextlib.suppress(OSError, AttributeError):
+            # PR_SET_DUMPABLE: no process of another rank can read this one's memory
+            ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+
+
+def hide_ready_made() -> None:
+    """Refuse torch's own trainers, whether they are imported already or will be."""
+    for name in READY_MADE:
+        if name in sys.modules:
+            _refuse_classes(sys.modules[name])
+    sys.meta_path.insert(0, _ReadyMade())
+
+
+def _refuse_classes(module: types.ModuleType) -> None:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"torch's {type(self).__name__}: {WRITE_IT}")
+
+    for name in READY_MADE[module.__name__]:
+        if hasattr(module, name):  # another version of torch may lack it
+            getattr(module, name).__init__ = refuse
+
+
+class _ReadyMade(importlib.abc.MetaPathFinder):
+    """Imports modules with torch's trainers, and refuses their classes at once."""
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in READY_MADE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _refuse_classes(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _NoParallel101(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "parallel101":
+            raise ImportError(NO_PARALLEL101)
+
+
+class Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the files that were handed in beside the learner's file.
+
+    They come with the job, so no folder need be readable here.
+    """
+
+    def __init__(self, files: dict[str, str]):
+        self.files = files
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.machinery.ModuleSpec(name, self, origin=f"{name}.py")
+            if name in self.files
+            else None
+        )
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        path = f"{module.__name__}.py"
+        module.__dict__.update(
+            module_of(path, self.files[module.__name__], module.__name__).__dict__
+        )
+
+
+def hide_parallel101(library_copy: list[str] | None) -> None:
+    """From now on, `import parallel101` raises ImportError: the learner writes what it would offer.
+
+    So do files of the grader's folders.
+    """
+    libraries = (*sysconfig.get_paths().values(), *site.getsitepackages(), *(library_copy or ()))
+    sys.path[:] = [entry for entry in sys.path if entry.startswith(libraries)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "parallel101"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _NoParallel101())

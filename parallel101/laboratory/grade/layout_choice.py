@@ -1,0 +1,173 @@
+"""What exercise 25c is judged with: layouts that a learner chose, and the planner's best.
+
+evaluate(dp=…, tp=…, …)   what a step costs, by parallel101.cost; learners get it as a tool
+Chosen(trial)             a learner's layout, as the grader sees it
+planned(…)                the planner's best; it runs in the grader only, and no rank imports it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import chip_of
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.step_memory import step_memory
+from parallel101.cost.step_time import StepTime, step_time
+from parallel101.laboratory.grade.exercise import Trial
+from parallel101.laboratory.grade.training_exercises import ended
+
+ASKED = 500  # times that a learner's function may ask what a layout costs
+SHAPE = ("width", "layers", "heads", "vocabulary", "time")
+NUMBERS = ("dp", "tp", "pp", "microbatch", "microbatches", "chunks", "zero_stage")
+KEYS = (*NUMBERS, "recompute", "sequence_parallel")
+
+
+def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLayout:
+    """The layout that a dict describes. Raises ValueError, in words, if there can't be one."""
+    if not isinstance(said, dict):
+        raise ValueError(f"{said!r:.100} is not a layout: expected a dict or a Layout")
+    for key, value in said.items():
+        if key not in KEYS:
+            raise ValueError(f"a layout has no {key!r}: expected some of {', '.join(KEYS)}")
+        if key in NUMBERS and type(value) is not int:
+            raise ValueError(f"{key}={value!r:.50}: expected a whole number")
+    if type(said.get("sequence_parallel", False)) is not bool:
+        raise ValueError(f"sequence_parallel={said['sequence_parallel']!r:.50}: expected a bool")
+    if said.get("recompute", "none") not in ("none", "full"):
+        raise ValueError(f"recompute={said['recompute']!r:.50}: expected 'none' or 'full'")
+    layout = ParallelLayout(**said)
+    for wrong, why in (
+        (layout.gpus != gpus, f"dp · tp · pp is {layout.gpus}; expected {gpus} GPUs"),
+        (layout.batch != batch, f"b · M · dp is {layout.batch}; expected {batch} samples"),
+        (shape.heads % layout.tp, f"{shape.heads} heads can't be cut over tp {layout.tp}"),
+        (
+            shape.layers % (layout.pp * layout.chunks),
+            f"{shape.layers} layers are not a multiple of {layout.pp} stages · {layout.chunks}",
+        ),
+        (
+            layout.sequence_parallel and (layout.tp == 1 or shape.time % layout.tp),
+            f"sequence parallel can't cut {shape.time} tokens over tp {layout.tp}",
+        ),
+    ):
+        if wrong:
+            raise ValueError(why)
+    return layout
+
+
+class Evaluate:
+    """evaluate(dp=…, tp=…, …): what a step with this layout costs; the tool that learners get."""
+
+    def __init__(self, shape: ModelShape, cluster: Cluster, batch: int):
+        self.shape, self.cluster, self.batch, self.left = shape, cluster, batch, ASKED
+
+    def __call__(self, **said: Any) -> dict[str, float]:
+        if self.left == 0:
+            raise RuntimeError(f"evaluate was called more than {ASKED} times for one choice")
+        layout = layout_of(self.shape, self.cluster.gpus, self.batch, said)
+        self.left -= 1
+        found = step_time(self.shape, layout, self.cluster)
+        nbytes = max(stage.total for stage in step_memory(self.shape, layout))
+        return {"seconds": found.seconds, "mfu": found.mfu, "bytes": nbytes}
+
+
+def layout_evaluator(
+    shape: Any, device: str, gpus: int, batch: int, memory: float | None = None
+) -> Evaluate:
+    """The tool that learners get, for a model, GPUs and batch of their own.
+
+    Args:
+        shape: an object with SHAPE's attributes, such as hw9.Shape.
+        device, gpus, memory: as those of a Cluster, with nodes of 8.
+        batch: samples of a step.
+    """
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in SHAPE}
+    return Evaluate(ModelShape(**sizes), Cluster(chip_of(device), gpus, memory=memory), batch)
+
+
+def choose_on(
+    function: Callable[..., Any],
+    device: str,
+    shape: dict[str, Any],
+    gpus: int,
+    memory: float,
+    batch: int,
+) -> Any:
+    """What the rank runs. A Layout reaches the grader as a dict."""
+    evaluate = Evaluate(ModelShape(**shape), Cluster(chip_of(device), gpus, memory=memory), batch)
+    found = function(SimpleNamespace(**shape), gpus, memory, batch, evaluate)
+    return dict(vars(found)) if hasattr(found, "__dict__") else found
+
+
+class Chosen:
+    """The learner's choice in one trial. Raises ValueError if it is no layout."""
+
+    def __init__(self, trial: Trial):
+        facts = trial.case.facts
+        self.shape = ModelShape(**dict(zip(SHAPE, facts["shape"])))
+        self.cluster = Cluster(chip_of(facts["device"]), facts["gpus"], memory=facts["memory"])
+        self.layout = layout_of(self.shape, facts["gpus"], facts["batch"], trial.results[0])
+
+    @property
+    def nbytes(self) -> float:
+        """On the fullest GPU."""
+        return max(stage.total for stage in step_memory(self.shape, self.layout))
+
+    @property
+    def fits(self) -> bool:
+        return self.nbytes <= self.cluster.memory_bytes
+
+    @property
+    def time(self) -> StepTime:
+        return step_time(self.shape, self.layout, self.cluster)
+
+    @property
+    def best(self) -> tuple[ParallelLayout, float]:
+        """The planner's layout for the same model and cluster, and its MFU."""
+        cluster = self.cluster
+        return planned(
+            self.shape, cluster.chip.name, cluster.gpus, cluster.memory_bytes, self.layout.batch
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the planner's MFU."""
+        return self.time.mfu / self.best[1]
+
+
+@lru_cache(maxsize=64)
+def planned(
+    shape: ModelShape, device: str, gpus: int, memory: float, batch: int
+) -> tuple[ParallelLayout, float]:
+    """The planner's fastest layout without context and expert parallel, and its MFU."""
+    from parallel101.laboratory.planner.training_plan import (
+        plan,  # here, so that no rank has it in its memory
+    )
+
+    found = plan(
+        shape,
+        gpus=gpus,
+        device=device,
+        memory=memory,
+        batch_tokens=batch * shape.time,
+        layout={"cp": 1, "ep": 1},
+        simulate=0,
+        top=1,
+        progress=False,
+    )
+    return found.best.layout, found.best.mfu
+
+
+def chosen(trials: Sequence[Trial]) -> list[Chosen]:
+    """The choices that are layouts."""
+    found = []
+    for trial in ended(trials):
+        try:
+            found.append(Chosen(trial))
+        except ValueError:
+            pass
+    return found

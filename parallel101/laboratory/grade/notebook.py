@@ -1,0 +1,175 @@
+"""`check`, `hint` and `predict`: a homework notebook calls them with the learner's functions.
+
+    predict(hw1.ring_shift, sent=24)    records your numbers, to be shown next to those of the run
+    check(hw1.ring_shift)               grades it: verdict, misconception, picture, points
+    hint(hw1.ring_shift)                one more hint at each call, up to three; costs nothing
+
+They grade the file on disk, in processes of their own. The function that the notebook's kernel
+holds is not called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from parallel101.laboratory.grade.exercise import Exercise, find
+from parallel101.laboratory.grade.exercise_report import Hints
+from parallel101.laboratory.grade.homework import HomeworkSet, Progress, find_sets
+from parallel101.laboratory.grade.learner import check_file, predicted, record_prediction
+from parallel101.laboratory.grade.remote import SubmissionRanks, preload_for
+from parallel101.laboratory.grade.submissions import read
+from parallel101.laboratory.record.ipython import in_notebook
+
+
+def check(function: Callable[..., Any]) -> None:
+    """Grade a function of the homework as it is on disk.
+
+    Shows the verdict, the points, and a picture of a run.
+
+    Args:
+        function: such as hw1.ring_shift, after `import hw1`.
+
+    Raises:
+        ValueError: no exercise asks for this function.
+    """
+    exercise, homework = exercise_of(function)
+    _show(check_file(exercise, homework, _note(homework.code)))
+
+
+def hint(function: Callable[..., Any]) -> None:
+    """Show one more hint than before, up to three.
+
+    Hints cost nothing; how many were shown is recorded. Raises ValueError as check does.
+    """
+    exercise, homework = exercise_of(function)
+    progress = Progress(homework.folder)
+    rung = min(progress.get(exercise.function, "hints", 0) + 1, len(exercise.hints))
+    progress.note(exercise.function, hints=rung, failed=[])
+    _show(Hints(exercise, rung))
+
+
+def predict(function: Callable[..., Any], **answers: Any) -> None:
+    """Record what you expect of a run.
+
+    What the run of your own code shows is shown beside it, once the code runs.
+
+    Args:
+        function: such as hw1.ring_shift.
+        answers: by the names of the questions, e.g. sent=24, steps=1. "?" is no answer: then the
+            question is shown, and no number.
+
+    Raises:
+        TypeError: the exercise has no question of that name.
+        ValueError: as check.
+    """
+    exercise, homework = exercise_of(function)
+    progress = Progress(homework.folder)
+    record_prediction(exercise, progress, answers)
+    with SubmissionRanks(exercise, read(homework.code, homework)) as ranks:
+        shown, _ = predicted(ranks, progress)
+    _show(shown if shown is not None else f"{exercise.function} asks for no prediction.")
+
+
+def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
+    """The exercise that asks for a function, and its set. Raises ValueError if there is none."""
+    name = getattr(function, "__name__", None)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if name is None or isinstance(function, types.ModuleType):
+        raise ValueError(
+            f"expected a function of the homework, such as hw1.ring_shift; got {function!r}"
+        )
+    file = getattr(module, "__file__", None)
+    if file is None or module is None or module.__name__ == "__main__":
+        raise ValueError(
+            f"{name} is defined here, not in a file of the homework. Write it in the .py file, "
+            f"which is what is graded; then import that file, and check its {name}"
+        )
+    path = Path(file)
+    # a decorated function may have another name
+    names = [attribute for attribute, value in vars(module).items() if value is function]
+    try:
+        (homework,) = find_sets(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no test_{path.name} beside {path}, so no exercise asks for {name}"
+        ) from None
+    return find(homework.exercises, name if name in names or not names else names[0]), homework
+
+
+def _note(path: Path) -> str:
+    """What to say if the kernel holds another version of the file than is on disk."""
+    if not _changed(path):
+        return ""
+    return (
+        f"This is the verdict on {path.name} as it is on disk. The kernel still holds the version "
+        "that it imported before. That matters only if you call the functions here yourself: then "
+        "restart the kernel, or run %load_ext autoreload and %autoreload 2 once."
+    )
+
+
+def _changed(path: Path) -> bool:
+    """Whether a function of the file does something else on disk than in this process."""
+    module = next(
+        (m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == str(path)), None
+    )
+    try:
+        code = compile(path.read_text(encoding="utf-8-sig"), str(path), "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+        return False  # the verdict says so
+    on_disk = {
+        const.co_name: const for const in code.co_consts if isinstance(const, types.CodeType)
+    }
+    held = (
+        {
+            name: inspect.unwrap(f).__code__
+            for name, f in vars(module).items()
+            if inspect.isfunction(f)
+        }
+        if module
+        else {}
+    )
+    return any(name in held and _body(held[name]) != _body(new) for name, new in on_disk.items())
+
+
+def _body(code: types.CodeType) -> tuple:
+    """What a function does, whichever line it is in."""
+    constants = tuple(
+        _body(const) if isinstance(const, types.CodeType) else repr(const)
+        for const in code.co_consts
+    )
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+def _show(what: object) -> None:
+    """Show something in a notebook; anywhere else, print it."""
+    if in_notebook():
+        from IPython.display import display
+
+        display(what)
+    else:
+        print(what)
+
+
+def _prepare(folder: Path) -> threading.Thread:
+    """Start the fork server in another thread, with what the homework in `folder` needs.
+
+    The learner reads meanwhile. Otherwise the first check waits for it: three seconds where the
+    ranks use an optimizer, with which torch imports its compiler.
+    """
+    exercises: list[Exercise] = []
+    with suppress(Exception):  # no homework here, or a file that can't be read: check says so
+        exercises = [exercise for homework in find_sets(folder) for exercise in homework.exercises]
+    thread = threading.Thread(target=preload_for, args=(exercises,), daemon=True)
+    thread.start()
+    return thread
+
+
+if in_notebook():
+    _prepare(Path.cwd())

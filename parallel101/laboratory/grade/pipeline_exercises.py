@@ -1,0 +1,358 @@
+"""What exercises on pipelines share: a model cut into stages, and usual mistakes.
+
+The stages' work takes slots on the virtual clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel101.laboratory.grade.compared_values import close
+from parallel101.laboratory.grade.exercise import (
+    ANYTHING,
+    Case,
+    Check,
+    Draw,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import failed, received
+from parallel101.laboratory.sim.network import Network
+from parallel101.spans import compute, span
+
+# messages take no time, so a run takes as many seconds as it has slots
+FREE = Network(latency=0.0, bandwidth=math.inf)
+WIDTH, ROWS = 3, 2  # features, and samples in a microbatch
+LEARNING_RATE = 0.5
+
+
+def stage_of(seed: int, number: int) -> nn.Sequential:
+    """Stage `number` of the model with this seed: the same weights wherever it is made."""
+    generator = torch.Generator().manual_seed(1000 * seed + number)
+    linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return nn.Sequential(linear, nn.Tanh())
+
+
+def mean_square(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def one_process(
+    seed: int, stages: Sequence[int], inputs: list[Tensor], targets: list[Tensor]
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """The mean loss of the microbatches, and the gradients of each stage, in one process.
+
+    It runs the stages in this order.
+    """
+    model = nn.Sequential(*(stage_of(seed, number) for number in stages))
+    loss = torch.stack(
+        [mean_square(model(x), target) for x, target in zip(inputs, targets, strict=True)]
+    ).mean()
+    loss.backward()
+    gradients = {
+        number: [p.grad for p in part.parameters() if p.grad is not None]
+        for number, part in zip(stages, model, strict=True)
+    }
+    return loss.detach(), [gradients[number] for number in sorted(gradients)]
+
+
+class InSlots(nn.Module):
+    """A stage whose forwards and backwards take one slot each on the virtual clock.
+
+    They are in the record.
+    """
+
+    def __init__(self, inner: nn.Module, number: int):
+        super().__init__()
+        self.inner, self.number, self.calls = inner, number, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        i, self.calls = self.calls, self.calls + 1
+        with span("forward", stage=self.number, microbatch=i):
+            compute(1.0)
+            y = self.inner(x)
+        return _BackwardSlot.apply(y, self.number, i)
+
+
+class _BackwardSlot(torch.autograd.Function):
+    """The identity. Its backward, the first thing in the stage's backward, takes the slot."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, stage: int, microbatch: int) -> Tensor:
+        ctx.labels = {"stage": stage, "microbatch": microbatch}
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        with span("backward", **ctx.labels):
+            compute(1.0)
+        return dy, None, None
+
+
+def run_step(
+    step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int
+) -> list[Any]:
+    """One step on this rank. Returns the loss and the gradients of the stage."""
+    rank = dist.get_rank()
+    stage = InSlots(stage_of(seed, rank), rank)
+    loss = step(stage, inputs, targets, mean_square, (ROWS, WIDTH), microbatches)
+    return [loss, [p.grad for p in stage.parameters()]]
+
+
+def batch(draw: Draw, microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
+    xs, targets = (draw.tensors(microbatches, ROWS, WIDTH, dtype=torch.float64) for _ in range(2))
+    return xs, targets
+
+
+def make_case(draw: Draw, p: int, m: int, chunks: int | None = None, split: bool = False) -> Case:
+    seed = draw.integer(1, 900)
+    xs, targets = batch(draw, m)
+    stages = range(p * (chunks or 1))
+    loss, gradients = one_process(seed, stages, xs, targets)
+    by_rank = [
+        [g for number in range(rank, len(stages), p) for g in gradients[number]]
+        for rank in range(p)
+    ]
+    _, last = one_process(seed, stages, xs[-1:], targets[-1:])
+    facts = {
+        "p": p,
+        "m": m,
+        "chunks": chunks or 1,
+        "gradients": by_rank,
+        "last": last,
+        "activation": xs[0].nbytes,
+    }
+    arguments: list[tuple] = [
+        (seed, xs if rank == 0 else None, targets if rank == p - 1 else None, m)
+        for rank in range(p)
+    ]
+    losses = [loss if rank == p - 1 else None for rank in range(p)]
+    note = f"{m} microbatch{'es' * (m != 1)}"
+    if chunks is not None:
+        grouped = [
+            [gradients[number] for number in range(rank, len(stages), p)] for rank in range(p)
+        ]
+        expected: list[Any] = [[ANYTHING, losses[rank], grouped[rank]] for rank in range(p)]
+        arguments = [(*given, chunks) for given in arguments]
+        note += f", {chunks} chunk{'s' * (chunks != 1)}"
+    elif split:
+        weights = [
+            [
+                w.detach() - LEARNING_RATE * g
+                for w, g in zip(stage_of(seed, r).parameters(), gradients[r])
+            ]
+            for r in range(p)
+        ]
+        expected = [[losses[rank], weights[rank]] for rank in range(p)]
+    else:
+        expected = [[losses[rank], gradients[rank]] for rank in range(p)]
+    return Case(arguments, expected, note, facts, FREE)
+
+
+def step_cases(draw: Draw) -> list[Case]:
+    return [make_case(draw, p, m) for p, m in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (4, 6))]
+
+
+def example(maker: Callable[..., Case], *size: Any, **kind: Any) -> Callable[[], Case]:
+    return lambda: maker(Draw("example"), *size, **kind)
+
+
+def messages_of(case: Case) -> list[int]:
+    """The bytes that each rank must send.
+
+    For each microbatch, these are an activation to the next stage and a gradient to the one before.
+    """
+    p, each = case.facts["p"], case.facts["m"] * case.facts["activation"]
+    return [each * ((rank < p - 1) + (rank > 0)) for rank in range(p)]
+
+
+def in_flight(trial: Trial) -> list[int]:
+    """By rank, the most microbatches (of each stage) that it held at once.
+
+    It had begun them, and their last gradient was not finished.
+    """
+    peak = [0] * trial.world_size
+    for rank in range(trial.world_size):
+        changes = []
+        last_half = "weight gradient" if trial.trace.spans("weight gradient") else "backward"
+        for event in trial.trace.spans():
+            if event.rank == rank and event.name in ("forward", last_half):
+                changes.append((event.start, 1) if event.name == "forward" else (event.end, -1))
+        held = 0
+        for _, change in sorted(changes):
+            held += change
+            peak[rank] = max(peak[rank], held)
+    return peak
+
+
+def holds_at_most(
+    limit: Callable[[Case, int], int],
+    says: str,
+    in_slots: Callable[[Case], float] = lambda case: math.inf,
+) -> Check:
+    """A check: no rank holds more microbatches than this, in a run of at most `in_slots` slots.
+
+    To hold few is easy if microbatches go one after the other.
+    """
+
+    def wrong(trial: Trial) -> str | None:
+        for rank, held in enumerate(in_flight(trial)):
+            if held > limit(trial.case, rank):
+                return (
+                    f"rank {rank} held {held} microbatches at once; {limit(trial.case, rank)} are "
+                    "enough"
+                )
+        took, enough = trial.trace.makespan, in_slots(trial.case)
+        if took > enough + 1e-9:
+            return f"few are held, but the step took {took:g} slots; it counts with {enough:g}"
+        return None
+
+    return Check("memory", says, wrong)
+
+
+def slots(expected: Callable[[Case], float], says: str) -> Check:
+    def wrong(trial: Trial) -> str | None:
+        took, enough = trial.trace.makespan, expected(trial.case)
+        return None if took <= enough + 1e-9 else f"took {took:g} slots; {enough:g} are enough"
+
+    return Check("steps", says, wrong)
+
+
+def two_halves(case: Case) -> float:
+    return 2 * (case.facts["m"] + case.facts["p"] - 1)
+
+
+def returned(trial: Trial, rank: int) -> list[Any]:
+    """The gradients that a rank returned, flat."""
+    result = trial.results[rank]
+    found = result[-1] if isinstance(result, list) else []
+    return [g for part in found for g in (part if isinstance(part, list) else [part])]
+
+
+def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether every rank's gradients are these, by rank."""
+    if trial.error is not None:
+        return False
+    return all(
+        len(returned(trial, rank)) == len(expected[rank])
+        and all(
+            isinstance(g, Tensor) and close(g, e)
+            for g, e in zip(returned(trial, rank), expected[rank])
+        )
+        for rank in range(trial.world_size)
+    )
+
+
+def every(
+    trials: Sequence[Trial], where: Callable[[Trial], bool], what: Callable[[Trial], bool]
+) -> bool:
+    """Whether there are trials `where`, none of them right, and all of them show `what`."""
+    wrong = [trial for trial in failed(trials) if where(trial)]
+    return bool(wrong) and all(what(trial) for trial in wrong)
+
+
+def several(trial: Trial) -> bool:
+    return trial.case.facts["m"] > 1
+
+
+def scaled(trial: Trial) -> bool:
+    m = trial.case.facts["m"]
+    return gradients_are(
+        trial, [[g * m for g in gradients] for gradients in trial.case.facts["gradients"]]
+    )
+
+
+def last_only(trial: Trial) -> bool:
+    m, last = trial.case.facts["m"], trial.case.facts["last"]
+    return any(
+        gradients_are(trial, [[g * k for g in gradients] for gradients in last])
+        for k in (1.0, 1.0 / m)
+    )
+
+
+def detached(trial: Trial) -> bool:
+    """The last stage has its gradients, and a stage before it has none or can't send x.grad."""
+    if trial.error is not None:
+        failed_at = getattr(trial.error, "rank", 0)
+        went_backward = any(span.rank == failed_at for span in trial.trace.spans("backward"))
+        return failed_at > 0 and went_backward and "NoneType" in str(trial.error)
+    without = [
+        all(g is None or not g.any() for g in returned(trial, rank))
+        for rank in range(trial.world_size)
+    ]
+    return any(without[:-1]) and not without[-1] and all(received(trial)[1:])
+
+
+def one_at_a_time(trials: Sequence[Trial]) -> bool:
+    """Rank 0 never has two microbatches under way, in runs that end, of several stages."""
+
+    def most(trial: Trial) -> int:
+        last_half = "weight gradient" if trial.trace.spans("weight gradient") else "backward"
+        under_way: dict[Any, list[float]] = {}
+        for event in trial.trace.spans():
+            if event.rank == 0 and event.name in ("forward", last_half):
+                own = under_way.setdefault((event.args or {}).get("microbatch"), [])
+                own += [event.start, event.end]
+        spans = [(min(own), max(own)) for own in under_way.values()]
+        return max(sum(a <= start < b for a, b in spans) for start, _ in spans)
+
+    found = [trial for trial in trials if trial.world_size > 1 and several(trial)]
+    return bool(found) and not failed(trials) and all(most(trial) == 1 for trial in found)
+
+
+NO_AVERAGE = Misconception(
+    "no 1/M",
+    (
+        "The gradients are M times too large: the losses of the microbatches were added, and the "
+        "loss of the batch is their mean."
+    ),
+    lambda trials: every(trials, several, scaled),
+)
+LAST_ONLY = Misconception(
+    "only the last microbatch's gradient",
+    (
+        "The gradients are those of the last microbatch alone. The gradients of the other "
+        "microbatches were lost."
+    ),
+    lambda trials: every(trials, several, last_only),
+)
+DETACHED = Misconception(
+    "graph detached",
+    (
+        "Earlier stages get no gradient: the backward ends at the tensor that was received, and "
+        "nothing goes back to the stage before."
+    ),
+    lambda trials: every(trials, lambda trial: trial.world_size > 1, detached),
+)
+ONE_AT_A_TIME = Misconception(
+    "no pipelining",
+    (
+        "Each microbatch goes all the way forward and back before the next one begins. At any "
+        "time, one rank computes and all others wait."
+    ),
+    one_at_a_time,
+)
+HELD = Question(
+    "held",
+    "P = 4 stages, M = 6 microbatches: how many microbatches does rank 0 hold at once?",
+    example(make_case, 4, 6),
+    lambda trial: in_flight(trial)[0],
+    "microbatches",
+)
+SLOTS = Question(
+    "slots",
+    "P = 4 stages, M = 6 microbatches: how many slots does the step take?",
+    example(make_case, 4, 6),
+    lambda trial: trial.trace.makespan,
+    "slots",
+)

@@ -1,0 +1,77 @@
+"""`pytest homework/hw1_moving`: one test for each exercise, and at the end a table of points.
+
+homework/conftest.py imports these two hooks. A failed test shows the verdict, as check() does in a
+terminal, and no traceback.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel101.laboratory.grade.exercise import find
+from parallel101.laboratory.grade.homework import find_sets, in_order
+from parallel101.laboratory.grade.learner import check_file
+from parallel101.laboratory.grade.table import ExerciseRow, next_to_do, row, table
+
+
+class VerdictFailed(Exception):
+    """Not everything holds in an exercise. The text is the verdict."""
+
+
+class ExerciseItem(pytest.Item):
+    """The test of one exercise."""
+
+    def runtest(self) -> None:
+        (homework,) = find_sets(self.path)
+        report = check_file(find(homework.exercises, self.name), homework)
+        file = os.path.relpath(homework.code, self.config.invocation_params.dir)
+        self.user_properties.append(
+            ("parallel101", row(report, homework.folder.name, file)._asdict())
+        )
+        if report.verdict.not_written and report.verdict.exercise.practice:
+            pytest.skip("optional practice, not written yet")
+        if not report.verdict.passed:
+            raise VerdictFailed(str(report))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The verdict alone; for any other error, its traceback."""
+        return (
+            str(excinfo.value)
+            if isinstance(excinfo.value, VerdictFailed)
+            else super().repr_failure(excinfo, style)
+        )
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, self.name
+
+
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """A module's EXERCISES are tests."""
+    if name != "EXERCISES" or not isinstance(collector, pytest.Module) or not isinstance(obj, list):
+        return None
+    return [ExerciseItem.from_parent(collector, name=exercise.function) for exercise in obj]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table."""
+    reports = [
+        report
+        for outcome in ("passed", "failed", "skipped")
+        for report in terminalreporter.stats.get(outcome, [])
+    ]
+    found = [
+        ExerciseRow(**value)
+        for report in reports
+        for name, value in report.user_properties
+        if name == "parallel101"
+    ]
+    if found:
+        terminalreporter.section("homework")
+        rows = sorted(found, key=lambda r: (r.set, in_order(r.number)))
+        terminalreporter.write_line(f"{table(rows)}\n\n{next_to_do(rows)}")

@@ -1,0 +1,568 @@
+"""A rank of a graded run: a process that runs the learner's code.
+
+Every call of torch.distributed becomes a frame to the grader.
+
+    dist.isend(x, 1)   ──▶ SEND: peer, tag, where in the code, the bytes of x
+    dist.irecv(y, 3)   ──▶ RECV     y is written when wait() returns, not before
+    work.wait()        ──▶ WAIT     the grader answers when the message has arrived
+                       ◀── REPLY: the bytes
+
+The grader's side is remote.py. This process knows the inputs of its own rank, the exercise's
+program and the learner's code, and nothing else: it is forked from a process that has only imported
+torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import random
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from parallel101.laboratory import PACKAGE
+from parallel101.laboratory.grade import file_access, frames
+from parallel101.laboratory.grade.exercise import exercises_in, find, module_of
+from parallel101.laboratory.grade.frames import BEGIN, COMPUTE, END, Frame
+from parallel101.laboratory.grade.isolation import (
+    NO_PARALLEL101,
+    Neighbours,
+    hide_parallel101,
+    hide_ready_made,
+    isolate,
+)
+from parallel101.laboratory.ranks.watcher import exit_process
+from parallel101.laboratory.ranks.worker import inherited, open_streams
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.calls import rank_at
+from parallel101.laboratory.record.overloads import as_torch_calls_it
+from parallel101.laboratory.record.signatures import COLLECTIVES, flat, op_name
+from parallel101.laboratory.record.where import caller, is_inside
+from parallel101.spans import record_into
+
+PATIENCE = 0.5  # seconds
+OWN_FILES = os.path.realpath(PACKAGE)
+SUBJECT = os.path.join(OWN_FILES, "")  # what is taught, beside the laboratory
+LABORATORY = os.path.join(OWN_FILES, "laboratory", "")
+LIBRARY = sysconfig.get_path("stdlib")
+OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
+
+
+def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
+    """Serve one grader: a job, then one case after the other until the connection ends.
+
+    The arguments are those of worker.main.
+    """
+    if channels:
+        control, _, status = inherited(channels)
+    sock = socket.socket(fileno=control)
+    if status >= 0 and hasattr(faulthandler, "register"):
+        faulthandler.enable(status)
+        # the grader asks where an endless loop is
+        faulthandler.register(signal.SIGUSR1, status, all_threads=False)
+    open_streams()
+    gc.freeze()
+    code = 0
+    try:
+        _serve(sock, frames.receive(sock, limited=False).text)
+    except (EOFError, OSError):
+        pass  # the grader is gone, or needs no more
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    exit_process(code)
+
+
+def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
+    isolate(job)
+    connection = Connection(sock, job)
+    record_into(connection)  # so that the spans of the exercise's program reach the grader
+    exercise = find(
+        exercises_in(
+            module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")
+        ),
+        job["function"],
+    )
+    hide_parallel101(job["library"])
+    hide_ready_made()
+    file_access.refuse_package_files(OWN_FILES, NO_PARALLEL101)
+    if job["closed"]:
+        file_access.only_own_files(job["scratch"], OWN_FILES)
+    sys.meta_path.append(Neighbours(job["files"]))
+    connection.send(frames.READY, {})
+    submission: types.ModuleType | None = None
+    while True:
+        case = frames.receive(sock, limited=False)
+        if case.kind == frames.JOB:  # another submission
+            job, submission, connection.path = case.text, None, case.text["path"]
+            continue
+        try:
+            # it may have asked for the world size at import
+            if submission is None or connection.world_size != case.text["world_size"]:
+                connection.world_size = case.text["world_size"]
+                join(connection)
+                submission = module_of(job["path"], job["source"], job["module"], register=True)
+            function = getattr(submission, job["function"], None)
+            if not callable(function):
+                raise NameError(
+                    f"{os.path.basename(job['path'])} has no function {job['function']}"
+                )
+            arguments = frames.decode(case.text["arguments"], case.data, strided=True)
+            before = [
+                frames.tensor_bytes(part) if isinstance(part, torch.Tensor) else None
+                for part in arguments
+            ]
+            connection.under_way = []
+            random.seed(case.text["seed"])
+            torch.manual_seed(case.text["seed"])
+            if "numpy.random" in sys.modules:  # forked ranks would all have the same numbers
+                sys.modules["numpy.random"].seed(case.text["seed"])
+            connection.patience = PATIENCE
+            text, data = frames.encode(exercise.program(function, *arguments))
+            changed = [
+                i
+                for i, was in enumerate(before)
+                if was is not None and frames.tensor_bytes(arguments[i]) != was
+            ]
+            connection.let_threads_call()
+            connection.send(frames.RESULT, {"result": text, "changed": changed}, data)
+        except (EOFError, OSError) as error:
+            if isinstance(error, EOFError) or connection.closed:
+                raise
+            connection.fail(error)
+        except BaseException as error:
+            connection.fail(error)
+
+
+# ---- torch.distributed, as frames ----
+
+
+class Connection:
+    """This rank's connection to the grader. It is also the rank's recorder: see spans.py."""
+
+    def __init__(self, sock: socket.socket, job: dict[str, Any]):
+        self.sock, self.rank, self.allowed = sock, job["rank"], frozenset(job["allowed"])
+        self.world_size = 0  # of the present case
+        self.path = job["path"]  # the learner's file
+        self.program = job["exercise_path"]  # the file with the exercise's program
+        self.calls = 0
+        self.spans = 0
+        # of spans and compute(): they need no answer, and travel with the next frame
+        self.notes: list[list] = []
+        self.replies: dict[int, Frame] = {}
+        self.under_way: list[RelayWork] = []  # of the present case
+        self.closed = False
+        self.thread = threading.get_ident()
+        self.sending = threading.Lock()
+        self.patience = 0.0  # seconds of the present case in which other threads may still call
+
+    def send(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> None:
+        """Send a frame, with the notes that were written since the last one."""
+        with self.sending:
+            if self.notes:
+                text, self.notes = {**text, "notes": self.notes}, []
+            try:
+                frames.send(self.sock, kind, text, data)
+            except OSError:
+                self.closed = True
+                raise
+
+    def post(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> int:
+        """Tell the grader of a call. Returns the call's number."""
+        self.calls += 1
+        self.send(kind, {"call": self.calls, "where": caller(), **text}, data)
+        return self.calls
+
+    def ask(self, kind: bytes, call: int) -> Frame:
+        """Ask about a call, and wait for the answer.
+
+        Raises RuntimeError if the grader refuses the call.
+        """
+        self.check_thread("wait")
+        self.let_threads_call()
+        self.send(kind, {"call": call, "where": caller()})
+        reply = frames.receive(self.sock)
+        if reply.kind == frames.REFUSED:
+            raise RuntimeError(reply.text["why"])
+        return reply
+
+    def check_allowed(self, operation: str) -> None:
+        """Raise RuntimeError for a call that the exercise does not allow.
+
+        The grader is told first.
+        """
+        self.check_thread(operation)
+        if self.called_by_parallel101():
+            operation = "parallel101"
+        if operation not in self.allowed:
+            self.send(frames.FORBIDDEN, {"operation": operation, "where": caller()})
+            raise RuntimeError(
+                f"this exercise does not allow {operation}; it allows "
+                f"{', '.join(sorted(self.allowed))}"
+            )
+
+    def check_thread(self, operation: str) -> None:
+        """Raise RuntimeError for a call from a thread that the learner's code has started.
+
+        The calls of several threads would reach the grader in an order that changes from run to
+        run, and so would the steps. The grader is told first.
+        """
+        if threading.get_ident() != self.thread:
+            self.send(frames.FROM_THREAD, {"operation": operation, "where": caller()})
+            raise RuntimeError(
+                f"{operation} was called from a thread. Threads aren't relayed: call "
+                "torch.distributed where the function itself runs"
+            )
+
+    def called_by_parallel101(self) -> bool:
+        """Whether the learner's code let the package's own collectives make this call."""
+        through = False
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
+            file = frame.f_code.co_filename
+            if through and not is_inside(file) and not file.startswith(LIBRARY):
+                return file != self.program  # which may call them: it is the exercise's own
+            through |= file.startswith(SUBJECT) and not file.startswith(LABORATORY)
+        return False
+
+    def let_threads_call(self) -> None:
+        """Wait a little for the learner's threads: a call of theirs is told before this goes on.
+
+        Otherwise it would depend on chance whether a deadlock is found before.
+        """
+        for thread in threading.enumerate():
+            if (
+                thread.ident != self.thread
+                and not isinstance(thread, threading._DummyThread)
+                and self.patience > 0
+            ):
+                began = time.monotonic()
+                thread.join(self.patience)
+                self.patience -= time.monotonic() - began
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the grader of an exception that the learner's code raised."""
+        inner = error.__traceback__
+        while inner is not None and is_inside(inner.tb_frame.f_code.co_filename):
+            inner = inner.tb_next
+        own = [
+            frame for frame, _ in traceback.walk_tb(inner) if frame.f_code.co_filename == self.path
+        ]
+        lines = "".join(traceback.format_exception(type(error), error, inner))
+        place = f"{own[-1].f_code.co_filename}:{_line(inner, own[-1])}" if own else "?"
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f"{error.filename}:{error.lineno}"
+        text: dict[str, Any] = {
+            "type": type(error).__name__,
+            "message": str(error)[:2000],
+            "where": place,
+            "traceback": lines[-6000:],
+        }
+        # torch raises it too, for an operation that a dtype or a device does not have
+        raised_in = traceback.extract_tb(error.__traceback__)[-1:]
+        text["not_written"] = isinstance(error, NotImplementedError) and any(
+            frame.filename == self.path for frame in raised_in
+        )
+        self.send(frames.FAILED, text)
+
+    # ---- the recorder's part ----
+
+    def now(self) -> int:
+        """Begin a span.
+
+        The grader's clock is the one that counts, so this is only the span's number.
+        """
+        self.spans += 1
+        self.notes.append([BEGIN, self.spans])
+        return self.spans
+
+    def seconds(self) -> float:
+        """The time on this rank's virtual clock, which only the grader knows."""
+        self.check_thread("the clock")
+        self.send(frames.CLOCK, {"where": caller()})
+        return float(frames.receive(self.sock).text["seconds"])
+
+    def add_span(
+        self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False
+    ) -> None:
+        self.notes.append([END, start, name, args, waiting, caller()])
+
+    def compute(self, seconds: float) -> None:
+        self.notes.append([COMPUTE, float(seconds)])
+
+    def unrecorded(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: the grader records every call."""
+        return contextlib.nullcontext()
+
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Any) -> int:
+        return 0
+
+
+class ChangedWhileSent(RuntimeError):
+    """A tensor was changed between isend and the send's wait().
+
+    The receiver may get old values or new ones.
+    """
+
+
+def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
+    """What tells whether somebody has written into a tensor: its bytes.
+
+    NaN divided by 2 is NaN: for a tensor of nothing else, with memory of its own, how often it was
+    written to tells it.
+    """
+    alone = tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.is_inference()
+    only_nan = tensor.numel() > 0 and tensor.is_floating_point() and bool(tensor.isnan().all())
+    return frames.tensor_bytes(tensor), tensor._version if alone and only_nan else 0
+
+
+class RelayWork(dist.Work):
+    """What isend, irecv and the collectives return.
+
+    What a call writes is written in wait(), not before.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        call: int,
+        outputs: list[torch.Tensor],
+        name: str,
+        kept: Sequence[torch.Tensor] = (),
+    ):
+        super().__init__()
+        self.name = name  # of the call, for the learner
+        # tensors that must not change before wait(), as they were when the call was posted
+        self.kept = [(tensor, _state(tensor)) for tensor in kept]
+        connection.under_way.append(self)
+        self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
+        self.future: torch.futures.Future | None = None
+        # of a receive from any rank: the rank that sent, in the group
+        self.source: int | None = None
+
+    def _source_rank(self) -> int:
+        assert self.source is not None, (
+            "the source of a receive is known when it has been waited for"
+        )
+        return self.source
+
+    def wait(self, timeout: object = None) -> bool:
+        self._check_kept()
+        if not self.done:
+            self._take(self.connection.ask(frames.WAIT, self.call))
+        return True
+
+    def _check_kept(self) -> None:
+        """Raise ChangedWhileSent if the program has written into a tensor of this call."""
+        kept, self.kept = self.kept, []
+        if any(_state(tensor) != was for tensor, was in kept):
+            raise ChangedWhileSent(
+                f"a tensor was changed between {self.name} and its wait(): it may still have been "
+                "read, or be written later"
+            )
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            reply = self.connection.ask(frames.TEST, self.call)
+            if reply.text["done"]:
+                self._take(reply)
+        return self.done
+
+    def _take(self, reply: Frame) -> None:
+        self.source = reply.text.get("source")
+        rest = memoryview(reply.data)
+        for output in self.outputs:
+            own, rest = rest[: output.nbytes], rest[output.nbytes :]
+            with torch.no_grad():
+                output.copy_(frames.tensor_from(frames.tensor_text(output), own))
+        self.done = True
+        self._written()
+        if self.future is not None:
+            self.future.set_result(self.outputs)
+
+    def _written(self) -> None:
+        """Two collectives may be under way with one tensor: then it wasn't the program that wrote.
+
+        A receive must not write into a tensor that another call still uses.
+        """
+        self.kept = []
+        under_way = [work for work in self.connection.under_way if work is not self]
+        self.connection.under_way = under_way
+        memory = {output.untyped_storage().data_ptr() for output in self.outputs}
+        messages = ("isend", "irecv")
+        for other in under_way if self.name not in messages else ():
+            if other.name not in messages:
+                other.kept = [
+                    (t, _state(t) if t.untyped_storage().data_ptr() in memory else was)
+                    for t, was in other.kept
+                ]
+
+    def is_success(self) -> bool:
+        return self.done
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self.outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that is set when the work is waited for.
+
+        C++ can't wait for it, so the work is waited for at once.
+        """
+        if self.future is None:
+            self.future = torch.futures.Future()
+            self.wait()
+            if not self.future.done():
+                self.future.set_result(self.outputs)
+        return self.future
+
+
+class RelayGroup(torch_private.PythonGroup):
+    """A process group whose messages pass through the grader."""
+
+    def __init__(self, connection: Connection, name: str, ranks: Sequence[int]):
+        super().__init__(list(ranks).index(connection.rank), len(ranks))  # type: ignore[call-arg]
+        self.connection, self.label, self.ranks = connection, name, list(ranks)
+        self.torch_name = name
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def getBackendName(self) -> str:
+        return "relay"
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.torch_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.torch_name = name
+
+    def new_group(
+        self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any
+    ) -> RelayGroup | None:
+        """What dist.new_group calls: returns a group of some of the ranks.
+
+        A rank that is not in it gets None.
+        """
+        self.connection.check_thread("new_group")
+        self.connection.send(
+            frames.NEW_GROUP, {"ranks": list(ranks), "group": group_name, "where": caller()}
+        )
+        return (
+            RelayGroup(self.connection, group_name, ranks)
+            if self.connection.rank in ranks
+            else None
+        )
+
+    def shutdown(self) -> None:
+        """There is nothing to close."""
+
+    def abort(self) -> None:
+        """There is nothing to close."""
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> RelayWork:
+        return self._message(frames.SEND, tensors[0], dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RelayWork:
+        return self._message(frames.RECV, tensors[0], src, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RelayWork:
+        return self._message(frames.RECV, tensors[0], None, tag)
+
+    def _message(self, kind: bytes, tensor: torch.Tensor, peer: int | None, tag: int) -> RelayWork:
+        sends = kind == frames.SEND
+        self.connection.check_allowed("send" if sends else "recv")
+        if peer is not None and not 0 <= peer < len(self.ranks):
+            rank_at(self.connection.rank, "send" if sends else "recv", peer, self.ranks)
+        if not tensor.is_contiguous():
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't be "
+                f"{'sent' if sends else 'received into'}: a message's tensor must be contiguous. "
+                "Call x.contiguous(), or make a new tensor with torch.empty"
+            )
+        text = {"group": self.label, "peer": peer, "tag": tag, **frames.tensor_text(tensor)}
+        data = frames.tensor_bytes(tensor) if sends else b""
+        call = self.connection.post(kind, text, data)
+        return RelayWork(
+            self.connection,
+            call,
+            [] if sends else [tensor],
+            "isend" if sends else "irecv",
+            [tensor] if sends else [],
+        )
+
+    def _collective(self, method: str, args: tuple[Any, ...]) -> dist.Work:
+        spec = COLLECTIVES[method]
+        self.connection.check_allowed(spec.kind)
+        *given, options = args
+        text, data = frames.encode(given)
+        chosen: dict[str, Any] = {
+            name: getattr(options, name) for name in OPTIONS if hasattr(options, name)
+        }
+        if "reduceOp" in chosen:
+            chosen["reduceOp"] = op_name(chosen["reduceOp"])
+        call = self.connection.post(
+            frames.COLLECTIVE,
+            {"group": self.label, "method": method, "given": text, "options": chosen},
+            data,
+        )
+        # the outputs are always the first argument
+        outputs = [] if spec.kind == "barrier" or not given else flat(given[0])
+        tensors = [tensor for part in given for tensor in flat(part)]
+        return RelayWork(
+            self.connection, call, outputs, spec.kind, [] if spec.kind == "barrier" else tensors
+        )
+
+
+def _collective_method(method: str) -> Any:
+    def call(self: RelayGroup, *args: Any, **options: Any) -> dist.Work:
+        return self._collective(method, as_torch_calls_it(method, args, options))
+
+    call.__name__ = method
+    return call
+
+
+for _method in COLLECTIVES:
+    if _method != "monitored_barrier":
+        setattr(RelayGroup, _method, _collective_method(_method))
+
+
+def join(connection: Connection) -> None:
+    """Make torch.distributed use the grader's messages.
+
+    It is then as if init_process_group had been called for a world of this size.
+    """
+    torch_private.forget_groups()
+    if not hasattr(dist.Backend, "RELAY"):
+        dist.Backend.register_backend(
+            "relay", lambda *_: dist.group.WORLD, extended_api=True, devices=["cpu"]
+        )
+    world = torch_private.RankWorld()
+    group = RelayGroup(connection, "0", range(connection.world_size))
+    torch_private.use_world(world)
+    world.add_default(group, "0", "relay", dist.HashStore(), connection.world_size)
+    torch_private.name_backend("gloo")  # programs choose their device by it
+    rank, size = str(connection.rank), str(connection.world_size)
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+
+
+def _line(tb: types.TracebackType | None, frame: types.FrameType) -> int:
+    return next((line for found, line in traceback.walk_tb(tb) if found is frame), frame.f_lineno)

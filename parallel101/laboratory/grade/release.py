@@ -1,0 +1,208 @@
+"""`parallel101 release homework/hw1_moving --out DIR`: makes what a teacher needs for a set.
+
+    DIR/hw1_moving.zip             for learners: the notebook, the file to fill in, the exercises;
+                                   no solutions
+    DIR/hw1_moving_gradescope.zip  for Gradescope: setup.sh, run_autograder, the exercises, this
+                                   library as a wheel, the secret seed
+    DIR/github/                    for GitHub Classroom: the same folder as in the learners' zip,
+                                   with a workflow that grades each push, and the same wheel
+    DIR/seed.txt                   the secret seed: it belongs to the teacher, and is in the
+                                   Gradescope zip only
+
+The cases are drawn from the seed. Learners see those of a public seed, and are graded on those of
+the secret one.
+
+A set that is filled in is refused (stubs.py). Autograders install this library from the wheel, or
+from the address that the teacher gives with --library, and never from an index, where somebody else
+may own its name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+import zipfile
+from pathlib import Path
+
+import torch
+
+from parallel101.laboratory.grade.homework import HomeworkSet
+from parallel101.laboratory.grade.stubs import filled_in, without_outputs
+from parallel101.laboratory.grade.wheel import library_wheel
+
+# what the text of a set may need beside its own files
+FIGURES = (".png", ".svg")
+# where a teacher may keep this library
+ADDRESS = re.compile(r"(git\+https|git\+ssh|https)://[\w.:/@%+~#=&?-]+")
+
+SETUP = """#!/usr/bin/env bash
+# Gradescope runs this once, as root, when it builds the image. Everything is in /opt/grader, where
+# any user can read Python and torch: when a submission is graded, each rank becomes a user of its
+# own.
+set -eu
+apt-get update -qq
+apt-get install -y -qq python3 python3-venv python3-pip
+python3 -m venv /opt/grader
+CPU=https://download.pytorch.org/whl/cpu
+/opt/grader/bin/pip install --quiet --extra-index-url $CPU "torch=={torch}"
+/opt/grader/bin/pip install --quiet "{library}"
+chmod 700 /autograder/source
+"""
+
+RUN = """#!/usr/bin/env bash
+# Gradescope runs this for each submission, as root. Results are written after each exercise, so a
+# time limit costs only the exercises that are left.
+set -u
+base=${{AUTOGRADER:-/autograder}}
+source=$base/source results=$base/results submission=$base/submission
+mkdir -p "$results"
+chmod 700 "$source" "$results"
+exec "${{GRADER:-/opt/grader/bin/parallel101}}" grade "$source/{name}" --submission "$submission" \\
+  --gradescope "$results/results.json" --seed-file "$source/seed.txt"
+"""
+
+WORKFLOW = """# GitHub Classroom: grades each push, on the public cases.
+# Points and verdicts are in the log and in results.json.
+name: grade
+on: [push, workflow_dispatch]
+jobs:
+  grade:
+    runs-on: ubuntu-latest
+    timeout-minutes: 15
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.12"
+      - run: >-
+          pip install --extra-index-url https://download.pytorch.org/whl/cpu
+          "torch=={torch}" "{library}"
+      - run: parallel101 grade {name} --submission {name} --json results.json
+      - uses: actions/upload-artifact@v4
+        if: always()
+        with:
+          name: results
+          path: results.json
+"""
+
+
+class NotStubs(ValueError):
+    """A set can't be released, because it is filled in. The message names each place."""
+
+
+def release(
+    homework: HomeworkSet, out: Path, seed: str | None = None, library: str | None = None
+) -> list[Path]:
+    """Write the bundles of one homework set. Returns the files and folders that were written.
+
+    Args:
+        homework: the set.
+        out: the folder for the bundles; it is made. A seed.txt in it is used again.
+        seed: the secret seed; None: that of an earlier release into `out`, or a new one.
+        library: the address from which autograders install this library, such as
+            git+https://github.com/me/parallel101@v1; None: from a wheel in the bundle.
+
+    Raises:
+        NotStubs: the set has solutions. Nothing is written.
+        ValueError: `library` is not an address.
+    """
+    if found := filled_in(homework):
+        raise NotStubs(_refusal(homework, found))
+    if library is not None and not ADDRESS.fullmatch(library):
+        raise ValueError(
+            f"--library {library!r}: expected an address, such as "
+            "git+https://github.com/me/parallel101@v1 or https://example.org/parallel101.whl. The "
+            "name parallel101 may be somebody else's on an index"
+        )
+    wheel, packed = (None, b"") if library is not None else library_wheel()
+    out.mkdir(parents=True, exist_ok=True)
+    seed_file = out / "seed.txt"
+    if seed is None:
+        seed = seed_file.read_text().strip() if seed_file.exists() else secrets.token_hex(16)
+    seed_file.write_text(seed + "\n")
+    seed_file.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    name = homework.folder.name
+    learners, gradescope, github = (
+        out / f"{name}.zip",
+        out / f"{name}_gradescope.zip",
+        out / "github",
+    )
+    files = {file.name: _content(file) for file in handed_out(homework)}
+    with zipfile.ZipFile(learners, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for file, content in files.items():
+            _add(bundle, f"{name}/{file}", content, 0o644)
+
+    torch_version = torch.__version__.partition("+")[0]
+    with zipfile.ZipFile(gradescope, "w", zipfile.ZIP_DEFLATED) as bundle:
+        setup = SETUP.format(torch=torch_version, library=library or f"/autograder/source/{wheel}")
+        _add(bundle, "setup.sh", setup.encode(), 0o755)
+        _add(bundle, "run_autograder", RUN.format(name=name).encode(), 0o755)
+        _add(bundle, "seed.txt", f"{seed}\n".encode(), 0o600)
+        for declared in (*homework.tests, homework.code):
+            _add(bundle, f"{name}/{declared.name}", files[declared.name], 0o600)
+        if wheel:
+            _add(bundle, wheel, packed, 0o600)
+
+    # only what a release writes: a teacher may have made a repository of this folder
+    shutil.rmtree(github / name, ignore_errors=True)
+    for old in github.glob("parallel101-*.whl"):
+        old.unlink()
+    workflow = WORKFLOW.format(name=name, torch=torch_version, library=library or f"./{wheel}")
+    written = {f"{name}/{file}": content for file, content in files.items()}
+    written |= {".github/workflows/grade.yml": workflow.encode()} | (
+        {wheel: packed} if wheel else {}
+    )
+    for file, content in written.items():
+        (github / file).parent.mkdir(parents=True, exist_ok=True)
+        (github / file).write_bytes(content)
+    return [learners, gradescope, github, seed_file]
+
+
+def handed_out(homework: HomeworkSet) -> list[Path]:
+    """The files of a set that learners get: stubs, exercises, notebook and its figures.
+
+    Anything else in the folder, such as a solution.py or notes, stays with the teacher.
+    """
+    folder = homework.folder
+    figures = [file for file in sorted(folder.iterdir()) if file.suffix in FIGURES]
+    files = [homework.code, *homework.tests, homework.notebook, *figures]
+    # with it, pytest shows verdicts
+    conftest = (folder / "conftest.py", folder.parent / "conftest.py")
+    files += [file for file in conftest if file.is_file()][:1]
+    return [file for file in files if file.is_file() and file.name[0] != "."]
+
+
+def left_out(homework: HomeworkSet) -> list[str]:
+    """The names of the files in a set's folder that learners don't get."""
+    given = {file.name for file in handed_out(homework)}
+    return sorted(
+        file.name
+        for file in homework.folder.iterdir()
+        if file.is_file() and file.name[0] != "." and file.name not in given
+    )
+
+
+def _content(file: Path) -> bytes:
+    if file.suffix == ".ipynb":
+        return without_outputs(file.read_text(encoding="utf-8")).encode()
+    return file.read_bytes()
+
+
+def _refusal(homework: HomeworkSet, found: list[str]) -> str:
+    folder = os.path.relpath(homework.folder)
+    places = "".join(f"\n  {place}" for place in found)
+    return (
+        f"{folder} is not released, because learners would get what is filled in:{places}\n"
+        f"Release it from a clone in which nothing is filled in, or copy your solution elsewhere "
+        f"and get the stubs back: git checkout -- {folder}"
+    )
+
+
+def _add(bundle: zipfile.ZipFile, name: str, content: bytes, mode: int) -> None:
+    entry = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))
+    entry.external_attr = (stat.S_IFREG | mode) << 16
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    bundle.writestr(entry, content)

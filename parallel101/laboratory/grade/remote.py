@@ -1,0 +1,647 @@
+"""The grader's side of a run: the learner's ranks are processes whose messages the simulator sends.
+
+    rank 2's process ──SEND, RECV, WAIT──▶ virtual rank 2: isend, irecv, wait on the virtual clock
+                     ◀──the bytes, when the message has arrived
+
+Each virtual rank does what the frames of its process say, and nothing else. So what the simulator
+recorded is what was sent; a deadlock is found at once, and the same run gives the same record every
+time. This process runs no line of the learner's code, and unpickles nothing that comes from it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.laboratory.grade import frames, users
+from parallel101.laboratory.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
+from parallel101.laboratory.grade.file_access import available
+from parallel101.laboratory.grade.frames import Frame
+from parallel101.laboratory.grade.plain_text import plain
+from parallel101.laboratory.grade.users import (
+    end_processes_of,
+    library_copy,
+    remove_files_of,
+    user_of,
+)
+from parallel101.laboratory.ranks.processes import RankProcess, kill, preload, start_ranks
+from parallel101.laboratory.record import where
+from parallel101.laboratory.record.errors import DeadlockError, MisuseError, one_line
+from parallel101.laboratory.record.overloads import SIGNATURES
+from parallel101.laboratory.record.signatures import COLLECTIVES, flat
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.sim.simulate import simulate
+from parallel101.spans import Recorder, compute, recorder
+
+MOST_PRINTED = 1 << 20  # bytes that a rank may print
+KEPT_PRINTED = 20_000  # bytes of it that are kept
+MOST_SAID = 1 << 25  # bytes of text that a rank may send in one case
+MEMORY = 2 << 30  # bytes that a rank may allocate
+# bytes that a rank may send, receive and return in one case: the grader holds them
+MOST_MOVED = 1 << 28
+MOST_TRACEBACK = 6000  # characters
+NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
+MOST_MESSAGE = 2000  # characters of an error's text
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
+PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
+
+
+class GradedRunFailed(Exception):
+    """A run of the learner's code ended early. `rank` is the rank it was, or None."""
+
+    def __init__(self, message: str, rank: int | None = None, where: str = "?"):
+        super().__init__(message)
+        self.rank, self.where = rank, where
+
+
+class LearnerError(GradedRunFailed):
+    """The learner's code raised an exception: `kind` is its type, `traceback` its text."""
+
+    def __init__(
+        self, message: str, rank: int, where: str, kind: str, traceback: str, not_written: bool
+    ):
+        super().__init__(message, rank, where)
+        self.kind, self.traceback, self.not_written = kind, traceback, not_written
+
+
+class ForbiddenCall(GradedRunFailed):
+    """The learner's code called an operation that the exercise does not allow."""
+
+
+class CalledFromThread(GradedRunFailed):
+    """The learner's code called torch.distributed from a thread that it had started."""
+
+
+class TimeOver(GradedRunFailed):
+    """A rank was still running at the time limit."""
+
+
+class RankDied(GradedRunFailed):
+    """A rank's process ended without a result."""
+
+
+class CallFailed(GradedRunFailed):
+    """The calls of several ranks raised an exception together, when the data was moved."""
+
+
+class NotStarted(GradedRunFailed):
+    """A case was not run: its processes did not start, or the time for the exercise was over."""
+
+
+class PrintedTooMuch(GradedRunFailed):
+    """A rank printed more than MOST_PRINTED bytes."""
+
+
+@dataclass
+class Submission:
+    """The file that a learner handed in."""
+
+    path: Path
+    source: str
+    # the Python files beside it, which it may import: module -> source
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        return self.path.stem
+
+
+@dataclass
+class RemoteRank:
+    """A process that runs the learner's code as one rank, as the grader holds it."""
+
+    number: int
+    process: RankProcess
+    printed: dict[str, bytearray] = field(
+        default_factory=lambda: {"out": bytearray(), "err": bytearray()}
+    )
+    amount: int = 0
+    status: bytes = b""
+
+    def receive(self, until: float) -> Frame:
+        """The next frame. Meanwhile, what the rank prints is kept."""
+        control = self.process.control
+        streams: dict[Any, str] = {self.process.out: "out", self.process.err: "err"}
+        while True:
+            ready, _, _ = select.select(
+                [control, *streams], [], [], max(0.0, until - time.monotonic())
+            )
+            if not ready:
+                raise TimeOver("", self.number, self._where())
+            for stream in ready:
+                if stream is not control and not self._read_output(stream, streams[stream]):
+                    del streams[stream]
+            if control in ready:
+                try:
+                    return frames.receive(control, until)
+                except TimeoutError:
+                    raise TimeOver("", self.number, self._where()) from None
+                except (EOFError, OSError, frames.BrokenFrame) as error:
+                    self.read_rest()
+                    raise RankDied(str(error), self.number) from None
+
+    def _read_output(self, stream: Any, name: str) -> bool:
+        data = (
+            os.read(stream.fileno(), 1 << 16)
+            if not isinstance(stream, socket.socket)
+            else stream.recv(1 << 16)
+        )
+        self.amount += len(data)
+        kept = self.printed[name]
+        kept += data[: max(0, KEPT_PRINTED - len(kept))]
+        if self.amount > MOST_PRINTED:
+            raise PrintedTooMuch("", self.number)
+        return bool(data)
+
+    def read_rest(self) -> None:
+        """Read what the rank has printed and not been asked for yet."""
+        streams = {self.process.out: "out", self.process.err: "err"}
+        with contextlib.suppress(OSError, PrintedTooMuch):
+            while ready := select.select(list(streams), [], [], 0)[0]:
+                for stream in ready:
+                    if not self._read_output(stream, streams[stream]):
+                        del streams[stream]
+
+    def _where(self) -> str:
+        """Where in the code the rank is.
+
+        It is asked by a signal, and answers on its status pipe.
+        """
+        with contextlib.suppress(OSError, AttributeError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            if select.select([self.process.status], [], [], 1.0)[0]:
+                text = os.read(self.process.status.fileno(), 1 << 16).decode(errors="replace")
+                places = re.findall(r'File "([^"]+)", line (\d+)', text)
+                return next(
+                    (f"{file}:{line}" for file, line in places if not where.is_inside(file)), "?"
+                )
+        return "?"
+
+
+def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
+    """Let the fork server import what the ranks of these exercises need, before they start."""
+    preload(
+        {
+            *more,
+            *(
+                name
+                for exercise in exercises
+                for name in (*exercise.imports, *imported_modules(exercise.source))
+            ),
+        }
+    )
+
+
+@lru_cache
+def imported_modules(source: str) -> tuple[str, ...]:
+    """The modules that a file of exercises imports at its top."""
+    nodes = ast.parse(source).body
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return (
+        *plain,
+        *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module),
+    )
+
+
+class SubmissionRanks:
+    """The processes that run one submission's ranks for one exercise.
+
+    Use it in a `with` block: at its end no process is left.
+
+    They serve one case after the other, of any world size: starting a process takes longer than
+    most cases.
+    """
+
+    def __init__(self, exercise: Exercise, submission: Submission):
+        self.exercise, self.submission = exercise, submission
+        self.ranks: list[RemoteRank] = []
+        self.scratch: tempfile.TemporaryDirectory | None = None
+
+    def __enter__(self) -> SubmissionRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, count: int) -> None:
+        """Have at least `count` processes, each ready to call the learner's function.
+
+        None of the learner's code has run yet, so a start that fails is this machine's fault: it is
+        tried once more.
+        """
+        try:
+            self._start(count)
+        except (RankDied, TimeOver):
+            self.stop()
+            self._start(count)
+
+    def _start(self, count: int) -> None:
+        missing = range(len(self.ranks), count)
+        if not missing:
+            return
+        if self.scratch is None:
+            self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
+            os.chmod(self.scratch.name, 0o711)
+            preload_for([self.exercise], self._compiler())
+        new = [
+            RemoteRank(n, process)
+            for n, process in zip(
+                missing, start_ranks(len(missing), "parallel101.laboratory.grade.rank"), strict=True
+            )
+        ]
+        self.ranks += new
+        for rank in new:
+            user = user_of(rank.number)
+            folder = Path(self.scratch.name) / str(rank.number)
+            folder.mkdir()
+            if user is not None:
+                os.chown(folder, user, user)
+            with contextlib.suppress(OSError):  # it has died: the first receive says so
+                frames.send(
+                    rank.process.control, frames.JOB, self._job(rank.number, user, str(folder))
+                )
+        until = time.monotonic() + 30
+        for rank in new:
+            rank.receive(until)
+
+    def _compiler(self) -> Sequence[str]:
+        """torch's compiler, if the code needs it: to import it in each rank would take seconds."""
+        sources = (self.submission.source, *self.submission.files.values())
+        needed = any(name in text for name in NEED_COMPILER for text in sources)
+        return OPTIM if needed and self.exercise.allowed > P2P else ()
+
+    def take(self, submission: Submission) -> None:
+        """From now on, run another submission on the same processes.
+
+        It may find what this one has changed there: not for grades.
+        """
+        self.submission = submission
+        for rank in self.ranks:
+            frames.send(rank.process.control, frames.JOB, self._job(rank.number, None, ""))
+
+    def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
+        exercise, submission = self.exercise, self.submission
+        return {
+            "rank": rank,
+            "user": user,
+            "scratch": scratch,
+            "memory": MEMORY,
+            "allowed": sorted(exercise.allowed),
+            "function": exercise.function,
+            "exercise_path": exercise.path,
+            "exercise_source": exercise.source,
+            "path": str(submission.path),
+            "source": submission.source,
+            "module": submission.module,
+            "files": submission.files,
+            "library": library_copy(),
+            "closed": users.CLOSED,
+        }
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            kill(rank.process)
+        for rank in self.ranks:
+            rank.process.close()
+        own = {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
+        end_processes_of(own)
+        if not (users.CLOSED and available()):
+            remove_files_of(own)
+        self.ranks = []
+        if self.scratch is not None:
+            self.scratch.cleanup()
+            self.scratch = None
+
+    def run(self, case: Case) -> Trial:
+        """Run one case. After a run that failed, the next one starts new processes."""
+        try:
+            self.start(case.world_size)
+        except (RankDied, TimeOver) as error:
+            self.stop()
+            return not_run(
+                case,
+                NotStarted(
+                    f"rank {error.rank}'s process did not start, on a machine that is too busy. "
+                    "Run it again"
+                ),
+            )
+        ranks = self.ranks[: case.world_size]
+        for rank in ranks:
+            rank.printed, rank.amount = {"out": bytearray(), "err": bytearray()}, 0
+        until = time.monotonic() + case.seconds
+        virtual = [VirtualEnd(rank, case, until, self.exercise.allowed) for rank in ranks]
+        for end in virtual:
+            end.begin()
+        outcome = simulate(
+            lambda number: virtual[number].serve(),
+            case.world_size,
+            case.network,
+            payload_bytes=PAYLOAD_BYTES,
+        )
+        for rank in ranks:
+            rank.read_rest()
+        trial = Trial(
+            case=case,
+            results=[end.result for end in virtual],
+            trace=Trace.from_rows(outcome.events, case.world_size, "sim", outcome.unfinished),
+            error=outcome.error,
+            unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
+            changed=[end.changed for end in virtual],
+            printed=[
+                plain(
+                    "".join(part.decode(errors="replace") for part in rank.printed.values()),
+                    MOST_PRINTED,
+                )
+                for rank in ranks
+            ],
+        )
+        if outcome.error is not None:
+            self.stop()
+        if outcome.error is not None and not isinstance(
+            outcome.error, GradedRunFailed | DeadlockError | MisuseError
+        ):  # what the calls of several ranks together do: no rank's own fault is known
+            trial.error = CallFailed(plain(one_line(outcome.error)))
+        return trial
+
+
+def not_run(case: Case, error: GradedRunFailed) -> Trial:
+    """The trial of a case that was not run."""
+    return Trial(case, [None] * case.world_size, Trace((), case.world_size, "sim"), error)
+
+
+@dataclass
+class RelayedCall:
+    """A call that a rank has posted, and what is needed to answer its wait."""
+
+    work: Any
+    outputs: list[torch.Tensor]
+    about: Unwaited
+    waited: bool = False
+
+
+class VirtualEnd:
+    """The virtual rank that does what one process says."""
+
+    def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
+        self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
+        self.moved = 0  # bytes
+        self.said = 0  # bytes of text, such as the names of spans
+        self.calls: dict[int, RelayedCall] = {}
+        self.groups: dict[str, Any] = {}
+        self.spans: dict[int, Any] = {}
+        self.result: Any = None
+        self.changed: list[int] = []
+        self.returned = False
+
+    def begin(self) -> None:
+        """Let the process begin.
+
+        The processes compute at the same time, though their messages are repeated one after the
+        other.
+        """
+        text, data = frames.encode(self.case.arguments[self.rank.number])
+        with contextlib.suppress(OSError):  # it has died: the first receive says so
+            frames.send(self.rank.process.control, frames.CASE, self._about(text), data)
+
+    def _about(self, arguments: Any) -> dict[str, Any]:
+        return {"world_size": self.case.world_size, "arguments": arguments, "seed": self.case.seed}
+
+    def serve(self) -> None:
+        """Do what the process says until it returns. Raises what ended the run early."""
+        self.groups = {"0": dist.group.WORLD}
+        while True:
+            frame = self.rank.receive(self.until)
+            self._count(len(frame.data))
+            self.said += frame.size
+            if self.said > MOST_SAID:
+                raise RankDied(f"told more than {MOST_SAID >> 20} MiB of calls", self.rank.number)
+            place = _place(frame.text.get("where"))
+            try:
+                self._notes(frame.text.get("notes", []))
+                if frame.kind == frames.RESULT:
+                    self.result = frames.decode(frame.text.get("result"), frame.data)
+                    self.changed = [place for place in frame.text["changed"] if type(place) is int]
+                    self.returned = True
+                    return
+                at_place(place, partial(ACTIONS[frame.kind], self, frame, place))
+            except (GradedRunFailed, DeadlockError, MisuseError):
+                raise
+            except Exception as error:  # whatever a rank sends, the grader goes on
+                raise RankDied(
+                    f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}",
+                    self.rank.number,
+                ) from error
+
+    def _check(self, operation: str, place: str) -> None:
+        """The rank checks this too, but in the learner's process."""
+        if operation not in self.allowed:
+            raise ForbiddenCall(operation, self.rank.number, place)
+
+    def _count(self, nbytes: int) -> None:
+        self.moved += nbytes
+        if self.moved > MOST_MOVED:
+            raise RankDied(f"moved more than {MOST_MOVED >> 20} MiB", self.rank.number)
+
+    def _tensor(self, frame: Frame) -> torch.Tensor:
+        return frames.tensor_from(frame.text, frame.data)
+
+    def _send(self, frame: Frame, place: str) -> None:
+        self._check("send", place)
+        # flat: as on gloo, the two sides need not have the same shape
+        text, tensor = frame.text, self._tensor(frame).flatten()
+        peer, group = self._peer(frame), self.groups[text["group"]]
+        with self._calls_of_the_learner(place):
+            work = dist.isend(tensor, peer, group=group, tag=text["tag"])
+        self._keep(text["call"], work, [], "send", text["peer"], place)
+
+    def _recv(self, frame: Frame, place: str) -> None:
+        self._check("recv", place)
+        text = frame.text
+        tensor = frames.empty_tensor(text).flatten()
+        self._count(tensor.nbytes)
+        peer, group = self._peer(frame), self.groups[text["group"]]
+        with self._calls_of_the_learner(place):
+            work = dist.irecv(tensor, peer, group=group, tag=text["tag"])
+        self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
+
+    def _peer(self, frame: Frame) -> int | None:
+        """The peer as torch.distributed numbers it: in the world."""
+        peer, group = frame.text["peer"], self.groups[frame.text["group"]]
+        return None if peer is None else dist.get_global_rank(group, peer)
+
+    def _collective(self, frame: Frame, place: str) -> None:
+        text = frame.text
+        given = frames.decode(text["given"], frame.data)
+        method = text["method"]
+        if method not in COLLECTIVES:
+            raise KeyError(method)
+        self._check(COLLECTIVES[method].kind, place)
+        options = SIGNATURES[method].options()
+        if "rootRank" in text["options"]:
+            options.rootRank = int(text["options"]["rootRank"])
+        with self._calls_of_the_learner(place):
+            if "reduceOp" in text["options"]:
+                options.reduceOp = self._reduction(str(text["options"]["reduceOp"]))
+            work = getattr(self.groups[text["group"]], method)(*given, options)
+        outputs = flat(given[0]) if given and "barrier" not in method else []
+        self._keep(text["call"], work, outputs, method, None, place)
+
+    def _reduction(self, name: str) -> Any:
+        if name.upper() not in REDUCTIONS:
+            raise ValueError(f"the reduction {name} can't be used; use {', '.join(REDUCTIONS)}")
+        return getattr(dist.ReduceOp, name.upper())
+
+    @contextlib.contextmanager
+    def _calls_of_the_learner(self, place: str) -> Iterator[None]:
+        """What a repeated call raises is the learner's error, as if the rank had raised it."""
+        try:
+            yield
+        except (GradedRunFailed, DeadlockError, MisuseError):
+            raise
+        except Exception as error:
+            text = plain(str(error) or repr(error), MOST_MESSAGE)
+            raise LearnerError(
+                text, self.rank.number, place, type(error).__name__, "", False
+            ) from error
+
+    def _keep(
+        self,
+        call: int,
+        work: Any,
+        outputs: list[torch.Tensor],
+        kind: str,
+        peer: int | None,
+        place: str,
+    ) -> None:
+        self.calls[call] = RelayedCall(work, outputs, Unwaited(self.rank.number, kind, peer, place))
+
+    def _wait(self, frame: Frame, place: str) -> None:
+        call = self.calls[frame.text["call"]]
+        call.work.wait()
+        self._answer(call, True)
+
+    def _test(self, frame: Frame, place: str) -> None:
+        call = self.calls[frame.text["call"]]
+        self._answer(call, call.work.is_completed())
+
+    def _clock(self, frame: Frame, place: str) -> None:
+        with contextlib.suppress(OSError):  # it has died: the next receive says so
+            frames.send(self.rank.process.control, frames.REPLY, {"seconds": clock().now()})
+
+    def _answer(self, call: RelayedCall, done: bool) -> None:
+        call.waited = call.waited or done
+        data = b"".join(frames.tensor_bytes(output) for output in call.outputs) if done else b""
+        with contextlib.suppress(OSError):  # it has died: the next receive says so
+            source = call.work._source_rank() if done and call.about.kind == "recv" else None
+            frames.send(
+                self.rank.process.control, frames.REPLY, {"done": done, "source": source}, data
+            )
+
+    def _new_group(self, frame: Frame, place: str) -> None:
+        group = dist.new_group(frame.text["ranks"])
+        if isinstance(group, dist.ProcessGroup):
+            self.groups[frame.text["group"]] = group
+
+    def _notes(self, notes: list[list]) -> None:
+        """Repeat what the rank's spans and its compute() did to its clock."""
+        for kind, *note in notes:
+            if kind == frames.BEGIN:
+                self.spans[note[0]] = clock().now()
+            elif kind == frames.COMPUTE:
+                compute(float(note[0]))
+            elif kind == frames.END:
+                start, name, labels, waiting, place = note
+                at_place(
+                    _place(place),
+                    partial(self._add_span, start, plain(str(name), 200), labels, waiting),
+                )
+
+    def _add_span(self, start: int, name: str, labels: Any, waiting: Any) -> None:
+        clock().add_span(
+            name,
+            self.spans[start],
+            clock().now(),
+            labels if isinstance(labels, dict) else {},
+            bool(waiting),
+        )
+
+    def _forbidden(self, frame: Frame, place: str) -> None:
+        raise ForbiddenCall(plain(str(frame.text["operation"]), 100), self.rank.number, place)
+
+    def _from_thread(self, frame: Frame, place: str) -> None:
+        operation = plain(str(frame.text["operation"]), 100)
+        raise CalledFromThread(
+            f"rank {self.rank.number} called {operation} from a thread that it had started, at "
+            f"{where.shown(place)}. Threads aren't relayed: call torch.distributed where the "
+            "function itself runs. isend and irecv let messages travel at the same time",
+            self.rank.number,
+            place,
+        )
+
+    def _failed(self, frame: Frame, place: str) -> None:
+        text = {
+            key: plain(str(frame.text[key]), MOST_TRACEBACK)
+            for key in ("type", "message", "traceback")
+        }
+        not_written = frame.text["not_written"] is True
+        raise LearnerError(
+            text["message"], self.rank.number, place, text["type"], text["traceback"], not_written
+        )
+
+    def unwaited(self) -> Sequence[Unwaited]:
+        """The calls that the rank posted and never waited for.
+
+        A rank that did not return might still have waited.
+        """
+        return (
+            [call.about for call in self.calls.values() if not call.waited] if self.returned else []
+        )
+
+
+def _place(text: Any) -> str:
+    """A "file:line" from a rank, or "?" for anything else."""
+    return text if isinstance(text, str) and PLACE.fullmatch(text) else "?"
+
+
+def clock() -> Recorder:
+    """The recorder of the virtual rank whose thread this is."""
+    found = recorder()
+    assert found is not None
+    return found
+
+
+def at_place(place: str, act: Callable[[], None]) -> None:
+    """Call `act`. What it posts is recorded as called at `place`, a line of the learner's code."""
+    act()
+
+
+where.stands_for_a_place(at_place)
+
+ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
+    frames.SEND: VirtualEnd._send,
+    frames.RECV: VirtualEnd._recv,
+    frames.COLLECTIVE: VirtualEnd._collective,
+    frames.WAIT: VirtualEnd._wait,
+    frames.TEST: VirtualEnd._test,
+    frames.CLOCK: VirtualEnd._clock,
+    frames.NEW_GROUP: VirtualEnd._new_group,
+    frames.FORBIDDEN: VirtualEnd._forbidden,
+    frames.FROM_THREAD: VirtualEnd._from_thread,
+    frames.FAILED: VirtualEnd._failed,
+}

@@ -1,0 +1,140 @@
+"""Says which functions of a homework set are filled in, so that no release gives solutions away.
+
+hw1.py          each function that an exercise asks for is a stub: a docstring and
+                raise NotImplementedError(…); so is each method of a class
+                beside them there are imports, names for types, and functions whose docstring says
+                "(this is given)"
+hw1.ipynb       predict(…) has a question mark for each answer
+
+It reads the files, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallel101.laboratory.grade.homework import HomeworkSet
+
+GIVEN = "this is given"  # in the docstring of a function that learners need and don't write
+UNANSWERED = ("?", None, ...)
+CODE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Call, ast.Return, ast.For, ast.If, ast.With)
+
+
+def filled_in(homework: HomeworkSet) -> list[str]:
+    """Everything in a set's files that is, or may be, a solution: a sentence for each place."""
+    functions = {exercise.function for exercise in homework.exercises}
+    said = list(_in_code(homework.code, functions))
+    if homework.notebook.is_file():
+        said += _in_notebook(homework.notebook, functions)
+    return said
+
+
+def without_outputs(notebook: str) -> str:
+    """A notebook's text without what its cells printed and drew."""
+    content = json.loads(notebook)
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _in_code(file: Path, functions: set[str]) -> Iterator[str]:
+    source = file.read_text(encoding="utf-8-sig")
+    try:
+        nodes = ast.parse(source).body
+    except SyntaxError as error:
+        yield f"{file.name} can't be read: {error.msg} (line {error.lineno})"
+        return
+    for node in nodes:
+        place = f"{file.name}, line {node.lineno}"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name in functions and not is_stub(node):
+                yield f"{place}: {node.name} is filled in"
+            elif node.name not in functions and GIVEN not in (ast.get_docstring(node) or ""):
+                yield (
+                    f"{place}: no exercise asks for {node.name}, and its docstring doesn't say "
+                    f"({GIVEN})"
+                )
+        elif isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names):
+            yield f"{place}: imports * from {node.module}"
+        elif not isinstance(node, ast.Import | ast.ImportFrom) and not _is_plain(node, functions):
+            yield f"{place}: runs code: {ast.unparse(node).splitlines()[0]}"
+    written = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    yield from (f"{file.name} has no stub of {name}" for name in sorted(functions - written))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and _is_code(token.string.lstrip("# ")):
+            yield f"{file.name}, line {token.start[0]}: a comment is code: {token.string}"
+
+
+def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether nothing is written yet: a docstring, super().__init__() and NotImplementedError.
+
+    A class is a stub if all its methods are.
+    """
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    if isinstance(node, ast.ClassDef):
+        methods = ast.FunctionDef | ast.AsyncFunctionDef
+        return all(isinstance(method, methods) and is_stub(method) for method in body)
+    return (
+        not node.decorator_list
+        and all(ast.unparse(line) == "super().__init__()" for line in body[:-1])
+        and all(_says_not_written(line) for line in body[-1:])
+    )
+
+
+def _says_not_written(node: ast.stmt) -> bool:
+    raised = node.exc if isinstance(node, ast.Raise) else None
+    raised = raised.func if isinstance(raised, ast.Call) else raised
+    return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
+
+
+def _is_plain(node: ast.stmt, functions: set[str]) -> bool:
+    """Whether it is a docstring, or a name for a type or a number."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    runs = any(isinstance(part, ast.Call | ast.Lambda) for part in ast.walk(node))
+    to_names = all(isinstance(target, ast.Name) for target in targets)
+    return to_names and not runs and not names & functions
+
+
+def _is_code(comment: str) -> bool:
+    try:
+        return any(isinstance(node, CODE) for node in ast.walk(ast.parse(comment)))
+    except (SyntaxError, ValueError):
+        return False
+
+
+def _in_notebook(file: Path, functions: set[str]) -> Iterator[str]:
+    try:
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in code]
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"{file.name} is not a notebook that can be read: {error!r}"
+        return
+    for number, (cell, source) in enumerate(zip(code, sources), 1):
+        place = f"{file.name}, cell {cell.get('id', number)}"
+        lines = source.split("\n")
+        plain = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines)
+        try:
+            nodes = [*ast.walk(ast.parse(plain))]
+        except SyntaxError:
+            nodes = []
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in functions:
+                if not is_stub(node):
+                    yield f"{place}: {node.name} is filled in"
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "predict":
+                for answer in node.keywords:
+                    value = answer.value
+                    if not (isinstance(value, ast.Constant) and value.value in UNANSWERED):
+                        yield f"{place}: {answer.arg} is answered"

@@ -1,0 +1,181 @@
+"""Misconceptions of exercises that add what the ranks have.
+
+They name which ranks are counted how often in a wrong sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from parallel101.laboratory.grade.compared_values import factor, weights
+from parallel101.laboratory.grade.exercise import Misconception, Trial
+from parallel101.laboratory.grade.exercise_checks import communicated, failed, right
+
+
+def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
+    """The trials on at least so many ranks whose tensors are large enough to count bytes."""
+    return [
+        trial
+        for trial in trials
+        if trial.world_size >= least and trial.case.facts["xs"][0].nbytes >= 100 * trial.world_size
+    ]
+
+
+def sent_to(trial: Trial) -> list[set[int]]:
+    """The ranks that each rank sends to."""
+    found: list[set[int]] = [set() for _ in range(trial.world_size)]
+    for event in trial.trace.events:
+        if event.kind == "send" and event.peer is not None:
+            found[event.rank].add(event.peer)
+    return found
+
+
+def whole_round_ring(trials: Sequence[Trial]) -> bool:
+    """Right, but every rank sends n − 1 times the whole x, and to one other rank only."""
+    large = several_ranks(trials, least=3)
+    return _sends_everything(large) and all(max(map(len, sent_to(t))) == 1 for t in large)
+
+
+def everything_to_everyone(trials: Sequence[Trial]) -> bool:
+    """Right, but every rank sends its whole x to every other."""
+    large = several_ranks(trials, least=3)
+    return _sends_everything(large) and all(
+        min(map(len, sent_to(t))) == t.world_size - 1 for t in large
+    )
+
+
+def _sends_everything(large: Sequence[Trial]) -> bool:
+    return bool(large) and all(
+        right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
+        for t in large
+    )
+
+
+WHOLE_ROUND_RING = Misconception(
+    "whole tensor round the ring",
+    (
+        "Every rank's whole x goes round the ring, and each rank adds up by itself: it sends "
+        "(n − 1)·S bytes. As partial sums and in chunks it is less than 2·S."
+    ),
+    whole_round_ring,
+)
+EVERYTHING_TO_EVERYONE = Misconception(
+    "everything to everyone",
+    (
+        "Every rank sends its whole x to every other rank, which adds up by itself: n − 1 messages "
+        "of S bytes a rank."
+    ),
+    everything_to_everyone,
+)
+
+
+def facts(xs: Sequence[torch.Tensor], **more: object) -> dict:
+    return {"xs": list(xs), **more}
+
+
+# of each result, with what it should be the sum of
+Summands = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]
+
+
+def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[Trial, list[float]]]:
+    """For each piece of the results that is a weighted sum of the ranks' pieces, its weights."""
+    found = [
+        (trial, weights(piece, parts))
+        for trial in trials
+        if trial.error is None and trial.world_size > 1
+        for piece, parts in pieces(trial)
+    ]
+    return [(trial, [round(c, 3) for c in cs]) for trial, cs in found if cs is not None]
+
+
+def counted_twice(pieces: Summands) -> Misconception:
+    def seen(trials: Sequence[Trial]) -> bool:
+        sums = [
+            cs
+            for trial, cs in factors(failed(trials), pieces)
+            if trial.case.facts.get("op", "sum") == "sum"
+        ]
+        return any(all(c == int(c) for c in cs) and max(cs) >= 2 for cs in sums)
+
+    return Misconception(
+        "counted twice",
+        (
+            "The data of some ranks is added more than once: what arrives already contains it, or "
+            "a finished sum is added in place of copied."
+        ),
+        seen,
+    )
+
+
+def left_out(pieces: Summands) -> Misconception:
+    def seen(trials: Sequence[Trial]) -> bool:
+        sums = [
+            cs
+            for trial, cs in factors(failed(trials), pieces)
+            if trial.case.facts.get("op", "sum") == "sum"
+        ]
+        return any(set(cs) == {0.0, 1.0} for cs in sums)
+
+    return Misconception(
+        "ranks left out",
+        "The sum lacks the data of some ranks: it is overwritten, or never added.",
+        seen,
+    )
+
+
+def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
+    """Sums are right, but in means each rank's data is divided by n once or more.
+
+    Somewhere it is divided more than once.
+    """
+
+    def seen(trials: Sequence[Trial]) -> bool:
+        wrong = failed(trials)
+        if not wrong or any(
+            trial.case.facts["op"] == "sum" or trial.error is not None for trial in wrong
+        ):
+            return False
+        again = False
+        for trial in wrong:
+            n = trial.world_size
+            for piece, parts in pieces(trial):
+                cs = weights(piece, parts)
+                if cs is None:
+                    continue
+                if not all(any(abs(c - n**-k) < 2e-3 * n**-k for k in range(n + 2)) for c in cs):
+                    return False
+                again = again or any(c < 0.9 / n for c in cs)
+        return again
+
+    return seen
+
+
+def sum_for_mean(trials: Sequence[Trial]) -> bool:
+    """Where the mean is asked for, the sum is returned."""
+    wrong = failed(trials)
+    return bool(wrong) and all(
+        trial.case.facts["op"] == "mean"
+        and trial.error is None
+        and same_up_to(trial, float(trial.world_size))
+        for trial in wrong
+    )
+
+
+def same_up_to(trial: Trial, k: float) -> bool:
+    """Whether every result is k times the expected one."""
+    pairs = [
+        (found, expected)
+        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+        if expected is not None
+    ]
+    found_k = [factor(found, expected) for found, expected in pairs]
+    return all(f is not None and abs(f - k) < 1e-3 * abs(k) for f in found_k)
+
+
+SUM_FOR_MEAN = Misconception(
+    "sum for mean",
+    "Where the mean is asked for, the sum is returned: it is n times too large.",
+    sum_for_mean,
+)

@@ -1,0 +1,332 @@
+"""What exercises on tensor parallel layers share: forward and backward, and usual mistakes.
+
+Forward and backward are spans, with their bytes and memory. What is expected comes from one process
+with the whole weights, in float64. What the usual mistakes would give is computed too, by the case,
+so that they can be named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel101.laboratory.grade.compared_values import close, factor, same
+from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
+from parallel101.laboratory.grade.exercise_checks import communicated, failed, right
+from parallel101.spans import compute, span, wait_span
+
+NUMBER = 8  # bytes of a float64
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.clone().requires_grad_()
+
+
+def forward_backward(
+    forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, int]:
+    """Run both, each in a span.
+
+    Returns the result, and the bytes that autograd keeps for backward besides the weights. There is
+    no backward from a result that has no graph, or that `loss` can't take: the check of the values
+    says what is wrong with it.
+
+    On the virtual clock only messages take time, so the spans are time in which the rank waits; the
+    loss between them takes a second.
+    """
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with (
+        wait_span("forward"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        y = forward()
+    with span("loss"):
+        compute(1.0)
+    total = None
+    if isinstance(y, Tensor) and y.requires_grad:
+        with contextlib.suppress(RuntimeError):  # another shape
+            total = loss(y)
+    with wait_span("backward"):
+        if total is not None and total.numel() == 1:
+            total.backward()
+    for weight in weights:
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    return y.detach() if isinstance(y, Tensor) else y, sum(kept.values())
+
+
+def sent_in(trial: Trial, name: str) -> int:
+    """Bytes that the busiest rank sent in the spans of this name."""
+    spans = [event for event in trial.trace.events if event.kind == "span" and event.name == name]
+    inside = [
+        event
+        for event in trial.trace.events
+        if any(s.rank == event.rank and s.start <= event.start <= s.end for s in spans)
+        and event.kind != "span"
+    ]
+    return max(
+        communicated(
+            Trial(trial.case, [], type(trial.trace)(inside, trial.world_size, trial.trace.backend))
+        ),
+        default=0,
+    )
+
+
+def sends_at_most(name: str, says: str) -> Check:
+    """In the span of this name, no rank sends more than case.facts[name] bytes."""
+
+    def wrong(trial: Trial) -> str | None:
+        sent, most = sent_in(trial, name), trial.case.facts[name]
+        return (
+            None
+            if sent <= most + 64
+            else f"in {name}, a rank sent {sent} bytes; {most:g} are enough"
+        )
+
+    return Check("bytes", says, wrong)
+
+
+def keeps_at_most(says: str) -> Check:
+    """Autograd keeps at most case.facts["kept"] bytes: the last part of each rank's result."""
+
+    def wrong(trial: Trial) -> str | None:
+        most = trial.case.facts["kept"]
+        for rank, result in enumerate(trial.results):
+            if not isinstance(result[-1], int) or result[-1] > most:
+                return (
+                    f"rank {rank} keeps {result[-1]} bytes of activations for backward; {most} are "
+                    "enough"
+                )
+        return None
+
+    return Check("memory", says, wrong)
+
+
+def ring(nbytes: float, n: int, times: int = 1) -> int:
+    """What a rank sends in an all-gather or reduce-scatter of so many bytes.
+
+    An all-reduce sends twice as many.
+    """
+    return round(times * nbytes * (n - 1) / n)
+
+
+def least_received(case: Case) -> list[int]:
+    return [case.facts["least"] if case.world_size > 1 else 0] * case.world_size
+
+
+Seen = Callable[[Sequence[Trial]], bool]
+
+
+def wrong_trials(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that ended with wrong values.
+
+    A single rank can do no mistake that has to do with ranks.
+    """
+    return [trial for trial in trials if trial.error is None and not right(trial)]
+
+
+def every_wrong(seen: Callable[[Trial], bool]) -> Seen:
+    """Whether every wrong run shows this, and there is one of several ranks."""
+
+    def seen_everywhere(trials: Sequence[Trial]) -> bool:
+        wrong = wrong_trials(trials)
+        return any(trial.world_size > 1 for trial in wrong) and all(map(seen, wrong))
+
+    return seen_everywhere
+
+
+def is_close(found: Any, expected: Tensor) -> bool:
+    alike = isinstance(found, Tensor) and found.shape == expected.shape
+    # equal: both may be infinite
+    return alike and (torch.equal(found, expected) or close(found, expected, 1e-8))
+
+
+def gives(part: int, fact: str) -> Seen:
+    """Whether part `part` of each rank's result is `case.facts[fact]` in every wrong run.
+
+    The fact has, by rank, the values of a mistake.
+    """
+
+    def seen(trial: Trial) -> bool:
+        return all(
+            same(result[part], mistaken)
+            for result, mistaken in zip(trial.results, trial.case.facts[fact], strict=True)
+        )
+
+    return every_wrong(seen)
+
+
+def y_is_right(trials: Sequence[Trial]) -> bool:
+    return all(
+        same(found[0], expected[0])
+        for t in wrong_trials(trials)
+        for found, expected in zip(t.results, t.case.expected)
+    )
+
+
+def gives_one_of(part: int, fact: str) -> Seen:
+    """The same where a mistake has several forms: each rank's value is in `case.facts[fact]`."""
+    return every_wrong(
+        lambda trial: all(
+            any(is_close(r[part], mistaken) for mistaken in trial.case.facts[fact])
+            for r in trial.results
+        )
+    )
+
+
+def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
+    """Whether in every wrong run, the first gradient in part `part` is k(n) times the right one.
+
+    This holds on every rank.
+    """
+
+    def first(result: Any) -> Any:
+        return result[0] if isinstance(result, list | tuple) and result else result
+
+    def seen(trial: Trial) -> bool:
+        pairs = [
+            (first(found[part]), first(expected[part]))
+            for found, expected in zip(trial.results, trial.case.expected)
+        ]
+        factors = [factor(found, expected) for found, expected in pairs]
+        return all(f is not None and abs(f - k(trial.world_size)) < 1e-6 for f in factors)
+
+    return every_wrong(seen)
+
+
+def costs(name: str, times: float) -> Seen:
+    """Whether all values are right, but runs send `times` as much as is enough, within a tenth.
+
+    That is counted in this span, in every run with messages.
+    """
+
+    def seen(trials: Sequence[Trial]) -> bool:
+        large = [trial for trial in trials if trial.world_size > 2]
+        return (
+            bool(large)
+            and not failed(trials)
+            and all(0.9 <= sent_in(t, name) / (times * t.case.facts[name]) <= 1.1 for t in large)
+        )
+
+    return seen
+
+
+def n_times(part: int) -> Misconception:
+    return Misconception(
+        "gradient n times too large",
+        "The gradient is n times the right one. Every rank has the same loss, which counts once, "
+        "and a sum over the ranks counts it n times.",
+        gradients_times(part, lambda n: n),
+    )
+
+
+def missing_dx(part: int) -> Misconception:
+    return Misconception(
+        "missing all-reduce of dX",
+        "Each rank's gradient of x holds only what comes through its own block. x went into every "
+        "rank's block, so these parts must be added.",
+        gives(part, "parts of dx"),
+    )
+
+
+def output_not_summed(part: int) -> Misconception:
+    return Misconception(
+        "output never summed",
+        (
+            "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the "
+            "outputs of all ranks must be added."
+        ),
+        gives(part, "parts of y"),
+    )
+
+
+def bias_n_times(part: int) -> Misconception:
+    return Misconception(
+        "bias added n times",
+        "Every rank adds the bias before the sum over the ranks, so the result holds it n times.",
+        gives(part, "y with n biases"),
+    )
+
+
+def graph_cut(
+    weight: Callable[[Any], Any],
+    sent: Callable[[Trial], int] = lambda trial: sent_in(trial, "forward"),
+) -> Misconception:
+    """weight: of a rank's result, the gradient of what comes right before the message.
+
+    sent: the bytes of a run's messages. Without any, no message cuts the graph.
+    """
+
+    def seen(trial: Trial) -> bool:
+        return sent(trial) > 0 and all(
+            same(found[0], expected[0]) and weight(found) is None
+            for found, expected in zip(trial.results, trial.case.expected, strict=True)
+        )
+
+    return Misconception(
+        "graph cut by a message",
+        (
+            "A message writes into a tensor that autograd does not follow. The result has no "
+            "gradient, or it passes the layers before by."
+        ),
+        lambda trials: every_wrong(seen)([t for t in trials if t.world_size > 1]),
+    )
+
+
+WHOLE_ON_EVERY_RANK = Misconception(
+    "whole layer on every rank",
+    (
+        "Every rank holds the whole matrices and does all of the work. Nothing is cut, so n ranks "
+        "need n times the memory."
+    ),
+    every_wrong(
+        lambda trial: all(
+            isinstance(result[3], dict)
+            and {name: p.numel() for name, p in result[3].items()} == trial.case.facts["whole"]
+            for result in trial.results
+        )
+    ),
+)
+
+
+def run_module(build: Callable, *arguments: Any) -> list[Any]:
+    """Build the learner's module.
+
+    The last two arguments are x and c; the loss, sum of c · y, is the same on every rank.
+    """
+    *given, x, c = arguments
+    model = build(*given)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    x = leaf(x)
+    y, kept = forward_backward(lambda: model(x), lambda y: (y * c).sum(), list(model.parameters()))
+    return [y, x.grad, {name: p.grad for name, p in model.named_parameters()}, weights, kept]
+
+
+MLP_PARTS = ("y", "the gradient of x", "the gradients of the weights", "the weights")
+
+
+def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+
+def gradients_of(loss: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    leaves = [leaf(tensor) for tensor in tensors]
+    return list(torch.autograd.grad(loss(*leaves), leaves))
+
+
+def cut_mlp(tensors: Sequence[Tensor], n: int) -> list[list[Tensor]]:
+    """Each rank's w1, b1 and w2."""
+    w1, b1, w2 = tensors
+    return [
+        list(blocks)
+        for blocks in zip(w1.tensor_split(n), b1.tensor_split(n), w2.tensor_split(n, 1))
+    ]

@@ -1,0 +1,181 @@
+"""`parallel101 plan`: lays out a model on a cluster, and says how long a step takes.
+
+    parallel101 plan --model llama-3-70b --gpus 1024
+    parallel101 plan --model 12288,96,96,51200,2048 --gpus 1024 --device A100 --attention unfused
+    parallel101 plan --model config.json --gpus 64 --layout tp=8,recompute=full --top 3
+
+Nothing heavy is imported before the arguments are parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMG]i?|Ki|)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `parallel101 plan` takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "FILE.json has the fields of ModelShape: width, layers, heads, vocabulary and time, and if "
+        "they differ from\na GPT's: kv_heads, feed_forward, gated, norm (layer or rms), biases, "
+        "positions (learned or rotary), tied,\nattention, experts, top_k, dropout and name. The "
+        "config.json of a LLaMA on Hugging Face is read, too."
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="llama-3-8b, llama-3-70b, llama-3-405b, gpt3-175b, FILE.json, or h,L,a,V,s (width, "
+        "layers, heads, vocabulary, time)",
+    )
+    parser.add_argument("--gpus", required=True, type=int, metavar="N", help="how many GPUs")
+    parser.add_argument(
+        "--device", default="H100", metavar="NAME", help="A100, H100 or B200 (default: H100)"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=_whole,
+        metavar="N",
+        help="tokens of a step, e.g. 4194304 or 4Mi (default: the model's own, or 4Mi)",
+    )
+    parser.add_argument(
+        "--time", type=_whole, metavar="N", help="tokens of a sample (default: the model's own)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        metavar="SIZE",
+        help="of a GPU, e.g. 72GB (default: the device's)",
+    )
+    parser.add_argument(
+        "--nodes-of", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)"
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("fused", "unfused"),
+        default="fused",
+        help="unfused keeps matrices of (time, time) (default: fused)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16-mixed", "bf16", "fp16-mixed", "fp32"),
+        default="bf16-mixed",
+        help="as HybridTrainer's (default: bf16-mixed)",
+    )
+    parser.add_argument(
+        "--layout",
+        type=parse_layout,
+        default={},
+        metavar="KEY=VALUE,…",
+        help="what is fixed and not searched, e.g. tp=8,pp=4,microbatch=2,recompute=full: any of "
+        "dp, tp, pp, cp, ep, microbatch, microbatches, chunks, schedule, zero_stage, recompute, "
+        "sequence_parallel, gradient_dtype, overlap, context",
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="N", help="how many layouts are shown (default: 10)"
+    )
+    parser.add_argument(
+        "--simulate",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many of them are run on virtual GPUs (default: 3)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="write a picture: .svg, .html, or with Chromium .png",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Plan, print the tables, and write the files. Returns 0, or 1 if no layout fits.
+
+    Raises ValueError for arguments that can't be.
+    """
+    from parallel101.laboratory.planner.search import NoLayoutError
+    from parallel101.laboratory.planner.training_plan import plan
+
+    for option in ("json", "picture"):
+        if (path := getattr(args, option)) and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{option} {path}: the folder {path.parent} does not exist")
+    if args.picture and args.picture.suffix not in (".svg", ".html", ".png"):
+        raise ValueError(
+            f"--picture {args.picture}: expected a name that ends in .svg, .html or .png"
+        )
+    try:
+        found = plan(
+            args.model,
+            gpus=args.gpus,
+            device=args.device,
+            batch_tokens=args.batch_tokens,
+            memory=args.memory,
+            nodes_of=args.nodes_of,
+            attention=args.attention,
+            precision=args.precision,
+            layout=args.layout,
+            simulate=args.simulate,
+            top=args.top,
+            time=args.time,
+        )
+    except NoLayoutError as error:
+        print(f"parallel101 plan: {error}", file=sys.stderr)
+        return 1
+    print(found, end="")
+    if args.json:
+        found.save(args.json)
+        print(f"\nWrote {args.json}.")
+    if args.picture:
+        found.picture().save(args.picture)
+        print(f"{'' if args.json else chr(10)}Wrote {args.picture}.")
+    return 0
+
+
+def parse_layout(text: str) -> dict[str, Any]:
+    """ "tp=8,recompute=full" → {"tp": 8, "recompute": "full"}; the keys are checked later."""
+    found: dict[str, Any] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not value or key in found:
+            why = "given twice" if key in found else "not KEY=VALUE"
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is {why}; expected e.g. tp=8,pp=4,recompute=full"
+            )
+        words = {"true": True, "false": False, "none": "none", "None": None}
+        found[key] = int(value) if value.isdecimal() else words.get(value, value)
+    return found
+
+
+def amount(text: str) -> float:
+    """ "4Mi" → 4194304.0, "80G" → 8e10. Raises ArgumentTypeError for anything else."""
+    matched = AMOUNT.fullmatch(text.replace(",", "").replace("_", ""))
+    if matched is None or float(matched[1]) <= 0:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not an amount; expected a number, with k, M, G, Ki, Mi or Gi if you like"
+        )
+    return float(matched[1]) * UNITS[matched[2]]
+
+
+def _whole(text: str) -> int:
+    value = amount(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(value)
+
+
+def _memory(text: str) -> float:
+    value = amount(text.removesuffix("B"))
+    if value < 1e6:
+        raise argparse.ArgumentTypeError(
+            f"{text} is less than a megabyte; expected the memory of a GPU, e.g. 80GB"
+        )
+    return value

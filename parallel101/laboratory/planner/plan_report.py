@@ -1,0 +1,283 @@
+"""A plan as text for a terminal, and as JSON for programs; and what a plan does not model."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from parallel101.cost.step_memory import StageMemory
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
+from parallel101.laboratory.planner.search import layout_text
+from parallel101.laboratory.planner.trainer_call import why_no_model
+from parallel101.laboratory.record.units import decimal_bytes, human_seconds
+from parallel101.laboratory.viz.run_table import TextTable, as_text
+
+# name of a part of StepTime → what it is
+PART_WORDS = {
+    "matmul": "products of matrices, and attention",
+    "memory-bound": "other kernels, bound by memory bandwidth",
+    "host": "waiting for the CPU to launch kernels",
+    "tp": "messages along tp that nothing hides",
+    "cp": "messages along cp that nothing hides",
+    "ep": "messages along ep that nothing hides",
+    "pp": "messages between stages that nothing hides",
+    "dp": "gradients and weights along dp that nothing hides",
+    "bubble": "bubble: waiting for other stages",
+    "optimizer": "optimizer",
+}
+# field of StageMemory → what it is
+MEMORY_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "buffers": "buffers",
+}
+NOT_MODELLED = (
+    (
+        "allocator fragmentation",
+        "PyTorch's allocator reserves more than the tensors need. Leave some headroom, or plan "
+        "with a smaller --memory.",
+    ),
+    (
+        "throttling",
+        "At its power limit a GPU lowers its clock, and its products slow down.",
+    ),
+    (
+        "stragglers and failures",
+        "One slow GPU slows down all of them, and one that fails stops them.",
+    ),
+    ("congestion between jobs", "The network belongs to this job alone."),
+    ("data loading", "A batch is there when its step begins."),
+    ("framework overhead", "Each kernel costs one launch. Python is never slower than the GPU."),
+    (
+        "the start",
+        "HybridTrainer is given the whole model on each rank, and cuts it before the first step.",
+    ),
+    (
+        "kernel versions",
+        "Each GPU has one table of constants. Other versions of cuBLAS, NCCL or attention differ.",
+    ),
+    (
+        "imperfect overlap",
+        "A message and a computation that overlap don't slow each other down.",
+    ),
+    ("uneven routing", "Every expert gets the same number of tokens."),
+)
+
+
+# ── text ──
+
+
+def plan_text(plan: RankedLayouts) -> str:
+    """All tables, for a terminal of about 130 columns."""
+    best = plan.best
+    parts = [
+        heading(plan),
+        as_text(layouts_table(plan)),
+        as_text(time_table(best)),
+        as_text(memory_table(best)),
+        "The HybridTrainer that has layout 1, on each rank\n"
+        + textwrap.indent(call_or_reason(best), "  ").rstrip(),
+    ]
+    failed = [
+        f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
+        for number, of in enumerate(plan, 1)
+        if of.not_simulated
+    ]
+    parts[2:2] = failed
+    if plan.why_not:
+        parts.append(as_text(refused_table(plan)))
+    parts.append(as_text(not_modelled_table()))
+    return "\n\n".join(parts) + "\n"
+
+
+def heading(plan: RankedLayouts) -> str:
+    """The model, the cluster and the batch, in two lines."""
+    shape, cluster = plan.shape, plan.cluster
+    tokens = plan.batch * shape.time
+    nodes = cluster.gpus / cluster.nodes_of
+    where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
+    where += f" in {nodes:,.0f} nodes of {cluster.nodes_of}" if nodes > 1 else " in a node"
+    return (
+        f"{model_words(plan)}: {shape.parameters / 1e9:,.1f} billion parameters, {shape.layers} "
+        f"layers of width {shape.width:,}, samples of {shape.time:,} tokens\n"
+        f"{where}, {decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} "
+        f"sample{'s' * (plan.batch > 1)} or {tokens:,} tokens a step; {plan.best.layout.precision}"
+    )
+
+
+def model_words(plan: RankedLayouts) -> str:
+    return plan.shape.name or "The model"
+
+
+def layouts_table(plan: RankedLayouts) -> TextTable:
+    """One row for each of the best layouts."""
+    head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
+    head += ["tokens/s", "MFU", "HFU", "first", "last", "simulated", "recompute", "along time"]
+    rows = [
+        [
+            str(number),
+            *(str(getattr(of.layout, axis)) for axis in ("dp", "tp", "pp", "cp", "ep")),
+            f"{of.layout.microbatch} × {of.layout.microbatches}",
+            str(of.layout.chunks),
+            str(of.layout.zero_stage),
+            human_seconds(of.seconds),
+            f"{human_seconds(of.low)} – {human_seconds(of.high)}",
+            f"{of.tokens_per_second:,.0f}",
+            f"{of.mfu:.1%}",
+            f"{of.hfu:.1%}",
+            decimal_bytes(of.memory[0].total),
+            decimal_bytes(of.memory[-1].total),
+            simulated_words(of),
+            of.layout.recompute,
+            "sequence parallel" if of.layout.sequence_parallel else "",
+        ]
+        for number, of in enumerate(plan, 1)
+    ]
+    # axes that no layout uses, and columns without a word
+    kept = [
+        k
+        for k, name in enumerate(head)
+        if not (name in ("cp", "ep", "chunks", "ZeRO") and all(r[k] in "01" for r in rows))
+        and any(r[k] for r in rows)
+    ]
+    fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
+    title = f"The best {len(rows)} of {plan.tried:,} layouts" if plan.tried > 1 else "The layout"
+    return TextTable(
+        f"{title}{f' with {fixed}' if fixed else ''}, by the quick model",
+        [head[k] for k in kept],
+        [[row[k] for k in kept] for row in rows],
+        numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
+        note="first, last: the memory that a GPU of the first and of the last stage needs. "
+        "simulated: the same step on virtual GPUs, and its difference.",
+    )
+
+
+def simulated_words(of: PlannedLayout) -> str:
+    if of.simulated is None or of.difference is None:
+        return "failed" if of.not_simulated else ""
+    return f"{human_seconds(of.simulated.seconds)} ({of.difference:+.1%})"
+
+
+def time_table(of: PlannedLayout) -> TextTable:
+    """Where the time of a step goes."""
+    rows = [
+        [human_seconds(seconds), f"{seconds / of.seconds:.1%}", PART_WORDS[name]]
+        for name, seconds in of.parts.items()
+        if seconds
+    ]
+    rows.append([human_seconds(of.seconds), "", "a step"])
+    most = of.parts["matmul"] == max(of.parts.values())
+    besides = most and not of.limit.startswith("the tensor cores")
+    note = f"What limits it{' besides the products' * besides}: {of.limit}."
+    return TextTable(
+        f"Time of layout 1: {layout_text(of.layout)}",
+        ["seconds", "share", "of a step"],
+        rows,
+        2,
+        note,
+    )
+
+
+def memory_table(of: PlannedLayout) -> TextTable:
+    """What fills the memory of a GPU of the first and of the last stage."""
+    first, last = of.memory[0], of.memory[-1]
+    have = of.cluster.memory_bytes
+
+    def row(words: str, count: Any) -> list[str]:
+        return [*(decimal_bytes(count(stage)) for stage in (first, last)), words]
+
+    rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in MEMORY_WORDS.items()]
+    rows.append(row("at the peak of all together", lambda stage: stage.total))
+    rows.append(row(f"headroom of {decimal_bytes(have)}", lambda stage: have - stage.total))
+    note = ""
+    if of.simulated is not None:
+        peaks = [decimal_bytes(of.simulated.peak_bytes[k]) for k in (0, -1)]
+        note = f"Counted on virtual GPUs: {peaks[0]} on the first stage, {peaks[1]} on the last."
+    return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2, note)
+
+
+def call_or_reason(of: PlannedLayout) -> str:
+    """The call, or why there is none."""
+    reason = why_no_model(of.shape)
+    return f"No model can be built: {reason}." if reason else of.call
+
+
+def refused_table(plan: RankedLayouts) -> TextTable:
+    rows = [
+        [f"{why.count:,}", why.what, why.reason, layout_text(why.example)] for why in plan.why_not
+    ]
+    return TextTable("Refused", ["", "", "why", "for example"], rows, 1)
+
+
+def not_modelled_table() -> TextTable:
+    rows = [[what, text] for what, text in NOT_MODELLED]
+    return TextTable("Not modelled", ["", "what the plan assumes, or leaves to you"], rows, 0)
+
+
+# ── JSON ──
+
+
+def plan_json(plan: RankedLayouts) -> str:
+    """Everything that a plan has. All times are seconds, all sizes bytes."""
+    shape, cluster = plan.shape, plan.cluster
+    found = {
+        "model": {**asdict(shape), "parameters": shape.parameters},
+        "cluster": {
+            "device": cluster.chip.name,
+            "gpus": cluster.gpus,
+            "nodes_of": cluster.nodes_of,
+            "memory": cluster.memory_bytes,
+        },
+        "batch": {"samples": plan.batch, "tokens": plan.batch * shape.time},
+        "fixed": dict(plan.fixed),
+        "tried": plan.tried,
+        "layouts": [as_json(of) for of in plan],
+        "why_not": [
+            {
+                "reason": why.reason,
+                "count": why.count,
+                "of": why.what,
+                "example": asdict(why.example),
+            }
+            for why in plan.why_not
+        ],
+        "not_modelled": dict(NOT_MODELLED),
+    }
+    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_json(of: PlannedLayout) -> dict[str, Any]:
+    simulated = None
+    if of.simulated is not None:
+        simulated = {
+            "seconds": of.simulated.seconds,
+            "difference": of.difference,
+            "mfu": of.simulated.mfu,
+            "hfu": of.simulated.hfu,
+            "peak_bytes": list(of.simulated.peak_bytes),
+        }
+    return {
+        "layout": asdict(of.layout),
+        "seconds": of.seconds,
+        "low": of.low,
+        "high": of.high,
+        "tokens_per_second": of.tokens_per_second,
+        "mfu": of.mfu,
+        "hfu": of.hfu,
+        "parts": of.parts,
+        "limit": of.limit,
+        "memory": memory_json(of.memory),
+        "headroom": of.headroom,
+        "simulated": simulated,
+        "not_simulated": of.not_simulated,
+        "call": None if why_no_model(of.shape) else of.call,
+    }
+
+
+def memory_json(stages: Sequence[StageMemory]) -> list[dict[str, float]]:
+    return [{**{n: getattr(s, n) for n in MEMORY_WORDS}, "total": s.total} for s in stages]

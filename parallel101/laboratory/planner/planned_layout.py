@@ -1,0 +1,149 @@
+"""What a plan consists of: layouts, what each costs, and why others were refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.step_memory import StageMemory
+from parallel101.cost.step_time import StepTime
+from parallel101.laboratory.planner.search import most_of
+from parallel101.laboratory.planner.trainer_call import build_trainer, call_text
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.planner.simulated_step import SimulatedStep
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout that fits, and what a step with it costs.
+
+    Attributes:
+        shape, cluster, layout: what was planned.
+        time: the quick model's, see cost/step_time.py.
+        memory: peak bytes on each rank along pp, see cost/step_memory.py.
+        simulated: the step on virtual GPUs; None if it was not run.
+        not_simulated: why the run failed, if it did.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    layout: ParallelLayout
+    time: StepTime
+    memory: tuple[StageMemory, ...]
+    simulated: SimulatedStep | None = None
+    not_simulated: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, by the quick model."""
+        return self.time.seconds
+
+    @property
+    def low(self) -> float:
+        return self.time.low
+
+    @property
+    def high(self) -> float:
+        return self.time.high
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOPs over what the GPUs could do in this time."""
+        return self.time.mfu
+
+    @property
+    def hfu(self) -> float:
+        """The same with the FLOPs that are computed again in backward."""
+        return self.time.hfu
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.time.tokens_per_second
+
+    @property
+    def limit(self) -> str:
+        """What limits the step, in words."""
+        return self.time.limit
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Name → seconds; together they are `seconds`. Communication counts where it is exposed."""
+        return self.time.parts
+
+    @property
+    def headroom(self) -> float:
+        """Bytes that are left on the fullest GPU."""
+        return self.cluster.memory_bytes - most_of(self.memory)
+
+    @property
+    def difference(self) -> float | None:
+        """The simulated step over the quick model's, minus one; None if it was not run."""
+        return self.simulated.seconds / self.seconds - 1 if self.simulated else None
+
+    @property
+    def call(self) -> str:
+        """The lines that build the model and its HybridTrainer on each rank.
+
+        Raises ValueError if this package has no model of that shape.
+        """
+        return call_text(self.shape, self.layout)
+
+    def trainer(
+        self, model: Any, loss_fn: Any, optimizer: Callable[..., Any], **others: Any
+    ) -> Any:
+        """Return the HybridTrainer of this layout. Every rank calls it.
+
+        Args:
+            model, loss_fn, optimizer: as HybridTrainer takes them.
+            others: more of its options, such as clip_norm.
+        """
+        return build_trainer(self.shape, self.layout, model, loss_fn, optimizer, **others)
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """Why layouts were refused: `count` meshes, or layouts of the other meshes."""
+
+    reason: str
+    count: int
+    what: str  # "meshes" or "layouts"
+    example: ParallelLayout
+
+
+@dataclass(frozen=True)
+class RankedLayouts:
+    """The best layouts, fastest first. They can be indexed and iterated over.
+
+    Attributes:
+        shape, cluster, batch: what was planned for; batch in samples.
+        layouts: the best, as many as `top`.
+        tried: how many layouts were compared.
+        why_not: why others were refused, most of them first.
+        fixed: what the user fixed of the layout.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    batch: int
+    layouts: tuple[PlannedLayout, ...]
+    tried: int
+    why_not: tuple[WhyNot, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> PlannedLayout:
+        return self.layouts[0]
+
+    def __iter__(self) -> Iterator[PlannedLayout]:
+        return iter(self.layouts)
+
+    def __getitem__(self, index: int) -> PlannedLayout:
+        return self.layouts[index]
+
+    def __len__(self) -> int:
+        return len(self.layouts)

@@ -1,0 +1,244 @@
+"""Ranks the layouts of a model on a cluster: all that fit, fastest first, by the quick model.
+
+    meshes ─▶ layouts of each ─▶ seconds of a step ─▶ sorted ─▶ fits the memory?
+
+Nothing is left out by a guess: of a search without fixed fields, the best layout is the best of all
+that layout_rules.py lists.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.stage_layers import stage_layers
+from parallel101.cost.step_memory import StageMemory, step_memory
+from parallel101.cost.step_time import StepTime, step_time
+from parallel101.laboratory.planner.layout_rules import (
+    Refusals,
+    divisors,
+    layouts_of,
+    meshes_of,
+    why_not_mesh,
+)
+from parallel101.laboratory.record.units import decimal_bytes
+
+
+class Evaluated(NamedTuple):
+    """A layout that fits, with what the quick model says of it."""
+
+    layout: ParallelLayout
+    time: StepTime
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def most(self) -> float:
+        """Bytes on the fullest GPU."""
+        return most_of(self.memory)
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the fastest layouts that fit, fastest first.
+        tried: how many layouts the trainer would accept.
+        too_large: how many of them would be faster than the last of `best`, and don't fit.
+        smallest: of those, the one that needs the least memory on its fullest GPU, and its bytes.
+        meshes, layouts: what was refused for other reasons.
+    """
+
+    best: list[Evaluated] = field(default_factory=list)
+    tried: int = 0
+    too_large: int = 0
+    smallest: tuple[float, ParallelLayout] | None = None
+    meshes: Refusals = field(default_factory=Refusals)
+    layouts: Refusals = field(default_factory=Refusals)
+
+
+class NoLayoutError(ValueError):
+    """No layout fits. `smallest_gpus`: the smallest number of GPUs on which one would; None if the
+    reason is another, or no number would do.
+    """
+
+    def __init__(self, message: str, smallest_gpus: int | None = None):
+        super().__init__(message)
+        self.smallest_gpus = smallest_gpus
+
+
+def search(
+    shape: ModelShape,
+    cluster: Cluster,
+    batch: int,
+    fixed: Mapping[str, Any],
+    *,
+    top: int,
+    progress: bool = True,
+) -> Found:
+    """Return the `top` fastest of all layouts that fit, and why others were refused.
+
+    All layouts are timed, and from the fastest on their memory is counted until enough fit. Of
+    equally fast layouts, those that need less memory are first.
+
+    Args:
+        batch: samples of a step.
+        fixed: fields of ParallelLayout that are not searched.
+        progress: show a bar, if it takes longer than a second.
+    """
+    found = Found()
+    meshes = list(meshes_of(shape, cluster, batch, fixed, found.meshes))
+    timed = [
+        (step_time(shape, layout, cluster), layout)
+        for mesh in bar(meshes, "layouts of each mesh", progress)
+        for layout in layouts_of(shape, mesh, batch, fixed, found.layouts)
+    ]
+    found.tried = len(timed)
+    timed.sort(key=lambda pair: pair[0].seconds)
+    for time, layout in bar(timed, "memory of each layout", progress):
+        if len(found.best) >= top and time.seconds > found.best[-1].time.seconds:
+            break
+        evaluated = Evaluated(layout, time, step_memory(shape, layout))
+        if evaluated.most <= cluster.memory_bytes:
+            found.best.append(evaluated)
+        else:
+            found.too_large += 1
+            if found.smallest is None or evaluated.most < found.smallest[0]:
+                found.smallest = evaluated.most, layout
+    found.best.sort(key=lambda one: (one.time.seconds, one.most))
+    del found.best[top:]
+    return found
+
+
+def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
+    """The items, with a progress bar if they take longer than a second."""
+    return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
+
+
+def most_of(memory: tuple[StageMemory, ...]) -> float:
+    return max(stage.total for stage in memory)
+
+
+# ── if nothing fits ──
+
+
+def nothing_fits(
+    shape: ModelShape, cluster: Cluster, batch: int, fixed: Mapping[str, Any], found: Found
+) -> NoLayoutError:
+    """The error that says what is missing, and how many GPUs would do."""
+    where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
+    name = shape.name or "the model"
+    if found.smallest is None:
+        reasons = [*found.meshes.counts.items(), *found.layouts.counts.items()]
+        why = "; ".join(f"{reason} ({count:,}×)" for reason, count in reasons)
+        why = why or "the sizes of the axes don't multiply to the GPUs"
+        return NoLayoutError(
+            f"{name} can't be laid out on {where} with {batch:,} samples a step"
+            f"{said(fixed)}: {why}. Expected numbers that divide each other: change the number of "
+            "GPUs, the batch, or what the layout fixes"
+        )
+    most, layout = found.smallest
+    have = cluster.memory_bytes
+    least = smallest_gpus(shape, cluster, batch, fixed)
+    advice = (
+        f"The smallest number of GPUs that would do is {least:,}"
+        if least is not None
+        else "More GPUs wouldn't help: use GPUs with more memory, a smaller batch or model, or fix "
+        "less of the layout"
+    )
+    return NoLayoutError(
+        f"{name} fits on {where} with {decimal_bytes(have)} each in none of "
+        f"{found.too_large:,} layouts{said(fixed)}. The smallest needs {decimal_bytes(most)}, "
+        f"{decimal_bytes(most - have)} more than there is: {layout_text(layout)}. {advice}",
+        least,
+    )
+
+
+def smallest_gpus(
+    shape: ModelShape, cluster: Cluster, batch: int, fixed: Mapping[str, Any]
+) -> int | None:
+    """The smallest number of GPUs on which a layout fits, in whole nodes if it is more than one.
+
+    With more GPUs a rank's share of the weights is smaller, but a batch has only so many samples to
+    share, and a model so many layers and heads: None if no number would do.
+    """
+    per_node = cluster.nodes_of
+    for gpus, mesh in meshes_by_size(shape, batch, fixed, per_node):
+        whole = gpus <= per_node or gpus % per_node == 0
+        if gpus <= cluster.gpus or not whole or why_not_mesh(shape, mesh, batch, fixed):
+            continue
+        refused = Refusals()
+        for layout in layouts_of(shape, mesh, batch, leanest(mesh, fixed), refused):
+            if most_of(step_memory(shape, layout)) <= cluster.memory_bytes:
+                return gpus
+    return None
+
+
+def leanest(mesh: ParallelLayout, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which a mesh needs the least memory: only ZeRO's stage is left open."""
+    lean = {"recompute": "full", "sequence_parallel": mesh.tp > 1, "chunks": 1}
+    if "microbatches" not in fixed:
+        lean["microbatch"] = 1
+    return {**lean, **fixed}
+
+
+def meshes_by_size(
+    shape: ModelShape, batch: int, fixed: Mapping[str, Any], per_node: int
+) -> Iterator[tuple[int, ParallelLayout]]:
+    """All meshes on which the model could be trained, on however many GPUs, small ones first."""
+    stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
+    axes: dict[str, Any] = {
+        "tp": [n for n in divisors(shape.kv) if n <= per_node],
+        "pp": [n for n in stages if can_have(shape.layers, n)],
+        "cp": [1, *(n for n in divisors(shape.time // 2) if 1 < n <= 32)],
+        "ep": divisors(shape.experts) if shape.experts else [1],
+        "dp": divisors(batch),
+    }
+    axes |= {axis: [fixed[axis]] for axis in axes if axis in fixed}
+    every: Iterator[dict[str, Any]] = (dict(zip(axes, n)) for n in product(*axes.values()))
+    meshes = [ParallelLayout(**sizes) for sizes in every]
+    yield from sorted(((m.gpus, m) for m in meshes), key=lambda pair: pair[0])
+
+
+def can_have(layers: int, stages: int) -> bool:
+    try:
+        return bool(stage_layers(layers, stages))
+    except ValueError:
+        return False
+
+
+# ── in words ──
+
+
+def said(fixed: Mapping[str, Any]) -> str:
+    """What the user fixed, as a part of a sentence."""
+    if not fixed:
+        return ""
+    return f" with {', '.join(f'{key}={value}' for key, value in fixed.items())}"
+
+
+def layout_text(layout: ParallelLayout) -> str:
+    """A layout in one line: "dp 16 · tp 8 · pp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
+    return " · ".join(layout_words(layout))
+
+
+def layout_words(layout: ParallelLayout) -> tuple[str, str]:
+    """Its axes, and its other options."""
+    axes = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
+    words = [f"microbatch {layout.microbatch} × {layout.microbatches}"]
+    words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
+    words += [f"{layout.schedule}"] * (layout.schedule not in ("1f1b", "interleaved"))
+    words += [f"ZeRO {layout.zero_stage}"] * (layout.zero_stage > 0)
+    words += ["sequence parallel"] * layout.sequence_parallel
+    words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+    words += [layout.context] * (layout.cp > 1 and layout.context != "zigzag")
+    words += ["no overlap"] * (not layout.overlap)
+    return " · ".join(axes) or "1 GPU", " · ".join(words)

@@ -1,0 +1,196 @@
+"""p101.plan(model, gpus=1024): the layouts of a model on a cluster, fastest first.
+
+    plan = p101.plan("llama-3-70b", gpus=1024, device="H100")
+    plan                            # in a notebook: a picture; print(plan) shows tables
+    plan.best.seconds, plan.best.mfu, plan.best.memory[0].total
+    plan.best.call                  # the HybridTrainer that has this layout, as text
+    plan.why_not                    # what was refused, and why
+
+All layouts are ranked by a quick model (cost/step_time.py, cost/step_memory.py). Then the best few
+are run on virtual GPUs, by the trainer itself (simulated_step.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import CHIPS
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.laboratory.planner.known_models import batch_of_model, shape_of_model
+from parallel101.laboratory.planner.layout_rules import KEYS, check_fixed
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts, WhyNot
+from parallel101.laboratory.planner.search import Found, bar, nothing_fits, search
+from parallel101.laboratory.planner.trainer_call import why_no_model
+from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.viz.scene import Scene
+
+BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
+
+
+@dataclass(frozen=True)
+class TrainingPlan(RankedLayouts):
+    """The best layouts, fastest first: with tables, a picture and JSON of them."""
+
+    def __str__(self) -> str:
+        from parallel101.laboratory.planner.plan_report import plan_text
+
+        return plan_text(self)
+
+    def picture(self) -> Scene:
+        """A still picture: where the time goes, what fills the memory, and who is on which node."""
+        from parallel101.laboratory.planner.plan_picture import plan_scene
+
+        return plan_scene(self)
+
+    def _repr_html_(self) -> str:
+        return self.picture().html()
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write everything as JSON. Returns the path."""
+        from parallel101.laboratory.planner.plan_report import plan_json
+
+        path = Path(path)
+        path.write_text(plan_json(self), encoding="utf-8")
+        return path
+
+
+def plan(
+    model: str | os.PathLike | Mapping[str, Any] | ModelShape,
+    *,
+    gpus: int,
+    device: str = "H100",
+    batch_tokens: int | None = None,
+    memory: float | None = None,
+    nodes_of: int = 8,
+    attention: str = "fused",
+    precision: str = "bf16-mixed",
+    layout: Mapping[str, Any] | ParallelLayout | None = None,
+    simulate: int = 3,
+    top: int = 10,
+    time: int | None = None,
+    progress: bool = True,
+) -> TrainingPlan:
+    """Plan how to train a model on a cluster. All layouts that fit are ranked.
+
+    Args:
+        model: a name such as "llama-3-70b" (see planner/known_models.py), the path of a JSON file,
+            "h,L,a,V,s", or a ModelShape.
+        gpus, device, nodes_of, memory: how many GPUs of which kind, how many of them in a node, and
+            the bytes of each; None: the device's.
+        batch_tokens: of a step; None: the model's own, or 4,194,304, rounded down to a
+            number of samples that is a power of two, so that many layouts divide it.
+        attention: "fused" or "unfused".
+        precision: as HybridTrainer's.
+        layout: fields of ParallelLayout that are fixed, such as {"tp": 8, "recompute": "full"}. A
+            ParallelLayout fixes all of them.
+        simulate: how many of the best are run on virtual GPUs.
+        top: how many are returned.
+        time: tokens of a sample; None: the model's own.
+        progress: show bars for what takes longer than a second.
+
+    Raises ValueError, in words, for what can't be, and NoLayoutError if no layout fits: it says
+    what is missing, and has the smallest number of GPUs that would do.
+
+    Example:
+        >>> found = p101.plan("llama-3-8b", gpus=16, simulate=0, progress=False)
+        >>> best = found[0].layout
+        >>> best.dp, best.tp, best.pp, best.zero_stage
+        (8, 1, 2, 1)
+    """
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    shape = shape_of_model(name, time=time, attention=attention)
+    known = [chip.name for chip in CHIPS.values() if chip.kernels is not None]
+    if device not in known:
+        raise ValueError(
+            f"device={device!r}: expected one of {', '.join(map(repr, known))}, whose kernels are "
+            "in cost/hardware.py"
+        )
+    cluster = Cluster(CHIPS[device], gpus, nodes_of, memory)
+    if gpus > nodes_of and gpus % nodes_of:
+        raise ValueError(
+            f"{gpus:,} GPUs aren't whole nodes of {nodes_of}: expected a multiple, such as "
+            f"{gpus // nodes_of * nodes_of:,}"
+        )
+    for what, count, least in (("simulate", simulate, 0), ("top", top, 1)):
+        if type(count) is not int or count < least:
+            raise ValueError(f"{what}={count!r}: expected a whole number, {least} or more")
+    fixed = {"precision": precision, **fixed_fields(layout)}
+    fixed = check_fixed(fixed)
+    batch = samples(shape, name, batch_tokens, fixed)
+    found = search(shape, cluster, batch, fixed, top=top, progress=progress)
+    fixed = {key: value for key, value in fixed.items() if key != "precision"}
+    if not found.best:
+        raise nothing_fits(shape, cluster, batch, fixed, found)
+    layouts = [PlannedLayout(shape, cluster, *evaluated) for evaluated in found.best]
+    layouts[:simulate] = simulated(layouts[:simulate], progress)
+    return TrainingPlan(
+        shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed
+    )
+
+
+def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
+    if isinstance(layout, ParallelLayout):
+        return asdict(layout)
+    if layout is None or isinstance(layout, Mapping):
+        return dict(layout or {})
+    raise ValueError(
+        f"layout={layout!r}: expected a dict of some of {', '.join(KEYS)}, or a ParallelLayout"
+    )
+
+
+def samples(
+    shape: ModelShape, model: Any, batch_tokens: int | None, fixed: Mapping[str, Any]
+) -> int:
+    """The samples of a step. Raises ValueError if the tokens aren't whole samples."""
+    if batch_tokens is None:
+        if {"dp", "microbatch", "microbatches"} <= set(fixed):
+            return fixed["dp"] * fixed.get("ep", 1) * fixed["microbatch"] * fixed["microbatches"]
+        return batch_of_model(model) or 2 ** max((BATCH_TOKENS // shape.time).bit_length() - 1, 0)
+    if type(batch_tokens) is not int or batch_tokens < 1:
+        raise ValueError(f"batch_tokens={batch_tokens!r}: expected a whole number, 1 or more")
+    whole, rest = divmod(batch_tokens, shape.time)
+    if rest:
+        near = [n * shape.time for n in (whole, whole + 1) if n]
+        raise ValueError(
+            f"batch_tokens={batch_tokens:,} aren't whole samples of {shape.time:,} tokens: "
+            f"expected a multiple, such as {' or '.join(f'{n:,}' for n in near)}"
+        )
+    return whole
+
+
+def simulated(layouts: list[PlannedLayout], progress: bool) -> list[PlannedLayout]:
+    """The same layouts, each run on virtual GPUs, if this package has a model of that shape. What
+    can't be run says why in `not_simulated`.
+    """
+    if not layouts or why_no_model(layouts[0].shape):
+        return layouts
+    from parallel101.laboratory.planner.simulated_step import simulate_step
+
+    def run(one: PlannedLayout) -> PlannedLayout:
+        try:
+            return replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster))
+        except (RankFailed, DeadlockError, LaunchTimeout) as error:
+            return replace(one, not_simulated=str(error).partition("\n")[0])
+
+    return [run(one) for one in bar(layouts, "running on virtual GPUs", progress)]
+
+
+def why_not_of(found: Found) -> tuple[WhyNot, ...]:
+    rows = [
+        WhyNot(reason, count, what, refusals.examples[reason])
+        for what, refusals in (("meshes", found.meshes), ("layouts", found.layouts))
+        for reason, count in refusals.counts.most_common()
+    ]
+    if found.smallest is not None:
+        rows.append(
+            WhyNot("fast enough, and don't fit", found.too_large, "layouts", found.smallest[1])
+        )
+    return tuple(rows)

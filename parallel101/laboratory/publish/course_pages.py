@@ -1,0 +1,151 @@
+"""The pages around the lessons, which are written in Markdown beside them.
+
+    docs/teaching.md    ──▶ site/teach_with_it.html      how a teacher sets up a course
+    lessons/errors.md   ──▶ site/errors_explained.html   with the messages that its programs raise
+    CITATION.cff        ──▶ site/cite.html               (citation_page.py)
+
+A page whose file is missing is left out. A link in a file leads to the page made from its target,
+or to the repository. Where neither is known, it is text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import posixpath
+import re
+import runpy
+import tempfile
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from bs4 import BeautifulSoup, Tag
+
+from parallel101.laboratory.publish import glossary
+from parallel101.laboratory.publish.arrange import name_headings
+from parallel101.laboratory.publish.citation_page import citation
+from parallel101.laboratory.publish.page import to_html
+from parallel101.laboratory.publish.repository import Repository
+
+TEACHING, ERRORS, CITATION = "docs/teaching.md", "lessons/errors.md", "CITATION.cff"
+ADDRESSES = {
+    ERRORS: "errors_explained.html",
+    TEACHING: "teach_with_it.html",
+    CITATION: "cite.html",
+    "lessons/glossary.md": glossary.PAGE,
+}
+TEXTS = {
+    ERRORS: "What each error means, what to do about it, and the lesson that explains it.",
+    TEACHING: "Choose lessons, give lectures from the pages, hand out homework and grade a class.",
+    CITATION: "How to name parallel101 in a paper or a thesis.",
+}
+PROGRAM = "train.py"  # the name under which the programs of a page run
+
+
+class CoursePage(NamedTuple):
+    """A page that the index lists below the lessons."""
+
+    address: str
+    title: str
+    text: str  # what it is, in a sentence
+    body: str  # HTML
+
+
+def course_pages(
+    root: Path, pages: Collection[str] = (), repository: Repository | None = None
+) -> list[CoursePage]:
+    """Return the pages whose files are in the folder `root`, the one that has docs/.
+
+    Args:
+        pages: the addresses of the site's other pages, to which links may lead.
+        repository: to whose files other links lead.
+
+    Raises ValueError if a program in lessons/errors.md raises nothing.
+    """
+    there = [file for file in TEXTS if (root / file).is_file()]
+    known = {*pages, *(ADDRESSES[file] for file in there)}
+    made = []
+    for file in there:
+        text = (root / file).read_text(encoding="utf-8")
+        if file == CITATION:
+            text = citation(text, repository)
+        soup = BeautifulSoup(
+            f'<div class="text_cell"><div class="text_cell_render">{to_html(text)}</div></div>',
+            "html.parser",
+        )
+        if file == ERRORS:
+            _show_messages(soup, text)
+        contents, heading = name_headings(soup), soup.h1
+        assert heading is not None, f"{file} has no title"
+        if contents is not None:
+            first = soup.h2
+            assert first is not None  # name_headings has found sections
+            first.insert_before(contents)
+        for link in soup.select("a[href]:not([href^='#'])"):
+            _lead_somewhere(link, posixpath.dirname(file), known, repository)
+        made.append(CoursePage(ADDRESSES[file], heading.get_text(), TEXTS[file], str(soup)))
+    return made
+
+
+def _lead_somewhere(
+    link: Tag, folder: str, pages: Collection[str], repository: Repository | None
+) -> None:
+    """Let a link of a file in `folder` lead to the page of its target, or to the repository."""
+    path, hash, heading = str(link["href"]).partition("#")
+    if "://" in path:
+        return
+    target = posixpath.normpath(posixpath.join(folder, path))
+    page = ADDRESSES.get(target, "")
+    if target.startswith(("lessons/", "homework/")) and not page:
+        name = posixpath.basename(target if target.startswith("lessons/") else _set_of(target))
+        page = f"{name.removesuffix('.ipynb')}.html"
+    if page in pages:
+        link["href"] = page + hash + heading
+    elif repository is not None:
+        link["href"] = repository.file(target) + hash + heading
+    else:
+        link.unwrap()
+
+
+def _set_of(path: str) -> str:
+    """The folder of a homework set: homework/hw1_moving/hw1.ipynb → homework/hw1_moving."""
+    return "/".join(path.split("/")[:2])
+
+
+def _show_messages(soup: BeautifulSoup, text: str) -> None:
+    """Show under each program the error that it raises."""
+    programs = soup.select("div.highlight")
+    if len(programs) != text.count("```python\n"):
+        raise ValueError(f"{ERRORS}: each program is a block that begins with ```python")
+    for program in programs:
+        output = soup.new_tag("div", attrs={"class": "output_area output_error"})
+        message = soup.new_tag("pre")
+        message.string = raised(program.get_text())
+        output.append(message)
+        program.insert_after(output)
+
+
+@cache
+def raised(program: str) -> str:
+    """Run a program, and return the error that it raises, as the last lines of a traceback.
+
+    The traceback of a rank, in the message, is left out if it leads through files of libraries.
+
+    Raises ValueError if the program raises nothing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder).resolve() / PROGRAM
+        path.write_text(program, encoding="utf-8")
+        unseen = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(unseen), contextlib.redirect_stderr(unseen):
+                runpy.run_path(str(path), run_name="__main__")
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".replace(f"{path.parent}{os.sep}", "")
+            message, _, traceback = text.partition("\n\nTraceback")
+            files = set(re.findall('File "(.*?)"', traceback))
+            return text if files == {PROGRAM} else message
+    raise ValueError(f"{ERRORS}: this program raises nothing:\n\n{program}")

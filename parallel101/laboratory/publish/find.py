@@ -1,0 +1,103 @@
+"""Finds the notebooks: the lessons of a folder, and the homework beside it.
+
+A wheel brings both in parallel101/notebooks/. From there lessons can be read and run; to change
+them or to write homework, `copy_notebooks` copies them to a folder of one's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+from parallel101.laboratory import PACKAGE
+
+IN_WHEEL = PACKAGE / "notebooks"
+
+
+def find_lessons(folder: Path | str | None = None, to_edit: bool = False) -> Path:
+    """Return the folder with the lessons.
+
+    That is `folder` if given. Otherwise it is the nearest lessons/ in the working directory or
+    above it, or the one of an editable install, or unless `to_edit`, the one in the wheel.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if folder is not None:
+        if Path(folder).is_dir():
+            return Path(folder).resolve()
+        raise FileNotFoundError(
+            f"{folder} is not a folder; give a folder with notebooks, e.g. --lessons lessons"
+        )
+    here = Path.cwd()
+    for place in (here, *here.parents, PACKAGE.parent):
+        known = place / "parallel101", place / "lessons" / "routes.json"
+        if (place / "lessons").is_dir() and any(file.exists() for file in known):
+            return place / "lessons"
+    if IN_WHEEL.is_dir() and not to_edit:
+        return IN_WHEEL / "lessons"
+    raise FileNotFoundError(
+        f"there is no lessons/ in {here} or above it; to copy the lessons and the homework to this "
+        "folder, run: parallel101 notebooks"
+    )
+
+
+def copy_notebooks(out: Path) -> list[Path]:
+    """Copy lessons/ and homework/ into the folder `out`, and return the two copies.
+
+    They come from the wheel, or from the clone of an editable install.
+
+    Raises:
+        ValueError: `out` has a folder of that name already, or can't be written to.
+    """
+    source = IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parent
+    copies = [out / "lessons", out / "homework"]
+    for copy in copies:
+        if copy.exists():
+            raise ValueError(
+                f"{copy} exists already, and nothing was copied; name another folder, e.g. "
+                "parallel101 notebooks course"
+            )
+    for copy in copies:
+        try:
+            copytree(source / copy.name, copy, ignore=ignore_patterns(".*", "__pycache__"))
+        except OSError as error:
+            raise ValueError(f"cannot copy the notebooks to {out}: {error}") from error
+    return copies
+
+
+def select_lessons(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Return the notebooks of `folder` in order: all, or those in `names`.
+
+    A name is 01, 01_collectives or 01_collectives.ipynb.
+
+    Raises:
+        ValueError: the folder has no notebooks, or a name matches no notebook or more than one.
+    """
+    notebooks = sorted(folder.glob("*.ipynb"))
+    if not notebooks:
+        raise ValueError(f"there is no notebook (*.ipynb) in {folder}")
+    chosen = []
+    for name in names:
+        stem = Path(name).name.removesuffix(".ipynb")
+        matches = [n for n in notebooks if n.stem == stem] or [
+            n for n in notebooks if n.stem.startswith(stem)
+        ]
+        if len(matches) != 1:
+            problem = "matches more than one lesson" if matches else "is not a lesson"
+            raise ValueError(
+                f"{name!r} {problem}; the lessons are: {', '.join(n.stem for n in notebooks)}"
+            )
+        chosen += matches
+    return sorted(set(chosen)) or notebooks
+
+
+def homework_notebooks(folder: Path) -> dict[int, Path]:
+    """Return the notebooks in the folder homework/ beside the lessons, by number."""
+    found = {}
+    for path in sorted((folder.parent / "homework").glob("hw*_*/hw*.ipynb")):
+        if number := re.match(r"hw(\d+)_", path.parent.name):
+            found[int(number[1])] = path
+    return found

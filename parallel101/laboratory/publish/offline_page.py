@@ -1,0 +1,58 @@
+"""The frame of all pages: one HTML file that needs no other file and no network.
+
+It needs no packages of notebooks, so that `parallel101 run --page` works with the core alone.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from importlib.resources import files
+
+# With this policy the browser loads nothing from outside the page. `external_addresses` in page.py
+# tells the lesson's author earlier.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+    "blob:; font-src data:; media-src data:"
+)
+HIGHLIGHTED = re.compile(r'class="[^"]*\bhighlight\b')  # code as Pygments writes it
+
+
+def offline_html(title: str, body: str, scripts_beside: bool = False) -> str:
+    """Return a whole page that needs no other file and no network.
+
+    It is light or dark, as the reader's system is. `scripts_beside`: the page may load scripts that
+    are beside it, on a disk or a server.
+    """
+    policy = POLICY
+    if scripts_beside:  # on a disk, not every browser counts a file as "self"
+        policy = POLICY.replace("script-src", "script-src 'self' file:")
+    light, dark = _code_colours() if HIGHLIGHTED.search(body) else ("", "")
+    css = files("parallel101.laboratory.publish").joinpath("page.css").read_text(encoding="utf-8")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{light}
+@media screen and (prefers-color-scheme: dark) {{
+{dark}
+}}
+{css}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def _code_colours() -> tuple[str, str]:
+    """The colours of highlighted code, light and dark. Pygments is there, as it wrote the code."""
+    from pygments.formatters import HtmlFormatter
+
+    light, dark = (HtmlFormatter(style=name) for name in ("xcode", "github-dark"))
+    return light.get_style_defs(".highlight"), dark.get_style_defs(".highlight")

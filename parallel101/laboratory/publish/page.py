@@ -1,0 +1,376 @@
+"""Converts a notebook that has run into one HTML file that needs no network, kernel or other file.
+
+    cells ── nbconvert ──▶ HTML ── arrange.py: sections, folded answers
+                                ── glossary.py: links to terms ──▶ the page's body
+
+nbconvert's own pages load MathJax, RequireJS and a widget manager from the network. Here formulas
+become MathML, which browsers draw themselves. An explorer, which needs a kernel, says how to get
+one. A page that would still load something is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import platform
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from html import escape
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+from urllib.parse import quote
+
+from bs4 import BeautifulSoup, Tag
+from jinja2 import pass_context
+from latex2mathml.converter import convert as to_mathml
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbformat import NotebookNode
+
+from parallel101.laboratory.publish import glossary
+from parallel101.laboratory.publish.arrange import arrange
+from parallel101.laboratory.publish.offline_page import offline_html
+from parallel101.laboratory.publish.repository import Repository
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+NOTEBOOK = re.compile(r"^(\w+)\.ipynb(#.*)?$")  # a link to another lesson
+HOMEWORK = re.compile(r"Homework (\d+), exercises?")
+MINUTES = re.compile(r"takes about (\d+) minutes")
+SHORT = re.compile(r"short way takes (\d+) minutes")
+NEEDS_KERNEL = (
+    "This explorer runs again after each change, so it needs a kernel. Open the lesson with "
+    "<code>make lab</code>."
+)
+
+
+def _script(name: str) -> str:
+    return (
+        files("parallel101.laboratory.publish").joinpath(f"{name}.js").read_text(encoding="utf-8")
+    )
+
+
+PRESENTER, PAPER, GUESSES = _script("presenter"), _script("paper"), _script("guesses")
+NONE: Mapping = MappingProxyType({})
+
+
+class Lesson(NamedTuple):
+    """A lesson, or a homework, as the index and the links between pages show it."""
+
+    name: str
+    title: str
+    summary: str  # its first paragraph, as plain text
+    homework: tuple[int, ...] = ()  # the numbers of the homeworks that it names
+    minutes: str = ""  # how long it takes, if it says so
+    short: str = ""  # the minutes of its short way, if it has one
+
+    @property
+    def sentence(self) -> str:
+        """The first sentence of the summary."""
+        return re.split(r"(?<=[.!?])\s", self.summary, maxsplit=1)[0]
+
+    @classmethod
+    def of(cls, name: str, notebook: NotebookNode) -> Lesson:
+        """Take the first heading as the title and the first paragraph as the summary."""
+        prose = BeautifulSoup(
+            "\n".join(to_html(c.source) for c in notebook.cells if c.cell_type == "markdown"),
+            "html.parser",
+        )
+        heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
+        numbers = sorted({int(number) for number in HOMEWORK.findall(prose.get_text())})
+        minutes, short = (said.search(prose.get_text()) for said in (MINUTES, SHORT))
+        return cls(
+            name,
+            heading.get_text() if heading else name,
+            paragraph.get_text() if paragraph else "",
+            tuple(numbers),
+            minutes[1] if minutes else "",
+            short[1] if short else "",
+        )
+
+
+class _OfflineRenderer(IPythonRenderer):
+    """Markdown as JupyterLab shows it, with formulas as MathML."""
+
+    def block_html(self, html: str) -> str:
+        """Keep HTML without images as it is.
+
+        nbconvert parses each block alone, and closes a <details> that spans several blocks.
+        """
+        return super().block_html(html) if "<img" in html else html + "\n"
+
+    def inline_math(self, body: str) -> str:
+        return _formula(body, "inline")
+
+    def block_math(self, body: str) -> str:
+        return _formula(body, "block")
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return _formula(f"\\begin{{{name}}}{body}\\end{{{name}}}", "block")
+
+
+class _OfflineExporter(HTMLExporter):
+    """nbconvert's HTML for cells and outputs, with our Markdown."""
+
+    @pass_context
+    def markdown2html(self, context, source):
+        path = context["resources"]["metadata"].get("path", "")
+        return to_html(source, context.get("cell", {}).get("attachments"), path)
+
+
+def to_html(source: str, attachments: dict | None = None, path: str = "") -> str:
+    """Return Markdown as HTML that loads nothing."""
+    renderer = _OfflineRenderer(
+        escape=False,
+        embed_images=True,
+        exclude_anchor_links=True,
+        attachments=attachments or {},
+        path=path,
+    )
+    return MarkdownWithMath(renderer=renderer).render(source)
+
+
+def _formula(tex: str, display: str) -> str:
+    mathml = to_mathml(tex, display=display)
+    if unknown := re.search(r"\\[A-Za-z]+", mathml):
+        raise ValueError(
+            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to MathML; "
+            "write it with simpler commands"
+        )
+    return mathml
+
+
+def lesson_body(
+    notebook: NotebookNode,
+    folder: Path,
+    homework: Mapping[int, Lesson] = NONE,
+    lessons: Collection[str] | None = None,
+) -> str:
+    """Return the cells and outputs of a notebook that has run, as HTML that loads nothing.
+
+    Args:
+        folder: the notebook's folder. Images from this folder are embedded in the page, and terms
+            of its glossary.md become links.
+        homework: those that have a page, by number. Where the text names one, it becomes a link.
+        lessons: those of the course; a link to any other becomes text. None: all.
+
+    Raises:
+        ValueError: the page would load something, such as an image from the web, or a formula
+            cannot be converted.
+    """
+    exporter = _OfflineExporter(
+        template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
+    )
+    body, _ = exporter.from_notebook_node(
+        _without_kernel(notebook), {"metadata": {"path": str(folder)}}
+    )
+    soup = BeautifulSoup(body, "html.parser")
+    if addresses := sorted(set(external_addresses(soup))):
+        raise ValueError(
+            f"the page would load {', '.join(addresses)}, but pages must work offline; put the "
+            "file in the notebook's folder"
+        )
+    if figure := _cover(soup):  # before `arrange` moves pictures out of their cells
+        figure["class"] = "p101 cover"
+    arrange(soup)
+    for text in list(soup.find_all("strong", string=HOMEWORK)):
+        if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
+            text.wrap(soup.new_tag("a", href=page_name(task)))
+    for link in soup.find_all("a", href=NOTEBOOK):  # beside the page is the other lesson's page
+        if lessons is not None and str(link["href"]).partition(".")[0] not in lessons:
+            link.unwrap()
+        else:
+            link["href"] = NOTEBOOK.sub(r"\1.html\2", str(link["href"]))
+    glossary.link_first_uses(soup, glossary.read_terms(folder))
+    return str(soup)
+
+
+def _cover(soup: BeautifulSoup) -> Tag | None:
+    """The picture for the index: that of the cell with the tag `cover`, or the first that plays."""
+    return (
+        soup.select_one(".celltag_cover figure.p101")
+        or soup.select_one("figure.p101:has(source)")
+        or soup.select_one("figure.p101")
+    )
+
+
+def cover_of(page: str) -> str:
+    """The picture of a lesson's page for the index, as an <img>; "" if the page has none."""
+    found = re.search(
+        r'<figure [^>]*class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"',
+        page,
+        re.DOTALL,
+    )
+    return f'<img src="{cropped(found[1])}" alt="" loading="lazy">' if found else ""
+
+
+def cropped(image: str) -> str:
+    """A picture, as a data URI, as the index shows covers.
+
+    It has no border, since the cover has one, and is at most 2/3 as high as wide: a taller one ends
+    between two of its parts, at the last of its cuts (see `Scene`) that fits. One without such cuts
+    stays whole, and the index shows it smaller.
+    """
+    head, _, data = image.partition(",")
+    svg = base64.b64decode(data).decode()
+    size = re.search(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', svg)
+    if size is None:
+        return image
+    width, height = int(size[1]), float(size[2])
+    cuts = re.search(r'data-cuts="([^"]+)"', svg)
+    fitting = [y for y in map(float, cuts[1].split()) if 3 * y <= 2 * width] if cuts else []
+    bottom = max(fitting) if fitting and 3 * height > 2 * width else height - 2
+    shown = f'viewBox="2 2 {width - 4} {bottom - 2:g}" width="{width - 4}" height="{bottom - 2:g}"'
+    return f"{head},{base64.b64encode(svg.replace(size[0], shown, 1).encode()).decode()}"
+
+
+def moving_picture_of(page: str) -> str:
+    """The same picture as a <picture> that moves, or stands still if the reader prefers that."""
+    found = re.search(
+        r'<figure [^>]*class="p101 cover"[^>]*>\s*(<picture>.*?</picture>)', page, re.DOTALL
+    )
+    return found[1] if found else ""
+
+
+def lesson_page(
+    lesson: Lesson,
+    body: str,
+    seconds: float,
+    lessons: Sequence[Lesson],
+    repository: Repository | None = None,
+) -> str:
+    """Return the whole page of a lesson.
+
+    It has the lesson's body, how long it ran, and links to the lessons before and after it. With a
+    repository, Colab opens the notebook from its folder lessons/.
+    """
+    at = lessons.index(lesson)
+    before = [
+        f'<a rel="prev" href="{page_name(e)}">← {escape(_short(e))}</a>' for e in lessons[:at][-1:]
+    ]
+    after = [
+        f'<a rel="next" href="{page_name(e)}">{escape(_short(e))} →</a>'
+        for e in lessons[at + 1 : at + 2]
+    ]
+    present = (
+        '<button class="present" title="One section at a time, in large type (p)" '
+        'hidden>Present</button><button class="handout" title="Print the page without its answers" '
+        "hidden>Handout</button>"
+    )
+    links = (
+        '<nav aria-label="Lessons"><a href="index.html">All lessons</a>'
+        + "".join(before + after)
+        + "</nav>"
+    )
+    if repository is not None:
+        colab = repository.in_colab(f"lessons/{lesson.name}.ipynb")
+        present = f'<a class="colab" href="{colab}">Open in Colab</a>{present}'
+    top = links.replace("</nav>", f"{present}</nav>")
+    ran = (
+        f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with "
+        f"{_machine()}.</footer>"
+    )
+    return offline_html(
+        lesson.title,
+        f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n"
+        f"<script>{PRESENTER}{PAPER}{GUESSES}</script>",
+    )
+
+
+def homework_page(homework: Lesson, body: str) -> str:
+    """Return the page of a homework as it is handed out: what is to be written."""
+    how = (
+        "<p class='needs-kernel'>To write and check it, open it with <code>make "
+        "homework</code>.</p>"
+    )
+    return offline_html(
+        homework.title,
+        f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{how}{body}\n</main>\n'
+        f"<script>{PAPER}{GUESSES}</script>",
+    )
+
+
+def course_page(title: str, body: str) -> str:
+    """Return a page of the course that is neither a lesson nor homework."""
+    return offline_html(
+        title, f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{body}\n</main>'
+    )
+
+
+def glossary_page(terms: Sequence[glossary.Term]) -> str:
+    """Return the page of the glossary."""
+    rows = "".join(
+        f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{to_html(term.definition)}</dd>'
+        for term in terms
+    )
+    return course_page("Glossary", f'<h1>Glossary</h1><dl class="glossary">{rows}</dl>')
+
+
+def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:
+    """Yield every address that a browser would load when it opens the page.
+
+    Links that a reader can click are not loaded.
+    """
+    soup = BeautifulSoup(html, "html.parser") if isinstance(html, str) else html
+    for tag in soup.find_all(True):
+        names = ["src", "srcset", "poster", "data"] + (
+            [] if tag.name in ("a", "area") else ["href", "xlink:href"]
+        )
+        addresses = [str(tag[name]) for name in names if tag.get(name)]
+        css = str(tag.get("style", "")) + (tag.get_text() if tag.name == "style" else "")
+        addresses += [
+            a
+            for pair in re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", css)
+            for a in pair
+            if a
+        ]
+        yield from (a for a in addresses if not a.startswith(("data:", "#")))
+
+
+def _without_kernel(notebook: NotebookNode) -> NotebookNode:
+    """Return a copy for pages, in which each widget is replaced by its last picture, if any.
+
+    A note says that the widget needs a kernel.
+    """
+    notebook = deepcopy(notebook)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            data.pop("application/javascript", None)
+            # an explorer has its last picture as HTML beside it; a slider has none
+            if data.pop(WIDGET, None):
+                data["text/html"] = (
+                    data.get("text/html", "") + f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
+                )
+    return notebook
+
+
+def page_name(lesson: Lesson) -> str:
+    """Return the address of a lesson's page, from another page."""
+    return quote(f"{lesson.name}.html")  # a teacher's file may be called "exercise #2"
+
+
+def numbered(lesson: Lesson) -> str:
+    """The title with the number of the lesson's name."""
+    number = re.match(r"\d+(?=_)", lesson.name)
+    return f"{number[0]} {lesson.title}" if number else lesson.title
+
+
+def short_title(lesson: Lesson) -> str:
+    """The number and the title up to its colon, such as "00 Ranks"."""
+    return numbered(lesson).partition(":")[0]
+
+
+def _short(lesson: Lesson) -> str:
+    """The title up to its colon."""
+    return lesson.title.partition(":")[0]
+
+
+def _machine() -> str:
+    return (
+        f"Python {platform.python_version()} and torch {version('torch')} on {platform.system()} "
+        f"with {os.cpu_count()} cores"
+    )

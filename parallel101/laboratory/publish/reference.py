@@ -1,0 +1,279 @@
+"""The reference of the public API, made by pdoc from docstrings, signatures and sources.
+
+    parallel101.__all__      ──▶ reference/parallel101.html, in the groups below
+    cost, layers, models, …  ──▶ reference/parallel101/cost.html, …
+    all names                ──▶ reference/index.html, and the search
+
+Only public names appear, and only documented ones. The pages have the site's frame; the templates
+are in templates/.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from html import escape, unescape
+from importlib import import_module
+from importlib.resources import as_file, files
+from typing import NamedTuple
+
+import pdoc.doc
+import pdoc.render
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+from parallel101.laboratory.publish.index import REFERENCE
+from parallel101.laboratory.publish.offline_page import offline_html
+from parallel101.laboratory.publish.page import to_html
+from parallel101.laboratory.publish.search_index import SearchEntry, search_box
+
+ADDRESS, TITLE = REFERENCE.address, REFERENCE.title
+PACKAGE = "parallel101"
+MODULES = ("cost", "layers", "models", "sharding", "keras")
+GROUPS = {  # of the package's own names, by the module that defines them
+    "Run a program": ("ranks", "sim", "viz.watch", "spans"),
+    "Collectives": ("autograd", "collectives", "mesh"),
+    "Trainers": ("trainers",),
+    "Pipeline schedules": ("trainers.schedules", "trainers.weight_gradients"),
+    "Plan": ("planner",),
+    "What was recorded": ("record", "analysis"),
+    "Pictures": ("viz",),
+    "Explorers": ("viz.explore",),
+}
+ERRORS = "Errors"
+
+
+class Reference(NamedTuple):
+    """The pages by their address below site/, and all names for the search."""
+
+    pages: dict[str, str]
+    names: list[SearchEntry]
+
+
+def make_reference() -> Reference:
+    """Return the pages of the reference. Keras's part is left out where Keras is missing."""
+    modules = {module.modulename: module for module in _modules()}
+    for module in modules.values():
+        _describe_constants(module)
+    groups = {name: _groups(module) for name, module in modules.items()}
+    pages = {}
+    with (
+        as_file(files("parallel101.laboratory.publish") / "templates") as templates,
+        warnings.catch_warnings(),
+    ):
+        # an annotation whose import runs for type checkers only is shown as it is written
+        warnings.simplefilter("ignore", UserWarning)
+        pdoc.render.configure(
+            docformat="google",
+            include_undocumented=False,
+            search=False,
+            template_directory=templates,
+        )
+        pdoc.render.env.filters |= {
+            "highlight": _source,
+            "format_signature": _signature,
+            "with_columns": with_columns,
+        }
+        pdoc.render_helpers.markdown_extensions["fenced-code-blocks"] = {"cssclass": "highlight"}
+        for name, module in modules.items():
+            pdoc.render.env.globals |= {
+                "groups": groups[name],
+                "shown_members": shown_members,
+                "linked_members": linked_members,
+                "is_documented": is_documented,
+            }
+            page = _page(name)
+            body = pdoc.render.html_module(module, modules)
+            pages[page] = _framed(name, body, page)
+    names = [one for name in modules for one in _names(modules[name], groups[name])]
+    pages[ADDRESS] = _framed(TITLE, _index(modules, groups, names), ADDRESS)
+    return Reference(pages, names)
+
+
+def _modules() -> Iterator[pdoc.doc.Module]:
+    package = import_module(PACKAGE)
+    for name in package.__all__:  # each is imported when it is first used, and pdoc reads __dict__
+        getattr(package, name)
+    yield pdoc.doc.Module(package)
+    for name in MODULES:
+        before = os.environ.get("KERAS_BACKEND")
+        try:
+            if name == "keras":
+                os.environ["KERAS_BACKEND"] = "torch"
+            yield pdoc.doc.Module(import_module(f"{PACKAGE}.{name}"))
+        except ImportError:  # Keras is an extra
+            continue
+        finally:
+            os.environ.pop("KERAS_BACKEND", None)
+            if before is not None:
+                os.environ["KERAS_BACKEND"] = before
+
+
+def _describe_constants(module: pdoc.doc.Module) -> None:
+    """Say what a constant is: the names in a mapping, or the class of another value."""
+    for member in module.members.values():
+        if isinstance(member, pdoc.doc.Variable) and not member.docstring:
+            value = member.default_value
+            keys = ", ".join(f"`{key}`" for key in value) if isinstance(value, Mapping) else ""
+            member.docstring = f"By name: {keys}." if keys else f"A `{type(value).__name__}`."
+
+
+def _groups(module: pdoc.doc.Module) -> list[tuple[str, list[str]]]:
+    """The names of a module, in groups with a title; only the package has several."""
+    if module.modulename != PACKAGE:
+        return [("", sorted(module.members, key=str.lower))]
+    groups: dict[str, list[str]] = {title: [] for title in (*GROUPS, ERRORS)}
+    for name in sorted(module.members, key=str.lower):
+        groups[_group(module.members[name])].append(name)
+    return list(groups.items())
+
+
+def _group(member: pdoc.doc.Doc) -> str:
+    if isinstance(member.obj, type) and issubclass(member.obj, BaseException):
+        return ERRORS
+    inside = member.taken_from[0].removeprefix(f"{PACKAGE}.").removeprefix("laboratory.")
+    fitting = [
+        (len(prefix), title)
+        for title, prefixes in GROUPS.items()
+        for prefix in prefixes
+        if f"{inside}.".startswith(f"{prefix}.")
+    ]
+    return max(fitting)[1]  # the longest prefix
+
+
+def shown_members(member: pdoc.doc.Class, module: pdoc.doc.Module) -> list[pdoc.doc.Doc]:
+    """The members that a class's section shows: its own, and those of bases without a section."""
+    linked = [part for _, parts in linked_members(member, module) for part in parts]
+    return [part for part in _documented(member) if part not in linked]
+
+
+def linked_members(
+    member: pdoc.doc.Class, module: pdoc.doc.Module
+) -> list[tuple[str, list[pdoc.doc.Doc]]]:
+    """The members that a class has from public bases, by the base's name."""
+    inherited = [part for part in _documented(member) if part not in member.own_members]
+    found = []
+    for base in member.obj.__mro__[1:]:
+        if getattr(module.obj, base.__name__, None) is base and base.__name__ in module.members:
+            parts = [part for part in inherited if hasattr(base, part.name)]
+            inherited = [part for part in inherited if part not in parts]
+            found += [(base.__name__, parts)] if parts else []
+    return found
+
+
+def is_documented(doc: pdoc.doc.Doc) -> bool:
+    """Whether a name has a docstring of its own: not that of torch's forward or of any field."""
+    inherited = isinstance(doc, pdoc.doc.Function) and not doc.obj.__doc__
+    of_field = doc.docstring.startswith("Alias for field number")  # of a NamedTuple
+    return bool(doc.docstring) and not inherited and not of_field
+
+
+def _documented(member: pdoc.doc.Class) -> list[pdoc.doc.Doc]:
+    own = member.own_members  # in the order of the source; what is inherited follows
+    return [
+        part
+        for part in [*own, *(part for part in member.members.values() if part not in own)]
+        if is_documented(part) and not part.name.startswith("_") and part.kind != "class"
+        if part in own or part.taken_from[0].startswith(PACKAGE)
+    ]
+
+
+def _names(module: pdoc.doc.Module, groups: list[tuple[str, list[str]]]) -> Iterator[SearchEntry]:
+    inside = module.modulename.removeprefix(PACKAGE).lstrip(".")
+    page = _page(module.modulename)
+    for name in (name for _, names in groups for name in names):
+        member = module.members[name]
+        parts = shown_members(member, module) if isinstance(member, pdoc.doc.Class) else []
+        for doc in [member, *parts]:
+            if doc.docstring:
+                shown = f"{inside}.{doc.qualname}".lstrip(".")
+                address = f"{page}#{doc.qualname}"
+                yield SearchEntry(TITLE, shown, address, first_sentence(doc.docstring))
+
+
+def first_sentence(docstring: str) -> str:
+    paragraph = " ".join(docstring.strip().partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s(?=[A-Z`])", paragraph, maxsplit=1)[0].rstrip(":")
+
+
+def _signature(signature: inspect.Signature, colon: bool) -> str:
+    """A signature with Module in place of torch.nn.modules.module.Module, which is private."""
+    dot = r'<span class="o">\.</span>'
+    shown: str = pdoc.render_helpers.format_signature(signature, colon)
+    # the types of a NamedTuple's fields are not evaluated
+    unresolved = r'<span class="n">ForwardRef</span>.*?<span class="s1">(.*?)</span>.*?\)</span>'
+    shown = re.sub(unresolved, lambda found: unescape(found[1]).strip("'"), shown)
+    name = rf'<span class="n">(?:typing|torch(?:</span>{dot}<span class="n">\w+)+)</span>{dot}'
+    return re.sub(rf'{name}(?=<span class="n">[A-Z])', "", shown)
+
+
+def with_columns(docstring: str) -> str:
+    """Indent paragraphs that are tables of aligned columns, so that Markdown keeps their lines."""
+    paragraphs = docstring.split("\n\n")
+    for at, paragraph in enumerate(paragraphs):
+        lines = paragraph.splitlines()
+        if sum(bool(re.search(r"^\S.*\S   *\S", line)) for line in lines) > len(lines) / 3:
+            head = "\n\n" if lines[0].endswith(":") else ""
+            body = lines[bool(head) :]
+            paragraphs[at] = lines[0] * bool(head) + head + "\n".join(f"    {e}" for e in body)
+    return "\n\n".join(paragraphs)
+
+
+def _source(doc: pdoc.doc.Doc) -> str:
+    return highlight(doc.source, PythonLexer(), HtmlFormatter(cssclass="highlight"))
+
+
+def _page(module: str) -> str:
+    return f"reference/{module.replace('.', '/')}.html"
+
+
+def _framed(title: str, body: str, page: str) -> str:
+    root = "../" * page.count("/")
+    links = [f'<a href="{root}index.html">All lessons</a>']
+    if page != ADDRESS:
+        links.append(f'<a href="{root}{ADDRESS}">{TITLE}</a>')
+    css = (
+        files("parallel101.laboratory.publish")
+        .joinpath("reference.css")
+        .read_text(encoding="utf-8")
+    )
+    return offline_html(
+        f"{title}: parallel101" if title == TITLE else title,
+        f"<nav>{''.join(links)}</nav>\n<style>{css}</style>\n{search_box(root)}\n{body}",
+        scripts_beside=True,
+    )
+
+
+def _index(
+    modules: dict[str, pdoc.doc.Module],
+    groups: dict[str, list[tuple[str, list[str]]]],
+    names: list[SearchEntry],
+) -> str:
+    by_address = {one.address: one for one in names}
+    parts = []
+    for module in modules.values():
+        page = _page(module.modulename)
+        for title, members in groups[module.modulename]:
+            rows = "".join(_row(by_address[f"{page}#{name}"]) for name in members)
+            heading = escape(title) if title else f"<code>p101.{module.name}</code>"
+            parts.append(f"<h2>{heading}</h2>")
+            if not title:
+                parts.append(to_html(first_sentence(module.docstring)))
+            parts.append(f'<table class="names"><tbody>{rows}</tbody></table>')
+    return (
+        f'<main class="reference"><h1>{TITLE}</h1><p>All public names, after '
+        f"<code>import parallel101 as p101</code>.</p>{''.join(parts)}</main>"
+    )
+
+
+def _row(one: SearchEntry) -> str:
+    sentence = to_html(one.text).strip().removeprefix("<p>").removesuffix("</p>")
+    address = one.address.removeprefix("reference/")
+    return (
+        f'<tr><td><a href="{address}"><code>{escape(one.title)}</code></a></td>'
+        f"<td>{sentence}</td></tr>"
+    )

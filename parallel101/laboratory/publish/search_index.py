@@ -1,0 +1,147 @@
+"""The search over all pages of the site, which works offline.
+
+    sections ── search_index ──▶ site/search_index.js, a script: a page from disk can't fetch JSON
+    search_box ──▶ the box on a page, with search.js, which loads that script when the box is used
+
+An entry's words count by how often it uses them, and more in its title. search.js multiplies
+them by how rare a word is (inverse document frequency).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from typing import NamedTuple
+
+from bs4 import BeautifulSoup
+from nbformat import NotebookNode
+
+from parallel101.laboratory.publish.arrange import HEADINGS, name_headings
+from parallel101.laboratory.publish.course_pages import CoursePage
+from parallel101.laboratory.publish.glossary import PAGE, Term
+from parallel101.laboratory.publish.page import Lesson, page_name, short_title, to_html
+
+FILE = "search_index.js"
+IN_TITLE, MOST_IN_TEXT = 12, 6  # weights of a word
+SHOWN = 140  # letters of an entry's text that a result shows
+
+
+class SearchEntry(NamedTuple):
+    """What the search can find: a section, a term or a name."""
+
+    kind: str  # "Lesson", "Homework", "Glossary", "Reference", "Tool"; "" for other pages
+    title: str
+    address: str  # below site/
+    text: str
+    place: str = ""  # the lesson or page of a section, as its title says it
+    also: str = ""  # other words by which it is found
+
+
+def notebook_entries(kind: str, lesson: Lesson, notebook: NotebookNode) -> Iterator[SearchEntry]:
+    """Yield the sections of a lesson or a homework, with the anchors that `arrange` gives them."""
+    cells = [
+        f'<div class="text_cell_render">{to_html(cell.source)}</div>'
+        if cell.cell_type == "markdown"
+        else f'<pre class="cell">{escape(cell.source)}</pre>'
+        for cell in notebook.cells
+    ]
+    soup = BeautifulSoup("".join(cells), "html.parser")
+    name_headings(soup)
+    yield from _sections(kind, short_title(lesson), page_name(lesson), soup)
+
+
+def page_entries(page: CoursePage) -> Iterator[SearchEntry]:
+    """Yield the sections of a page around the lessons."""
+    soup = BeautifulSoup(page.body, "html.parser")
+    for contents in soup.select("nav"):
+        contents.decompose()
+    yield from _sections("", page.title, page.address, soup)
+
+
+def _sections(kind: str, title: str, address: str, soup: BeautifulSoup) -> Iterator[SearchEntry]:
+    at, place, section, texts = address, "", title, list[str]()
+    for element in soup.select(".text_cell_render > *, pre.cell"):
+        if element.name in HEADINGS and element.has_attr("id"):
+            if texts:
+                yield _section(kind, section, at, texts, place)
+            texts = []
+            if element.name == "h1":
+                at, place, section = address, "", title
+            else:
+                at, place = f"{address}#{element['id']}", title
+                section = element.get_text().strip()
+        else:
+            apart = " " if element.name in ("table", "ul", "ol") else ""
+            texts.append(element.get_text(apart))
+    yield _section(kind, section, at, texts, place)
+
+
+def _section(kind: str, title: str, address: str, texts: list[str], place: str) -> SearchEntry:
+    return SearchEntry(kind, title, address, " ".join(" ".join(texts).split()), place)
+
+
+def glossary_entries(terms: Sequence[Term]) -> list[SearchEntry]:
+    """The terms of the glossary."""
+    plain = [BeautifulSoup(to_html(term.definition), "html.parser").get_text() for term in terms]
+    return [
+        SearchEntry("Glossary", term.name, f"{PAGE}#{term.anchor}", text, also=" ".join(term.forms))
+        for term, text in zip(terms, plain)
+    ]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in small letters, without accents: all_reduce has two."""
+    plain = unicodedata.normalize("NFKD", text)
+    return re.findall(r"[a-z0-9]{2,}", re.sub(r"[\u0300-\u036f]", "", plain).lower())
+
+
+def search_index(entries: Sequence[SearchEntry]) -> str:
+    """Return the script with what results show, and with each word's entries and weights."""
+    words: dict[str, list[int]] = {}
+    for at, entry in enumerate(entries):
+        weights = {
+            word: min(MOST_IN_TEXT, 1 + round(math.log2(count)))
+            for word, count in Counter(words_of(f"{entry.text} {entry.place} {entry.also}")).items()
+        }
+        parts = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", entry.title)  # HybridTrainer: also "trainer"
+        for word in {*words_of(entry.title), *words_of(parts)}:
+            weights[word] = weights.get(word, 0) + IN_TITLE
+        for word, weight in weights.items():
+            words.setdefault(word, []).extend((at, weight))
+    shown = [
+        [e.kind, e.title, e.place, e.address, _shortened(e.text.replace("`", ""))] for e in entries
+    ]
+    given = {"entries": shown, "words": dict(sorted(words.items()))}
+    packed = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+    return f"globalThis.SEARCH_INDEX = {packed};\n"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else text[:SHOWN].rpartition(" ")[0] + " …"
+
+
+def search_box(root: str = "") -> str:
+    """Return the search box of a page, which is shown where scripts run.
+
+    `root` leads from the page's folder to that of the index: "../" for one folder below it.
+    """
+    here = files("parallel101.laboratory.publish")
+    css, script = (
+        here.joinpath(f"search.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+    )
+    return f"""<style>{css}</style>
+<form class="search" role="search" data-index="{root}{FILE}" data-root="{root}" hidden>
+<label for="search-words">Search</label>
+<input id="search-words" type="search" role="combobox" aria-expanded="false" autocomplete="off"
+aria-controls="search-found" aria-autocomplete="list" spellcheck="false"
+placeholder="Lessons, homework, reference">
+<p class="search-count" role="status"></p>
+<div id="search-found" role="listbox" aria-label="Search results" tabindex="-1" hidden></div>
+</form>
+<script>{script}</script>"""

@@ -1,0 +1,192 @@
+"""A teacher's syllabus: it chooses the lessons of a course, and is the index of its pages.
+
+parallel101 lessons --syllabus course.toml
+
+    title = "Training on many GPUs, spring 2027"
+    text = "Tuesdays, 10:15, room H2."              # as Markdown
+
+    [[weeks]]
+    date = 2027-03-02                               # or a text, such as "Week 1"
+    lessons = ["00"]
+    goals = ["Start processes that send each other tensors", "Say why a program hangs"]
+
+    [[weeks]]
+    date = 2027-03-09
+    lessons = ["01"]
+    homework = [1]
+    due = 2027-03-15
+
+    [[weeks]]
+    date = 2027-03-16
+    title = "No lecture: spring break"
+
+Only `title` and `weeks` are needed. Titles and minutes of lessons come from the lessons.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel101.laboratory.publish.find import homework_notebooks, select_lessons
+from parallel101.laboratory.publish.page import Lesson, page_name, short_title, to_html
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+When = date | str | None
+
+
+class Week(NamedTuple):
+    """A week of the course."""
+
+    date: When = None
+    title: str = ""  # Markdown
+    lessons: tuple[str, ...] = ()  # the names of the notebooks, without .ipynb
+    goals: tuple[str, ...] = ()  # Markdown
+    homework: tuple[int, ...] = ()
+    due: When = None
+
+
+class Syllabus(NamedTuple):
+    """What a teacher says of a course."""
+
+    title: str
+    text: str  # Markdown
+    weeks: tuple[Week, ...]
+
+    @property
+    def lessons(self) -> set[str]:
+        return {name for week in self.weeks for name in week.lessons}
+
+    @property
+    def homework(self) -> set[int]:
+        return {number for week in self.weeks for number in week.homework}
+
+
+def read_syllabus(path: Path, folder: Path) -> Syllabus:
+    """Return the syllabus in a file.
+
+    Args:
+        path: the teacher's file.
+        folder: that of the lessons.
+
+    Raises:
+        ValueError: the file isn't TOML, or names what isn't there. The message says in which week.
+    """
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"can't read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    weeks = said.get("weeks")
+    if not isinstance(weeks, list) or not weeks or not isinstance(said.get("title"), str):
+        raise ValueError(
+            f"{path}: expected a title, and weeks, each under [[weeks]]; "
+            "parallel101/laboratory/publish/syllabus.py shows an example"
+        )
+    read, latest = [], None
+    for number, entries in enumerate(weeks, 1):
+        try:
+            week = _week(entries, folder)
+            if isinstance(week.date, date):
+                if latest is not None and week.date < latest:
+                    raise ValueError(f"its date is {week.date}; expected one after {latest}")
+                latest = week.date
+        except ValueError as error:
+            raise ValueError(f"{path}, week {number}: {error}") from error
+        read.append(week)
+    return Syllabus(said["title"], str(said.get("text", "")), tuple(read))
+
+
+def _week(entries: Any, folder: Path) -> Week:
+    """One week of the file, with its lessons by their whole names."""
+    if not isinstance(entries, dict) or (unknown := [*{*entries} - {*Week._fields}]):
+        named = repr(unknown[0]) if isinstance(entries, dict) else repr(entries)
+        raise ValueError(f"{named} is not an entry of a week; there are {', '.join(Week._fields)}")
+    for name, kind in (("lessons", str), ("goals", str), ("homework", int)):
+        values = entries.get(name, [])
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            example = '["00"]' if name == "lessons" else '["…"]' if kind is str else "[1]"
+            raise ValueError(f"{name} is {values!r}; expected a list, such as {example}")
+    days = {name: entries.get(name) for name in ("date", "due")}
+    for name, day in days.items():
+        if not isinstance(day, date | str | None):
+            raise ValueError(f"{name} is {day!r}; expected a date or a text")
+        if isinstance(day, datetime):
+            days[name] = day.date()
+    names = entries.get("lessons", [])
+    week = Week(
+        title=str(entries.get("title", "")),
+        lessons=tuple(select_lessons(folder, [name])[0].stem for name in names),
+        goals=tuple(entries.get("goals", [])),
+        homework=tuple(entries.get("homework", [])),
+        **days,
+    )
+    there = homework_notebooks(folder)
+    for number in week.homework:
+        if number not in there:
+            raise ValueError(
+                f"there is no homework {number}; there are {', '.join(map(str, there)) or 'none'}"
+            )
+    if isinstance(week.date, date) and isinstance(week.due, date) and week.due < week.date:
+        raise ValueError(f"its homework is due {week.due}, before the lecture of {week.date}")
+    return week
+
+
+def syllabus_table(
+    syllabus: Syllabus, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]
+) -> str:
+    """Return the syllabus as HTML: its text, and a table with a row for each week.
+
+    A lesson or homework without a page, such as a lesson that failed, is text and not a link.
+    """
+    rows = "".join(
+        f"<tr><td>{_when(week.date)}</td><td>{_lecture(week, lessons)}</td>"
+        f"<td>{_list([to_html(goal) for goal in week.goals])}</td>"
+        f"<td>{_homework(week, homework)}</td></tr>"
+        for week in syllabus.weeks
+    )
+    heads = "".join(f"<th>{head}</th>" for head in ("Date", "Lecture", "Goals", "Homework"))
+    return (
+        f'<div class="opening">{to_html(syllabus.text)}</div><table class="syllabus">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _lecture(week: Week, lessons: Mapping[str, Lesson]) -> str:
+    title = f'<div class="title">{to_html(week.title)}</div>' if week.title else ""
+    links = []
+    for name in week.lessons:
+        lesson = lessons.get(name)
+        links.append(_link(lesson, short_title(lesson) if lesson else name))
+    total = sum(int(lessons[name].minutes or 0) for name in week.lessons if name in lessons)
+    links += [f"<small>{total}\u00a0minutes</small>"] if total else []
+    return title + "<br>".join(links)
+
+
+def _homework(week: Week, homework: Mapping[int, Lesson]) -> str:
+    tasks = [_link(homework.get(number), f"Homework {number}") for number in week.homework]
+    due = f"<br><span>due {_when(week.due)}</span>" if tasks and week.due is not None else ""
+    return "<br>".join(tasks) + due
+
+
+def _link(lesson: Lesson | None, text: str) -> str:
+    return f'<a href="{page_name(lesson)}">{escape(text)}</a>' if lesson else escape(text)
+
+
+def _list(items: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>" if items else ""
+
+
+def _when(day: When) -> str:
+    if isinstance(day, date):
+        return f"<span>{day:%a} {day.day} {day:%B %Y}</span>"
+    return escape(day or "")

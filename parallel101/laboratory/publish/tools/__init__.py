@@ -1,0 +1,49 @@
+"""Pages of plain JavaScript that work without a server, a network or Python: a schedule to build by
+hand, and others. What they are fed with is computed when the page is written.
+
+A new tool is one more line in TOOL_PAGES. `parallel101 lessons` writes its page, and the index
+lists it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from parallel101.laboratory.publish.tools import (
+    collectives_atlas_page,
+    memory_page,
+    schedule_builder_page,
+)
+
+
+class ToolPage(NamedTuple):
+    """A page that plays in the browser."""
+
+    address: str  # of its page
+    title: str
+    text: str  # what the reader does there, in a sentence
+    # its body, and what it loads: text by path in the site
+    make: Callable[[], tuple[str, Mapping[str, str]]]
+
+
+TOOL_PAGES = (
+    ToolPage(
+        collectives_atlas_page.ADDRESS,
+        collectives_atlas_page.TITLE,
+        "Play recorded runs of all collectives and algorithms, two side by side.",
+        collectives_atlas_page.collectives_atlas,
+    ),
+    ToolPage(
+        schedule_builder_page.ADDRESS,
+        schedule_builder_page.TITLE,
+        "Order the work of a pipeline by hand, and compare your schedule with published ones.",
+        lambda: (schedule_builder_page.schedule_builder_page(), {}),
+    ),
+    ToolPage(
+        memory_page.ADDRESS,
+        memory_page.TITLE,
+        "Choose a model, GPUs and a layout, and see what fills the memory of each GPU.",
+        lambda: (memory_page.memory_page(), {}),
+    ),
+)

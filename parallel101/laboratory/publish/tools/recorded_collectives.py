@@ -1,0 +1,224 @@
+"""Runs every collective on the simulator and keeps its picture, for the atlas of collectives.
+
+    all_choices()  operation, algorithm, ranks, network
+    record()       one run ──▶ steps, bytes and seconds, and the picture of laboratory.viz
+
+The values of a run show whose data they are, so there are few of them: the large array has a few
+numbers per block, each of which counts as many bytes. The network is as many times slower. The run
+with the small array has all its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, isqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel101 import collectives
+from parallel101.laboratory.analysis.critical_path import critical_path
+from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.analysis.unwritten import Watched
+from parallel101.laboratory.record.trace import Trace, collector_paused
+from parallel101.laboratory.sim.network import Network
+from parallel101.laboratory.sim.simulate import simulate
+from parallel101.laboratory.viz.collective import collective_scene
+from parallel101.laboratory.viz.scene import Scene
+
+OPERATIONS = {  # the one that opens the page is the first
+    "all_reduce": "All-reduce",
+    "reduce_scatter": "Reduce-scatter",
+    "all_gather": "All-gather",
+    "all_to_all": "All-to-all",
+    "broadcast": "Broadcast",
+    "reduce": "Reduce",
+    "scatter": "Scatter",
+    "gather": "Gather",
+    "barrier": "Barrier",
+}
+NETWORKS = {"switch": "Switch", "ring": "Ring", "torus": "Torus", "two_nodes": "Two nodes"}
+RANKS = (*range(2, 9), 16, 64)
+MOST_DRAWN, MOST_ON_ALL_NETWORKS = 8, 16  # ranks; more of them are on the switch only
+# 105 = 3 · 5 · 7, so that any of these numbers of ranks divides the array into equal blocks
+LARGE, SMALL = 105 * 1024**2, 105 * 1024
+ELEMENT = 8  # bytes of a number
+LATENCY, BANDWIDTH = 5e-6, 50e9  # seconds, and bytes per second, of a link
+INSIDE_LATENCY, INSIDE_BANDWIDTH = 2e-6, 450e9  # of a link inside a node
+Speed = tuple[float, float]  # latency and bandwidth
+COUNTED: dict[str, Speed] = {"link": (1.0, inf), "inside": (1.0, inf)}  # each message takes 1
+# a rank's tensor is one block; of the other operations, the ranks cut it into blocks
+BLOCKS = ("gather", "all_gather")
+ROOTS = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
+
+
+class Choice(NamedTuple):
+    """What the reader chooses."""
+
+    operation: str
+    algorithm: str
+    ranks: int
+    network: str
+
+    @property
+    def title(self) -> str:
+        return f"{OPERATIONS[self.operation]}: {algorithm_name(self.algorithm)}"
+
+    @property
+    def segments(self) -> int:
+        """Into how many segments a chain cuts the array; 1: it doesn't."""
+        return max(8, self.ranks) if self.algorithm == "pipelined_chain" else 1
+
+
+class RecordedRun(NamedTuple):
+    """What a run took."""
+
+    steps: int  # messages one after the other: the time if each takes 1, of any size
+    busiest: int  # bytes sent by the rank that sends most, of the large array
+    total: int  # bytes sent by all ranks, of the large array
+    seconds: float  # with the large array
+    seconds_small: float
+
+
+def algorithm_name(name: str) -> str:
+    """reduce_scatter_gather -> "reduce-scatter, gather"."""
+    compounds = {
+        "reduce_broadcast": "reduce, broadcast",
+        "scatter_all_gather": "scatter, all-gather",
+        "reduce_scatter_gather": "reduce-scatter, gather",
+        "rabenseifner": "Rabenseifner",
+        "bruck": "Bruck",
+        "two_level": "two-level",
+    }
+    return compounds.get(name, name.replace("_", " "))
+
+
+def algorithms(operation: str) -> dict[str, Callable]:
+    """All algorithms of an operation, by name."""
+    return collectives.TEXTBOOK[operation] | collectives.ON_A_MESH.get(operation, {})
+
+
+def torus_shape(ranks: int) -> tuple[int, int]:
+    """The most square grid of so many ranks: 8 -> (2, 4)."""
+    short = next(n for n in range(isqrt(ranks), 0, -1) if ranks % n == 0)
+    return short, ranks // short
+
+
+def mesh_shape(algorithm: str, ranks: int) -> tuple[int, int]:
+    """The mesh of an algorithm that follows one; two-level: of two nodes."""
+    return (2, ranks // 2) if algorithm == "two_level" else torus_shape(ranks)
+
+
+def fits(choice: Choice) -> bool:
+    """Whether there is such a run: a grid needs two axes, and 64 ranks are on a switch only."""
+    grid = torus_shape(choice.ranks)[0] > 1
+    on_a_mesh = choice.algorithm in collectives.ON_A_MESH.get(choice.operation, {})
+    if choice.ranks > MOST_ON_ALL_NETWORKS and choice.network != "switch":
+        return False
+    return grid or not (on_a_mesh or choice.network == "torus")
+
+
+def all_choices() -> list[Choice]:
+    """Every run there is."""
+    every = (
+        Choice(operation, algorithm, ranks, network)
+        for operation in OPERATIONS
+        for algorithm in algorithms(operation)
+        for ranks in RANKS
+        for network in NETWORKS
+    )
+    return [choice for choice in every if fits(choice)]
+
+
+def links(choice: Choice, each: int = 1) -> Network:
+    """The links between the ranks. `each`: as how many bytes one that is sent counts."""
+    inside = INSIDE_LATENCY, INSIDE_BANDWIDTH / each
+    return topology(choice, (LATENCY, BANDWIDTH / each), inside)
+
+
+def topology(choice: Choice, link: Speed, inside: Speed) -> Network:
+    """A network with links of this latency and bandwidth; `inside`: those inside a node."""
+    latency, bandwidth = link
+    if choice.network == "ring":
+        return Network.ring(latency=latency, bandwidth=bandwidth)
+    if choice.network == "torus":
+        shape = torus_shape(choice.ranks)
+        return Network.torus(shape, latency=latency, bandwidth=bandwidth)
+    if choice.network == "two_nodes":
+        return Network.two_level(
+            -(-choice.ranks // 2),
+            latency=latency,
+            bandwidth=bandwidth,
+            inside_latency=inside[0],
+            inside_bandwidth=inside[1],
+        )
+    return Network(latency, bandwidth)
+
+
+def program(choice: Choice, nbytes: int) -> Callable[[Tensor], Any]:
+    """What every rank calls with its tensor. `nbytes`: of the whole array."""
+    operation, algorithm, ranks, _ = choice
+    options: dict[str, Any] = {"algorithm": algorithm}
+    if operation in ROOTS:
+        options[ROOTS[operation]] = 0
+    if choice.segments > 1:
+        options["segment_bytes"] = nbytes // choice.segments
+    function = getattr(collectives, operation)
+    if algorithm in collectives.ON_A_MESH.get(operation, {}):
+        shape = mesh_shape(algorithm, ranks)
+        return lambda x: function(x, group=init_device_mesh("cpu", shape), **options)
+    return lambda x: function(**options) if operation == "barrier" else function(x, **options)
+
+
+def numbers_of(choice: Choice, nbytes: int) -> int:
+    """How many numbers each rank's tensor has if the whole array has so many bytes."""
+    if choice.operation == "barrier":
+        return 0
+    return nbytes // ELEMENT // (choice.ranks if choice.operation in BLOCKS else 1)
+
+
+@collector_paused()
+def record(choice: Choice) -> tuple[RecordedRun, Scene]:
+    """Run it with both arrays, and draw the run with the large one."""
+    small, _ = run(choice, links(choice), SMALL)
+    # a block has so many numbers: a torus cuts it into 4 parts, a chain the array into segments
+    in_block = 8 if choice.segments > 1 else 4
+    nbytes = choice.ranks * in_block * ELEMENT
+    each = 1 if choice.operation == "barrier" else LARGE // nbytes
+    drawn = choice.ranks <= MOST_DRAWN
+    trace, results = run(choice, links(choice, each), nbytes, drawn)
+    steps = critical_path(trace).messages
+    if choice.network != "switch":  # where messages wait for links, another clock counts
+        steps = round(run(choice, topology(choice, **COUNTED), nbytes)[0].makespan)
+    events = [event._replace(nbytes=event.nbytes * each) for event in trace.events]
+    trace = Trace(events, trace.world_size, trace.backend, trace.unfinished)
+    watched = Watched((numbers_of(choice, nbytes),), ()) if drawn else None
+    scene = collective_scene(trace, results, title=choice.title, watched=watched, summary=not drawn)
+    sent = trace.bytes_sent
+    return RecordedRun(steps, max(sent), sum(sent), trace.makespan, small.makespan), scene
+
+
+def run(
+    choice: Choice, network: Network, nbytes: int, watched: bool = False
+) -> tuple[Trace, list[Any] | None]:
+    """Run it on virtual ranks of this process; return the record and what each rank returned.
+
+    Args:
+        nbytes: of the whole array.
+        watched: whether the record has the values, which then show their origin.
+    """
+    numbers, call = numbers_of(choice, nbytes), program(choice, nbytes)
+
+    def rank_main(rank: int) -> Any:
+        if not watched:
+            call(torch.ones(numbers, dtype=torch.int64))
+            return None
+        return call(origin_tensor(rank, choice.ranks, numbers, torch.int64))
+
+    ran = simulate(rank_main, choice.ranks, network, payload_bytes=nbytes if watched else 0)
+    if ran.error is not None:
+        raise ran.error
+    trace = Trace.from_rows(ran.events, choice.ranks, "sim")
+    return trace, ran.results if watched else None

@@ -1,0 +1,342 @@
+"""Runs lessons and writes the site: a page for each lesson and homework, the glossary, the index.
+
+If a lesson fails, the others still run. Pages are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from parallel101.extras import needs_extra
+from parallel101.laboratory.publish.course_pages import CoursePage, course_pages
+from parallel101.laboratory.publish.execute import LessonFailed, read_notebook, run_notebook
+from parallel101.laboratory.publish.find import homework_notebooks, select_lessons
+from parallel101.laboratory.publish.glossary import PAGE, read_terms
+from parallel101.laboratory.publish.index import (
+    REFERENCE,
+    Listed,
+    Opening,
+    index_page,
+    read_opening,
+)
+from parallel101.laboratory.publish.page import (
+    Lesson,
+    course_page,
+    cover_of,
+    glossary_page,
+    homework_page,
+    lesson_body,
+    lesson_page,
+    moving_picture_of,
+    offline_html,
+    page_name,
+)
+from parallel101.laboratory.publish.repository import Repository
+from parallel101.laboratory.publish.search_index import FILE as SEARCH
+from parallel101.laboratory.publish.search_index import (
+    SearchEntry,
+    glossary_entries,
+    notebook_entries,
+    page_entries,
+    search_index,
+)
+from parallel101.laboratory.publish.specification import with_specifications
+from parallel101.laboratory.publish.syllabus import Syllabus
+from parallel101.laboratory.publish.tools import TOOL_PAGES
+
+
+class Published(NamedTuple):
+    """What `publish` did: the pages it wrote, and the lessons that failed.
+
+    The index is the last page.
+    """
+
+    written: list[Path]
+    failed: list[LessonFailed]
+
+
+def make_output_folder(out: Path) -> None:
+    """Create the folder `out` if it is missing, and check that it is writable.
+
+    This takes place before any lesson runs.
+
+    Raises:
+        ValueError: `out` cannot be created or is not writable.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. --out "
+            "site"
+        ) from error
+
+
+class Course(NamedTuple):
+    """What the pages of a course have in common."""
+
+    lessons: list[Path]  # in order
+    homework: dict[int, Lesson]  # those that have a page
+    whole: bool  # whether the glossary has all terms, or only those that are linked
+    opening: Opening
+    syllabus: Syllabus | None = None
+    repository: Repository | None = None  # that has the lessons, if it is known
+
+
+def publish(
+    notebooks: Sequence[Path],
+    out: Path,
+    *,
+    only: bool = False,
+    syllabus: Syllabus | None = None,
+    repository: Repository | None = None,
+    timeout: float = 600.0,
+    report: Callable[[str], None] = print,
+) -> Published:
+    """Run each notebook from top to bottom and write it as a page.
+
+    If a lesson fails, the others still run.
+
+    Args:
+        notebooks: the lessons to run, all from one folder.
+        out: the folder for the pages and index.html; it is created if it is missing. The old page
+            of a lesson that fails is deleted.
+        only: whether these lessons are the whole course. If not, the index also lists the folder's
+            lessons that have a page in `out`. A course of some lessons has only the homework that
+            they name, and only the terms of the glossary that they use.
+        syllabus: the same, for the lessons and the homework that it names. It becomes the index.
+        repository: the one that has the lessons. Their pages then have a link that opens them in
+            Colab.
+        timeout: time limit for each cell, in seconds.
+        report: called with one line of progress per lesson. Progress bars go to standard error if
+            that is a terminal.
+
+    Raises:
+        ValueError: `out` cannot be created or is not writable.
+        OSError: a page could not be written, for example because the disk is full. `.filename` is
+            that page; its old content is kept.
+    """
+    make_output_folder(out)
+    folder = notebooks[0].parent
+    course = _course(notebooks, folder, only, syllabus)._replace(repository=repository)
+    _write_homework(course, folder, out)
+    # a folder of some notebooks, without an opening, has no need of a reference and a search
+    everything = course.whole and bool(course.opening.text) and {*notebooks} == {*course.lessons}
+    reference = _write_reference(out) if everything else []
+    names = None if course.whole else {path.stem for path in course.lessons}
+    ran: dict[Path, tuple[str, float]] = {}
+    failed = []
+    try:
+        for path in notebooks:
+            began = time.perf_counter()
+            try:
+                notebook = run_notebook(path, timeout=timeout)
+                seconds = time.perf_counter() - began
+                ran[path] = lesson_body(notebook, path.parent, course.homework, names), seconds
+            except (LessonFailed, ValueError) as error:
+                failed.append(
+                    error
+                    if isinstance(error, LessonFailed)
+                    else LessonFailed(path.stem, str(error))
+                )
+                (out / f"{path.stem}.html").unlink(missing_ok=True)
+                report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
+            else:
+                _write_pages(course, out, {path: ran[path]})
+                report(f"✓ {path.stem} ran in {seconds:.1f} s")
+    finally:  # also after Ctrl-C: links the finished pages to each other
+        if everything:
+            _write_search(course, folder, out, reference)
+        written = _write_pages(course, out, ran)
+    if ran and course.whole:
+        _write_tools(out, {*notebooks} >= {*course.lessons}, report)
+        _write_pages(course, out, {})  # the index, with links to the tools
+    return Published(written, failed)
+
+
+def _course(
+    notebooks: Sequence[Path], folder: Path, only: bool, syllabus: Syllabus | None
+) -> Course:
+    found = homework_notebooks(folder)
+    lessons, wanted = select_lessons(folder), set(found)
+    if syllabus is not None:
+        lessons = [path for path in lessons if path.stem in syllabus.lessons]
+        wanted = syllabus.homework
+    elif only:
+        lessons, wanted = list(notebooks), set()
+        for path in lessons:
+            with suppress(LessonFailed):  # it is reported when it runs
+                wanted |= {*Lesson.of(path.stem, read_notebook(path)).homework}
+    homework = {
+        number: Lesson.of(path.parent.name, read_notebook(path))
+        for number, path in found.items()
+        if number in wanted
+    }
+    whole = not only and syllabus is None
+    return Course(lessons, homework, whole, read_opening(folder), syllabus)
+
+
+def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]]) -> list[Path]:
+    """Write the pages of the lessons that ran, the glossary and the index; return the paths.
+
+    The index lists all lessons of the course that have a page.
+    """
+    lessons = {}
+    for path in course.lessons:
+        if path in ran or (out / f"{path.stem}.html").exists():
+            # a notebook that did not run now and that has become unreadable
+            with suppress(LessonFailed):
+                lessons[path] = Lesson.of(path.stem, read_notebook(path))
+    pages = {
+        out / f"{path.stem}.html": lesson_page(
+            lessons[path], *ran[path], [*lessons.values()], course.repository
+        )
+        for path in ran
+    }
+    for page, html in pages.items():
+        _write(page, html)
+    shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
+    glossary = _write_glossary(course, out, [*shown.values()])
+    covers = {name: cover_of(page) for name, page in shown.items()}
+    opening = course.opening if course.syllabus is None else Opening()
+    moving = moving_picture_of(shown.get(opening.picture, ""))
+    around: list[Listed] = [*_write_course_pages(course, [*lessons.values()], glossary, out)]
+    if course.whole and (out / REFERENCE.address).exists():
+        around.insert(0, REFERENCE)
+    index = index_page(
+        [*lessons.values()],
+        covers,
+        course.homework,
+        glossary,
+        opening,
+        moving,
+        course.syllabus,
+        _listed_tools(course, out),
+        around,
+        course.repository,
+        (out / SEARCH).exists() and course.whole,
+    )
+    _write(out / "index.html", index)
+    return [*pages, out / "index.html"]
+
+
+def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
+    """Write the glossary, and return whether there is one.
+
+    In a course of some lessons it has the terms that they and the homework link to.
+    """
+    terms = read_terms(course.lessons[0].parent)
+    if not course.whole:
+        homework = [
+            (out / f"{task.name}.html").read_text(encoding="utf-8")
+            for task in course.homework.values()
+        ]
+        links = re.findall(rf'"{re.escape(PAGE)}#([^"]+)"', "".join([*lessons, *homework]))
+        terms = [term for term in terms if term.anchor in links]
+    if terms:
+        _write(out / PAGE, glossary_page(terms))
+    return bool(terms)
+
+
+def _listed_tools(course: Course, out: Path) -> Sequence[Listed]:
+    """The tools that are there, if the course is whole."""
+    if not course.whole:
+        return ()
+    return [tool for tool in TOOL_PAGES if (out / tool.address).exists()]
+
+
+def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
+    """Write the pages that play without Python.
+
+    What they record takes a while. If not `anew`, a page that is there stays.
+    """
+    for tool in TOOL_PAGES:
+        if (out / tool.address).exists() and not anew:
+            continue
+        began = time.perf_counter()
+        body, files = tool.make()
+        for path, text in files.items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            _write(out / path, text)
+        _write(out / tool.address, offline_html(tool.title, body, scripts_beside=bool(files)))
+        report(f"✓ {tool.title} took {time.perf_counter() - began:.1f} s")
+
+
+def _write_course_pages(
+    course: Course, lessons: Sequence[Lesson], glossary: bool, out: Path
+) -> Sequence[CoursePage]:
+    """Write the pages around the lessons, if the course is whole, and return them."""
+    if not course.whole:
+        return ()
+    known = [page_name(lesson) for lesson in (*lessons, *course.homework.values())]
+    root = course.lessons[0].parent.parent
+    made = course_pages(root, [*known, *[PAGE] * glossary], course.repository)
+    for page in made:
+        _write(out / page.address, course_page(page.title, page.body))
+    return made
+
+
+def _write_homework(course: Course, folder: Path, out: Path) -> None:
+    """Write a page for each homework of the course."""
+    found = homework_notebooks(folder)
+    for number, homework in course.homework.items():
+        path = found[number]
+        _write(out / f"{homework.name}.html", homework_page(homework, homework_body(path)))
+
+
+def _write_reference(out: Path) -> list[SearchEntry]:
+    """Write the reference, and return its names for the search."""
+    with needs_extra("The reference"):  # pdoc imports the whole package, which takes seconds
+        from parallel101.laboratory.publish.reference import make_reference
+
+    reference = make_reference()
+    for address, html in reference.pages.items():
+        (out / address).parent.mkdir(parents=True, exist_ok=True)
+        _write(out / address, html)
+    return reference.names
+
+
+def _write_search(
+    course: Course, folder: Path, out: Path, reference: Sequence[SearchEntry]
+) -> None:
+    """Write the index of the search: all lessons that have a page, and all other pages."""
+    entries: list[SearchEntry] = []
+    for path in course.lessons:
+        if (out / f"{path.stem}.html").exists():
+            with suppress(LessonFailed):
+                notebook = read_notebook(path)
+                entries += notebook_entries("Lesson", Lesson.of(path.stem, notebook), notebook)
+    found = homework_notebooks(folder)
+    for number, homework in course.homework.items():
+        entries += notebook_entries("Homework", homework, read_notebook(found[number]))
+    entries += [*glossary_entries(read_terms(folder)), *reference]
+    for page in course_pages(folder.parent):
+        entries += page_entries(page)
+    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOL_PAGES]
+    _write(out / SEARCH, search_index(entries))
+
+
+def homework_body(path: Path) -> str:
+    """Return the body of a homework's page: the notebook at `path`, with what help() shows."""
+    return lesson_body(with_specifications(read_notebook(path), path.parent), path.parent)
+
+
+def _write(page: Path, html: str) -> None:
+    """Write the whole page or nothing: if the disk is full, the old page stays."""
+    partial = page.with_name(f"{page.name}.part")
+    try:
+        partial.write_text(html, encoding="utf-8")
+        os.replace(partial, page)
+    except OSError as error:
+        # an error of write() itself does not name the file
+        raise OSError(error.errno, error.strerror, str(page)) from error
+    finally:
+        partial.unlink(missing_ok=True)

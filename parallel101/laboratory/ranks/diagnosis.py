@@ -1,0 +1,184 @@
+"""Makes the errors for ranks that raised, died or ran out of time, and detects idle ranks.
+
+    exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
+    exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
+    time limit ───────────▶ timed_out       where each rank was
+    CPU time of the ranks ▶ IdleDetector    all wait for what has been posted, and none computes
+
+Deadlocks and misuse are found elsewhere: see record/wait_for.py and record/calls.py.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sysconfig
+from collections.abc import Sequence
+
+import psutil
+
+from parallel101.laboratory.ranks.output import GLOO_ABORT
+from parallel101.laboratory.ranks.wire import Failure
+from parallel101.laboratory.record.calls import Call, places_of
+from parallel101.laboratory.record.errors import LaunchTimeout, RankFailed, dropped_lines
+from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.record.where import is_inside, shown
+
+# gloo's words: bytes that arrived, bytes expected
+TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+RUN_CHECKED = "Run it again with trace=True: a checked run names the two calls that disagree."
+LIBRARIES = tuple(
+    {
+        path
+        for name, path in sysconfig.get_paths().items()
+        if name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
+
+
+def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
+    """The error for a rank whose program raised.
+
+    The exception is its cause. `unwaited`: messages that it posted and did not wait for.
+    """
+    message = f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}".rstrip()
+    if receives := [call for call in unwaited if call.kind == "recv" and call.rank == failure.rank]:
+        before = "Before that, it received without a wait(), so the data may not have arrived:"
+        message = "\n  ".join([f"{message}\n\n{before}", *places_of(receives)])
+    error = RankFailed(message, failure.rank)
+    error.__cause__ = failure.error
+    return error
+
+
+def rank_died(
+    rank: int, code: int | None, crash_dump: str = "", stderr: str = "", checked: bool = False
+) -> RankFailed:
+    """The error for a rank that ended before its function returned.
+
+    `crash_dump` is what faulthandler wrote, if anything.
+    """
+    how = "was lost: its fork server ended" if code is None else how_it_ended(code)
+    message = [
+        f"rank {rank} {how}"
+        + (f", at {shown(place)}" if (place := crash_place(crash_dump)) else "")
+    ]
+    last_lines = [line for line in stderr.splitlines() if line.strip()]
+    if sizes := TOO_LONG.search(stderr):
+        message += [
+            (
+                f"gloo aborts a rank that receives more than it expects: {sizes[1]} bytes arrived, "
+                f"and {sizes[2]} were expected."
+            ),
+            (
+                "Either the receive is smaller than the message sent to it, or the ranks of a "
+                "collective disagree on its size."
+            ),
+        ]
+        if not checked:
+            message.append(RUN_CHECKED)
+        last_lines = [line for line in last_lines if not GLOO_ABORT.match(line)]
+    return RankFailed("\n  ".join([*message, *last_lines[-3:]]), rank, code)
+
+
+def how_it_ended(code: int) -> str:
+    """What to say of a rank that has ended too early, by its exit code."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name} (exit code {code})"
+    return f"exited with code {code} before its function returned"
+
+
+def crash_place(dump: str) -> str:
+    """The caller's "file:line" in a dump of faulthandler's, or "".
+
+    It prefers the program's own files to a library's.
+    """
+    found = re.findall(r'^  File "([^"]+)", line (\d+) in ', dump, re.MULTILINE)
+    outside = [(name, line) for name, line in found if not is_inside(name)]
+    own = [(name, line) for name, line in outside if not name.startswith(LIBRARIES)]
+    return ":".join((own or outside)[0]) if outside else ""
+
+
+def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ()) -> LaunchTimeout:
+    """The error for a run that took too long.
+
+    `ranks` says where each one was, `dropped` which messages nobody waited for.
+    """
+    how = "launch(..., timeout=seconds), or parallel101 run --timeout seconds"
+    summary = (
+        f"the ranks were still running after {seconds:g} s. If they need longer, raise the limit: "
+        f"{how}."
+    )
+    return LaunchTimeout("\n  ".join([summary, *ranks, *dropped_lines(dropped)]))
+
+
+def waited(rank: int, call: Call, verb: str = "waited") -> str:
+    """A line of `timed_out` for a rank that was blocked in a call."""
+    peers = ranks_text(call.peers) if call.peers else "any rank"
+    return f"rank {rank} {verb} in {call.kind} for {peers}, at {shown(call.where)}"
+
+
+SAMPLE = 0.25  # seconds between two looks at the CPU times
+# seconds without work after which the ranks count as stuck; longer on a machine that has far more
+# work than cores
+IDLE_FOR = 1.0
+# seconds of CPU time in these that an idle rank spends: its watcher looks about ten times a second
+IDLE_CPU = 0.03
+# the same, whatever they spend, if a rank has dropped a receive: then a thread of gloo may spin
+BUSY_FOR = 3.0
+
+
+def work_per_core() -> float:
+    """How many threads of this machine want to run, for each core: the mean of the last minute."""
+    return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
+
+
+class IdleDetector:
+    """Tells ranks that are stuck from ranks that still work, by the CPU time of their processes.
+
+    gloo waits forever, without an error, when the sizes of a collective do not fit, although every
+    rank has posted its part.
+    """
+
+    def __init__(self, pids: Sequence[int]):
+        self.pids = pids
+        self.waiting_since: float | None = None
+        self.idle_since: float | None = None
+        self.cpu_then: list[float] = []
+        self.due = 0.0
+
+    def stuck(self, now: float, all_wait: bool, dropped_receive: bool = False) -> bool:
+        """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds.
+
+        It is to be called again at `due`.
+
+        On a machine with k times as much work as cores, and k > 2, it takes k / 2 times as long:
+        there a rank that works waits for a core.
+
+        If a rank has dropped a receive that it did not wait for, it is enough that all have waited
+        for BUSY_FOR seconds.
+        """
+        if not all_wait:
+            self.idle_since = self.waiting_since = None
+            return False
+        if self.waiting_since is None:
+            self.waiting_since = now
+        if dropped_receive and now - self.waiting_since >= BUSY_FOR:
+            return True
+        if self.idle_since is not None and now < self.due:
+            return False
+        cpu = self._cpu_seconds()
+        if (
+            self.idle_since is None
+            or cpu is None
+            or any(after - before > IDLE_CPU for before, after in zip(self.cpu_then, cpu))
+        ):
+            self.idle_since, self.cpu_then = now, cpu or []
+        self.due = now + SAMPLE
+        return cpu is not None and now - self.idle_since >= IDLE_FOR * max(1.0, work_per_core() / 2)
+
+    def _cpu_seconds(self) -> list[float] | None:
+        """CPU seconds that each rank has used; None if the system does not tell."""
+        try:
+            return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in self.pids]
+        except psutil.Error:
+            return None

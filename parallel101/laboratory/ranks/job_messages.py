@@ -1,0 +1,229 @@
+"""What the ranks of a torchrun job tell each other. Nothing that another rank sent is unpickled.
+
+To unpickle is to run what the sender wrote, and a job's store and connections have no password.
+
+    status, calls, verdict ──▶ to_json ──▶ the job's store ──▶ from_json
+    what a rank recorded   ──▶ a Trace's own JSON ─────┐
+    what its function      ──▶ torch.save ─────────────┴▶ broadcast ──▶ torch.load(…,
+        returned                                                         weights_only=True)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import pickle
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from parallel101.laboratory.ranks.rank_stack import RankStack
+from parallel101.laboratory.ranks.wire import RankRecord, bytes_of, is_dense, lean
+from parallel101.laboratory.record.calls import Call
+from parallel101.laboratory.record.errors import (
+    DeadlockError,
+    LaunchTimeout,
+    MisuseError,
+    RankFailed,
+)
+from parallel101.laboratory.record.events import events_of
+from parallel101.laboratory.record.trace import Trace, trace_in
+from parallel101.laboratory.record.wait_for import RankStatus
+
+# ---- JSON: what is said about the ranks ----
+
+KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (Call, RankStatus, RankStack, DeadlockError, MisuseError, RankFailed, LaunchTimeout)
+}
+
+
+ATOMS = frozenset({str, int, float, bool, type(None)})
+
+
+def to_json(value: Any) -> str:
+    """Text for the job's store, from which `from_json` makes an equal value.
+
+    A value consists of None, booleans, numbers, strings, lists, tuples, dicts and KINDS.
+    """
+    return json.dumps(_plain(value))
+
+
+def from_json(text: str | bytes) -> Any:
+    """What another rank wrote with `to_json`. Raises ValueError for any other text."""
+    try:
+        return _value(json.loads(text))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"another rank wrote to the job's store what this one can't read: {text[:80]!r}. Use "
+            "the same version of parallel101 on all ranks"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it. A list is itself, and {"Call": [...]} is a Call."""
+    if type(value) in ATOMS or _are_atoms(value):
+        return value
+    name = type(value).__name__
+    if KINDS.get(name) is type(value):
+        return {name: [_plain(part) for part in _parts(value)]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_plain(key), _plain(entry)] for key, entry in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(part) for part in value]}
+    return [_plain(part) for part in value] if isinstance(value, list) else value
+
+
+def _are_atoms(value: Any) -> bool:
+    """Whether it is a list that is JSON as it is. A status has thousands of names in such lists."""
+    return type(value) is list and ATOMS.issuperset(map(type, value))
+
+
+def _parts(value: Any) -> tuple:
+    """The arguments that make an equal value."""
+    if isinstance(value, BaseException):
+        return value.__reduce__()[1]  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return value
+    return tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+
+
+def _value(plain: Any) -> Any:
+    if type(plain) in ATOMS or _are_atoms(plain):
+        return plain
+    if isinstance(plain, list):
+        return [_value(part) for part in plain]
+    ((name, parts),) = plain.items()
+    values = _value(parts)
+    if name == "tuple":
+        return tuple(values)
+    return dict(values) if name == "dict" else KINDS[name](*values)
+
+
+# ---- what ranks return ----
+
+# what torch's weights-only form may hold besides, since it runs nothing either
+HARMLESS = (range, slice, frozenset)
+
+
+def pack_for_all(value: Any, rank: int) -> bytes:
+    """What a rank returned, as `unpack_from` reads it on all ranks.
+
+    Raises TypeError, with advice, if they couldn't.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file, pickle_module=SimpleNamespace(__name__="lean", Pickler=_Lean))
+    except Exception as error:
+        raise TypeError(
+            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be "
+            f"sent to the other ranks: {error}. Return tensors, numbers, strings, or containers of "
+            "them."
+        ) from None
+    unpack_from(file.getvalue(), rank)
+    return file.getvalue()
+
+
+def unpack_from(data: bytes, rank: int) -> Any:
+    """What `rank` returned: tensors, numbers, strings, and containers of them.
+
+    Raises TypeError for a value with other classes, unless the program has allowed these with
+    torch.serialization.add_safe_globals.
+    """
+    with safe_globals([*HARMLESS, *_numpys_own()]):
+        try:
+            names = get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+            with safe_globals(list(_records_of_ours(names))):
+                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"a value with a {found[1]}" if found else "a value that can't be read"
+            example = found[1].rpartition(".")[2] if found else "MyClass"
+            raise TypeError(
+                f"rank {rank} returned {what}, and the ranks of a job unpickle nothing that "
+                "another rank sent. Return tensors, numbers, strings, or containers of them. If "
+                "all ranks may make such objects, allow it before the launch: "
+                f"torch.serialization.add_safe_globals([{example}])"
+            ) from None
+
+
+def _numpys_own() -> Iterator[Any]:
+    """What arrays and numbers of NumPy consist of, if the program uses it."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return
+    yield from (numpy.ndarray, numpy.dtype)
+    yield from {type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"}
+    for made in (numpy.float64(0.0), numpy.zeros(1)):
+        yield made.__reduce__()[0]
+
+
+def _records_of_ours(names: list[str]) -> Iterator[type]:
+    """Classes of parallel101 that only hold values, such as a trainer's History."""
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        found = getattr(sys.modules.get(module), attribute, None)
+        if (
+            module.startswith("parallel101.")
+            and isinstance(found, type)
+            and (dataclasses.is_dataclass(found) or issubclass(found, tuple))
+        ):
+            yield found
+
+
+class _Lean(pickle.Pickler):
+    """Pickles a tensor as `launch` hands it over: on the CPU, without the rest of its storage."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return lean(obj).__reduce_ex__(2) if is_dense(obj) else NotImplemented
+
+
+# ---- what ranks recorded ----
+
+
+def pack_record(record: RankRecord, size: int, backend: str) -> bytes:
+    trace = Trace(events_of(record.events), size, backend, events_of(record.unfinished))
+    return json.dumps([to_json(list(record.unwaited)), trace.content()], default=str).encode()
+
+
+def unpack_record(data: bytes) -> RankRecord:
+    unwaited, content = json.loads(data)
+    trace = trace_in(content)
+    return RankRecord(list(trace.events), list(trace.unfinished), from_json(unwaited))
+
+
+# ---- bytes for all ranks ----
+
+
+def exchange(mine: list[bytes], store: dist.Store, device: str) -> list[list[bytes]]:
+    """Every rank's list of bytes, by rank. All ranks call it, each with a list of its own.
+
+    The lengths go through the store. The bytes are broadcast, by each rank in turn.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store.set(f"lengths/{rank}", to_json([len(part) for part in mine]))
+    # all are read before any rank is through, since the store may end with rank 0
+    lengths = [from_json(store.get(f"lengths/{source}")) for source in range(size)]
+    return [
+        _broadcast(mine if source == rank else None, lengths[source], source, device)
+        for source in range(size)
+    ]
+
+
+def _broadcast(
+    parts: list[bytes] | None, lengths: list[int], source: int, device: str
+) -> list[bytes]:
+    data = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+    if parts is not None:
+        data.copy_(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
+    dist.broadcast(data, source)
+    if parts is not None:
+        return parts
+    file = io.BytesIO(bytes_of(data.cpu().untyped_storage()))
+    return [file.read(length) for length in lengths]

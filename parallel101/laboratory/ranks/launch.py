@@ -1,0 +1,470 @@
+"""`launch(fn, world_size=4)`: runs a function on every rank and returns what it returned there.
+
+Ranks are processes or virtual.
+
+launch ──▶ processes ──▶ each: join the process group, run fn ──▶ Run: results and record
+
+Under torchrun this process is already a rank: see torchrun.py.
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import CHIPS
+from parallel101.laboratory.ranks.monitor import Monitor
+from parallel101.laboratory.ranks.processes import preload, start_ranks
+from parallel101.laboratory.ranks.program import will_import
+from parallel101.laboratory.ranks.rendezvous import Rendezvous
+from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
+from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
+from parallel101.laboratory.record.calls import never_waited, sends_never_waited
+from parallel101.laboratory.record.errors import (
+    DeadlockError,
+    LaunchTimeout,
+    MisuseError,
+    RankFailed,
+)
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.sim.mirrored import MirroredAxes
+from parallel101.laboratory.sim.network import Network
+from parallel101.laboratory.sim.virtual_gpu import GpuCount
+
+BACKENDS = ("gloo", "nccl", "sim")
+RULES = ("gloo", "nccl")
+# the GPUs that a virtual rank may have
+GPUS = tuple(chip.name for chip in CHIPS.values() if chip.kernels is not None)
+# with trace="payload", messages up to this size are recorded with their values
+PAYLOAD_BYTES = 4096
+DEFAULT_WORLD_SIZE = 4
+TO_SEND_A_RECORD = 5.0  # seconds for a rank of a failed run; a record may have millions of events
+MAX_TIMEOUT = 1e9  # seconds: the most that C++ and select() take
+
+
+@dataclass
+class Run:
+    """A finished run.
+
+    Attributes:
+        results: what the function returned, by rank. GPU tensors come back on the CPU.
+        trace: the record, if the run was recorded (a sim run always is), else None.
+        backend, world_size: as it ran.
+        gpus: what each rank's virtual GPU did, of a run with `device`, else None: `.flops`, `.busy`
+            (seconds in which it computed) and `.peak_bytes`, the most memory that was in use.
+    """
+
+    results: list[Any] = field(repr=False)
+    trace: Trace | None
+    backend: str
+    world_size: int
+    gpus: list[GpuCount] | None = field(default=None, repr=False)
+    # what `watch` knows beyond the record: an analysis.unwritten.Watched
+    watched: Any = field(default=None, repr=False)
+
+    def animate(self, title: str | None = None):
+        """The messages of the run as an animation.
+
+        A notebook shows it; elsewhere call `.save("ring.html")`.
+
+        Raises ValueError when the run was not recorded.
+
+        Example:
+            >>> run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), backend="sim")
+            >>> run.animate().save("ring.html").name
+            'ring.html'
+        """
+        from parallel101.laboratory.viz.collective import collective_scene
+
+        return collective_scene(
+            self._recorded("animate"), self.results, title=title, watched=self.watched
+        )
+
+    def timeline(self, title: str = "Timeline", *, critical_path: bool = False):
+        """Every rank's sends, receives, collectives and spans over time, as a picture.
+
+        With `critical_path`, it shows the chain of messages and compute that ends last, and says
+        what is on it. Raises ValueError when the run was not recorded.
+        """
+        from parallel101.laboratory.viz.timeline import timeline_scene
+
+        return timeline_scene(self._recorded("timeline"), title=title, critical_path=critical_path)
+
+    def traffic(self, title: str = "Who sends to whom", *, within: str | None = None):
+        """Who sent how much to whom, as squares of ranks × ranks.
+
+        With `within="dispatch"`, only what a rank sent in its last span of that name. Raises
+        ValueError when the run was not recorded, or has no such span.
+        """
+        from parallel101.laboratory.viz.between_ranks import traffic_scene
+
+        return traffic_scene(self._recorded("traffic"), title, within)
+
+    def before_after(self, title: str | None = None):
+        """What each rank was given and what it returned, as two matrices of blocks.
+
+        For a run of `p101.watch`; others raise ValueError.
+        """
+        from parallel101.laboratory.viz.before_after import before_after_scene
+
+        return before_after_scene(self._recorded("before_after"), self.results, self.watched, title)
+
+    def _recorded(self, method: str) -> Trace:
+        if self.trace is None:
+            raise ValueError(
+                f"run.{method}() needs a recorded run, and this run was not recorded: launch it "
+                "with trace=True"
+            )
+        return self.trace
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int | None = None,
+    backend: str = "gloo",
+    trace: bool | str = False,
+    timeout: float = 60.0,
+    network: Network | None = None,
+    rules: str = "gloo",
+    device: str | None = None,
+    mirrors: MirroredAxes | None = None,
+    keep_waiting: bool = False,
+    stuck_after: float = 30.0,
+    **kwargs: Any,
+) -> Run:
+    """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
+
+    torch.distributed is initialised on each rank.
+
+    Args:
+        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
+            gets its own copy. It imports modules anew, so it does not see what this process has
+            assigned to a module's variables.
+        world_size: the number of ranks; 4 by default. Under torchrun, srun and mpirun it is the
+            job's: leave it out, or pass the same number.
+        backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks
+            on a virtual clock).
+        trace: record every message, and check the calls against each other. "payload" also records
+            the values of messages up to 4 KiB. A sim run is always recorded and checked.
+        timeout: seconds after which the run is stopped.
+        network: on sim, the links between the ranks; None: `Network()`, or with a device those of
+            its nodes: NVLink between eight GPUs, and a network card for each
+            (`Network.two_level(**cost.Cluster(device, gpus).network_arguments())`).
+        rules: on sim, what the program may rely on. "nccl" is only what NCCL guarantees, which
+            otherwise takes a GPU per rank to find out. Each communicator has one queue per rank,
+            messages in a batch start together, and there are no tags. sim/queues.py has the list.
+        device: on sim, the GPU that each rank has, such as "H100". Tensors are then on torch's meta
+            device: they have shapes and no values, and no number is computed. Trainers run as they
+            are, and their `step` returns 0.0. None: the CPU, with numbers.
+        mirrors: on sim, which ranks of a mesh have a thread and stand for the others, in a program
+            that does the same on all of them: a `sim.mirrored.MirroredAxes`. `results` are of those
+            ranks, and the run is recorded only with `trace`. None: all have one.
+        keep_waiting: the program handles the time limits of its process groups itself. A deadlock
+            that such a limit ends is only printed, and the run goes on. Without it, a deadlock ends
+            the run at once, whatever the limit. (A limit given to one call, as in
+            `work.wait(timedelta(seconds=5))`, is always left to the program.)
+        stuck_after: seconds without progress after which the ranks that others wait for are
+            printed with their Python stacks; again after twice the time, and so on. The run goes
+            on. Infinity: never.
+
+    Returns:
+        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`; `.gpus` with a device.
+        Under torchrun, srun and mpirun every rank gets all results. There `fn` may return what
+        torch.load(weights_only=True) accepts: tensors, numbers, strings, containers of them, arrays
+        of NumPy, and classes that the program has passed to torch.serialization.add_safe_globals.
+
+    Raises:
+        RankFailed: a rank raised an exception, which is the cause, or its process died.
+        DeadlockError: ranks wait for each other, or for a rank that has returned. (While another
+            thread of the program runs on one of them, it may still post what the others wait for.
+            Then only the time limit stops the run.)
+        MisuseError: a checked run found calls that do not match.
+        LaunchTimeout: the ranks were still running after `timeout` seconds.
+        TypeError, ValueError, RuntimeError: the arguments do not work here; no rank was started.
+
+    The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished`
+    are the calls that had not ended.
+
+    Example:
+        >>> def program(x):
+        ...     return x * dist.get_rank()
+        >>> run = p101.launch(program, torch.ones(2), world_size=3, backend="sim")
+        >>> run.results
+        [tensor([0., 0.]), tensor([1., 1.]), tensor([2., 2.])]
+    """
+    _check_arguments(fn, backend, trace, timeout, network, rules, device)
+    _check_seconds("stuck_after", stuck_after)
+    if mirrors is not None:
+        world_size = _mirrored_size(mirrors, world_size, backend, rules)
+    timeout, stuck_after = min(timeout, MAX_TIMEOUT), min(stuck_after, MAX_TIMEOUT)
+    recording = bool(trace) or (backend == "sim" and mirrors is None)
+    payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
+    if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
+        results, records = join_job(
+            fn,
+            args,
+            kwargs,
+            world_size=world_size,
+            backend=backend,
+            recording=recording,
+            timeout=timeout,
+            payload_bytes=payload_bytes,
+            keep_waiting=keep_waiting,
+            stuck_after=stuck_after,
+        )
+        run = Run(
+            results,
+            _trace(records, len(results), backend) if recording else None,
+            backend,
+            len(results),
+        )
+        _check_waits(records)
+        return run
+    if "PARALLEL101_RANK" in os.environ:
+        raise RuntimeError(
+            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch. "
+            "A rank can't launch ranks: call launch() outside the function that runs on the ranks"
+        )
+    size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
+    if backend == "nccl":
+        _check_gpus(size)
+    if network is None and device is not None:
+        network = Network.two_level(**Cluster(CHIPS[device], size).network_arguments())
+    if network is not None:
+        network.router(size)  # raises if its topology is for another number of ranks
+        if mirrors is not None:
+            mirrors.router(network)
+    directory = _working_directory()
+    program = _pack_program(fn, args, kwargs)
+    preload(will_import(program[0]))
+    rendezvous = Rendezvous(size) if backend != "sim" else None
+    processes = start_ranks(1 if backend == "sim" else size)
+    prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
+    monitor = Monitor(
+        processes,
+        timeout,
+        prefixes,
+        checked=recording,
+        on_gloo=backend == "gloo",
+        stuck_after=stuck_after,
+    )
+    explained = False
+    try:
+        for rank in monitor.ranks:
+            job = Job(
+                rank=rank.rank,
+                world_size=size,
+                backend=backend,
+                rendezvous=None if rendezvous is None else rendezvous.address,
+                recording=recording,
+                payload_bytes=payload_bytes,
+                network=network,
+                rules=rules,
+                device=device,
+                mirrors=mirrors,
+                keep_waiting=keep_waiting,
+                stuck_after=stuck_after,
+                path=sys.path,
+                directory=directory,
+                environ=dict(os.environ),
+                sources={
+                    name: entry
+                    for name, entry in linecache.cache.items()
+                    if len(entry) == 4 and entry[1] is None
+                },
+            )
+            try:
+                rank.wire.send(JOB, job)
+                rank.wire.send_packed(PROGRAM, *program)
+            except OSError:
+                pass  # the process has died already: the monitor reports it
+        monitor.watch()
+        _check_waits(monitor.records())
+        for warning in (text for record in monitor.records() for text in record.warnings):
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+        results = [unpack(*rank.result) for rank in monitor.ranks if rank.result is not None]
+        if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
+            results = [unpack(*packed) for packed in results[0]]
+        monitor.let_exit()
+        preload(monitor.imported)
+    except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
+        if recording:
+            monitor.ask_records(TO_SEND_A_RECORD)
+        error.trace = _trace(monitor.records(), size, backend)  # type: ignore[union-attr]
+        # IPython and pytest then leave out this frame, which explains nothing
+        explained = __tracebackhide__ = True
+        raise error.with_traceback(None) from error.__cause__
+    except KeyboardInterrupt as interrupt:
+        monitor.report("interrupted: what the ranks did")
+        if recording:
+            monitor.ask_records(TO_SEND_A_RECORD)
+            interrupt.trace = _trace(monitor.records(), size, backend)  # type: ignore[attr-defined]
+        __tracebackhide__ = True
+        raise interrupt.with_traceback(None) from None
+    finally:
+        monitor.close(explained)
+        if rendezvous is not None:
+            rendezvous.close()
+    recorded = _trace(monitor.records(), size, backend) if recording else None
+    gpus = monitor.records()[0].gpus if device is not None else None
+    return Run(results, recorded, backend, size, None if gpus is None else list(gpus))
+
+
+def _check_waits(records: Sequence[RankRecord]) -> None:
+    """Raise MisuseError for receives of a run that has returned for which it never waited.
+
+    For such sends, warn. The run must be a checked one.
+    """
+    calls = [call for record in records for call in record.unwaited]
+    if receives := [call for call in calls if call.kind == "recv"]:
+        raise never_waited(receives)
+    if calls:
+        warnings.warn(sends_never_waited(calls), RuntimeWarning, stacklevel=3)
+
+
+def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
+    events = [event for record in records for event in record.events]
+    unfinished = [event for record in records for event in record.unfinished]
+    earlier = {
+        rank: record.earlier for rank, record in enumerate(records) if record.earlier is not None
+    }
+    return Trace.from_rows(events, size, backend, unfinished, earlier)
+
+
+def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
+    """Pickle the function and its arguments.
+
+    Raises TypeError that names the one that can't be pickled.
+    """
+    try:
+        return pack((fn, args, kwargs))
+    except Exception as error:
+        parts = {"the function": fn}
+        parts |= {f"argument {position}": value for position, value in enumerate(args)}
+        parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
+        for name, part in parts.items():
+            try:
+                pack(part)
+            except Exception as reason:
+                raise TypeError(
+                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't be sent to "
+                    f"the ranks: {reason}. Create it inside the function, or pass what it is made "
+                    "from."
+                ) from error
+        raise
+
+
+def _check_arguments(
+    fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any, device: Any
+) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}"
+        )
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}"
+        )
+    if trace not in (True, False, "payload"):
+        raise ValueError(
+            f"trace is {trace!r}; it must be True, False or 'payload' (which also records the "
+            "values of small messages)"
+        )
+    _check_seconds("timeout", timeout)
+    if network is not None and not isinstance(network, Network):
+        raise TypeError(
+            f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
+            "bandwidth=…)"
+        )
+    if network is not None and backend != "sim":
+        raise ValueError(
+            f"network works with backend='sim' only, and backend is {backend!r}: leave network "
+            "out, or use backend='sim'"
+        )
+    if rules not in RULES:
+        raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(map(repr, RULES))}")
+    if rules != "gloo" and backend != "sim":
+        raise ValueError(
+            f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real "
+            "ranks follow their own backend's rules. Leave rules out, or use backend='sim'"
+        )
+    if device is None:
+        return
+    if device not in GPUS:
+        raise ValueError(
+            f"device is {device!r}; it must be one of {', '.join(map(repr, GPUS))}, or None for "
+            "the CPU"
+        )
+    if backend != "sim":
+        raise ValueError(
+            f"device={device!r} is a virtual GPU, which works with backend='sim' only, and backend "
+            f"is {backend!r}: leave device out, or use backend='sim'"
+        )
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of seconds above zero")
+
+
+def _world_size(value: Any) -> int:
+    try:
+        size = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = None
+    if size is None:
+        raise TypeError(f"world_size is {value!r}; it must be a whole number of ranks, 1 or more")
+    if size < 1:
+        raise ValueError(f"world_size is {size}; there must be at least 1 rank")
+    return size
+
+
+def _mirrored_size(mirrors: MirroredAxes, size: Any, backend: str, rules: str) -> int:
+    if not isinstance(mirrors, MirroredAxes):
+        raise TypeError(f"mirrors is a {type(mirrors).__name__}; it must be a MirroredAxes")
+    if backend != "sim" or rules != "gloo":
+        raise ValueError(
+            f"mirrors works with backend='sim' and rules='gloo' only; got {backend!r} and {rules!r}"
+        )
+    if size not in (None, mirrors.world_size):
+        raise ValueError(
+            f"world_size is {size}, and the mesh of mirrors={mirrors} has {mirrors.world_size} "
+            "ranks: leave world_size out"
+        )
+    return mirrors.world_size
+
+
+def _check_gpus(size: int) -> None:
+    if not dist.is_nccl_available():
+        raise RuntimeError(
+            "backend 'nccl' needs a torch built with NCCL, and this one is a CPU build. Use "
+            "backend='gloo' or 'sim'"
+        )
+    found = torch.cuda.device_count()
+    if found < size:
+        raise RuntimeError(
+            f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this machine "
+            f"has {found} GPU{'s' * (found != 1)}. Use fewer ranks, or backend='gloo' or 'sim'. "
+            "`parallel101 doctor` shows what one GPU can do"
+        )
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise RuntimeError(
+            "the working directory of this process was deleted, and the ranks would run there. "
+            "Change to another one first (os.chdir)"
+        ) from None

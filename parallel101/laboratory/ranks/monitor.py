@@ -1,0 +1,491 @@
+"""The launching process while its ranks run.
+
+It reads what they report, shows what they print, and finds out what went wrong.
+
+rank r ──▶ printed lines ──────────────▶ this process's output
+       ──▶ calls, blocked, unblocked ──▶ call checker, wait-for graph ──▶ MisuseError, DeadlockError
+       ──▶ result | failure | death ───▶ results, RankFailed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import math
+import os
+import re
+import select
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from parallel101.laboratory.ranks.diagnosis import (
+    IdleDetector,
+    rank_died,
+    rank_raised,
+    timed_out,
+    waited,
+)
+from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
+from parallel101.laboratory.ranks.processes import RankProcess, kill
+from parallel101.laboratory.ranks.rank_stack import STACK_SIGNAL, RankStack, stack_of_dump
+from parallel101.laboratory.ranks.stuck import (
+    REPORTS,
+    StuckDetector,
+    append_report,
+    report_lines,
+    stuck_text,
+)
+from parallel101.laboratory.ranks.wire import (
+    ASK_RECORD,
+    ASK_STACKS,
+    BLOCKED,
+    CALL,
+    EXIT,
+    FAILURE,
+    IMPORTED,
+    RECORD,
+    RESULT,
+    STACKS,
+    UNBLOCKED,
+    Failure,
+    RankRecord,
+    VirtualExit,
+    Wire,
+    unpack,
+)
+from parallel101.laboratory.record.calls import Call, CallChecker
+from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, MisuseError
+from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
+from parallel101.laboratory.record.where import shown
+
+# seconds after a failure in which another rank's failure may turn out to be its cause
+WAIT_FOR_CAUSE = 0.05
+WAIT_FOR_OTHERS = 1.0  # the same, after an error that only says that another rank has failed
+TO_ANSWER = 2.0  # seconds for a rank to say what it does, before a signal asks it
+# seconds between two readings of the calls that the ranks of a checked run have posted
+READ_CALLS = 0.05
+
+
+@dataclass
+class MonitoredRank:
+    """What the launching process knows of one process: a rank, or on sim all of them."""
+
+    rank: int
+    process: RankProcess
+    wire: Wire
+    outputs: tuple[RankOutput, RankOutput]
+    status: RankStatus
+    result: tuple[bytes, list] | None = None
+    failure: Failure | None = None
+    record: RankRecord | None = None
+    # what it did when it was asked (each virtual rank, on sim)
+    stacks: list[RankStack] | None = None
+    exit_report: bytes = b""  # faulthandler's dump, if it crashed, and its exit code
+    exitcode: int | None = None
+    ended: bool = False
+    partial_call: bytes = b""  # the beginning of a call whose end has not come yet
+
+    def take_report(self, report: tuple) -> None:
+        """Note what the rank has posted (see record.RankRecorder.report)."""
+        status = self.status
+        status.posted, status.collectives, status.dropped, status.recent, status.places = report
+
+
+class Monitor:
+    """Watches the ranks of a launch.
+
+    `watch` returns when every rank has returned, and raises what went wrong.
+
+    Attributes:
+        reports_folder: reports of stuck ranks are written there, too (see `reports_in`).
+    """
+
+    reports_folder: ClassVar[Path | None] = None
+
+    def __init__(
+        self,
+        processes: Sequence[RankProcess],
+        timeout: float,
+        prefixes: Sequence[str],
+        *,
+        checked: bool = False,
+        on_gloo: bool = False,
+        stuck_after: float = math.inf,
+    ):
+        self.wait_for = WaitForGraph(len(processes))
+        self.screen = Screen()
+        self.ranks = [
+            MonitoredRank(
+                rank,
+                process,
+                Wire(process.control),
+                (
+                    RankOutput(prefixes[rank], "stdout", self.screen),
+                    RankOutput(prefixes[rank], "stderr", self.screen),
+                ),
+                self.wait_for.ranks[rank],
+            )
+            for rank, process in enumerate(processes)
+        ]
+        self.timeout = timeout
+        self.checked = checked and all(process.calls is not None for process in processes)
+        self.call_checker = CallChecker()
+        self.idle_detector = (
+            IdleDetector([process.pid for process in processes]) if on_gloo else None
+        )
+        self.stuck_detector = StuckDetector(stuck_after)
+        self.report_wanted = False  # somebody has sent this process SIGUSR1
+        self.fail_at: float | None = None  # the moment when the cause of a failure is chosen
+        self.imported: set[str] = set()  # slow modules that ranks had to import
+        self.selector = selectors.DefaultSelector()
+        for rank in self.ranks:
+            self.selector.register(rank.wire, selectors.EVENT_READ, (self._on_frame, rank))
+            for channel, output in zip(
+                (rank.process.out, rank.process.err), rank.outputs, strict=True
+            ):
+                self.selector.register(channel, selectors.EVENT_READ, (self._on_output, output))
+            self.selector.register(
+                rank.process.status, selectors.EVENT_READ, (self._on_status, rank)
+            )
+
+    # ---- the loop ----
+
+    def watch(self) -> None:
+        with self._reports_on_signal():
+            self._watch()
+
+    def _watch(self) -> None:
+        deadline = time.monotonic() + self.timeout
+        idle = self.idle_detector
+        while not all(rank.result is not None for rank in self.ranks):
+            now = time.monotonic()
+            if self.fail_at is not None and now >= self.fail_at:
+                raise self._root_cause()
+            if (deadlock := self.wait_for.confirmed_deadlock(now)) is not None:
+                raise self.call_checker.error() or deadlock
+            if (report := self.wait_for.report_of_limits(now)) is not None:
+                self._say(f"parallel101: {report}".splitlines())
+            all_wait = all(status.stuck or status.returned for status in self.wait_for.ranks)
+            if idle is not None and idle.stuck(now, all_wait, self.wait_for.receive_dropped):
+                raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
+            if self.report_wanted:
+                self.report_wanted = False
+                self.report("parallel101: what the ranks do now (SIGUSR1)")
+            if now >= (stuck_due := self.stuck_detector.due(now, self.wait_for)):
+                self._report_stuck()
+                continue
+            if now >= deadline:
+                raise self.call_checker.error() or self._timed_out()
+            next_look = [deadline, self.wait_for.next_look, stuck_due]
+            if self.fail_at is not None:
+                next_look.append(self.fail_at)
+            if idle is not None and idle.idle_since is not None:
+                next_look.append(idle.due)
+            if self.checked:
+                next_look.append(now + READ_CALLS)
+            self._listen(min(next_look) - now)
+            self._read_calls()
+        self._read_calls()
+        if (misuse := self.call_checker.error()) is not None:
+            raise misuse
+
+    def _listen(self, seconds: float) -> None:
+        for key, _ in self.selector.select(min(max(0.0, seconds), 3600.0)):
+            # an earlier event of this round may have removed it
+            if key.fileobj in self.selector.get_map():
+                handle, about = key.data
+                handle(key.fileobj, about)
+
+    def _listen_until(self, done: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not done() and self.selector.get_map():
+            left = deadline - time.monotonic()
+            self._listen(left)
+            if left <= 0:
+                return
+
+    def _on_output(self, channel: Any, output: RankOutput) -> None:
+        data = read_available(channel)
+        if data:
+            output.feed(data)
+        else:
+            self.selector.unregister(channel)
+
+    def _on_status(self, channel: Any, rank: MonitoredRank) -> None:
+        data = read_available(channel)
+        rank.exit_report += data
+        code = re.search(rb"(?:\A|\n)(-?\d+)\n\Z", rank.exit_report)
+        if data and code is None:
+            return
+        self.selector.unregister(channel)
+        rank.exitcode = None if code is None else int(code[1])
+        kill(rank.process)  # the processes that it started may hold its ends of our pipes
+        rank.wire.sock.settimeout(WAIT_FOR_CAUSE)
+        while rank.wire in self.selector.get_map() and select.select([rank.wire], [], [], 0)[0]:
+            self._on_frame(rank.wire, rank)  # it was sent before the rank died
+        if rank.wire in self.selector.get_map():
+            self.selector.unregister(rank.wire)
+        rank.ended = True
+        if rank.result is None and rank.failure is None:
+            self._fail_within(WAIT_FOR_CAUSE)
+
+    def _on_frame(self, wire: Wire, rank: MonitoredRank) -> None:
+        try:
+            kind, body, buffers = wire.receive_packed()
+        except (EOFError, OSError):
+            self.selector.unregister(wire)
+            return
+        if kind == RESULT:
+            rank.result, rank.status.returned = (body, buffers), True
+            return
+        value = unpack(body, buffers)
+        if kind == CALL:
+            self._check_call(Call(*value))
+        elif kind == BLOCKED:
+            call, limit, report = value
+            rank.take_report(report)
+            rank.status.blocked, rank.status.limit = Call(*call), limit
+        elif kind == UNBLOCKED:
+            rank.status.blocked = rank.status.limit = None
+        elif kind == RECORD:
+            rank.record, report = value
+            rank.take_report(report)
+        elif kind == IMPORTED:
+            self.imported.update(value)
+        elif kind == STACKS:
+            rank.stacks = value
+        elif kind == FAILURE:
+            rank.failure, rank.status.blocked, rank.status.limit = value, None, None
+            others_may_fail = value.consequence and len(self.ranks) > 1
+            self._fail_within(WAIT_FOR_OTHERS if others_may_fail else WAIT_FOR_CAUSE)
+
+    def _read_calls(self) -> None:
+        """Check what the ranks of a checked run have posted since the last time."""
+        for rank in self.ranks if self.checked else ():
+            assert rank.process.calls is not None
+            while data := read_available(rank.process.calls):
+                data, start = rank.partial_call + data, 0
+                while len(data) - start >= 4 and len(data) - start >= 4 + (
+                    size := int.from_bytes(data[start : start + 4], "little")
+                ):
+                    self._check_call(Call(*marshal.loads(data[start + 4 : start + 4 + size])))
+                    start += 4 + size
+                rank.partial_call = data[start:]
+
+    def _check_call(self, call: Call) -> None:
+        if self.call_checker.check(call):
+            self._fail_within(WAIT_FOR_CAUSE)
+
+    def _fail_within(self, seconds: float) -> None:
+        moment = time.monotonic() + seconds
+        self.fail_at = moment if self.fail_at is None else min(self.fail_at, moment)
+
+    # ---- what went wrong ----
+
+    def _root_cause(self) -> BaseException:
+        """The error to raise for all the failures that are known.
+
+        It is the first of: a misuse, a rank's own exception, a death, an error that only says that
+        another rank has failed.
+        """
+        self._read_calls()
+        failures = [rank.failure for rank in self.ranks if rank.failure is not None]
+        for failure in failures:  # a rank may have found the misuse before anything broke
+            if isinstance(failure.error, MisuseError):
+                return failure.error
+        if (misuse := self.call_checker.error()) is not None:
+            return misuse
+        failures.sort(key=lambda failure: (failure.consequence, failure.rank))
+        if not failures or failures[0].consequence:
+            for rank in self.ranks:
+                if rank.ended and rank.result is None and rank.failure is None:
+                    crash_dump = rank.exit_report.decode(errors="replace")
+                    return rank_died(
+                        rank.rank, rank.exitcode, crash_dump, rank.outputs[1].tail, self.checked
+                    )
+        failure = failures[0]
+        if isinstance(failure.error, DeadlockError):
+            return failure.error
+        if isinstance(failure.error, VirtualExit):
+            return rank_died(failure.rank, failure.error.code)
+        return rank_raised(failure, [call for record in self.records() for call in record.unwaited])
+
+    def _timed_out(self) -> LaunchTimeout:
+        self.ask_stacks()
+        lines = []
+        for rank in self.ranks:
+            if rank.result is not None:
+                lines.append(f"rank {rank.rank} had returned")
+            elif (call := rank.status.blocked) is not None:
+                lines.append(waited(rank.rank, call))
+            else:
+                lines += [
+                    f"rank {stack.rank} was at {shown(stack.place)}"
+                    for stack in rank.stacks or [RankStack(rank.rank, "an unknown place", [])]
+                ]
+        self.ask_records()
+        return timed_out(self.timeout, lines, self.wait_for.dropped_works())
+
+    # ---- ranks that keep others waiting ----
+
+    def _report_stuck(self) -> None:
+        stacks = self.ask_stacks(TO_ANSWER)
+        detector, now = self.stuck_detector, time.monotonic()
+        quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
+        if ranks := detector.stuck(now, self.wait_for, quiet):
+            lines = report_lines(self.wait_for, stacks, ranks)
+            self._say(stuck_text(lines, detector.waited(now), detector.pause).splitlines())
+
+    def report(self, head: str) -> None:
+        """Write what each rank waits for, or where it is, with its stack."""
+        lines = report_lines(self.wait_for, self.ask_stacks())
+        self._say([head, *(f"  {line}" for line in lines)])
+
+    def _say(self, lines: list[str]) -> None:
+        self.screen.lines("stderr", lines)
+        if self.reports_folder is not None:
+            append_report(self.reports_folder, "\n".join(lines))
+
+    @contextlib.contextmanager
+    def _reports_on_signal(self) -> Iterator[None]:
+        """Inside, SIGUSR1 asks for a report, unless this process has a handler for it."""
+        number = getattr(signal, "SIGUSR1", None)
+        if (
+            number is None
+            or threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(number) not in (signal.SIG_DFL, no_ranks_run)
+        ):
+            yield
+            return
+        before = signal.getsignal(number)
+        reader, writer = socket.socketpair()
+        with reader, writer:
+            reader.setblocking(False)
+            writer.setblocking(False)
+
+            def ask(*_: object) -> None:
+                with contextlib.suppress(BlockingIOError):
+                    writer.send(b"?")
+
+            def asked(*_: object) -> None:
+                reader.recv(4096)
+                self.report_wanted = True
+
+            self.selector.register(reader, selectors.EVENT_READ, (asked, None))
+            signal.signal(number, ask)
+            try:
+                yield
+            finally:
+                signal.signal(number, before)
+                self.selector.unregister(reader)
+
+    def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
+        """What the ranks do that still run.
+
+        C code may keep one from answering in time: then it is asked by a signal, which gives its
+        Python stack all the same.
+        """
+        running = [rank for rank in self.ranks if not rank.ended and rank.result is None]
+        for rank in running:
+            rank.stacks = None
+        asked = [rank for rank in running if _send(rank, ASK_STACKS)]
+        self._listen_until(
+            lambda: all(rank.stacks is not None or rank.ended for rank in asked), seconds
+        )
+        silent = [rank for rank in asked if rank.stacks is None and not rank.ended]
+        before = {rank.rank: rank.exit_report for rank in silent}
+        for rank in silent:
+            _ask_by_signal(rank)
+        if silent:
+            self._listen_until(
+                lambda: all(_dump(rank.exit_report, before[rank.rank]) for rank in silent), seconds
+            )
+        for rank in silent:
+            if dump := _dump(rank.exit_report, before[rank.rank]):
+                rank.stacks = [stack_of_dump(rank.rank, dump, rank.process.pid)]
+                rank.exit_report = before[rank.rank]
+        return {stack.rank: stack for rank in running for stack in rank.stacks or ()}
+
+    # ---- the end ----
+
+    def ask_records(self, seconds: float = 0.5) -> None:
+        """Ask the ranks that have not sent their record for what they have recorded so far."""
+        asked = [
+            rank
+            for rank in self.ranks
+            if not rank.ended and rank.record is None and _send(rank, ASK_RECORD)
+        ]
+        self._listen_until(
+            lambda: all(rank.record is not None or rank.ended for rank in asked), seconds
+        )
+
+    def records(self) -> list[RankRecord]:
+        """What the ranks have recorded, as far as they have sent it."""
+        return [rank.record for rank in self.ranks if rank.record is not None]
+
+    def let_exit(self) -> None:
+        """All ranks have returned: let them exit, and wait until they have."""
+        for rank in self.ranks:
+            _send(rank, EXIT)
+        self._listen_until(lambda: all(rank.ended for rank in self.ranks), 5.0)
+
+    def close(self, explained: bool = False) -> None:
+        """Leave no process, socket or unread line behind.
+
+        `explained`: an error is about to say why the run failed.
+        """
+        with contextlib.ExitStack() as at_last:
+            for close in (self.selector.close, *(rank.process.close for rank in self.ranks)):
+                at_last.callback(close)
+            for rank in self.ranks:
+                kill(rank.process)
+            self._listen_until(lambda: all(rank.ended for rank in self.ranks), 5.0)
+            self._listen_until(lambda: False, 0.0)
+            for rank in self.ranks:
+                for output in rank.outputs:
+                    output.close(explained)
+            self.screen.close()
+
+
+@contextlib.contextmanager
+def reports_in(folder: Path | None) -> Iterator[None]:
+    """Inside, reports of stuck ranks are also written to reports.txt in this folder, if any."""
+    if folder is not None:
+        (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
+    Monitor.reports_folder = folder
+    try:
+        yield
+    finally:
+        Monitor.reports_folder = None
+
+
+def no_ranks_run(*_: object) -> None:
+    """What SIGUSR1 does while `parallel101 run` has no ranks: nothing."""
+
+
+def _ask_by_signal(rank: MonitoredRank) -> None:
+    """Let a rank write its stack to its status pipe (see rank_stack.stack_on_signal)."""
+    if STACK_SIGNAL is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(rank.process.pid, STACK_SIGNAL)
+
+
+def _dump(report: bytes, before: bytes) -> str:
+    """The whole stack that has been written since, or ""."""
+    text = report[len(before) :].decode(errors="replace")
+    return text if " File " in text and text.endswith("\n") else ""
+
+
+def _send(rank: MonitoredRank, kind: bytes) -> bool:
+    try:
+        rank.wire.send(kind)
+    except OSError:
+        return False
+    return True

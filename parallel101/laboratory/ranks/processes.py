@@ -1,0 +1,356 @@
+"""Starts the processes that become ranks: forked by a fork server, or each a fresh interpreter.
+
+    this process ──▶ fork server ──▶ rank 0, rank 1, …   2 to 6 ms a rank (Linux, macOS)
+    this process ──▶ python …    ×  world size           1 s a rank (elsewhere, or
+                                                         PARALLEL101_START=spawn)
+
+The fork server has only imported torch. Such a process can be forked safely: no operation has run,
+so no OpenMP or autograd threads would be lost, and CUDA is not initialised. (multiprocessing's own
+fork server would import the caller's script again in every rank, and it can't capture output.) No
+process outlives the launching one: the fork server exits when its socket closes, and kills its
+ranks. Its side is in forkserver.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import IO
+
+Channel = io.FileIO | socket.socket
+LIMITS = {
+    errno.EMFILE: ("too many files would be open: {} ranks need about 10 each", "-n"),
+    errno.EAGAIN: (
+        "the system starts no more processes for this user: {} ranks were asked for",
+        "-u",
+    ),
+}
+CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+
+
+@dataclass
+class RankProcess:
+    """A process that becomes a rank, as the launching process holds it."""
+
+    pid: int
+    control: socket.socket  # frames both ways (see wire)
+    out: Channel  # what it prints, C code included
+    err: Channel
+    # its exit code, a line of text, once it has ended; closed without one if its fork server ended
+    # first
+    status: Channel
+    # in a checked run, the calls that it posts, read now and then; None on Windows, where control
+    # carries them
+    calls: io.FileIO | None
+
+    def close(self) -> None:
+        for channel in (self.control, self.out, self.err, self.status, self.calls):
+            if channel is not None:
+                channel.close()
+
+
+def start_ranks(
+    count: int, module: str = "parallel101.laboratory.ranks.worker"
+) -> list[RankProcess]:
+    """Start `count` processes.
+
+    Each runs `main` of `module` with its own control socket, output pipes and exit status.
+
+    Raises OSError, with nothing left running, when the system allows too few files or processes.
+    """
+    ranks: list[RankProcess] = []
+    start_one = _fork_one if start_method() == "fork server" else _spawn_one
+    try:
+        for _ in range(count):
+            ranks.append(start_one(module))
+    except BaseException as error:
+        for rank in ranks:
+            kill(rank)
+            rank.close()
+        if isinstance(error, OSError) and error.errno in LIMITS:
+            what, option = LIMITS[error.errno]
+            raise OSError(
+                error.errno,
+                f"{what.format(count)}. Use fewer ranks, or raise the limit (`ulimit {option}`)",
+            ) from None
+        raise
+    return ranks
+
+
+def start_method() -> str:
+    """How ranks are started on this machine: "fork server" or "spawn".
+
+    It is "spawn" where there is no fork or PARALLEL101_START=spawn asks for it.
+    """
+    wanted = os.environ.get("PARALLEL101_START", "fork" if CAN_FORK else "spawn")
+    allowed = ("fork", "spawn") if CAN_FORK else ("spawn",)
+    if wanted not in allowed:
+        raise ValueError(
+            f"PARALLEL101_START is {wanted!r}; on this machine it must be "
+            f"{' or '.join(map(repr, allowed))}"
+        )
+    return "fork server" if wanted == "fork" else "spawn"
+
+
+def kill(rank: RankProcess) -> None:
+    """Kill a rank and every process that it started. A rank leads a process group of its own."""
+    try:
+        os.killpg(rank.pid, signal.SIGKILL) if hasattr(os, "killpg") else os.kill(
+            rank.pid, signal.SIGTERM
+        )
+    except (ProcessLookupError, PermissionError):
+        pass  # all of them have ended already
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Start the fork server, and let it import modules that the next ranks need.
+
+    This does not wait for it.
+    """
+    # no server can be started, or PARALLEL101_START is wrong: start_ranks says so
+    with contextlib.suppress(OSError, ValueError):
+        if start_method() == "fork server":
+            _server.preload(modules)
+
+
+def stop_server() -> None:
+    """End the fork server.
+
+    The next launch starts another. (It ends by itself with this process.)
+    """
+    with _server.lock:
+        _server.stop()
+
+
+def _python_code(statements: str) -> str:
+    """Code for a fresh interpreter: `statements`, with this process's sys.path.
+
+    (Python ignores entries that are no strings.)
+    """
+    return (
+        f"import sys; sys.path[:] = {[entry for entry in sys.path if isinstance(entry, str)]!r}; "
+        f"{statements}"
+    )
+
+
+# ---- the fork server, seen from the launching process ----
+
+
+class _Server:
+    """The one fork server of this process.
+
+    It is started at the first launch, and again if it was lost.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # the pid of the process that started it: a forked child of that process must start its own
+        self.owner = 0
+        self.sock: socket.socket | None = None
+        self.process: subprocess.Popen | None = None
+        self.requests = 0
+        self.preloaded: set[str] = set()  # modules that it was asked to import
+
+    def fork(self, fds: list[int], module: str) -> int:
+        """The pid of a new process, to which the server has passed the file descriptors.
+
+        It runs `main` of `module`.
+        """
+        with self.lock:
+            for _attempt in (1, 2):
+                self._start_if_needed()
+                assert self.sock is not None
+                try:
+                    self.requests += 1
+                    socket.send_fds(self.sock, [f"fork {self.requests} {module}\n".encode()], fds)
+                    answer = self._answer()
+                except OSError:
+                    self.stop()
+                    continue
+                if answer < 0:
+                    raise OSError(-answer, os.strerror(-answer))
+                return answer
+        raise RuntimeError(
+            "the fork server ended twice before it could start a rank. Run `parallel101 doctor` to "
+            "see what works on this machine"
+        )
+
+    def preload(self, modules: Iterable[str]) -> None:
+        with self.lock:
+            self._start_if_needed()
+            new = sorted(set(modules) - self.preloaded)
+            if new and self.sock is not None:
+                self.preloaded |= set(new)
+                with contextlib.suppress(OSError):
+                    self.requests += 1
+                    self.sock.sendall(f"import {self.requests} {' '.join(new)}\n".encode())
+                    self._answer()
+
+    def _answer(self) -> int:
+        """The answer to the newest request.
+
+        After a Ctrl-C between a request and its answer, that old answer comes first.
+        """
+        assert self.sock is not None
+        while data := self.sock.recv(4096):
+            number, _, answer = data.split(b"\n")[-2].partition(b" ")
+            if int(number) == self.requests:
+                return int(answer)
+        raise ConnectionError("the fork server has ended")
+
+    def _start_if_needed(self) -> None:
+        if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
+            self._start()
+
+    def _start(self) -> None:
+        self.preloaded = set()
+        if self.sock is not None:
+            self.sock.close()  # of a server that was lost or, in a forked child, of its parent's
+        self.sock, theirs = socket.socketpair(
+            socket.AF_UNIX,
+            socket.SOCK_SEQPACKET if sys.platform.startswith("linux") else socket.SOCK_STREAM,
+        )
+        code = _python_code(
+            f"from parallel101.laboratory.ranks.forkserver import serve; serve({theirs.fileno()})"
+        )
+        # A session of its own: Ctrl-C at the terminal reaches the launching process only, which
+        # then ends its ranks itself.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.owner = os.getpid()
+
+    def stop(self) -> None:
+        if self.owner == os.getpid() and self.sock is not None and self.process is not None:
+            self.sock.close()
+            self.process.wait()
+        elif self.process is not None:
+            # it is the parent's of this forked child, which must not wait for it
+            self.process.returncode = 0
+        self.sock = self.process = None
+
+
+_server = _Server()
+atexit.register(lambda: _server.stop())
+
+
+def _fork_one(module: str) -> RankProcess:
+    control, their_control = socket.socketpair()
+    (out, their_out), (err, their_err), (status, their_status), (calls, their_calls) = (
+        _pipe(),
+        _pipe(),
+        _pipe(),
+        _calls_pipe(),
+    )
+    rank = RankProcess(0, control, out, err, status, calls)
+    theirs = (their_control, their_out, their_err, their_calls, their_status)
+    try:
+        rank.pid = _server.fork([end.fileno() for end in theirs], module)
+    except BaseException:
+        rank.close()
+        raise
+    finally:
+        for end in theirs:
+            end.close()
+    return rank
+
+
+def _pipe() -> tuple[io.FileIO, io.FileIO]:
+    """A pipe as two objects: wherever Ctrl-C falls, an end that nobody holds is closed."""
+    ours, theirs = os.pipe()
+    return io.FileIO(ours, "rb"), io.FileIO(theirs, "wb")
+
+
+def _calls_pipe() -> tuple[io.FileIO, io.FileIO]:
+    """A pipe that holds some thousand calls before its writer must wait. Its reader never waits."""
+    ours, theirs = _pipe()
+    os.set_blocking(ours.fileno(), False)
+    if sys.platform == "linux":
+        import fcntl
+
+        try:
+            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
+        except OSError:
+            pass  # this user's pipes are at their limit: a smaller one works too
+    return ours, theirs
+
+
+# ---- a fresh interpreter for each rank ----
+
+
+def _spawn_one(module: str) -> RankProcess:
+    control, their_control = socket.socketpair()
+    status, their_status = socket.socketpair()
+    posix = os.name == "posix"
+    calls, their_calls = _calls_pipe() if posix else (None, None)
+    inherited = [
+        end.fileno() for end in (their_control, their_calls, their_status) if end is not None
+    ]
+    channels = ",".join(map(str, inherited)) if posix else "stdin"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _python_code(f"from {module} import main; main({channels!r})")],
+        stdin=subprocess.DEVNULL if posix else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=inherited if posix else [],
+        start_new_session=posix,
+    )
+    # Windows shares a socket with a process that runs already, and does not let it inherit one
+    if not posix:
+        assert process.stdin is not None
+        shared = their_control.share(process.pid)  # type: ignore[attr-defined]
+        process.stdin.write(json.dumps(shared.hex()).encode() + b"\n")
+        process.stdin.close()
+    if their_calls is not None:
+        their_calls.close()
+    their_control.close()
+
+    def report_exit() -> None:
+        code = process.wait()
+        try:
+            their_status.sendall(f"{code}\n".encode())
+        except OSError:
+            pass
+        their_status.close()
+
+    threading.Thread(target=report_exit, daemon=True).start()
+    assert process.stdout is not None and process.stderr is not None
+    return RankProcess(
+        process.pid,
+        control,
+        _selectable(process.stdout),
+        _selectable(process.stderr),
+        status,
+        calls,
+    )
+
+
+def _selectable(pipe: IO[bytes]) -> socket.socket:
+    """A pipe as a socket: on Windows select() takes sockets only."""
+    ours, theirs = socket.socketpair()
+
+    def forward() -> None:
+        with pipe, theirs:
+            try:
+                while data := pipe.read1(1 << 16):  # type: ignore[attr-defined]
+                    theirs.sendall(data)
+            except OSError:
+                pass  # the launching process has stopped reading
+
+    threading.Thread(target=forward, daemon=True).start()
+    return ours

@@ -1,0 +1,259 @@
+"""Runs the caller's program on a rank of any backend, and pickles its result or its error.
+
+unpack_program
+    ──▶ the program, inside own_init_accepted and forked_children_exit
+    ──▶ pack_result | failure_of, send_failure
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from parallel101.laboratory.ranks.watcher import exit_process
+from parallel101.laboratory.ranks.wire import FAILURE, Failure, Wire, pack, unpack
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.errors import broken_connection, one_line, reports_another
+from parallel101.laboratory.record.process_groups import batches_on_nccl
+from parallel101.laboratory.record.where import is_inside
+
+# What torch imports when an optimizer, a DTensor, FSDP2 or a pipeline is first used, a second each;
+# and what a test file imports.
+SLOW_IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "pytest",
+)
+
+
+def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
+    """The function and its arguments.
+
+    Raises ImportError or TypeError, with advice, when a rank can't read what could be pickled.
+    """
+    try:
+        return unpack(body, buffers)
+    except ImportError as error:
+        advice = (
+            "The ranks import it by name, as a script would: add its directory to sys.path before "
+            "the launch."
+        )
+        raise ImportError(
+            "the function or an argument comes from a module that the ranks can't import: "
+            f"{error}. {advice}"
+        ) from error
+    except Exception as error:
+        advice = "Create it inside the function, or pass what it is made from."
+        raise TypeError(
+            "the function or an argument was pickled, but the ranks can't unpickle it: "
+            f"{one_line(error)}. {advice}"
+        ) from error
+
+
+def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
+    """The variables by which torchrun tells a rank who it is. All ranks are on one machine.
+
+    MASTER_ADDR and MASTER_PORT are for programs that read them: the ranks have met already, and
+    nobody listens at that port. (Source:
+    torch/distributed/elastic/agent/server/local_elastic_agent.py.)
+    """
+    given, me, size = os.environ.get, str(rank), str(world_size)
+    return {
+        "RANK": me,
+        "LOCAL_RANK": me,
+        "GROUP_RANK": "0",
+        "ROLE_RANK": me,
+        "ROLE_NAME": "default",
+        "PARALLEL101_RANK": me,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": given("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": given("MASTER_PORT", "29500"),
+        "OMP_NUM_THREADS": given("OMP_NUM_THREADS", "1"),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+@contextlib.contextmanager
+def own_init_accepted() -> Iterator[None]:
+    """Let a program call init_process_group and destroy_process_group itself, as scripts do.
+
+    Both then do nothing. A rank or world_size that is not the launch's raises ValueError. How the
+    program imports the two functions makes no difference.
+    """
+
+    def accept(init: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            call = signature.bind(*args, **kwargs).arguments
+            _tell_other_backend(call.get("backend"))
+            for name, actual in (("rank", dist.get_rank()), ("world_size", dist.get_world_size())):
+                given = call.get(name, -1)
+                if given not in (-1, actual):
+                    raise ValueError(
+                        f"init_process_group({name}={given}) on rank {dist.get_rank()} of a "
+                        f"launch, where {name} is {actual}. Pass dist.get_rank() and "
+                        "dist.get_world_size(), or neither."
+                    )
+            has_device = getattr(dist.group.WORLD, "has_device", None)  # on sim, by NCCL's rules
+            if call.get("device_id") is not None and has_device is not None:
+                has_device()
+            if (timeout := call.get("timeout")) is not None:
+                dist.group.WORLD.set_timeout(timeout)  # type: ignore[union-attr]
+
+        return init_process_group
+
+    def keep_world(destroy: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(destroy)
+        def destroy_process_group(group: Any = None) -> None:
+            if group not in (None, dist.group.WORLD):
+                destroy(group)
+
+        return destroy_process_group
+
+    instead = torch_private.called_instead
+    with (
+        instead(c10d.init_process_group, accept),
+        instead(c10d.destroy_process_group, keep_world),
+        batches_on_nccl(),
+    ):
+        yield
+
+
+def _tell_other_backend(asked: Any) -> None:
+    """Say on rank 0 that the program's own backend is not the one on which it runs."""
+    # sim_nccl is the simulator under NCCL's rules
+    actual = dist.get_backend().removesuffix("_nccl")
+    if (
+        asked is not None
+        and dist.get_rank() == 0
+        and actual not in str(asked).replace(":", ",").split(",")
+    ):
+        sys.stderr.write(
+            f"parallel101: the program asks for backend {str(asked)!r}, and this run uses "
+            f"{actual!r} instead\n"
+        )
+
+
+@contextlib.contextmanager
+def forked_children_exit() -> Iterator[None]:
+    """Inside, the program may fork.
+
+    A child that would leave this block exits instead, because only its parent is a rank.
+    """
+    rank = os.getpid()
+    try:
+        yield
+    except BaseException:
+        if os.getpid() != rank:
+            traceback.print_exc()
+            exit_process(1)
+        raise
+    if os.getpid() != rank:
+        exit_process(0)
+
+
+def will_import(packed: bytes) -> list[str]:
+    """Slow modules that a pickled program is likely to import.
+
+    It names an optimizer, or a trainer, which has one. The fork server then imports them once,
+    before the first ranks start, and not each rank anew: with four ranks, in 1.2 s in place of 4.2.
+    """
+    return ["torch._dynamo"] if b"optim" in packed or b"trainer" in packed.lower() else []
+
+
+def slow_imports(before: set[str]) -> list[str]:
+    """Modules imported since `before` that the fork server should import too.
+
+    The program's own may change between launches.
+    """
+    return [
+        name
+        for name in sys.modules.keys() - before
+        if name in SLOW_IMPORTS or name.startswith("parallel101.")
+    ]
+
+
+def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
+    """Pickle what a rank returned. Raises TypeError, with advice, when that is not possible."""
+    try:
+        return pack(value)
+    except Exception as error:
+        raise TypeError(
+            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be "
+            f"sent back: {error}. Return tensors, numbers, strings, or containers of them."
+        ) from None
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """What the launching process is told of an exception that `rank` raised."""
+    return Failure(
+        rank,
+        error,
+        one_line(error),
+        program_traceback(error),
+        broken_connection(error) or reports_another(error, rank),
+    )
+
+
+def pack_failure(failure: Failure) -> tuple[bytes, list]:
+    """Pickle a failure. An exception that can't be pickled is sent as its text."""
+    failure.error.__traceback__ = None  # its frames hold tensors, works and groups
+    try:
+        packed = pack(failure)
+        unpack(*packed)
+    except Exception:
+        packed = pack(failure._replace(error=RuntimeError(failure.headline)))
+    return packed
+
+
+def send_failure(wire: Wire, failure: Failure) -> None:
+    wire.send_packed(FAILURE, *pack_failure(failure))
+
+
+def program_traceback(error: BaseException) -> str:
+    """The traceback from the program's first frame on, without ours before it.
+
+    "" if there are only ours.
+    """
+    tb = error.__traceback__
+    while tb is not None and is_inside(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    if tb is None and not _raised_here(error):
+        tb = error.__traceback__
+    return (
+        "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+        if tb is not None
+        else ""
+    )
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether a file of ranks/ raised the error.
+
+    Then the program's arguments do not fit, or its result can't be pickled.
+    """
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == os.path.dirname(
+        __file__
+    )

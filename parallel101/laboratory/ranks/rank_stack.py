@@ -1,0 +1,245 @@
+"""What the program of one rank does now, read by another thread of its process.
+
+    program's thread   ── q.get() ── … blocked
+    watcher            StackReader.read() ──▶ RankStack: lines of Python, the function in C that it
+                                              is in, seconds without a call, CPU time
+
+C code that holds Python's lock keeps the watcher from running, too. For that case a signal's
+handler writes the stack (`stack_on_signal`), which needs no lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import math
+import os
+import platform
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import IO, NamedTuple
+
+from parallel101.laboratory.record.recorder import RankRecorder
+from parallel101.laboratory.record.where import is_inside, where
+
+INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+MOST_FRAMES = 20  # the innermost ones are kept
+# The launching process asks by this signal for a rank's stack. A program may use SIGUSR1 itself.
+STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", None)
+USER_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
+# System calls whose first argument is a file, by number. (Source: Linux, syscall_64.tbl for x86-64
+# and include/uapi/asm-generic/unistd.h for ARM.)
+WITH_FILE = {
+    "x86_64": {0, 1, 17, 18, 19, 20, 43, 44, 45, 46, 47, 72, 73, 74, 75, 288},
+    "aarch64": {25, 32, 63, 64, 65, 66, 67, 68, 82, 83, 202, 206, 207, 211, 212, 242},
+}.get(platform.machine(), set())
+
+
+class RankStack(NamedTuple):
+    """What one rank does."""
+
+    rank: int
+    place: str  # "file:line" in the program, or what it does outside of it
+    lines: list[str]  # its Python stack, the innermost call last; as text, with source lines
+    native: str = ""  # the function in C that it is in, and where in the system; "" if not known
+    quiet: float | None = None  # seconds in which it has called nothing of torch.distributed
+    lately: float | None = None  # the last ones of these, in seconds: one to two
+    cpu: float | None = None  # seconds of CPU time that its process used lately
+    waits: str = ""  # on sim: "in recv for rank 1", or "for its turn"
+
+
+class QuietClock:
+    """Notes since when a state is the same, and the CPU time that the process uses meanwhile.
+
+    `look` is to be called often. Without `at_once`, it does something once a second.
+    """
+
+    EVERY = 1.0  # seconds
+
+    def __init__(self) -> None:
+        self.state: object = self
+        self.since = self.looked = -math.inf
+        # the time and the CPU time of the last sample, and of the one before
+        self.sample = self.before = (0.0, 0.0)
+
+    def look(self, state: object, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if not at_once and now - self.looked < self.EVERY:
+            return
+        self.looked = now
+        if state != self.state:
+            self.state, self.since = state, now
+            self.sample = self.before = now, time.process_time()
+        elif now - self.sample[0] >= self.EVERY:
+            self.before, self.sample = self.sample, (now, time.process_time())
+
+    def times(self) -> tuple[float, float, float]:
+        """`quiet`, `lately` and `cpu` of a RankStack."""
+        now, (start, cpu) = time.monotonic(), self.before
+        return now - self.since, now - start, time.process_time() - cpu
+
+
+class StackReader:
+    """Reads the stack of a rank's program, and notes since when it has called nothing.
+
+    `look` is to be called now and then from the watcher's thread.
+    """
+
+    def __init__(self, recorder: RankRecorder):
+        self.recorder = recorder
+        self.clock = QuietClock()
+
+    def look(self, at_once: bool = False) -> None:
+        self.clock.look(self.recorder.calls_posted, at_once)
+
+    def read(self, outside: str = "", interrupted: FrameType | None = None) -> RankStack:
+        """The stack now.
+
+        Args:
+            outside: where the rank is, if it isn't in its program.
+            interrupted: where its program was, if Ctrl-C has interrupted it. What it did in C is
+                not known then.
+        """
+        self.look(at_once=True)
+        thread = self.recorder.thread
+        frame = interrupted or sys._current_frames().get(thread)
+        place, lines = outside or program_place(frame), stack_lines(frame)
+        if interrupted is not None:
+            return RankStack(self.recorder.rank, place, lines)
+        native = native_frame(thread)
+        return RankStack(self.recorder.rank, place, lines, native, *self.clock.times())
+
+
+def program_place(frame: FrameType | None) -> str:
+    """The "file:line" of the innermost frame of the program's own, or else of a library's."""
+    for f, line in traceback.walk_stack(frame) if frame is not None else ():
+        if _in_program(f.f_code.co_filename):
+            return f"{f.f_code.co_filename}:{line}"
+    return where(frame)
+
+
+def stack_lines(frame: FrameType | None) -> list[str]:
+    """The Python stack as text, without our frames that called the program."""
+    if frame is None:
+        return []
+    frames = list(traceback.walk_stack(frame))[::-1]
+    first = next((i for i, (f, _) in enumerate(frames) if not _runs_programs(f)), len(frames))
+    summary = traceback.StackSummary.extract(iter(frames[first:] or frames))
+    left_out = len(summary) - MOST_FRAMES
+    text = "".join(traceback.format_list(summary[-MOST_FRAMES:])).splitlines()
+    return [f"  … {left_out} outer calls", *text] if left_out > 0 else text
+
+
+def _runs_programs(frame: FrameType) -> bool:
+    return _is_ours(frame.f_code.co_filename)
+
+
+def _in_program(name: str) -> bool:
+    return not (is_inside(name) or name.startswith(INSTALLED))
+
+
+def _is_ours(name: str) -> bool:
+    return is_inside(name) or name == "<string>"  # the fork server's own first line
+
+
+def native_frame(thread: int) -> str:
+    """The innermost function in C of a thread of this process that is blocked in the system.
+
+    For example "clock_nanosleep in libc.so.6, in the kernel's hrtimer_nanosleep". It is "" for a
+    thread that computes, on systems other than Linux, and where the system tells nothing.
+    """
+    native = next((t.native_id for t in threading.enumerate() if t.ident == thread), None)
+    if thread == threading.main_thread().ident:  # after a fork, native_id is still the parent's
+        native = os.getpid()
+    task = f"/proc/self/task/{native}"
+    try:
+        with open(f"{task}/syscall") as file:
+            call = file.read().split()
+    except OSError:
+        return ""
+    if len(call) != 9:  # "running"
+        return ""
+    found = [_symbol(int(call[-1], 16)), in_kernel(task)]
+    if int(call[0]) in WITH_FILE:
+        try:
+            found.append(f"file {os.readlink(f'/proc/self/fd/{int(call[1], 16)}')}")
+        except (OSError, ValueError):
+            pass
+    return ", ".join(filter(None, found))
+
+
+def in_kernel(process: str) -> str:
+    """Where the kernel holds a process or thread, given its folder in /proc; "" if not known."""
+    try:
+        with open(f"{process}/wchan") as file:
+            name = file.read().strip()
+    except OSError:
+        return ""
+    return "" if name in ("", "0") else f"in the kernel's {name}"
+
+
+class _Symbol(ctypes.Structure):
+    """Dl_info, as dladdr(3) fills it."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _symbol(address: int) -> str:
+    """The function at an address of this process, "write in libc.so.6"; or its library only."""
+    symbol = _Symbol()
+    try:
+        known = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
+    except (OSError, AttributeError):
+        return ""
+    if not known or not symbol.file:
+        return ""
+    library = os.path.basename(symbol.file.decode(errors="replace"))
+    return f"{symbol.name.decode(errors='replace')} in {library}" if symbol.name else library
+
+
+def stack_on_signal(asked: int | IO, by_user: int | IO) -> None:
+    """From now on, two signals make this process write its Python stack to a file.
+
+    They work also while C code holds Python's lock. A program's own handlers stay.
+
+    Args:
+        asked: the file for STACK_SIGNAL.
+        by_user: the file for SIGUSR1.
+    """
+    for number, file in ((STACK_SIGNAL, asked), (USER_SIGNAL, by_user)):
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            faulthandler.register(number, file, all_threads=False)
+
+
+def no_stack_on_signal() -> None:
+    """Undo `stack_on_signal`."""
+    for number in (STACK_SIGNAL, USER_SIGNAL):
+        if number is not None:
+            faulthandler.unregister(number)
+
+
+def stack_of_dump(rank: int, dump: str, pid: int) -> RankStack:
+    """The stack that `stack_on_signal` wrote. It has no source lines."""
+    dump = dump.rpartition("most recent call first")[2]  # the newest one
+    found = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)
+    own = next((place for place in found if _in_program(place[0])), found[0] if found else ("?", 0))
+    while len(found) > 1 and _is_ours(found[-1][0]):
+        found.pop()
+    lines = [f'  File "{name}", line {line}, in {function}' for name, line, function in found]
+    native = ["a function that holds Python's lock", in_kernel(f"/proc/{pid}")]
+    return RankStack(
+        rank, f"{own[0]}:{own[1]}", lines[:MOST_FRAMES][::-1], ", ".join(filter(None, native))
+    )

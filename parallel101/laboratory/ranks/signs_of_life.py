@@ -1,0 +1,181 @@
+"""Which ranks of a job are alive, and whether its store answers.
+
+    rank 1, every second ──▶ the store: alive/1 = a count, and the name of its host
+    rank 0               ──▶ reads all of them: "nothing has come from rank 1 (on node1) for 10 s"
+
+That a rank is silent proves nothing: it may be stopped, or its machine may be gone for a while. So
+this only reports it. A rank that is silent after a connection has broken counts as dead.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch.distributed as dist
+
+from parallel101.laboratory.ranks.diagnosis import waited
+from parallel101.laboratory.ranks.job_messages import from_json, to_json
+from parallel101.laboratory.ranks.wire import Failure
+from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.record.wait_for import RankStatus
+from parallel101.laboratory.record.where import shown
+
+SIGN_EVERY = 1.0  # seconds
+SILENT_FOR = 10  # looks without a sign of life, one a second, after which a rank is reported
+LOST_AFTER = 3.0  # seconds without one, once a connection has broken: then the rank counts as dead
+
+
+class SignsOfLife:
+    """A rank's own signs and, on rank 0, the looks at all of them."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store):
+        self.rank, self.size, self.store = rank, size, store
+        self.given, self.due = 0, 0.0
+        self.seen = [b""] * size
+        self.unchanged = [0] * size  # by rank: looks since its last sign
+        self.told: set[int] = set()  # silent ranks that have been named
+        self.next_look = 0.0
+
+    def give(self) -> None:
+        """Put a sign into the store, if it is time."""
+        if time.monotonic() >= self.due:
+            self.given, self.due = self.given + 1, time.monotonic() + SIGN_EVERY
+            self.store.set(f"alive/{self.rank}", to_json([self.given, socket.gethostname()]))
+
+    def newly_silent(self) -> dict[int, str]:
+        """Ranks that have been silent for SILENT_FOR looks, with their hosts, each silence once.
+
+        Looks are counted and not seconds, because this process itself may have been stopped.
+        """
+        if time.monotonic() < self.next_look:
+            return {}
+        self.next_look = time.monotonic() + SIGN_EVERY
+        texts = texts_of("alive", self.size, self.store)
+        for rank, text in enumerate(texts):
+            self.unchanged[rank] = self.unchanged[rank] + 1 if text == self.seen[rank] else 0
+        self.seen = texts
+        silent = {rank for rank, looks in enumerate(self.unchanged) if looks >= SILENT_FOR}
+        self.told &= silent
+        # a look later than it could be, so that the ranks of one host are told together
+        if all(self.unchanged[rank] == SILENT_FOR for rank in silent - self.told):
+            return {}
+        new, self.told = sorted(silent - self.told), silent
+        return {rank: _host(texts[rank]) for rank in new if texts[rank]}
+
+    def lost(self) -> dict[int, str]:
+        """Ranks from which no sign comes in LOST_AFTER seconds, with their hosts."""
+        before = texts_of("alive", self.size, self.store)
+        time.sleep(LOST_AFTER)
+        after = texts_of("alive", self.size, self.store)
+        return {
+            rank: _host(text)
+            for rank, text in enumerate(after)
+            if text and text == before[rank] and rank != self.rank
+        }
+
+
+class StoreWatch(threading.Thread):
+    """Says that the job's store does not answer. The run goes on.
+
+    While a call of the store does not return, the thread that called it can't say anything.
+
+    Attributes:
+        answers: to be counted up whenever the store has answered.
+    """
+
+    def __init__(self, rank: int, place: Callable[[], str]):
+        super().__init__(daemon=True, name="parallel101 store watch")
+        self.rank, self.place = rank, place
+        self.answers = 0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        seen, unchanged = -1, 0
+        while not self.over.wait(SIGN_EVERY):
+            unchanged = unchanged + 1 if self.answers == seen else 0
+            seen = self.answers
+            if unchanged == SILENT_FOR:
+                write_line(
+                    self.rank,
+                    f"the job's store at {_store_address()} has not answered for {SILENT_FOR} s. "
+                    "Its machine may have stopped, or the network to it. This rank is at "
+                    f"{shown(self.place())}",
+                )
+
+    def stop(self) -> None:
+        self.over.set()
+        if self.ident is not None:
+            self.join(SIGN_EVERY)
+
+
+def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
+    """What each rank has put into the store under this name; b"" if nothing yet."""
+    keys = [f"{name}/{rank}" for rank in range(size)]
+    if store.check(keys):
+        return store.multi_get(keys)
+    return [store.get(key) if store.check([key]) else b"" for key in keys]
+
+
+def silence_text(silent: Mapping[int, str], statuses: Sequence[RankStatus]) -> str:
+    """A report on silent ranks, given their hosts, and on who waits for them."""
+    waiting = [
+        waited(rank, status.blocked, "waits")
+        for rank, status in enumerate(statuses)
+        if status.blocked is not None and rank not in silent
+    ]
+    advice = (
+        "A machine may have stopped, or lost its network. If its other ranks go on, a process may "
+        "be stopped, or be busy in C code that keeps Python from running."
+    )
+    first = f"nothing has come from {_who(silent)} for {SILENT_FOR} s"
+    return "\n  ".join([first, *waiting, advice])
+
+
+def death_text(lost: Mapping[int, str], failure: Failure) -> str:
+    """The message for ranks that have died, found by a rank whose connection broke."""
+    has = "have" if len(lost) > 1 else "has"
+    return (
+        f"{_who(lost)} {has} died: a connection broke, and since then no sign of life has come for "
+        f"{LOST_AFTER:g} s. The process was killed (perhaps for want of memory: see the machine's "
+        f"log), or the machine has stopped.\n  {raised_text(failure)}"
+    )
+
+
+def raised_text(failure: Failure) -> str:
+    return f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}"
+
+
+def store_loss_text(rank_was: str) -> str:
+    """The message for a store whose connection has broken, with what the rank was doing."""
+    return (
+        f"the connection to the job's store at {_store_address()} has broken: the process that "
+        "held it has ended (torchrun's on the first host, or rank 0's), or its machine.\n  "
+        f"{rank_was}"
+    )
+
+
+def _store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def write_line(rank: int, text: str) -> None:
+    """Write on stderr what a rank has to say."""
+    sys.stderr.write(f"[rank {rank}] {text}\n")
+    sys.stderr.flush()
+
+
+def _who(ranks: Mapping[int, str]) -> str:
+    return f"{ranks_text(ranks)} (on {_names(ranks.values())})"
+
+
+def _names(hosts: Collection[str]) -> str:
+    return ", ".join(sorted(set(hosts)))
+
+
+def _host(sign: bytes) -> str:
+    return str(from_json(sign)[1])

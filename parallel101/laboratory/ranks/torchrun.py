@@ -1,0 +1,701 @@
+"""launch() under torchrun: this process is already a rank of a job, so `launch` joins that job.
+
+    torchrun --nproc-per-node 4 script.py
+        four processes run script.py; each launch() in it is one program on all of them
+    srun --ntasks 4 python script.py, mpirun -n 4 python script.py
+        the same (see schedulers.py)
+
+Every rank gets all results. No process is above the ranks to see what goes wrong. So each rank has
+a JobWatcher, and these report to each other in the job's store, as JSON. What a rank gets from
+another is never unpickled (see job_messages.py). torchrun itself shows what the ranks print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out, waited
+from parallel101.laboratory.ranks.job_messages import (
+    exchange,
+    from_json,
+    pack_for_all,
+    pack_record,
+    to_json,
+    unpack_from,
+    unpack_record,
+)
+from parallel101.laboratory.ranks.job_reports import JobReports
+from parallel101.laboratory.ranks.process_watch import ProcessWatch, ended_text
+from parallel101.laboratory.ranks.program import failure_of, forked_children_exit, own_init_accepted
+from parallel101.laboratory.ranks.rank_stack import USER_SIGNAL
+from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
+from parallel101.laboratory.ranks.signs_of_life import (
+    SignsOfLife,
+    StoreWatch,
+    death_text,
+    raised_text,
+    silence_text,
+    store_loss_text,
+    texts_of,
+    write_line,
+)
+from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
+from parallel101.laboratory.ranks.watcher import TICK, BlockedDetector, recorded
+from parallel101.laboratory.ranks.wire import Failure, RankRecord
+from parallel101.laboratory.record import process_groups
+from parallel101.laboratory.record.calls import Call, CallChecker
+from parallel101.laboratory.record.errors import (
+    DeadlockError,
+    LaunchTimeout,
+    MisuseError,
+    RankFailed,
+    one_line,
+)
+from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
+from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
+from parallel101.laboratory.record.where import shown, where
+from parallel101.spans import record_into
+
+# seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
+GRACE = 1.0
+STORE_ENDS_LATER = 0.3  # seconds by which rank 0's process, which may hold the store, ends earlier
+_job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
+_launches = 0
+
+
+def in_a_job() -> bool:
+    """Whether this process is a rank of a job that torchrun, srun or mpirun started."""
+    return "PARALLEL101_RANK" not in os.environ and bool(torchrun_variables(os.environ))
+
+
+def join_job(
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    *,
+    world_size: int | None,
+    backend: str,
+    recording: bool,
+    timeout: float,
+    payload_bytes: int = 0,
+    keep_record: Callable[[RankRecord], None] | None = None,
+    keep_waiting: bool = False,
+    stuck_after: float = math.inf,
+    folder: Path | None = None,
+) -> tuple[list[Any], list[RankRecord]]:
+    """Run fn as this process's rank of the job; see `launch`.
+
+    Returns what every rank returned, and what every rank recorded. A function may return tensors,
+    numbers, strings, containers of them, and what the program has allowed by
+    torch.serialization.add_safe_globals on all ranks. That is what torch.load(weights_only=True)
+    accepts.
+
+    With `keep_record`, nothing is exchanged or returned. Each rank calls it with its own record
+    when its program has ended, also if it has failed. `folder`: where reports of stuck ranks are
+    written to, besides stderr.
+
+    Raises ValueError when world_size is not the job's, or when the job's variables make no sense.
+    """
+    rank, size = rank_and_size()
+    if world_size is not None and world_size != size:
+        raise ValueError(
+            f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE). Leave "
+            f"world_size out, or start {world_size} processes"
+        )
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is already initialised, and launch() initialises it itself. Call "
+            "launch() first, or use your own process group without launch()"
+        )
+    global _launches
+    _launches += 1
+    # after torchrun has restarted the ranks, the store may still have what the earlier ones wrote
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"parallel101/{attempt}/{_launches}", _job_store(timeout))
+    calls: list[Call] = []
+    recorder = RankRecorder(
+        rank,
+        recording=recording,
+        payload_bytes=payload_bytes,
+        on_call=calls.append if recording else None,
+        keep_waiting=keep_waiting,
+    )
+    # a call blocks its connection, so the watcher needs its own
+    watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
+    reports = JobReports(recorder, watcher_store, size, stuck_after, folder)
+    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, reports, keep_record)
+    watcher.start()
+    if recording:
+        record_into(recorder)
+    try:
+        process_groups.own_device(backend, _own_gpu(rank) if backend == "nccl" else 0)
+        hook = sys.excepthook
+        with loopback_explained():
+            process_groups.init(backend, recorder, store, rank, size)
+        if _launches > 1:
+            # each init adds one that puts "[rank0]:" before every line of a traceback
+            sys.excepthook = hook
+        try:
+            with (
+                own_init_accepted(),
+                forked_children_exit(),
+                _crashes_reported(),
+                watcher.uncaught.held(),
+            ):
+                recorder.start_name = _start_name(store, rank)
+                process_groups.start_together()
+                watcher.processes.look(at_once=True)  # on gloo all ranks have come
+                value = fn(*args, **kwargs)
+            result = pack_for_all(value, rank)
+        except BaseException as error:
+            watcher.keep_record()
+            failure = failure_of(rank, error)
+            if failure.consequence and (cause := watcher.cause_of(failure)) is not None:
+                raise cause from None
+            if isinstance(error, DeadlockError | MisuseError):
+                watcher.announce(error)
+                raise
+            failed = rank_raised(failure, recorder.unwaited)
+            watcher.announce(failed)
+            raise failed from error
+        recorder.close()
+        watcher.returned()
+        watcher.keep_record()
+        if keep_record is not None:
+            return [], []
+        record = watcher.record()
+        device = "cuda" if backend == "nccl" else "cpu"
+        gathered = exchange([result, pack_record(record, size, backend)], store, device)
+    finally:
+        record_into(None)
+        watcher.stop()
+        reports.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    results = [unpack_from(returned, source) for source, (returned, _) in enumerate(gathered)]
+    return results, [unpack_record(recorded) for _, recorded in gathered]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the job's size.
+
+    torchrun's variables are set as it sets them, if another launcher started this process. Raises
+    ValueError if they make no sense.
+    """
+    os.environ.update(torchrun_variables(os.environ))
+    rank, size, port = (
+        _whole_number(os.environ.get(name, "")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
+    if rank is None or size is None or not 0 <= rank < size:
+        wrong = "RANK must be a whole number from 0 to WORLD_SIZE - 1"
+    elif not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
+        wrong = "MASTER_ADDR and MASTER_PORT, where rank 0 is found, are not both set"
+    elif port is None or not 0 <= port < 1 << 16:
+        wrong = f"MASTER_PORT is {os.environ['MASTER_PORT']!r}, which is no port number"
+    else:
+        return rank, size
+    job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
+    raise ValueError(f"this process is a rank of a job ({job}), but {wrong}. {advice_on_address()}")
+
+
+def _own_gpu(rank: int) -> int:
+    """The number of this rank's GPU. A launcher may show each rank its own GPU only."""
+    return int(os.environ.get("LOCAL_RANK", rank)) if torch.cuda.device_count() > 1 else 0
+
+
+def _whole_number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _job_store(timeout: float) -> dist.Store:
+    """The job's own store. A process can ask for it once."""
+    if not _job_stores:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        _job_stores.append(store)
+    return _job_stores[0]
+
+
+def _start_name(store: dist.Store, rank: int) -> str:
+    """A new name, which rank 0 chooses and all ranks get."""
+    if rank == 0:
+        store.set("start_name", secrets.token_hex(4))
+    return store.get("start_name").decode()
+
+
+@contextlib.contextmanager
+def loopback_explained() -> Iterator[None]:
+    """Inside, the error of gloo's that another host's address is loopback has advice."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))) is None:
+            raise
+        raise RuntimeError(
+            f"gloo looked for another host's rank at {found[1]}, which is this host itself: there, "
+            "the host's own name has this address. Name the interface that connects the hosts, on "
+            "all of them, e.g. GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
+        ) from error
+
+
+@contextlib.contextmanager
+def _crashes_reported() -> Iterator[None]:
+    """Inside, a rank that C code kills writes on stderr where its program was."""
+    if faulthandler.is_enabled():
+        yield
+        return
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+
+
+class JobWatcher(threading.Thread):
+    """Publishes the status of this rank.
+
+    On rank 0, reads the status of all ranks. Stops a rank that can't go on.
+
+    Args:
+        recorder: of the rank that it watches.
+        store: a connection of its own to the store of this launch.
+        size: ranks of the job.
+        timeout: seconds the launch may take.
+        calls: the list to which a checked run appends what this rank posts.
+        reports: writes the reports of stuck ranks.
+        on_record: takes this rank's record, once, when its program has ended or is about to be
+            stopped.
+    """
+
+    def __init__(
+        self,
+        recorder: RankRecorder,
+        store: dist.Store,
+        size: int,
+        timeout: float,
+        calls: list[Call],
+        reports: JobReports,
+        on_record: Callable[[RankRecord], None] | None = None,
+    ):
+        super().__init__(daemon=True, name="parallel101 job watcher")
+        self.recorder, self.store, self.size, self.timeout, self.calls = (
+            recorder,
+            store,
+            size,
+            timeout,
+            calls,
+        )
+        self.reports = reports
+        self.on_record = on_record
+        self.termination = None if on_record is None else TerminationSignal(reports)
+        self.detector = BlockedDetector(recorder)
+        # Every rank keeps the time, because rank 0 may not have reached this launch at all.
+        self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
+        self.done = threading.Event()  # this rank's function has returned
+        self.over = threading.Event()  # so is the launch
+        self.wait_for = WaitForGraph(size)
+        self.call_checker = CallChecker()
+        self.batches_published = 0
+        self.batches_read = [0] * size  # by rank
+        self.batches = threading.Lock()  # of calls: the program's thread passes on the last ones
+        self.announced_here = False  # the failure that all ranks raise was found here
+        self.status_texts = [b""] * size
+        self.statuses = [RankStatus()] * size
+        self.heard = False  # this rank knows of the failure
+        self.signs = SignsOfLife(recorder.rank, size, store)
+        self.processes = ProcessWatch(recorder.rank, size, store)
+        self.uncaught = UncaughtInCpp()
+        self.fault_since: float | None = None  # since when a rank of this host can't go on
+        self.store_watch = StoreWatch(recorder.rank, self._place)
+        self._publish(RankStatus())
+        self.signs.give()
+
+    def run(self) -> None:
+        seen: PostedCall | None = None
+        published: PostedCall | None = None
+        self.store_watch.start()
+        self.processes.start()
+        while not self.over.wait(TICK):
+            self.store_watch.answers += 1
+            try:
+                blocked = self.detector.blocked_in()
+                if (
+                    not self.done.is_set()
+                    and blocked is not published
+                    and (blocked is None or blocked is seen)
+                ):
+                    call = None if blocked is None else blocked.call(self._place())
+                    limit = None if blocked is None else blocked.caught_after
+                    self._publish(RankStatus(call, False, *self.recorder.report(), limit=limit))
+                    published = blocked
+                seen = blocked
+                self._publish_calls()
+                self.signs.give()
+                if self.recorder.rank == 0:
+                    self._check_all_ranks()
+                    if silent := self.signs.newly_silent():
+                        write_line(0, silence_text(silent, self.statuses))
+                self.reports.look(self.wait_for)
+                self._check_this_host()
+                self._heed_signals()
+                if time.monotonic() > self.deadline:
+                    self.announce(self._timed_out())
+                if (failure := self.announced(within=0.0)) is not None:
+                    self._stop_rank(failure)
+            except ValueError as error:  # what another rank wrote can't be read
+                unread = RankFailed(str(error), self.recorder.rank)
+                self.announce(unread)
+                return self._stop_rank(unread)
+            except (RuntimeError, OSError):
+                return self._store_is_gone()
+
+    def _heed_signals(self) -> None:
+        if self.termination is None:
+            return
+        arrived = self.termination.arrived()
+        if signal.SIGINT in arrived:  # torchrun passes Ctrl-C on to the ranks
+            self.reports.interrupted()
+            self.keep_record()
+            if not self.over.wait(GRACE):  # it is blocked in C++, where Python can't interrupt it
+                self._leave(signal.SIGINT)
+        if signal.SIGTERM in arrived:
+            self.keep_record()
+            time.sleep(TICK)
+            if not self._ended_early():  # else torchrun stops this rank for that: first the report
+                self._leave(signal.SIGTERM)
+        if any(number == USER_SIGNAL for number in arrived):
+            self.reports.ask()
+
+    def _leave(self, number: int) -> None:
+        """End this rank because a signal asks for it."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"stopped/{self.recorder.rank}", "")
+        os._exit(128 + number)
+
+    def _ended_early(self) -> dict[int, int | None]:
+        """Ranks of this host whose processes have ended before their programs, with exit codes.
+
+        Without those that a signal has asked to end.
+        """
+        if not self.processes.ended or self.store.check(["checked"]):
+            return {}
+        return {
+            rank: code
+            for rank, code in self.processes.ended.items()
+            if not self.store.check([f"stopped/{rank}"])
+        }
+
+    def _check_this_host(self) -> None:
+        """Announce that a rank of this host has ended early, or that C++ aborts this one.
+
+        That comes half a GRACE later, because others may know more: rank 0 the calls that disagree,
+        and a rank whose connection has broken where that was.
+        """
+        self.processes.look()
+        ended = self._ended_early()
+        if not ended and not self.uncaught.thrown.is_set():
+            return
+        now = time.monotonic()
+        self.fault_since = self.fault_since or now
+        if now - self.fault_since < GRACE / 2 or self.announced(within=0.0) is not None:
+            return
+        if self.uncaught.thrown.is_set():
+            self.announce(RankFailed(text := self._abort_text(), self.recorder.rank))
+            if self.announced_here:
+                write_line(self.recorder.rank, text)
+            self.uncaught.may_abort.set()
+            return
+        self.announce(RankFailed(self._end_text(ended), min(ended)))
+
+    def _end_text(self, ended: Mapping[int, int | None]) -> str:
+        """The message for ranks that have ended, with those that wait, and where this one is."""
+        lines, own = [ended_text(ended)], self.recorder.rank
+        for rank, status in enumerate(self._all_statuses()):
+            if status.blocked is not None and rank not in ended:
+                lines.append(waited(rank, status.blocked, "waits"))
+            elif rank == own:
+                lines.append(f"rank {rank} is at {shown(self._place())}")
+        return "\n  ".join(lines)
+
+    def _abort_text(self) -> str:
+        """The message for this rank, which C++ is about to abort."""
+        rank = self.recorder.rank
+        lines = [
+            f"C++ aborts rank {rank}: one of its threads has thrown an exception that nothing "
+            f"catches. Its text is in the rank's output. The program is at {shown(self._place())}",
+            "gloo does so if more bytes arrive than a rank expects.",
+        ]
+        if self.recorder.on_call is None:
+            lines.append(RUN_CHECKED)
+        return "\n  ".join(lines)
+
+    def stop(self) -> None:
+        """End the watcher: the launch is over.
+
+        If Python ended while the thread is in the store, it would crash.
+        """
+        self._let_others_hear()
+        self.over.set()
+        self.join(GRACE)
+        self.store_watch.stop()
+        self.processes.stop()
+
+    def keep_record(self) -> None:
+        """Pass on what this rank has recorded, unless that has been done."""
+        keep, self.on_record = self.on_record, None
+        if keep is not None:
+            keep(self.record())
+
+    def record(self) -> RankRecord:
+        """What this rank has recorded so far."""
+        return recorded(self.recorder)
+
+    def announce(self, error: BaseException) -> None:
+        """Tell all ranks that the run has failed, unless a rank has done so already."""
+        ours = to_json(error)
+        with contextlib.suppress(dist.DistNetworkError):  # then nobody is there to be told
+            self.announced_here |= self.store.compare_set("failure", "", ours).decode() == ours
+
+    def announced(self, within: float) -> BaseException | None:
+        """The failure that some rank has announced, or announces in the next `within` seconds."""
+        deadline = time.monotonic() + within
+        while not self.store.check(["failure"]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        failure = from_json(self.store.get("failure"))
+        if not self.heard:
+            self.heard = True
+            self.store.set(f"heard/{self.recorder.rank}", "")
+        return failure
+
+    def cause_of(self, failure: Failure) -> BaseException | None:
+        """What broke this rank's connection: another rank's failure, or a rank that has died.
+
+        None if it is not known.
+        """
+        try:
+            deadline = time.monotonic() + GRACE
+            while not (ended := self._ended_early()) and time.monotonic() < deadline:
+                if (cause := self.announced(within=TICK)) is not None:
+                    return cause
+            lost = {} if ended else self.signs.lost()
+        except dist.DistNetworkError:
+            gone = RankFailed(store_loss_text(raised_text(failure)), 0)
+            gone.announced_by = failure.rank  # type: ignore[attr-defined]
+            return gone
+        if not ended and not lost:
+            return None
+        text = (
+            death_text(lost, failure) if lost else f"{ended_text(ended)}\n  {raised_text(failure)}"
+        )
+        died = RankFailed(text, min(lost or ended))
+        self.announce(died)
+        if self.announced_here:
+            died.announced_by = failure.rank  # type: ignore[attr-defined]
+            return died
+        return self.announced(within=0.0)
+
+    def _let_others_hear(self) -> None:
+        """Wait until all ranks know of a failure, if the store ends with this process.
+
+        Under torchrun it does not.
+        """
+        if self.recorder.rank or _store_outlives_ranks():
+            return
+        deadline, all_ranks = time.monotonic() + 2 * GRACE, range(self.size)
+        with contextlib.suppress(RuntimeError, OSError):
+            while self.store.check(["failure"]) and time.monotonic() < deadline:
+                if self.store.check([f"heard/{rank}" for rank in all_ranks]):
+                    return
+                time.sleep(0.01)
+
+    def returned(self) -> None:
+        """This rank's function has returned.
+
+        Wait until all have, or raise what went wrong on another rank.
+        """
+        self.done.set()
+        self.reports.returned = True
+        self._publish(RankStatus(None, True, *self.recorder.report()))
+        self._publish_calls()
+        self.store.add("returned", 1)
+        self._wait_for(lambda: self.store.add("returned", 0) >= self.size)
+        if self.recorder.rank == 0:
+            self._check_calls()
+            if (misuse := self.call_checker.error()) is not None:
+                self.announce(misuse)
+            self.store.set("checked", "")
+        self._wait_for(lambda: self.store.check(["checked"]))
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait for it. Raise what has gone wrong, also if that is known by then."""
+        holds = False
+        while not holds:
+            holds = condition()
+            if (failure := self.announced(within=0.0 if holds else 0.001)) is not None:
+                raise failure
+
+    def _publish(self, status: RankStatus) -> None:
+        self.store.set(f"status/{self.recorder.rank}", to_json(status))
+
+    def _publish_calls(self) -> None:
+        with self.batches:
+            if new := self.calls[:]:
+                del self.calls[: len(new)]
+                place = f"calls/{self.recorder.rank}/{self.batches_published}"
+                self.store.set(place, to_json(new))
+                self.batches_published += 1
+
+    def _check_calls(self) -> None:
+        """On rank 0: compare the calls that were published since the last time."""
+        with self.batches:
+            for rank in range(self.size) if self.recorder.on_call is not None else ():
+                while self.store.check([place := f"calls/{rank}/{self.batches_read[rank]}"]):
+                    for call in from_json(self.store.get(place)):
+                        self.call_checker.check(call)
+                    self.store.delete_key(place)
+                    self.batches_read[rank] += 1
+
+    def _check_all_ranks(self) -> None:
+        """On rank 0: look for misuse and deadlocks."""
+        self.wait_for.ranks = self._all_statuses()
+        if (misuse := self.call_checker.error()) is not None:
+            self.announce(misuse)
+        elif (deadlock := self.wait_for.confirmed_deadlock(time.monotonic())) is not None:
+            self.announce(deadlock)
+        elif (report := self.wait_for.report_of_limits(time.monotonic())) is not None:
+            self.reports.say(f"parallel101: {report}")
+        self._check_calls()
+
+    def _all_statuses(self) -> list[RankStatus]:
+        """The newest of each rank. Those that have not changed are not read again."""
+        for rank, text in enumerate(texts_of("status", self.size, self.store)):
+            if text != self.status_texts[rank]:
+                self.status_texts[rank] = text
+                self.statuses[rank] = from_json(text)
+        return list(self.statuses)
+
+    def _timed_out(self) -> LaunchTimeout:
+        lines = []
+        self.wait_for.ranks = self._all_statuses()
+        for rank, status in enumerate(self.wait_for.ranks):
+            if status.returned:
+                lines.append(f"rank {rank} had returned")
+            elif status.blocked is not None:
+                lines.append(waited(rank, status.blocked))
+            elif not self.store.check([f"status/{rank}"]):
+                lines.append(
+                    f"rank {rank} had not reached this launch: every process of the job must make "
+                    "the same launches"
+                )
+        return timed_out(self.timeout, lines, self.wait_for.dropped_works())
+
+    def _stop_rank(self, error: BaseException) -> None:
+        """End this rank, because the run has failed.
+
+        If its own thread is blocked and does not raise within GRACE, the process exits.
+        """
+        if self.over.wait(GRACE):
+            return
+        self.keep_record()
+        rank = self.recorder.rank
+        if self.announced_here:
+            sys.stderr.write(f"[rank {rank}] {one_line(error)}\n")
+        self._let_others_hear()
+        if isinstance(error, LaunchTimeout):
+            sys.stderr.write(f"[rank {rank}] was at {shown(self._place())}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _place(self) -> str:
+        return where(sys._current_frames().get(self.recorder.thread))
+
+    def _store_is_gone(self) -> None:
+        """End this rank, unless the launch is ending: without the store the job can't go on."""
+        if self.over.wait(STORE_ENDS_LATER):
+            return
+        place = f"This rank was at {shown(self._place())}"
+        write_line(self.recorder.rank, store_loss_text(place))
+        if not self.over.wait(2 * GRACE):
+            self.keep_record()
+            os._exit(1)
+
+
+def _store_outlives_ranks() -> bool:
+    """Whether torchrun's own process holds the job's store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+class TerminationSignal:
+    """Which signals this process has got: SIGTERM, SIGINT or SIGUSR1.
+
+    torchrun stops the other ranks by SIGTERM when one has failed, and by SIGINT after Ctrl-C. A
+    user asks by SIGUSR1 for a report. Python calls a handler on the program's thread only, and that
+    may be blocked in C++. So the watcher's thread learns of them from a pipe.
+    """
+
+    def __init__(self, reports: JobReports) -> None:
+        self.reports = reports
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(writer, False)
+        self.handlers: dict[int, Any] = {
+            signal.SIGTERM: self._noted,
+            signal.SIGINT: self._interrupt,
+        }
+        signal.signal(signal.SIGTERM, self._noted)
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+        if USER_SIGNAL is not None:
+            self.handlers[USER_SIGNAL] = self._noted
+            faulthandler.unregister(USER_SIGNAL)
+            signal.signal(USER_SIGNAL, self._noted)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._restore)
+
+    def arrived(self) -> set[int]:
+        """Those that have arrived since, without those for which the program has a handler."""
+        try:
+            numbers = set(os.read(self.reader, 1024))
+        except BlockingIOError:
+            return set()
+        return {
+            n for n, ours in self.handlers.items() if n in numbers and signal.getsignal(n) == ours
+        }
+
+    def _noted(self, *_: object) -> None:
+        """The handler does nothing: the signal's number is in the pipe."""
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Say where the program is, and interrupt it."""
+        self.reports.interrupted(frame)
+        signal.default_int_handler(number, frame)
+
+    def _restore(self) -> None:
+        """In a forked child, such as a DataLoader's worker, the signal ends the process again."""
+        signal.set_wakeup_fd(-1)
+        for number in self.handlers:
+            if signal.getsignal(number) == self._noted:
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,216 @@
+"""The thread in each rank that reports while the program's thread is blocked.
+
+It says in which call, at which line, and what was posted so far.
+
+    program's thread   … compute … ──wait()───────────────────────────▶ …
+    watcher            ·    ·    ·    ·  "blocked in recv from 3, at a.py:7" ·    ·  "unblocked"
+
+It looks ten times a second. Counts of what was posted only grow, and a blocked rank posts nothing.
+So the newest reports of all ranks together tell a deadlock for certain (see record/wait_for.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from types import FrameType
+
+import torch
+
+from parallel101.laboratory.ranks.rank_stack import INSTALLED, RankStack, StackReader
+from parallel101.laboratory.ranks.wire import (
+    ASK_RECORD,
+    ASK_STACKS,
+    BLOCKED,
+    EXIT,
+    RECORD,
+    STACKS,
+    UNBLOCKED,
+    RankRecord,
+    Wire,
+)
+from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
+from parallel101.laboratory.record.where import is_inside, where
+
+TICK = 0.1  # seconds between two looks
+IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++ counts as blocked
+exit_process = os._exit  # on sim os._exit ends one virtual rank only
+
+
+def recorded(recorder: RankRecorder) -> RankRecord:
+    """What a rank has recorded so far."""
+    events = recorder.events  # and with it the sums of earlier ones
+    unfinished, unwaited = recorder.unfinished, recorder.unwaited
+    return RankRecord(events, unfinished, unwaited, earlier=recorder.earlier)
+
+
+class ControlThread(threading.Thread):
+    """Answers the launching process.
+
+    `may_exit` is set when the rank may exit. If the launching process is gone, the rank exits at
+    once.
+    """
+
+    def __init__(self, wire: Wire):
+        super().__init__(daemon=True, name="parallel101 watcher")
+        self.wire = wire
+        self.may_exit = threading.Event()
+
+    def run(self) -> None:
+        while not self.may_exit.is_set():
+            if select.select([self.wire], [], [], TICK)[0]:
+                self._answer()
+            with contextlib.suppress(OSError):  # the socket is gone: the next _answer exits
+                self.look()
+
+    def _answer(self) -> None:
+        try:
+            kind, _ = self.wire.receive()
+        except (EOFError, OSError):
+            exit_process(1)
+        if kind == EXIT:
+            self.may_exit.set()
+        elif kind == ASK_STACKS:
+            self.wire.send(STACKS, self.stacks())
+        elif kind == ASK_RECORD:
+            self.send_record()
+
+    def look(self) -> None:
+        """Report what has changed. It is called ten times a second."""
+
+    def send_record(self) -> None:
+        """Send what was recorded so far."""
+
+    def stacks(self) -> list[RankStack]:
+        """What each rank of this process does."""
+        return []
+
+
+class Watcher(ControlThread):
+    """The watcher of a real rank, which reports what the rank is blocked in."""
+
+    def __init__(self, recorder: RankRecorder, wire: Wire):
+        super().__init__(wire)
+        self.recorder = recorder
+        self.detector = BlockedDetector(recorder)
+        self.stack_reader = StackReader(recorder)
+        # where the rank is, if not in the program; else ""
+        self.outside = "its start, before the program"
+        self.seen: PostedCall | None = None
+        self.reported: PostedCall | None = None
+
+    def look(self) -> None:
+        self.stack_reader.look()
+        blocked = self.detector.blocked_in()
+        if self.reported is not None and blocked is not self.reported:
+            self.wire.send(UNBLOCKED)
+            self.reported = None
+        if blocked is not None and blocked is self.seen and self.reported is None:
+            # another thread posted while the counts were copied: report at the next look
+            with contextlib.suppress(RuntimeError):
+                call = tuple(blocked.call(self._place()))
+                self.wire.send(BLOCKED, (call, blocked.caught_after, self.recorder.report()))
+                self.reported = blocked
+        self.seen = blocked
+
+    def send_record(self) -> None:
+        recorder = self.recorder
+        self.wire.send(
+            RECORD,
+            (
+                recorded(recorder),
+                recorder.report(),
+            ),
+        )
+
+    def stacks(self) -> list[RankStack]:
+        return [self.stack_reader.read(self.outside)]
+
+    def _place(self) -> str:
+        return where(sys._current_frames().get(self.recorder.thread))
+
+
+# ---- what the program's thread is blocked in, as another thread of the process sees it ----
+
+
+_WAITING = (*torch.autograd.__path__, *torch.futures.__path__)  # where torch waits for futures
+
+
+class BlockedDetector:
+    """Tells in which call the program is blocked.
+
+    To be asked again and again, from the watcher's thread.
+    """
+
+    def __init__(self, recorder: RankRecorder):
+        self.recorder = recorder
+        # of the thread in C++: frame, instruction, CPU time used
+        self.position: tuple[int, int, float] | None = None
+        self.since = 0.0
+
+    def blocked_in(self) -> PostedCall | None:
+        """The call in which the program is blocked.
+
+        None while it runs, and while another of its threads may still post.
+        """
+        if self.recorder.host_time is not None:
+            self.recorder.host_time.sample()
+        waiting = self.recorder.waiting or self._in_backward()
+        return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
+
+    def _in_backward(self) -> PostedCall | None:
+        """The call whose future torch's C++ waits for, as DDP's backward does.
+
+        Its wait() is not seen in Python.
+        """
+        futures = self.recorder.futures
+        while futures and futures[0][0].is_completed():
+            futures.popleft()
+        frame = sys._current_frames().get(self.recorder.thread) if futures else None
+        if (
+            frame is None
+            or not frame.f_code.co_filename.startswith(_WAITING)
+            or not hasattr(time, "pthread_getcpuclockid")
+        ):
+            self.position = None
+            return None
+        position = (
+            id(frame),
+            frame.f_lasti,
+            time.clock_gettime(time.pthread_getcpuclockid(self.recorder.thread)),
+        )
+        now = time.monotonic()
+        if position != self.position:
+            self.position, self.since = position, now
+        return futures[0][1] if now - self.since >= IN_CPP_FOR else None
+
+
+def _others_at_work(program: int) -> bool:
+    """Whether the program has another thread that may post something.
+
+    A thread that runs a library's code only does not count.
+    """
+    mine = {program, threading.get_ident()}
+    if threading.active_count() <= len(mine):
+        return False
+    # Not this thread's: a frame that refers to itself would hold the program's frames, and so every
+    # tensor in their variables, until Python looks for cycles.
+    frames = {thread: at for thread, at in sys._current_frames().items() if thread not in mine}
+    others = [thread for thread in threading.enumerate() if thread.ident not in mine]
+    return any(
+        isinstance(thread, threading.Timer) or _in_program(frames.get(thread.ident or 0))
+        for thread in others
+    )
+
+
+def _in_program(frame: FrameType | None) -> bool:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_inside(name) and not name.startswith(INSTALLED):
+            return True
+        frame = frame.f_back
+    return False

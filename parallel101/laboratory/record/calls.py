@@ -1,0 +1,459 @@
+"""One rank's call: its side of a message, or its part in a collective.
+
+`disagreement` compares two calls that belong together: operation, size, dtype, shape, root,
+reduction. A `CallChecker` does this for every call of a checked run.
+
+    rank 0: send(shape (4,), float32)  ──┐
+    rank 1: recv(shape (3,), float32)  ──┘  the shapes differ
+
+wait_for.py finds out who waits for whom.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from parallel101.laboratory.record.errors import MisuseError
+from parallel101.laboratory.record.events import P2P, Event, EventGroup
+from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.record.where import caller, shown
+from parallel101.spans import COLLECTIVE_TAG, Collective
+
+# kind, peer, tag, group: the calls of a rank with the same key are numbered
+CallKey = tuple[str, "int | None", int, str]
+CollectiveTerms = tuple[str, tuple[int, ...]]  # operation and ranks
+
+
+class Call(NamedTuple):
+    """One rank's call. Ranks are ranks of the world."""
+
+    rank: int
+    kind: str  # "send", "recv", or a collective's name
+    # the ranks it needs: the other side (empty: a receive from any rank), or the group's other
+    # members
+    peers: tuple[int, ...]
+    group: str
+    # sequence number: of a message, among those with the same key; of a collective, among those of
+    # its group
+    seq: int
+    where: str
+    tag: int = 0
+    nbytes: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    op: str | None = None  # the reduction ("sum", …) of a reducing collective
+    root: int | None = None
+    # of parallel101's collectives: other arguments that must be the same on all ranks
+    alike: tuple[tuple[str, str], ...] = ()
+    gives: dict[int, int] | None = None  # of an all-to-all: the bytes for each rank of the group …
+    # … and those expected from each rank; here the shapes need not agree
+    takes: dict[int, int] | None = None
+    # of a message of parallel101's collectives: the collective it belongs to
+    within: CollectiveTerms | None = None
+    # how a collective's tensor is laid out in memory, if it isn't contiguous (see signatures.py)
+    layout: str = ""
+
+    @property
+    def operation(self) -> str:
+        """What every rank must call here, as far as a run that is not checked knows it."""
+        return operation_name(self.kind, (self.rank, *self.peers))
+
+    @property
+    def from_anyone(self) -> bool:
+        """Whether any of the peers can end it: a receive from any rank, or a key of a store."""
+        return (self.kind == "recv" and len(self.peers) != 1) or self.group == "store"
+
+    @property
+    def terms(self) -> tuple:
+        """What all ranks of a collective must agree on."""
+        return (
+            self.kind,
+            self.root,
+            self.op,
+            self.dtype,
+            () if self.gives else long_dims(self.shape),
+            self.layout,
+            self.alike,
+        )
+
+    @property
+    def brief(self) -> str:
+        """The call in one phrase, for error messages."""
+        parts = [
+            self.dtype and (self.shape or not self.gives) and f"shape {tuple(self.shape)}",
+            self.dtype,
+            self.layout,
+            *(f"{name} {value}" for name, value in self.alike if name != "group"),
+            self.op and f"op {self.op}",
+            self.within and _collective_text(self.within),
+            self.root is not None and f"root {self.root}",
+        ]
+        given = ", ".join(part for part in parts if part)
+        return f"{self.kind}({given}) at {shown(self.where)}"
+
+    @property
+    def wait_labels(self) -> dict[str, Any]:
+        """The labels of a span in which the rank was blocked in this call.
+
+        The peer of a collective is None.
+        """
+        peer = self.peers[0] if len(self.peers) == 1 and self.kind in P2P else None
+        return {"peer": peer, "group": self.group}
+
+    def event(
+        self,
+        group: EventGroup,
+        *,
+        peer: int | None,
+        posted: Any,
+        start: Any,
+        end: Any,
+        seq: int | None = None,
+        payload: list | None = None,
+    ) -> Event:
+        """The event of this call. On NCCL its times are moments of the GPU's clock.
+
+        Args:
+            peer: the other rank of a message (None: not known), or the root of a collective.
+            seq: its sequence number, if that is not the call's.
+        """
+        return Event(
+            rank=self.rank,
+            kind=self.kind,
+            peer=peer,
+            tag=self.tag,
+            nbytes=self.nbytes,
+            start=start,
+            end=end,
+            where=self.where,
+            posted=posted,
+            group=group,
+            seq=self.seq if seq is None else seq,
+            shape=self.shape,
+            dtype=self.dtype,
+            payload=payload,
+            name=self.op,
+        )
+
+
+def operation_name(kind: str, members: Sequence[int]) -> str:
+    """The name of a collective, which all ranks must agree on.
+
+    For new_group it includes the members.
+    """
+    return f"new_group({sorted(members)})" if kind == "new_group" else kind
+
+
+def collective_terms(collective: Collective | None) -> CollectiveTerms | None:
+    """What both sides of a message must agree on about its collective.
+
+    None for p101.send and receive, which also pair with torch's.
+    """
+    return (
+        None
+        if collective is None or collective.operation in ("send", "receive")
+        else (collective.operation, collective.ranks)
+    )
+
+
+def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
+    """The rank at a position of the group, which a rank's call names.
+
+    Raises ValueError if there is none, or if it is the rank itself.
+    """
+    if 0 <= position < len(ranks) and (ranks[position] != rank or kind not in ("send", "recv")):
+        return ranks[position]
+    what = {"send": "sends to", "recv": "receives from"}.get(kind, f"calls {kind} with root")
+    if not 0 <= position < len(ranks):
+        beyond_an_end = (position, rank) in ((-1, ranks[0]), (len(ranks), ranks[-1]))
+        ring = (
+            " On a ring, rank r's neighbours are (r + 1) % size and (r - 1) % size."
+            if kind in ("send", "recv") and beyond_an_end
+            else ""
+        )
+        raise ValueError(
+            f"rank {rank} {what} {position}, and its group of {len(ranks)} has ranks 0 to "
+            f"{len(ranks) - 1}.{ring}"
+        )
+    raise ValueError(
+        f"rank {rank} {what} itself: it has its own data already, so leave that message out"
+    )
+
+
+def long_dims(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape without dims of size 1: they don't change where a value is.
+
+    So what is sent as () may be received as (1,).
+    """
+    return tuple(n for n in shape if n != 1)
+
+
+def call_to_compare(
+    rank: int,
+    kind: str,
+    ranks: Sequence[int],
+    within: str,
+    alike: Mapping[str, Any],
+    counts: dict[str, int],
+) -> Call:
+    """A rank's call of one of parallel101's collectives, to compare with other ranks' calls.
+
+    It is posted before the collective's messages. Nobody waits for it. `counts` numbers such calls
+    for each list of ranks and each process group `within` which the messages are sent, because each
+    thread of a rank may use a process group of its own.
+    """
+    others, label = tuple(r for r in ranks if r != rank), f"collectives on {sorted(ranks)} {within}"
+    seq = counts[label] = counts.get(label, 0) + 1
+    terms = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
+    return Call(
+        rank=rank,
+        kind=kind,
+        peers=others,
+        group=label,
+        seq=seq,
+        where=caller(),
+        alike=terms,
+    )
+
+
+def disagreement(ours: Call, theirs: Call) -> str | None:
+    """How two calls that belong together differ: one sentence, then the two calls.
+
+    None if they agree.
+
+    Args:
+        ours, theirs: the two sides of a message, in either order; or the calls of any two ranks
+            with the same group and seq.
+    """
+    sentence = _difference(ours, theirs)
+    return (
+        sentence
+        and f"{sentence}\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
+    )
+
+
+UNEVEN = {  # what to do about a size that a rank took from its own shard
+    "sizes": (
+        ". If the shards are uneven, pass the sizes of all of them as sizes=, or the whole "
+        "tensor's shape as shape= to a layer"
+    ),
+    "whole_shape": (
+        ". If the blocks are uneven, pass the whole tensor's shape as shape= to the layer"
+    ),
+}
+
+
+def _difference(ours: Call, theirs: Call) -> str | None:
+    if {ours.kind, theirs.kind} == {"send", "recv"}:
+        send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
+        if send.within and recv.within and send.within != recv.within:
+            sender, receiver = _collective_text(send.within), _collective_text(recv.within)
+            rule = "All ranks of a group must call the same collectives in the same order."
+            return f"a message of {sender} is received in {receiver}. {rule}"
+        if send.nbytes != recv.nbytes:
+            word = "shorter" if send.nbytes < recv.nbytes else "longer"
+            return (
+                f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} "
+                "expected"
+            )
+        if send.dtype != recv.dtype:
+            return (
+                f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} "
+                "expected"
+            )
+        if long_dims(send.shape) != long_dims(recv.shape):
+            return (
+                f"sender and receiver have different shapes: {tuple(send.shape)} sent, "
+                f"{tuple(recv.shape)} expected"
+            )
+        return None
+    if ours.kind != theirs.kind:
+        return f"the ranks call different operations: {ours.kind} and {theirs.kind}"
+    if ours.root != theirs.root:
+        return f"the ranks name different roots: {ours.root} and {theirs.root}"
+    if ours.op != theirs.op:
+        return f"the ranks use different reductions: {ours.op} and {theirs.op}"
+    if ours.dtype != theirs.dtype:
+        return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}"
+    if ours.gives and theirs.gives:
+        for giver, taker in ((ours, theirs), (theirs, ours)):
+            sent, expected = (giver.gives or {})[taker.rank], (taker.takes or {})[giver.rank]
+            if sent != expected:
+                return (
+                    f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank "
+                    f"{taker.rank} expects {expected}"
+                )
+    elif long_dims(ours.shape) != long_dims(theirs.shape):
+        return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}"
+    if ours.layout != theirs.layout:
+        layouts = f"{ours.layout or 'contiguous'} and {theirs.layout or 'contiguous'}"
+        return (
+            f"the ranks' tensors have different layouts in memory: {layouts}. Pass them in the "
+            "same way on all ranks"
+        )
+    for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
+        if our_value != their_value:
+            return (
+                f"{name} is not the same on all ranks: {our_value} and "
+                f"{their_value}{UNEVEN.get(name, '')}"
+            )
+    return None
+
+
+def tensor_changed(call: Call) -> MisuseError:
+    """The error for a tensor that the program changed while it was being sent."""
+    what = (
+        f"that was still being sent to rank {call.peers[0]}"
+        if call.kind == "send"
+        else f"that it passed to {call.kind}"
+    )
+    advice = (
+        "Call wait() on the send first, or send a clone."
+        if call.kind == "send"
+        else "Call wait() first, or pass a clone."
+    )
+    return MisuseError(
+        f"rank {call.rank} changed a tensor {what}, before its wait(): {call.brief}. {advice}",
+        call.rank,
+    )
+
+
+def waited_twice(rank: int, kind: str) -> MisuseError:
+    """The error for a second wait() for one message."""
+    return MisuseError(
+        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}. On gloo the second "
+        "wait() would wait forever, for another message. Call wait() once on each message.",
+        rank,
+    )
+
+
+def never_waited(calls: Sequence[Call]) -> MisuseError:
+    """The error for receives for which the program never waited."""
+    advice = (
+        "Before wait() returns, the data may not have arrived. Keep the work that irecv returns, "
+        "and wait() for it."
+    )
+    return MisuseError(
+        "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice]), calls[0].rank
+    )
+
+
+def sends_never_waited(calls: Sequence[Call]) -> str:
+    """The warning for sends for which the program never waited."""
+    advice = (
+        "A tensor must not change before wait() returns, and gloo may cancel a send whose work is "
+        "dropped. Keep the work that isend returns, and wait() for it."
+    )
+    return "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice])
+
+
+def _who_does_not_wait(calls: Sequence[Call]) -> str:
+    ranks, noun = {call.rank for call in calls}, "receive" if calls[0].kind == "recv" else "send"
+    what = f"a {noun}" if len(calls) == 1 else f"{noun}s"
+    return f"{ranks_text(ranks)} do{'es' * (len(ranks) == 1)} not wait for {what}"
+
+
+def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
+    """A line for each message, with rank and place.
+
+    Of more than eight different ones, the first eight.
+    """
+    found: dict[str, None] = {}  # in order, each once
+    for call in sorted(calls, key=lambda call: call.rank):
+        peer = f"rank {call.peers[0]}" if len(call.peers) == 1 else "any rank"
+        to = "from" if call.kind == "recv" else "to"
+        found[f"rank {call.rank}: {call.kind} {to} {peer}, at {shown(call.where)}"] = None
+    lines = list(found)
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def _collective_text(terms: CollectiveTerms) -> str:
+    operation, ranks = terms
+    return f"{operation} on ranks {list(ranks)}"
+
+
+def tag_text(tag: int) -> str:
+    return "the tag of parallel101's collectives" if tag == COLLECTIVE_TAG else f"tag {tag}"
+
+
+class CallChecker:
+    """Compares the calls of a checked run.
+
+    It pairs each send with its receive, and the ranks' calls of each collective by their numbers.
+    Give each call to `check` when it is posted. `differing` are the calls of the first message or
+    collective that does not agree.
+    """
+
+    def __init__(self) -> None:
+        self.differing: list[Call] = []
+        self._messages: dict[tuple, Call] = {}  # whose other side has not been posted
+        # that not all ranks have called
+        self._collectives: dict[tuple[str, int], list[Call]] = defaultdict(list)
+        # (rank, tag, group) with a receive from any rank
+        self._from_anyone: set[tuple[int, int, str]] = set()
+
+    def check(self, call: Call) -> bool:
+        """Compare a call with those it belongs to. True if it is the first that does not agree."""
+        # another rank of the same collective may show which of the calls is the exception
+        if self.differing:
+            if call.kind not in ("send", "recv") and self.differing is self._collectives.get(
+                (call.group, call.seq)
+            ):
+                self.differing.append(call)
+            return False
+        if call.kind in ("send", "recv"):
+            self._check_message(call)
+        else:
+            self._check_collective(call)
+        return bool(self.differing)
+
+    def _check_message(self, call: Call) -> None:
+        # from now on it is not known which of this rank's receives gets which message
+        if len(call.peers) != 1:
+            self._from_anyone.add((call.rank, call.tag, call.group))
+            return
+        src, dst = (call.rank, call.peers[0]) if call.kind == "send" else (call.peers[0], call.rank)
+        if (dst, call.tag, call.group) in self._from_anyone:
+            return
+        key = (src, dst, call.tag, call.group, call.seq)
+        other = self._messages.pop(key, None)
+        if other is None or other.kind == call.kind:
+            self._messages[key] = call
+        elif disagreement(other, call):
+            self.differing = [other, call]
+
+    def _check_collective(self, call: Call) -> None:
+        calls = self._collectives[call.group, call.seq]
+        calls.append(call)
+        if any(
+            disagreement(earlier, call) for earlier in (calls[:-1] if call.gives else calls[:1])
+        ):
+            self.differing = calls  # not a copy: the calls of more ranks may follow
+        elif len(calls) == len(call.peers) + 1:
+            del self._collectives[call.group, call.seq]
+
+    def error(self) -> MisuseError | None:
+        """The error for the calls that differ, or None.
+
+        It names the rank that differs from most ranks.
+
+        Of a message that is the receiver, and of two ranks the higher one.
+        """
+        if not self.differing:
+            return None
+        calls = sorted(self.differing, key=lambda call: (call.kind == "recv", call.rank))
+        if {"send", "recv"} & {call.kind for call in calls}:
+            send, recv = calls
+            return MisuseError(f"{disagreement(send, recv)}", recv.rank)
+        same = Counter(call.terms for call in calls)
+        usual = max(calls, key=lambda call: (same[call.terms], -call.rank))
+        # in an all-to-all, it may be two other ranks that disagree
+        if not any(disagreement(usual, call) for call in calls):
+            usual = next(a for a in calls if any(disagreement(a, b) for b in calls))
+        odd = max(
+            (call for call in calls if disagreement(usual, call)),
+            key=lambda call: (-same[call.terms], call.rank),
+        )
+        return MisuseError(f"{disagreement(usual, odd)}", odd.rank)

@@ -1,0 +1,143 @@
+"""Exports a trace for ui.perfetto.dev and chrome://tracing.
+
+There is a process for each rank, a slice for each event and an arrow for each message.
+
+    rank 0   compute  ▇▇▇▇ forward ▇▇▇▇
+             send           ▇▇▇▇▇─┐
+    rank 1   receive       ▇▇▇▇▇▇▼▇▇
+
+Slices of one thread must not overlap, unless one contains the other. Sends do overlap, so each row
+gets as many threads as it needs. An arrow belongs to the slice that is open at its time. It ends
+inside the receive, because at its end the next one may have begun. (Format: "Trace Event Format",
+Google, 2016.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from parallel101.laboratory.record.events import Event, Message
+
+ROWS = ("compute", "send", "receive", "collective")
+MICRO = 1e6  # the format's unit of time is the microsecond
+# seconds, its resolution: an event that takes no time gets this length, so that an arrow can end
+# inside it
+SHORTEST = 1e-9
+
+
+def chrome_events(
+    world_size: int,
+    events: Sequence[Event],
+    unfinished: Sequence[Event],
+    messages: Sequence[Message],
+) -> list[dict[str, Any]]:
+    """The entries of the file's list "traceEvents"."""
+    out: list[dict[str, Any]] = []
+    everything = [*events, *unfinished]
+    lane = _lanes(everything)
+    for rank in range(world_size):
+        out.append(
+            {
+                "ph": "M",
+                "pid": _process(rank),
+                "name": "process_name",
+                "args": {"name": f"rank {rank}"},
+            }
+        )
+        out.append(
+            {
+                "ph": "M",
+                "pid": _process(rank),
+                "name": "process_sort_index",
+                "args": {"sort_index": rank},
+            }
+        )
+    for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
+        out.append(
+            {
+                "ph": "M",
+                "pid": _process(rank),
+                "tid": thread,
+                "name": "thread_name",
+                "args": {"name": ROWS[thread // 1000]},
+            }
+        )
+    for number, event in enumerate(everything):
+        label = (
+            event.name or event.kind if event.kind == "span" else event.kind
+        ) + " (never ended)" * (number >= len(events))
+        about = {
+            "where": event.where,
+            "bytes": event.nbytes,
+            "shape": list(event.shape),
+            "dtype": event.dtype,
+            "peer": event.peer,
+            "tag": event.tag,
+            "group": list(event.group.ranks),
+            "axis": event.group.axis,
+        }
+        place = {"pid": _process(event.rank), "tid": lane[id(event)]}
+        time = {"ts": event.start * MICRO, "dur": (_end(event) - event.start) * MICRO}
+        out.append(
+            {
+                "ph": "X",
+                **place,
+                **time,
+                "name": label,
+                "cat": event.kind,
+                "args": event.args or about,
+            }
+        )
+    for number, message in enumerate(messages):
+        arrow = {"name": "message", "cat": "message", "id": number}
+        send, recv = (
+            {"pid": _process(event.rank), "tid": lane[id(event)]}
+            for event in (message.send, message.recv)
+        )
+        out.append({**arrow, "ph": "s", **send, "ts": message.send.start * MICRO})
+        out.append({**arrow, "ph": "f", "bp": "e", **recv, "ts": _arrival(message) * MICRO})
+    return out
+
+
+def _process(rank: int) -> int:
+    """Numbers of processes, and of threads, begin at 1: to Perfetto 0 is the idle one."""
+    return rank + 1
+
+
+def _end(event: Event) -> float:
+    """When a slice ends. Spans keep their times, because they nest."""
+    return event.end if event.kind == "span" else max(event.end, event.start + SHORTEST)
+
+
+def _arrival(message: Message) -> float:
+    """A time strictly inside the receive's slice, at which the message's arrow ends.
+
+    It is the middle of the message's flight, or of the receive if two clocks disagree.
+    """
+    recv = message.recv
+    begin = message.start if message.start < _end(recv) else recv.start
+    return (begin + _end(recv)) / 2
+
+
+def _lanes(events: Sequence[Event]) -> dict[int, int]:
+    """For each event, its thread: the first of its row that is free when it starts.
+
+    Spans nest, so they all have the same one.
+    """
+    free: dict[tuple[int, int], list[float]] = {}
+    lanes = {}
+    for event in events:
+        row = _row(event)
+        ends = free.setdefault((event.rank, row), [])
+        if row == 0:
+            lanes[id(event)] = 1
+            continue
+        number = next((i for i, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[number : number + 1] = [_end(event)]
+        lanes[id(event)] = 1000 * row + number + 1
+    return lanes
+
+
+def _row(event: Event) -> int:
+    return {"span": 0, "send": 1, "recv": 2}.get(event.kind, 3)

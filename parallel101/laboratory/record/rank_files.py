@@ -1,0 +1,246 @@
+"""The files of each rank of a torchrun job, and how they become one trace.
+
+    rank 0 ──▶ DIR/rank-0.json.gz ──┐
+    rank 1 ──▶ DIR/rank-1.json.gz ──┴─▶ join_rank_files(DIR): Trace
+
+Each file is a trace of one rank's events, with the times of its machine's clock. The clocks of
+different machines are aligned at the start of the script, which the ranks begin together.
+
+A rank writes its file when it ends. While it runs, a long record is in DIR/rank-0.7.json.gz,
+DIR/rank-0.8.json.gz, …: a batch of events each, of which the newest grows (see last_events.py).
+A rank that was killed leaves these.
+
+If torchrun has started the job again, with fewer ranks, files of its earlier ranks remain. Those of
+another start than rank 0's are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from parallel101.laboratory.record.events import Event, EventRow, events_of
+from parallel101.laboratory.record.last_events import BatchWriter
+from parallel101.laboratory.record.totals import EarlierEvents
+from parallel101.laboratory.record.trace import Trace
+
+NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json\.gz")
+
+
+def rank_file(directory: Path, rank: int, number: int | None = None) -> Path:
+    """The file of a rank, or that of one of its batches."""
+    batch = "" if number is None else f".{number}"
+    return directory / f"rank-{rank}{batch}.json.gz"
+
+
+def write_rank_file(
+    directory: Path,
+    rank: int,
+    world_size: int,
+    backend: str,
+    events: Iterable[EventRow],
+    unfinished: Iterable[EventRow],
+    earlier: EarlierEvents | None = None,
+    number: int | None = None,
+) -> None:
+    """Write what one rank recorded, or one batch of it.
+
+    The file appears whole or not at all. A rank's own file replaces those of its batches.
+    """
+    path = rank_file(directory, rank, number)
+    written = path.with_name(f"writing-{path.name}")
+    sums = {} if earlier is None else {rank: earlier}
+    Trace(events_of(events), world_size, backend, events_of(unfinished), sums).save(written)
+    written.replace(path)
+    if number is None:
+        for batch in _files(directory, rank):
+            if batch != path:
+                batch.unlink(missing_ok=True)
+
+
+def remove_rank_files(directory: Path, rank: int | None = None) -> None:
+    """Delete what a rank of an earlier run wrote, or what all its ranks wrote."""
+    of = "*" if rank is None else rank
+    for path in [*directory.glob(f"rank-{of}.*"), *directory.glob(f"writing-rank-{of}.*")]:
+        if NAME.fullmatch(path.name.removeprefix("writing-")):
+            path.unlink(missing_ok=True)
+
+
+class RotatingFiles(BatchWriter):
+    """Writes each batch of a rank's last events to a file, and deletes those of older events."""
+
+    def __init__(self, directory: Path, rank: int, world_size: int, backend: str):
+        self.directory, self.rank, self.world_size, self.backend = (
+            directory,
+            rank,
+            world_size,
+            backend,
+        )
+        self.failed = False  # the folder can't be written to: the program goes on
+
+    def write(
+        self,
+        number: int,
+        events: Sequence[EventRow],
+        unfinished: Sequence[EventRow],
+        earlier: EarlierEvents,
+    ) -> None:
+        try:
+            write_rank_file(
+                self.directory,
+                self.rank,
+                self.world_size,
+                self.backend,
+                events,
+                unfinished,
+                earlier,
+                number,
+            )
+        except OSError as error:
+            if not self.failed:
+                print(
+                    f"parallel101: rank {self.rank} can't write its record: {error}. The script "
+                    "goes on, and what a file lacks is lost if the job is killed",
+                    flush=True,
+                )
+            self.failed = True
+
+    def delete(self, number: int) -> None:
+        rank_file(self.directory, self.rank, number).unlink(missing_ok=True)
+
+
+class JoinedFiles(NamedTuple):
+    """What the files of a folder have.
+
+    Attributes:
+        trace: of the job.
+        missing: ranks that have no file. One that was killed soon after its start could not write
+            it.
+        left_out: ranks whose files are of another start of the job than rank 0's.
+    """
+
+    trace: Trace
+    missing: list[int]
+    left_out: list[int]
+
+
+def join_rank_files(directory: Path) -> JoinedFiles:
+    """The trace of a job, and what it lacks.
+
+    Raises:
+        ValueError: there are no such files, or they are from different runs.
+    """
+    ranks = sorted(
+        {
+            int(name[1])
+            for path in directory.glob("rank-*.json.gz")
+            if (name := NAME.fullmatch(path.name))
+        }
+    )
+    if not ranks:
+        raise ValueError(
+            f"{directory} has no files of ranks: record them with torchrun … -m parallel101 run "
+            f"--record {directory} train.py"
+        )
+    parts = {rank: _record_of(directory, rank) for rank in ranks}
+    names = {rank: _start_name(part) for rank, part in parts.items()}
+    left_out = [rank for rank in ranks if 0 in names and names[rank] != names[0]]
+    for rank in left_out:
+        del parts[rank]
+    kinds = sorted({(part.world_size, part.backend) for part in parts.values()})
+    if len(kinds) > 1:
+        runs = " and ".join(f"{size} ranks on {backend}" for size, backend in kinds)
+        raise ValueError(
+            f"the files in {directory} are from different runs, of {runs}: delete those of the "
+            "older one"
+        )
+    ((size, backend),) = kinds
+    missing = [rank for rank in range(size) if rank not in parts]
+    zeros = _zeros(list(parts.values()))
+
+    def aligned(events: Iterable[Event], zero: float) -> list[EventRow]:
+        return [
+            e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero)
+            for e in events
+        ]
+
+    rows = [row for part, zero in zip(parts.values(), zeros) for row in aligned(part.events, zero)]
+    unfinished = [
+        row for part, zero in zip(parts.values(), zeros) for row in aligned(part.unfinished, zero)
+    ]
+    earlier = {
+        rank: sums.shifted(zero)
+        for part, zero in zip(parts.values(), zeros)
+        for rank, sums in part.earlier.items()
+    }
+    joined = Trace.from_rows(rows, size, backend, unfinished, earlier)
+    return JoinedFiles(joined, missing, left_out)
+
+
+def _start_name(part: Trace) -> str:
+    """Which start of the job a rank's record is of; "" if it does not say so."""
+    labels = (span.args or {} for span in _first_spans(part))
+    return next((str(args["start_name"]) for args in labels if "start_name" in args), "")
+
+
+def ranks_cut_short(directory: Path) -> list[int]:
+    """The ranks that were killed, or still run: they have files of batches only."""
+    names = [
+        name for path in directory.glob("rank-*.json.gz") if (name := NAME.fullmatch(path.name))
+    ]
+    ended = {int(name[1]) for name in names if name[2] is None}
+    return sorted({int(name[1]) for name in names} - ended)
+
+
+def _files(directory: Path, rank: int) -> list[Path]:
+    """A rank's own file first, and then those of its batches, in order."""
+    named = [(NAME.fullmatch(path.name), path) for path in directory.glob(f"rank-{rank}.*")]
+    numbered = [(int(name[2] or 0), path) for name, path in named if name]
+    return [path for _, path in sorted(numbered)]
+
+
+def _record_of(directory: Path, rank: int) -> Trace:
+    """What a rank has recorded: its own file, or if it was killed, those of its batches."""
+    whole = rank_file(directory, rank)
+    if whole.exists():
+        return Trace.load(whole)
+    paths = _files(directory, rank)
+    first, last = (int(NAME.fullmatch(path.name)[2]) for path in (paths[0], paths[-1]))  # type: ignore[index]
+    if last - first + 1 != len(paths):
+        raise ValueError(
+            f"{directory} lacks some of the files of rank {rank} from {paths[0].name} to "
+            f"{paths[-1].name}"
+        )
+    parts = [Trace.load(path) for path in paths]
+    events = [event for part in parts for event in part.events]
+    newest = parts[-1]
+    return Trace(events, newest.world_size, newest.backend, newest.unfinished, parts[0].earlier)
+
+
+def _zeros(parts: list[Trace]) -> list[float]:
+    """For each rank's part, the start of the script on its machine.
+
+    It is the median over the machine's ranks, or 0 if there is only one machine.
+    """
+    marks = [
+        next((span for span in _first_spans(part) if "host" in (span.args or {})), None)
+        for part in parts
+    ]
+    starts: dict[str, list[float]] = defaultdict(list)
+    for mark in marks:
+        if mark is not None and mark.args is not None:
+            starts[mark.args["host"]].append(mark.start)
+    if len(starts) < 2:
+        return [0.0] * len(parts)
+    zero = {host: statistics.median(of) for host, of in starts.items()}
+    return [0.0 if mark is None or mark.args is None else zero[mark.args["host"]] for mark in marks]
+
+
+def _first_spans(part: Trace) -> Iterable[Event]:
+    for earlier in part.earlier.values():
+        yield from earlier.marks
+    yield from part.spans()

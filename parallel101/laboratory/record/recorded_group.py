@@ -1,0 +1,279 @@
+"""Records one real rank (gloo, NCCL).
+
+A process group around torch's own sees what the rank posts and waits for.
+
+    program ──▶ RecordedGroup ──▶ ProcessGroupGloo
+                     │ always: counts of what was posted, and the call in which the program waits
+                     └ in a recorded run: an event for each call, and its arguments for the checks
+
+RecordedGroup is registered as a c10d backend (see process_groups.py), so it sees every message and
+collective of the program, also those of DistributedDataParallel and of sub-groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.calls import Call, collective_terms, rank_at
+from parallel101.laboratory.record.errors import MisuseError
+from parallel101.laboratory.record.events import EventGroup
+from parallel101.laboratory.record.overloads import as_torch_calls_it, own_limit
+from parallel101.laboratory.record.recorder import (
+    Inputs,
+    PostedCall,
+    RankRecorder,
+    RecordedWork,
+    WatchedWork,
+    values,
+)
+from parallel101.laboratory.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, unfit
+from parallel101.laboratory.record.where import caller
+from parallel101.spans import Collective, current_collective
+
+
+class RecordedGroup(torch_private.PythonGroup):
+    """A process group that passes every call on to torch's own backend, and tells the recorder.
+
+    Args:
+        inner: torch's backend.
+        whole: a process group of torch's own around `inner`, for calls that the backend does not
+            offer to Python.
+        label: the group's name in the record.
+        ranks: of the world, in order.
+        backend: "gloo" or "nccl".
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        whole: Any,
+        label: str,
+        ranks: Sequence[int],
+        recorder: RankRecorder,
+        backend: str,
+    ):
+        # torch's stub lacks this form, which is made for Python
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner = inner
+        self.whole = whole
+        self.name_in_record = label
+        self.ranks = list(ranks)
+        self.others = tuple(r for r in ranks if r != recorder.rank)
+        self.recorder = recorder
+        self.backend = backend
+        self.device_type = "cuda" if backend == "nccl" else "cpu"
+        self.torch_name = label
+        self.limit: float | None = None  # the program's own time limit for this group, in seconds
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def label(self) -> str:
+        """The group's name in the record.
+
+        In unrecorded() it has another name, under which its calls are numbered.
+        """
+        return self.name_in_record + self.recorder.counted_apart
+
+    def getBackendName(self) -> str:
+        # C++ code asks for it, and would look inside a group called "gloo"
+        return f"parallel101_{self.backend}"
+
+    # DDP, FSDP2 and the functional collectives look a group up by its name
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.torch_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.torch_name = name
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        torch_private.set_timeout(self.inner, timeout)
+        self.limit = own_limit(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.inner._get_sequence_number_for_group()
+
+    # ---- messages ----
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
+        return self._message("send", dst, tag, self.inner.send, tensors, dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
+        return self._message("recv", src, tag, self.inner.recv, tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        # of two ranks, any rank is the other
+        position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None
+        return self._message("recv", position, tag, self.inner.recv_anysource, tensors, tag)
+
+    def _message(
+        self,
+        kind: str,
+        position: int | None,
+        tag: int,
+        start: Callable[..., dist.Work],
+        tensors: list[torch.Tensor],
+        *args: int,
+    ) -> dist.Work:
+        recorder = self.recorder
+        peer = None if position is None else rank_at(recorder.rank, kind, position, self.ranks)
+        key = (kind, peer, tag, self.label)
+        where = recorder.places[key] = caller()
+        posted = PostedCall(self, key, recorder.next_seq(key), where, limit=self.limit)
+        if not recorder.recording:
+            return WatchedWork(start(tensors, *args), posted)
+        tensor = tensors[0]
+        peers = self.others if peer is None else (peer,)
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        collective = current_collective()
+        call = Call(
+            rank=self.recorder.rank,
+            kind=kind,
+            peers=peers,
+            tag=tag,
+            group=self.label,
+            seq=posted.seq,
+            nbytes=size(tensor),
+            shape=shape,
+            dtype=dtype,
+            where=where,
+            within=collective_terms(collective),
+        )
+        # the text of the call takes longer than the rest, and is rarely needed
+        self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
+        small = tensor.nbytes <= self.recorder.payload_bytes
+        inputs = (
+            Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
+        )
+        began = self.recorder.now()
+        received = tensor if kind == "recv" and small else None
+        return RecordedWork(
+            start(tensors, *args),
+            posted,
+            call,
+            self._event_group(collective),
+            began,
+            inputs,
+            received,
+        )
+
+    @contextmanager
+    def batched(self, works: list[dist.Work]) -> Iterator[None]:
+        """Start the messages posted inside as one batch, whose work becomes theirs.
+
+        NCCL requires this of messages between two ranks.
+        """
+        self.inner._start_coalescing()
+        try:
+            yield
+        finally:
+            whole = self.inner._end_coalescing()
+            for work in works:
+                work.inner, work.batch = whole, works  # type: ignore[attr-defined]
+
+    # ---- collectives: the same for all, after the table in signatures.py ----
+
+    def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
+        spec = COLLECTIVES[method]
+        run = next(
+            (getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None
+        ) or getattr(self.whole, method)
+        seq = self.recorder.count_collective(self.label, spec.kind)
+        options = args[-1] if args else None
+        limit = own_limit(
+            options if isinstance(options, timedelta) else getattr(options, "timeout", None)
+        )
+        posted = PostedCall(
+            self,
+            (spec.kind, None, 0, self.label),
+            seq,
+            limit=limit or self.limit,
+            limit_in_call=limit is not None,
+        )
+        if not self.recorder.recording:
+            with self.recorder.blocked_in(posted):  # some of them block here already
+                return WatchedWork(run(*args, **kwargs), posted)
+        arguments = spec.arguments(args)
+        tensors = flat(args)
+        root = (
+            None
+            if arguments.root is None
+            else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
+        )
+        call = Call(
+            rank=self.recorder.rank,
+            kind=spec.kind,
+            peers=self.others,
+            group=self.label,
+            seq=seq,
+            nbytes=arguments.nbytes,
+            shape=arguments.shape,
+            dtype=arguments.dtype,
+            op=arguments.op,
+            root=root,
+            where=caller(),
+            layout=arguments.layout,
+        )
+        if spec.kind == "all_to_all":
+            gives, takes = bytes_by_rank(args, self.ranks)
+            call = call._replace(
+                shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes
+            )
+        self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
+        small = arguments.nbytes <= self.recorder.payload_bytes and arguments.layout != "sparse"
+        payload = values(arguments.tensors) if small else None
+        inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)
+        began = self.recorder.now()
+        with self.recorder.blocked_in(posted):
+            inner = run(*args, **kwargs)
+        return RecordedWork(inner, posted, call, self._event_group(None), began, inputs)
+
+    def _event_group(self, collective: Collective | None) -> EventGroup:
+        return self.recorder.event_groups.of(
+            self.label, self.ranks, torch_private.mesh_axis(self), collective
+        )
+
+    def _check(self, call: Call, problem: str | None) -> None:
+        """`problem`: why its tensors must not be passed, if they must not."""
+        if self.recorder.on_call is not None:
+            self.recorder.on_call(call)
+        if problem is not None:
+            raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        work = self._collective("monitored_barrier", timeout, wait_all_ranks=wait_all_ranks)
+        # it has no work of torch's own: when it returns, it is over
+        if isinstance(work, RecordedWork):
+            if self.recorder.record_waits:
+                self.recorder.add_wait(work.posted, work.start)
+            work.ended()
+
+
+def _passing(method: str) -> Callable[..., dist.Work]:
+    def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._collective(method, *as_torch_calls_it(method, args, kwargs))
+
+    call.__name__ = method
+    return call
+
+
+for _method in COLLECTIVES:
+    if _method != "monitored_barrier":
+        setattr(RecordedGroup, _method, _passing(_method))

@@ -1,0 +1,592 @@
+"""Keeps what one real rank (gloo, NCCL) has posted, where its program is blocked, and its events.
+
+    RankRecorder     counts what was posted, and knows the call in which the program waits; in a
+                     recorded run it keeps the events
+    PostedCall       a call that may block, and the ranks that it needs
+    WatchedWork      torch's own work of such a call: notes when the program waits in it, and
+                     whether it is dropped
+    RecordedWork     the same in a recorded run: writes an event when the call ends
+
+The process group that posts the calls is in recorded_group.py. Virtual ranks use neither: the
+simulator writes their record itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.calls import (
+    Call,
+    CallKey,
+    call_to_compare,
+    tensor_changed,
+    waited_twice,
+)
+from parallel101.laboratory.record.clocks import CpuClock
+from parallel101.laboratory.record.events import (
+    P2P,
+    Event,
+    EventGroup,
+    EventGroups,
+    EventRow,
+    span_event,
+)
+from parallel101.laboratory.record.host_time import HostTime
+from parallel101.laboratory.record.last_events import BatchWriter, LastEvents
+from parallel101.laboratory.record.overloads import own_limit
+from parallel101.laboratory.record.signatures import snapshot, unchanged
+from parallel101.laboratory.record.totals import EarlierEvents
+from parallel101.laboratory.record.where import caller
+
+StatusReport = tuple[
+    dict[CallKey, int],
+    dict[str, int],
+    dict[tuple[CallKey, int], str],
+    dict[str, list[str]],
+    dict[CallKey, str],
+]
+SHORTEST_WAIT = 50e-6  # seconds
+MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
+RECENT = 256  # collectives of a group that are remembered by name
+
+
+class RankRecorder:
+    """What is known of one rank.
+
+    Its watcher, in a thread of its own, reads `waiting` and `report()` while the program runs.
+
+    Args:
+        rank: of the world.
+        recording: whether to write events and check calls. Counts of what was posted are kept in
+            any case.
+        payload_bytes: events of up to so many bytes keep their values.
+        on_call: in a checked run, called with every call when it is posted, before torch gets it.
+        keep_waiting: whether the program handles the time limits of its groups itself (see
+            PostedCall.caught_after).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        recording: bool,
+        payload_bytes: int = 0,
+        on_call: Callable[[Call], None] | None = None,
+        keep_waiting: bool = False,
+    ):
+        self.rank = rank
+        # in a job that torchrun may start again: a name for this start, the same on all ranks
+        self.start_name = ""
+        self.recording = recording
+        self.keep_waiting = keep_waiting
+        # whether each time in which the program is blocked in a call becomes a span
+        self.record_waits = False
+        # in unrecorded(), the name under which its calls are numbered, so that later ones keep
+        # their numbers
+        self.counted_apart = ""
+        self.payload_bytes = payload_bytes
+        self.on_call = on_call
+        self.thread = threading.get_ident()  # the program's own
+        self.clock: Any = CpuClock()
+        # who waits for whom
+        # the call in which the program's own thread is blocked
+        self.waiting: PostedCall | None = None
+        self.posted: dict[CallKey, int] = {}  # how many messages
+        self.places: dict[CallKey, str] = {}  # where the newest of them was posted
+        # messages whose work was dropped without a wait, and where: gloo cancels them
+        self.dropped: dict[tuple[CallKey, int], str] = {}
+        self.collectives: dict[str, int] = {}  # how many, by group
+        self.recent: dict[str, collections.deque[str]] = {}  # by group, the names of the last ones
+        # works whose future torch or the program has
+        self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()
+        # the record; in place of seconds, events have moments of the clock
+        self.recorded: list[Event] = []
+        # takes events away from `recorded`, if only the newest are kept; and sums of the others
+        self.last_events: LastEvents | None = None
+        self.earlier: EarlierEvents | None = None
+        self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
+        # torch's own work, if it is a collective, and the event
+        self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
+        self.unwaited: list[Call] = []  # sends and receives for which the program never waited
+        self.event_groups = EventGroups()
+        # what the program does between its calls, in `parallel101 run`
+        self.waited = 0.0  # seconds in which it was blocked in a call, if these are recorded
+        self.host_time: HostTime | None = None
+
+    # ---- what spans.Recorder asks for ----
+
+    def now(self) -> Any:
+        return self.clock.now()
+
+    def add_span(
+        self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False
+    ) -> None:
+        if self.counted_apart:
+            return
+        taken = 0 if self.last_events is None else self.last_events.taken
+        seq = taken + len(self.recorded)
+        self.recorded.append(
+            span_event(
+                rank=self.rank,
+                name=name,
+                start=start,
+                end=end,
+                seq=seq,
+                where=caller(),
+                labels=args,
+                waiting=waiting,
+            )
+        )
+
+    def add_wait(self, posted: PostedCall, began: Any) -> None:
+        """The program was blocked in a call until now.
+
+        That is recorded if it took longer than to call torch does.
+        """
+        end = self.now()
+        if isinstance(end, float):
+            self.waited += end - began
+            if end - began < SHORTEST_WAIT:
+                return
+        call = posted.call("")
+        self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
+
+    def compute(self, seconds: float) -> None:
+        """Nothing: real ranks compute in real time."""
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        before, self.counted_apart = self.counted_apart, " unrecorded"
+        try:
+            yield
+        finally:
+            self.counted_apart = before
+
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
+        if self.on_call is None:
+            return 0
+        call = call_to_compare(
+            self.rank, kind, ranks, within + self.counted_apart, alike, self.collectives
+        )
+        self.on_call(call)
+        return call.seq
+
+    # ---- who waits for whom ----
+
+    def next_seq(self, key: CallKey) -> int:
+        """Count a message."""
+        count = self.posted[key] = self.posted.get(key, 0) + 1
+        return count
+
+    def count_collective(self, group: str, operation: str) -> int:
+        """Count a collective of a group.
+
+        `operation` is what all its ranks must call (see Call.operation).
+        """
+        if group not in self.recent:
+            self.recent[group] = collections.deque(maxlen=RECENT)
+        self.recent[group].append(operation)
+        seq = self.collectives[group] = self.collectives.get(group, 0) + 1
+        return seq
+
+    @contextmanager
+    def blocked_in(self, posted: PostedCall) -> Iterator[None]:
+        """The program's own thread may be blocked inside."""
+        before, self.waiting = self.waiting, posted
+        try:
+            yield
+        finally:
+            self.waiting = before
+
+    @property
+    def calls_posted(self) -> int:
+        """How many messages and collectives so far. Other threads may ask."""
+        return sum(self.posted.values()) + sum(self.collectives.values())
+
+    def report(self) -> StatusReport:
+        """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
+        recent = {group: list(operations) for group, operations in dict(self.recent).items()}
+        return (
+            dict(self.posted),
+            dict(self.collectives),
+            dict(self.dropped),
+            recent,
+            dict(self.places),
+        )
+
+    # ---- the record ----
+
+    @property
+    def events(self) -> list[EventRow]:
+        """What is recorded so far, or the newest of it.
+
+        `earlier` then has the sums of the others. It is None if there are none.
+        """
+        self._end_dropped(run_is_over=False)
+        of_host: list[EventRow] = [] if self.host_time is None else self.host_time.rows()
+        if self.last_events is None:
+            return self._rows(self.recorded) + of_host
+        rows, earlier = self.last_events.rows(lambda: self._rows(self.recorded))
+        self.earlier = earlier if earlier.count else None
+        return rows + of_host
+
+    @contextmanager
+    def keeping_last(self, limit: int, writer: BatchWriter | None = None) -> Iterator[None]:
+        """Inside, keep the newest events only, and sums of the others.
+
+        Args:
+            limit: how many events, at least.
+            writer: writes them to files while the program runs.
+        """
+
+        def unfinished() -> list[EventRow]:
+            return self.unfinished
+
+        self.last_events = LastEvents(
+            limit, self.recorded, self.clock.in_seconds, unfinished, writer
+        )
+        self.last_events.start()
+        try:
+            yield
+        finally:
+            self.last_events.stop()
+
+    @property
+    def unfinished(self) -> list[EventRow]:
+        """What was posted and has not been seen to end, as events that end now."""
+        now = self.now()
+        self._end_dropped(run_is_over=False)
+        dropped = [event._replace(end=now) for _, event in self.dropped_works]
+        works = [
+            work for work in list(self.unfinished_works) if not work.done and not work.unrecorded
+        ]
+        return self._rows([work.event(now) for work in works] + dropped)
+
+    def close(self) -> None:
+        """The run is over: what was never waited for has ended now, as far as is known."""
+        for work in list(self.unfinished_works):
+            work.note_unwaited()
+            work.ended()
+        self._end_dropped(run_is_over=True)
+        if self.recording:
+            self.clock.catch_up()
+
+    def _end_dropped(self, run_is_over: bool) -> None:
+        """Write the events of collectives whose work was dropped and that have ended since.
+
+        When the run is over, all of them have.
+        """
+        now = self.now()
+        for _ in range(len(self.dropped_works)):
+            try:
+                work, event = self.dropped_works.popleft()
+            except IndexError:  # another thread does the same
+                return
+            if work is not None and (run_is_over or (work.is_completed() and work.is_success())):
+                self.recorded.append(event._replace(end=now))
+            else:
+                self.dropped_works.append((work, event))
+
+    def _rows(self, events: list[Event]) -> list[EventRow]:
+        return [tuple(event) for event in self.clock.in_seconds(list(events))]
+
+
+class CallGroup(Protocol):
+    """What a call needs to know of its group, a RecordedGroup.
+
+    It has the group's ranks in order, those besides this one, and "gloo" or "nccl".
+    """
+
+    recorder: RankRecorder
+    ranks: list[int]
+    others: tuple[int, ...]
+    backend: str
+
+
+class PostedCall:
+    """A call that may block, with what the watcher needs to say whom it waits for."""
+
+    __slots__ = ("group", "key", "limit", "limit_in_call", "others", "seq", "where")
+
+    def __init__(
+        self,
+        group: CallGroup,
+        key: CallKey,
+        seq: int,
+        where: str = "?",
+        others: tuple[int, ...] | None = None,
+        limit: float | None = None,
+        limit_in_call: bool = False,
+    ):
+        self.group, self.key, self.seq, self.where = group, key, seq, where
+        # the ranks it needs, if it isn't a message
+        self.others = group.others if others is None else others
+        self.limit = limit  # seconds after which torch ends it with an error
+        self.limit_in_call = limit_in_call  # whether the limit was given to this call alone
+
+    @property
+    def caught_after(self) -> float | None:
+        """Seconds after which the program handles the error of its own time limit, and goes on.
+
+        A program says that it does so by giving the limit to the call itself, as in
+        `work.wait(timedelta(seconds=5))`, or by `keep_waiting`. The limit of a group does not say
+        it: many scripts pass one to init_process_group. None: it does not handle it.
+        """
+        asked = self.limit_in_call or self.group.recorder.keep_waiting
+        return self.limit if asked else None
+
+    @property
+    def once(self) -> bool:
+        """Whether wait() may be called only once.
+
+        On gloo, a second wait() for a message waits for another message.
+        """
+        return self.key[0] in P2P and self.group.backend == "gloo"
+
+    def call(self, where: str) -> Call:
+        kind, peer, tag, label = self.key
+        peers = self.others if peer is None else (peer,)
+        return Call(
+            rank=self.group.recorder.rank,
+            kind=kind,
+            peers=peers,
+            tag=tag,
+            group=label,
+            seq=self.seq,
+            where=where,
+        )
+
+
+class WatchedWork(dist.Work):
+    """torch's own work. It notes when the program waits in it, and whether it is dropped."""
+
+    waited = False
+    # on NCCL, the works of its batch: waiting for one is waiting for all
+    batch: Sequence[WatchedWork] = ()
+
+    def __init__(self, inner: dist.Work, posted: PostedCall):
+        super().__init__()
+        self.inner = inner
+        self.posted = posted
+        # gloo cancels a message whose work is dropped; a collective goes on
+        self.kept = posted.key[0] not in P2P
+
+    def __del__(self) -> None:
+        if not self.kept:
+            self.posted.group.recorder.dropped[self.posted.key, self.posted.seq] = self.posted.where
+
+    def wait(self, *timeout: Any) -> bool:
+        if self.waited and self.posted.once:
+            raise waited_twice(self.posted.group.recorder.rank, self.posted.key[0])
+        self.kept = True
+        for work in self.batch:
+            work.kept = True
+        recorder = self.posted.group.recorder
+        if threading.get_ident() != recorder.thread:
+            return self.inner.wait(*timeout)
+        if timeout:
+            self.posted.limit, self.posted.limit_in_call = own_limit(*timeout), True
+        elif (
+            self.posted.limit is not None and self.posted.key[0] in P2P
+        ):  # gloo's messages keep the limit that their group began with
+            timeout = (timedelta(seconds=self.posted.limit),)
+        recorder.waiting = self.posted
+        began = recorder.now() if recorder.record_waits else None
+        try:
+            answer = self.inner.wait(*timeout)
+        finally:
+            recorder.waiting = None
+            if began is not None:
+                recorder.add_wait(self.posted, began)
+        self.waited = True
+        return answer
+
+    def is_completed(self) -> bool:
+        done = self.inner.is_completed()
+        self.kept = self.kept or done
+        return done
+
+    def is_success(self) -> bool:
+        return self.inner.is_success()
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def result(self) -> Any:
+        return self.inner.result()
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def _source_rank(self) -> int:
+        return self.inner._source_rank()
+
+    source_rank = _source_rank
+
+    def get_future(self) -> Any:
+        self.kept = True
+        self.posted.group.recorder.futures.append((self.inner, self.posted))
+        return self.inner.get_future()
+
+
+class Inputs:
+    """What a rank passed to a call, before torch got it.
+
+    It has the payload of the event, and tensors that must not change until the wait().
+    """
+
+    __slots__ = ("payload", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor], payload: list | None = None):
+        self.payload = payload
+        self.tensors = [(tensor, _version(tensor), snapshot(tensor)) for tensor in tensors]
+
+    def changed(self) -> bool:
+        # comparing a GPU tensor would wait for the GPU, so there only a tensor that torch wrote to
+        # is compared
+        return any(
+            (t.is_cpu or _version(t) != version) and not unchanged(t, before)
+            for t, version, before in self.tensors
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often torch wrote to the tensor or another view of its memory.
+
+    Writes through x.data and NumPy are not counted.
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def values(tensors: list[torch.Tensor]) -> list:
+    return [value for tensor in tensors for value in tensor.detach().reshape(-1).tolist()]
+
+
+class RecordedWork(WatchedWork):
+    """The work of a recorded call: it writes an event when it ends.
+
+    `received`: the tensor of a receive, if the event keeps its values.
+    """
+
+    done = True  # until __init__ has run
+
+    def __init__(
+        self,
+        inner: dist.Work,
+        posted: PostedCall,
+        call: Call,
+        group: EventGroup,
+        start: Any,
+        inputs: Inputs,
+        received: torch.Tensor | None = None,
+    ):
+        super().__init__(inner, posted)
+        self.call, self.event_group, self.start = call, group, start
+        self.inputs: Inputs | None = inputs
+        self.received = received
+        self.unrecorded = bool(posted.group.recorder.counted_apart)
+        self.done = False
+        posted.group.recorder.unfinished_works.add(self)
+
+    def __del__(self) -> None:
+        if not self.done:
+            self.note_unwaited()
+            self._note_dropped()
+        super().__del__()
+
+    def note_unwaited(self) -> None:
+        """Its rank has dropped it, or returned.
+
+        A message that the program has not waited for may not have arrived.
+        """
+        if self.call.kind in P2P and not self.kept:
+            self.posted.group.recorder.unwaited.append(self.call)
+
+    def _note_dropped(self) -> None:
+        """Nobody will see this work end.
+
+        A collective ends all the same; of a message it is not known.
+        """
+        if self.unrecorded:
+            return
+        payload = None if self.inputs is None else self.inputs.payload
+        event = self.event(self.start, payload=payload)
+        dropped = self.posted.group.recorder.dropped_works
+        dropped.append((None if self.call.kind in P2P else self.inner, event))
+        if len(dropped) > MOST_DROPPED:
+            dropped.popleft()
+
+    def wait(self, *timeout: Any) -> bool:
+        answer = super().wait(*timeout)
+        for work in self.batch or (self,):
+            work.ended(checked=True)  # type: ignore[attr-defined]
+        return answer
+
+    def is_completed(self) -> bool:
+        done = super().is_completed()
+        if done:
+            self.ended(checked=True)
+        return done
+
+    def get_future(self) -> Any:
+        if self.posted.group.recorder.record_waits:
+            # where DDP's C++ waits for this future, which Python would not see
+            torch_private.after_backward(self.wait)
+        return super().get_future().then(self._passed_on)
+
+    def _passed_on(self, future: Any) -> Any:
+        self.ended()
+        return future.value()
+
+    def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
+        """Its event.
+
+        `source`: who sent what a receive from any rank got. Such receives are numbered apart, and
+        so have a negative seq.
+        """
+        call = self.call
+        seq = call.seq if source is None else -call.seq
+        peer = (
+            (call.peers[0] if len(call.peers) == 1 else source) if call.kind in P2P else call.root
+        )
+        return call.event(
+            self.event_group,
+            peer=peer,
+            posted=self.start,
+            start=self.start,
+            end=end,
+            seq=seq,
+            payload=payload,
+        )
+
+    def ended(self, checked: bool = False) -> None:
+        """Write the event, once.
+
+        With `checked`, raise MisuseError if a tensor that the rank passed has changed.
+        """
+        if self.done:
+            return
+        self.done = True
+        call, recorder = self.call, self.posted.group.recorder
+        end = recorder.now()
+        recorder.unfinished_works.discard(self)
+        ranks = self.posted.group.ranks
+        source = ranks[self.inner._source_rank()] if call.from_anyone else None
+        inputs, received, self.inputs, self.received = self.inputs, self.received, None, None
+        assert inputs is not None
+        if not self.unrecorded:
+            recorder.recorded.append(
+                self.event(end, source, inputs.payload if received is None else values([received]))
+            )
+        if checked and inputs.changed():
+            raise tensor_changed(call)

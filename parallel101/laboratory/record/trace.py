@@ -1,0 +1,536 @@
+"""The record of a run: `Trace` holds its events.
+
+It counts messages and bytes, pairs sends with receives, and can be saved and loaded.
+
+    run.trace.bytes_sent, .makespan        counts
+    run.trace.messages()                   each send with its receive
+    run.trace.save(path), Trace.load(path) JSON; to_chrome(path) for ui.perfetto.dev
+
+events.py says what an event is. What the events mean, such as whose data is in a message, is
+computed in parallel101/laboratory/analysis.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import gzip
+import json
+import operator
+import os
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from parallel101.laboratory.record.chrome import chrome_events
+from parallel101.laboratory.record.events import Event, EventGroup, EventRow, Message, events_of
+from parallel101.laboratory.record.totals import EarlierEvents, SumKey, Sums, TimeBins
+from parallel101.spans import HOST_TIME
+
+FORMAT = "parallel101 trace 2"
+COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth
+WITH_EARLIER = "parallel101 trace 3"  # of a trace that lacks its earlier events
+
+BY_TIME = operator.attrgetter("start", "rank", "seq")
+BY_ARRIVAL = operator.attrgetter("end", "start", "src", "dst")
+
+
+class Trace:
+    """All events of a run, in order of time.
+
+    Args:
+        events: what was recorded, in any order.
+        world_size: how many ranks the run had.
+        backend: "gloo", "nccl" or "sim".
+        unfinished: calls that were posted and not seen to end, because the run failed or nobody
+            waited for them. Their `end` is the end of the run. They are not in `events`, the counts
+            and the pictures.
+        earlier: by rank, sums over the events that the record of a long run no longer keeps.
+
+    Attributes:
+        earlier: as given. If it is empty, `events` are all events of the run. Else they are the
+            last ones. `bytes_sent`, `bytes_received`, `messages_sent` and `makespan` are always
+            those of the whole run.
+
+    Example:
+        >>> def program():
+        ...     p101.all_gather(torch.ones(2), algorithm="ring")
+        >>> trace = p101.launch(program, world_size=3, backend="sim").trace
+        >>> trace.messages_sent, trace.bytes_sent
+        ([2, 2, 2], [16, 16, 16])
+        >>> [(m.src, m.dst) for m in trace.messages()]
+        [(0, 1), (1, 2), (2, 0), (0, 1), (1, 2), (2, 0)]
+    """
+
+    def __init__(
+        self,
+        events: Iterable[Event],
+        world_size: int,
+        backend: str,
+        unfinished: Iterable[Event] = (),
+        earlier: Mapping[int, EarlierEvents] | None = None,
+    ):
+        self.unfinished: list[Event] = sorted(unfinished, key=BY_TIME)
+        self.earlier = {rank: of for rank, of in (earlier or {}).items() if of.count}
+        self._rows: list[EventRow] = list(events)
+        self.world_size = world_size
+        self.backend = backend
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Iterable[EventRow],
+        world_size: int,
+        backend: str,
+        unfinished: Iterable[EventRow] = (),
+        earlier: Mapping[int, EarlierEvents] | None = None,
+    ) -> Trace:
+        """A trace from the rows that ranks send (see events.py).
+
+        On real ranks, time 0 is the start of the first event.
+        """
+        trace = cls((), world_size, backend, events_of(unfinished), earlier)
+        trace._rows = list(rows)
+        if trace.earlier:
+            trace._keep_what_all_ranks_kept()
+        if backend != "sim":
+            trace._number_receives_from_anyone()
+        if backend != "sim" and trace.unfinished:
+            trace._end_sends_with_their_receives()
+        if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
+            zero = min([event.start for event in first] + trace._begins())
+            trace.earlier = {rank: of.shifted(zero) for rank, of in trace.earlier.items()}
+            trace.events, trace.unfinished = (
+                [
+                    e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero)
+                    for e in events
+                ]
+                for events in (trace.events, trace.unfinished)
+            )
+        return trace
+
+    def _keep_what_all_ranks_kept(self) -> None:
+        """Sum the events that ended before the time from which on the record of each rank is whole.
+
+        Otherwise one rank's part of a call would be there, and another's not.
+        """
+        whole_from = max(of.until for of in self.earlier.values())
+        old: dict[int, list[Event]] = defaultdict(list)
+        for e in self.events:
+            if e.end <= whole_from:
+                old[e.rank].append(e)
+        self.events = [e for e in self.events if e.end > whole_from]
+        for rank, events in old.items():
+            self.earlier[rank] = self.earlier.get(rank, EarlierEvents()).copy()
+            self.earlier[rank].add(events)
+
+    def _begins(self) -> list[float]:
+        return [of.begin for of in self.earlier.values()]
+
+    def _number_receives_from_anyone(self) -> None:
+        """Number receives from any rank (seq < 0) together with the other receives.
+
+        The others are those from the rank whose message was received.
+        """
+        mixed = {
+            (e.peer, e.rank, e.tag, e.group.name)
+            for e in self.events
+            if e.kind == "recv" and e.seq < 0
+        }
+        if not mixed:
+            return
+        counts: dict[tuple, int] = defaultdict(int)
+        for place, e in sorted(
+            enumerate(self.events), key=lambda entry: (entry[1].posted, abs(entry[1].seq))
+        ):
+            key = (e.peer, e.rank, e.tag, e.group.name)
+            if e.kind == "recv" and key in mixed:
+                counts[key] += 1
+                self.events[place] = e._replace(seq=counts[key])
+
+    def _end_sends_with_their_receives(self) -> None:
+        """Move each send that has ended from `unfinished` to `events`.
+
+        A send for which nobody waited has ended if its receive has.
+        """
+        ends: dict[tuple, float] = {
+            (e.peer, e.rank, e.tag, e.group.name, e.seq): e.end
+            for e in self.events
+            if e.kind == "recv"
+        }
+        known = [
+            (
+                e,
+                ends.get((e.rank, e.peer, e.tag, e.group.name, e.seq))
+                if e.kind == "send"
+                else None,
+            )
+            for e in self.unfinished
+        ]
+        self.unfinished = [e for e, end in known if end is None]
+        self.events = sorted(
+            [
+                *self.events,
+                *(e._replace(end=max(e.start, end)) for e, end in known if end is not None),
+            ],
+            key=BY_TIME,
+        )
+
+    @functools.cached_property
+    def events(self) -> list[Event]:
+        """All events, in order of start, rank and seq.
+
+        They are made from rows at the first access, since a run may have millions.
+        """
+        with collector_paused():
+            events = events_of(self._rows)
+            events.sort(key=BY_TIME)
+        self._rows = []
+        return events
+
+    def __repr__(self) -> str:
+        size = f"{self.world_size} ranks on {self.backend}"
+        unfinished = f", {len(self.unfinished)} calls unfinished" if self.unfinished else ""
+        events = self.kept_text or f"{len(self.events)} events"
+        return (
+            f"<Trace of {size}: {events}, {sum(self.messages_sent)} "
+            f"messages{unfinished}, {self.makespan:.3g} s>"
+        )
+
+    @property
+    def kept_text(self) -> str:
+        """ "the last 100,000 events of 3,400,000", or "" if the trace has all events of its run."""
+        if not self.earlier:
+            return ""
+        kept = sum(event.name != HOST_TIME for event in self.events)
+        return f"the last {kept:,} events of {kept + sum(e.count for e in self.earlier.values()):,}"
+
+    def need_all_events(self, what: str) -> None:
+        """Raise ValueError if the record has the last events of its run only.
+
+        `what`: what would be wrong then, such as "explain".
+        """
+        if self.earlier:
+            raise ValueError(
+                f"{what} needs all events of a run, and this record has {self.kept_text}. Record "
+                "fewer steps, or more events: parallel101 run --last-events N"
+            )
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        """Bytes that each rank sent point to point, by rank.
+
+        torch's own collectives, which are one event a rank, are not counted.
+        """
+        return self._total("send", lambda e: e.nbytes, lambda sums: sums.nbytes)
+
+    @property
+    def bytes_received(self) -> list[int]:
+        """Bytes that each rank received point to point, by rank."""
+        return self._total("recv", lambda e: e.nbytes, lambda sums: sums.nbytes)
+
+    @property
+    def messages_sent(self) -> list[int]:
+        """Point-to-point messages that each rank sent, by rank."""
+        return self._total("send", lambda e: 1, lambda sums: sums.events)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end; 0.0 for an empty trace.
+
+        On sim the seconds are virtual.
+        """
+        starts = [e.start for e in self.events] + self._begins()
+        ends = [e.end for e in self.events] + [of.until for of in self.earlier.values()]
+        return max(ends) - min(starts) if starts else 0.0
+
+    def messages(self) -> list[Message]:
+        """The point-to-point messages, each with both its sides, in the order of their arrival."""
+        if self.earlier:
+            return self._messages_by_number()
+        waiting: dict[tuple, deque[Event]] = defaultdict(deque)
+        for event in sorted((e for e in self.events if e.kind == "send"), key=lambda e: e.seq):
+            waiting[event.rank, event.peer, event.tag, event.group.name].append(event)
+        paired = []
+        for recv in sorted((e for e in self.events if e.kind == "recv"), key=lambda e: e.seq):
+            queue = waiting[recv.peer, recv.rank, recv.tag, recv.group.name]
+            if queue:
+                paired.append(_message(queue.popleft(), recv))
+        return sorted(paired, key=BY_ARRIVAL)
+
+    def _messages_by_number(self) -> list[Message]:
+        """The same if a send or a receive may be among the earlier events.
+
+        A receive from any rank has no number that its send has, and is left out.
+        """
+        sends: dict[tuple, Event] = {
+            (e.rank, e.peer, e.tag, e.group.name, e.seq): e for e in self.events if e.kind == "send"
+        }
+        pairs = [
+            (sends.get((e.peer, e.rank, e.tag, e.group.name, e.seq)), e)
+            for e in self.events
+            if e.kind == "recv"
+        ]
+        paired = [_message(send, recv) for send, recv in pairs if send is not None]
+        return sorted(paired, key=BY_ARRIVAL)
+
+    def spans(self, name: str | None = None) -> list[Event]:
+        """The named spans: all of them, or those called `name`."""
+        return [e for e in self.events if e.kind == "span" and name in (None, e.name)]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the trace as JSON, gzipped if the name ends in .gz. `Trace.load` reads it."""
+        data = json.dumps(self.content()).encode()
+        Path(path).write_bytes(
+            gzip.compress(data, COMPRESSION) if str(path).endswith(".gz") else data
+        )
+
+    def content(self) -> dict[str, Any]:
+        """The trace as JSON has it, for `trace_in`."""
+        groups: dict[EventGroup, int] = {}
+
+        def fields(event: Event) -> tuple:
+            return (
+                *event[:GROUP],
+                groups.setdefault(event.group, len(groups)),
+                *event[GROUP + 1 :],
+            )
+
+        events, unfinished = (
+            [fields(event) for event in events] for events in (self.events, self.unfinished)
+        )
+        head: dict[str, Any] = {
+            "format": WITH_EARLIER if self.earlier else FORMAT,
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "fields": Event._fields,
+        }
+        if self.earlier:
+            head["earlier"] = [
+                _earlier_entry(rank, of, groups, fields) for rank, of in self.earlier.items()
+            ]
+        return {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Trace:
+        """Read what `save` wrote.
+
+        Raises ValueError for any other file, and for one that was cut short or changed.
+        """
+        data = Path(path).read_bytes()
+        try:
+            content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+            found = content["format"]
+        except (ValueError, KeyError, TypeError, EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{path} is not a trace that Trace.save wrote: {error!r}") from error
+        if found not in (FORMAT, WITH_EARLIER):
+            raise ValueError(
+                f"{path} is not a trace that this version can read: its format is {found!r}, and "
+                f"{FORMAT!r} was expected"
+            )
+        try:
+            return trace_in(content)
+        except ValueError as error:
+            raise ValueError(f"{path} is not as Trace.save wrote it: {error}") from error
+
+    def to_chrome(self, path: str | os.PathLike) -> None:
+        """Write a Chrome trace, to open at ui.perfetto.dev or chrome://tracing.
+
+        It has a process for each rank, and an arrow for each message.
+        """
+        slices = chrome_events(self.world_size, self.events, self.unfinished, self.messages())
+        Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ns"}))
+
+    def _total(
+        self, kind: str, amount: Callable[[Event], int], summed: Callable[[Sums], int]
+    ) -> list[int]:
+        totals = [0] * self.world_size
+        for rank, earlier in self.earlier.items():
+            totals[rank] += summed(earlier.sum_of(kind))
+        for event in self.events:
+            if event.kind == kind:
+                totals[event.rank] += amount(event)
+        return totals
+
+
+def _message(send: Event, recv: Event) -> Message:
+    payload = recv.payload if recv.payload is not None else send.payload
+    start = max(send.start, recv.start)
+    return Message(
+        send.rank, recv.rank, send.nbytes, start, max(start, recv.end), payload, send, recv
+    )
+
+
+# ── Reading a file: everything in it is checked here, so the rest of the code only sees traces that
+# Trace.save could have written.
+
+NUMBER, NONE = (int, float), type(None)
+# the JSON type of each field of an Event; a group is an index into the file's list of groups
+FIELDS: dict[str, Any] = {
+    "rank": int,
+    "kind": str,
+    "peer": (int, NONE),
+    "tag": int,
+    "nbytes": int,
+    "start": NUMBER,
+    "end": NUMBER,
+    "where": str,
+    "posted": NUMBER,
+    "group": int,
+    "seq": int,
+    "shape": list,
+    "dtype": str,
+    "payload": (list, NONE),
+    "name": (str, NONE),
+    "args": (dict, NONE),
+    "waiting": bool,
+}
+TYPES = tuple(FIELDS.values())
+GROUP, SHAPE = Event._fields.index("group"), Event._fields.index("shape")
+
+
+def trace_in(content: dict[str, Any]) -> Trace:
+    """The trace in a file's JSON.
+
+    Raises ValueError for an entry that is missing, has another type, or names a rank outside the
+    world.
+    """
+    world_size, backend = _entry(content, "world_size", int), _entry(content, "backend", str)
+    if world_size < 1:
+        raise ValueError(f"its world_size is {world_size}, and it must be at least 1")
+    groups = [_group(entry, world_size) for entry in _entry(content, "groups", list)]
+    with collector_paused():
+        events, unfinished = (
+            [_event(row, groups, world_size) for row in _entry(content, name, list)]
+            for name in ("events", "unfinished")
+        )
+    entries = content.get("earlier", [])
+    earlier = dict(_earlier(entry, groups, world_size) for entry in entries)
+    return Trace(events, world_size, backend, unfinished, earlier)
+
+
+def _entry(content: dict[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(content.get(name), kind):
+        what = (
+            f"its {name!r} is {content[name]!r:.80}" if name in content else f"it has no {name!r}"
+        )
+        raise ValueError(f"{what}, where a {kind.__name__} was expected")
+    return content[name]
+
+
+def _group(entry: Any, world_size: int) -> EventGroup:
+    if isinstance(entry, list) and len(entry) == 3:
+        name, ranks, axis = entry
+        known = isinstance(ranks, list) and all(
+            isinstance(rank, int) and 0 <= rank < world_size for rank in ranks
+        )
+        if isinstance(name, str) and known and isinstance(axis, str | NONE):
+            return EventGroup(name, tuple(ranks), axis)
+    raise ValueError(
+        f"a group is a name, ranks of a world of {world_size}, and an axis or null; one of its "
+        f"groups is {entry!r:.80}"
+    )
+
+
+def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
+    if not isinstance(row, list) or len(row) != len(FIELDS):
+        raise ValueError(
+            f"an event is a list of {len(FIELDS)} fields, and one of its events is {row!r:.80}"
+        )
+    if not all(map(isinstance, row, TYPES)):
+        name, value = next(
+            (name, value)
+            for (name, kind), value in zip(FIELDS.items(), row, strict=True)
+            if not isinstance(value, kind)
+        )
+        raise ValueError(f"one of its events has {value!r:.80} as its {name}")
+    if not 0 <= row[GROUP] < len(groups):
+        raise ValueError(
+            f"one of its events has group {row[GROUP]}, and the file has {len(groups)} groups"
+        )
+    row[GROUP], row[SHAPE] = groups[row[GROUP]], tuple(row[SHAPE])
+    event = Event._make(row)
+    for name, rank in (("rank", event.rank), ("peer", event.peer)):
+        if rank is not None and not 0 <= rank < world_size:
+            raise ValueError(f"one of its events has {name} {rank}, in a world of {world_size}")
+    return event
+
+
+# ── The sums of earlier events in a file: a rank, its numbers, its marks, and a row for each sum
+
+EARLIER: dict[str, Any] = {
+    "rank": int,
+    "count": int,
+    "begin": NUMBER,
+    "until": NUMBER,
+    "waited": NUMBER,
+    "marks": list,
+    "sums": list,
+    "width": NUMBER,
+    "zero": NUMBER,
+    "waits": list,
+}
+# the JSON type of each field of a SumKey, and of its Sums
+SUM_TYPES: tuple[Any, ...] = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
+
+
+def _earlier_entry(
+    rank: int,
+    of: EarlierEvents,
+    groups: dict[EventGroup, int],
+    fields: Callable[[Event], tuple],
+) -> dict[str, Any]:
+    sums = [
+        [*key[:-1], groups.setdefault(key.group, len(groups)), *sums]
+        for key, sums in of.sums.items()
+    ]
+    marks = [fields(mark) for mark in of.marks]
+    numbers = (rank, of.count, of.begin, of.until, of.waited)
+    waits = (of.waits.width, of.waits.zero, list(of.waits.seconds.items()))
+    return dict(zip(EARLIER, (*numbers, marks, sums, *waits), strict=True))
+
+
+def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, EarlierEvents]:
+    for name, kind in EARLIER.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
+            raise ValueError(f"its sums of earlier events have no {name!r}: {entry!r:.80}")
+    sums = {}
+    for row in entry["sums"]:
+        if not isinstance(row, list) or len(row) != len(SUM_TYPES):
+            raise ValueError(f"a sum is a list of {len(SUM_TYPES)} fields, and one is {row!r:.80}")
+        if not all(map(isinstance, row, SUM_TYPES)) or not 0 <= row[4] < len(groups):
+            raise ValueError(f"one of its sums is {row!r:.80}")
+        if row[3] is not None and not 0 <= row[3] < size:
+            raise ValueError(f"one of its sums has peer {row[3]}, in a world of {size}")
+        kind, name, where, peer, group, *numbers = row
+        sums[SumKey(kind, name, where, peer, groups[group])] = Sums(*numbers)
+    if not 0 <= entry["rank"] < size:
+        raise ValueError(f"its earlier events are of rank {entry['rank']}, in a world of {size}")
+    marks = [_event(row, groups, size) for row in entry["marks"]]
+    for part in entry["waits"]:
+        if [type(number) for number in part] not in ([int, float], [int, int]):
+            raise ValueError(f"one of its times of waiting is {part!r:.80}")
+    if not entry["width"] > 0:
+        raise ValueError(f"its times of waiting are {entry['width']} s wide")
+    waits = TimeBins(entry["width"], entry["zero"], dict(entry["waits"]))
+    count, begin, until, waited = (entry[name] for name in tuple(EARLIER)[1:5])
+    return entry["rank"], EarlierEvents(count, begin, until, waited, sums, marks, waits)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Switch Python's garbage collector off while many objects are made and none is garbage.
+
+    Otherwise it would look through all of them again and again, which takes several times as long
+    as making them.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

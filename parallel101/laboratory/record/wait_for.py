@@ -1,0 +1,404 @@
+"""The wait-for graph of the ranks: who waits for whom, and whether that is a deadlock.
+
+    rank 0 ──waits for──▶ rank 1 ──▶ rank 2 ──▶ rank 0      a cycle: a deadlock
+    rank 3 ──waits for──▶ rank 0                            stuck: rank 0 is in a cycle
+    rank 4 ──waits for──▶ rank 5, which has returned        stuck
+    rank 6 ──waits for──▶ rank 7, which still runs          not stuck: rank 7 may still post its
+                                                            side of the message
+
+`find_deadlock` decides this for calls whose state is known exactly, as on sim. On real ranks,
+`WaitForGraph` knows only what each rank last reported. That is enough to be certain: the counts of
+what a rank has posted only grow, and a blocked rank posts nothing. So the newest reports of all
+ranks, though taken at different times, describe one moment: the time of the last of them.
+
+A rank whose program handles the error of its own time limit goes on after it. So it counts as one
+that still runs. What it waits for is reported all the same, while the run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parallel101.laboratory.record.calls import Call, CallKey, tag_text
+from parallel101.laboratory.record.errors import DeadlockError, Waiting
+from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.record.where import shown
+
+# seconds for which a deadlock must last before it is reported: longer than the interval of the
+# reports
+CONFIRM_AFTER = 0.15
+# the same if a work object was dropped: it is not known whether its message had been sent before
+CONFIRM_DROPPED_AFTER = 0.8
+
+
+def find_deadlock(
+    waits: Mapping[int, Call],
+    missing: Callable[[Call], Collection[int]],
+    returned: Collection[int],
+    notes: Sequence[tuple[str, str]] = (),
+) -> DeadlockError | None:
+    """The deadlock among the ranks, if there is one.
+
+    Args:
+        waits: for each rank that is blocked, the call in which it is blocked.
+        missing: the ranks that a call needs and that have not posted their part of it. Empty: it is
+            in flight, and will end.
+        returned: ranks that have finished and will post nothing more.
+        notes: other causes that are known already, for the error's notes.
+
+    A rank can go on if its call is in flight, or if a rank that it misses is neither blocked nor
+    finished. A receive from any rank needs one of its peers; every other call needs all of them.
+    The ranks that are left when no more ranks can go on are stuck.
+    """
+    stuck, gone = dict(waits), set(returned)
+
+    def can_go_on(call: Call) -> bool:
+        lacking = missing(call)
+        never = [peer for peer in lacking if peer in stuck or peer in gone]
+        return len(never) < len(lacking) if call.from_anyone else not never
+
+    while free := [rank for rank, call in stuck.items() if not missing(call) or can_go_on(call)]:
+        for rank in free:
+            del stuck[rank]
+    if not stuck:
+        return None
+    needs = {rank: sorted(missing(call)) for rank, call in stuck.items()}
+    waiting: dict[int, tuple[str, int | tuple[int, ...] | None, str]] = {}
+    for rank, call in sorted(stuck.items()):
+        first, *others = needs[rank]
+        peer = None if call.from_anyone else (first, *others) if others else first
+        waiting[rank] = (call.kind, peer, call.where)
+    return DeadlockError(
+        waiting,
+        cycle(needs),
+        [r for r in gone if any(r in need for need in needs.values())],
+        notes=[*notes, *_unmatched_waits(stuck)],
+    )
+
+
+def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
+    """The first cycle in the wait-for graph, its smallest rank first. Empty if there is none."""
+    for start in sorted(needs):
+        path: list[int] = []
+        rank = start
+        while rank in needs and rank not in path:
+            path.append(rank)
+            onward = [peer for peer in needs[rank] if peer in needs]
+            if not onward:
+                break
+            rank = onward[0]
+        else:
+            if rank in path:
+                found = path[path.index(rank) :]
+                smallest = found.index(min(found))
+                return found[smallest:] + found[:smallest]
+    return []
+
+
+def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
+    """Notes on a send and a receive of the same ranks whose tags or groups differ."""
+    notes = []
+    for send in waits.values():
+        receive = waits.get(send.peers[0]) if send.kind == "send" else None
+        if receive is not None and receive.kind == "recv" and receive.peers in ((send.rank,), ()):
+            pair = f"rank {send.rank} sends to rank {receive.rank}"
+            if send.group != receive.group:
+                notes.append(
+                    (
+                        f"{pair} in one group, and rank {receive.rank} receives in another. Use "
+                        "the same group on both sides",
+                        "",
+                    )
+                )
+            elif send.tag != receive.tag:
+                theirs = f"rank {receive.rank} receives with {tag_text(receive.tag)}"
+                notes.append(
+                    (
+                        f"{pair} with {tag_text(send.tag)}, and {theirs}. Use the same tag on both "
+                        "sides",
+                        "",
+                    )
+                )
+    return notes
+
+
+@dataclass
+class RankStatus:
+    """What a rank has reported.
+
+    If it is blocked, it has the call in which it is, and what it had posted by then.
+    """
+
+    blocked: Call | None = None
+    returned: bool = False
+    posted: Mapping[CallKey, int] = field(default_factory=dict)  # messages
+    collectives: Mapping[str, int] = field(default_factory=dict)  # by group
+    # messages whose work object was dropped, and where it was posted
+    dropped: Mapping[tuple[CallKey, int], str] = field(default_factory=dict)
+    # by group, its last collectives (Call.operation), the newest last
+    recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # where the newest message with a key was posted
+    places: Mapping[CallKey, str] = field(default_factory=dict)
+    # seconds after which the blocked call ends with an error that the program handles (see
+    # PostedCall.caught_after)
+    limit: float | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it is blocked in a call that no time limit ends."""
+        return self.blocked is not None and self.limit is None
+
+    def operation(self, group: str, seq: int) -> str | None:
+        """What this rank called as the seq-th collective of a group.
+
+        None: nothing yet. "": too long ago to be known.
+        """
+        back = self.collectives.get(group, 0) - seq
+        recent = self.recent.get(group, ())
+        return None if back < 0 else recent[-1 - back] if back < len(recent) else ""
+
+
+class WaitForGraph:
+    """The newest reports of all ranks, and the deadlock among them.
+
+    Set `ranks[r]` to what rank r reports.
+    """
+
+    def __init__(self, world_size: int):
+        self.ranks = [RankStatus() for _ in range(world_size)]
+        self.suspected: DeadlockError | None = None
+        self.due = 0.0
+        self.limited: DeadlockError | None = None  # the same, of waits that a time limit ends
+        self.limited_due = 0.0
+        self.told: list[Waiting] = []  # the waits of which `report_of_limits` has told
+
+    def confirmed_deadlock(self, now: float) -> DeadlockError | None:
+        """The deadlock among the ranks, once it has lasted long enough.
+
+        If one is only `suspected`, ask again at the time `due`.
+        """
+        found, patience = self.deadlock(), CONFIRM_AFTER
+        if found is None:
+            found, patience = self.deadlock(without_dropped=True), CONFIRM_DROPPED_AFTER
+        if found is None:
+            self.suspected = None
+        elif self.suspected is None or self.suspected.waiting != found.waiting:
+            self.suspected, self.due = found, now + patience
+        return self.suspected if self.suspected is not None and now >= self.due else None
+
+    def report_of_limits(self, now: float) -> str | None:
+        """A report of ranks that wait for each other until the program's own time limit.
+
+        It comes once for the same lines, when they have waited as long as for a deadlock. None: no
+        news. The run goes on.
+        """
+        if all(status.limit is None for status in self.ranks):
+            self.limited = None
+            return None
+        found = self.deadlock(with_limits=True)
+        if found is None or found.waiting in self.told:
+            self.limited = None
+            return None
+        if self.limited is None or self.limited.waiting != found.waiting:
+            self.limited, self.limited_due = found, now + CONFIRM_AFTER
+        if now < self.limited_due:
+            return None
+        self.told.append(found.waiting)
+        first = min(self.ranks[rank].limit or math.inf for rank in found.waiting)
+        ranks = [rank for rank in found.waiting if self.ranks[rank].limit is not None]
+        its = "its own time limit" if len(ranks) == 1 else "their own time limits"
+        after = f"the first after {first:g} s" if len(ranks) > 1 else f"after {first:g} s"
+        return f"{found}\n  {ranks_text(ranks)} will go on by {its}, {after}: the run is not ended"
+
+    @property
+    def next_look(self) -> float:
+        """When to ask again, if nothing changes before."""
+        return min(
+            self.due if self.suspected is not None else math.inf,
+            self.limited_due if self.limited is not None else math.inf,
+        )
+
+    def deadlock(
+        self, without_dropped: bool = False, with_limits: bool = False
+    ) -> DeadlockError | None:
+        """The deadlock according to the present reports. None while a rank may still go on.
+
+        Args:
+            without_dropped: assume that messages whose work object was dropped are never sent.
+            with_limits: assume that the program's own time limits never end a wait.
+        """
+        waits = {
+            rank: status.blocked
+            for rank, status in enumerate(self.ranks)
+            if status.blocked is not None and (status.stuck or with_limits)
+        }
+        if not waits:
+            return None
+        returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
+        found = find_deadlock(waits, lambda call: self.missing(call, without_dropped), returned)
+        if found is None:
+            return None
+        stuck = [
+            rank
+            for rank in range(len(self.ranks))
+            if rank in found.waiting or self.ranks[rank].returned
+        ]
+        notes = (
+            found.notes
+            + self._different_collectives(found.waiting)
+            + ([] if found.notes else self._unmatched_messages(stuck))
+        )
+        return DeadlockError(
+            found.waiting,
+            found.cycle,
+            found.returned,
+            self.dropped_works() if without_dropped else (),
+            notes,
+        )
+
+    def stall_error(self, checked: bool) -> DeadlockError:
+        """The error for ranks that make no progress although all they wait for was posted."""
+        waiting = {}
+        for rank, status in enumerate(self.ranks):
+            if (call := status.blocked) is not None:
+                waiting[rank] = (
+                    call.kind,
+                    call.peers[0] if len(call.peers) == 1 else call.peers or None,
+                    call.where,
+                )
+        advice = (
+            ""
+            if checked
+            else (
+                " Run it again with trace=True: this compares all calls and names those that do "
+                "not match."
+            )
+        )
+        sizes = "" if self.receive_dropped else f". Most likely the sizes do not match.{advice}"
+        note = f"everything that the ranks wait for was posted, and still nothing moves{sizes}"
+        notes = self._different_collectives(range(len(self.ranks))) or [(note, "")]
+        returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
+        return DeadlockError(
+            waiting,
+            returned=returned,
+            dropped=self.dropped_works() if self.receive_dropped else (),
+            notes=notes,
+        )
+
+    def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
+        """The ranks that have not posted their part of a call, according to the reports.
+
+        (A rank that runs may still post it.)
+        """
+
+        def count(rank: int, kind: str, peer: int | None) -> int:
+            key = (kind, peer, call.tag, call.group)
+            lost = (
+                sum(dropped == key for dropped, _ in self.ranks[rank].dropped)
+                if without_dropped
+                else 0
+            )
+            return self.ranks[rank].posted.get(key, 0) - lost
+
+        if call.kind == "send":
+            return [
+                peer
+                for peer in call.peers
+                if count(peer, "recv", call.rank) + count(peer, "recv", None) < call.seq
+            ]
+        if call.kind == "recv" and len(call.peers) == 1:
+            return [peer for peer in call.peers if count(peer, "send", call.rank) < call.seq]
+        if call.kind == "recv":
+            sent = sum(count(peer, "send", call.rank) for peer in call.peers)
+            wanted = count(call.rank, "recv", None) + sum(
+                count(call.rank, "recv", peer) for peer in call.peers
+            )
+            return [] if sent >= wanted else list(call.peers)
+        return [
+            peer
+            for peer in call.peers
+            if self.ranks[peer].operation(call.group, call.seq) not in (call.operation, "")
+        ]
+
+    def _different_collectives(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
+        """Notes on collectives in which the ranks of a group call different operations."""
+        notes = []
+        calls = [
+            call
+            for rank in ranks
+            if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")
+        ]
+        made = max((status.collectives.get("new_group", 0) for status in self.ranks), default=0)
+        # groups made in a different order may block only when they are used
+        groups = {("new_group", seq) for seq in range(1, made + 1)}
+        for group, seq in sorted({(call.group, call.seq) for call in calls} | groups):
+            operations: dict[str, list[int]] = {}
+            for rank, status in enumerate(self.ranks):
+                if operation := status.operation(group, seq):
+                    operations.setdefault(operation, []).append(rank)
+            if len(operations) > 1:
+                called = ", ".join(
+                    f"{operation} on {ranks_text(who)}" for operation, who in operations.items()
+                )
+                notes.append(
+                    (
+                        f"the ranks call different collectives: {called}. All must call the same "
+                        "ones in the same order",
+                        "",
+                    )
+                )
+        return notes
+
+    def _unmatched_messages(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
+        """Notes on messages that one side posted and the other never will.
+
+        Messages for which a rank is shown to wait are left out.
+        """
+        notes = []
+        for rank in ranks:
+            status = self.ranks[rank]
+            for (kind, peer, tag, group), count in status.posted.items():
+                if kind not in ("send", "recv") or peer is None or peer not in ranks:
+                    continue
+                theirs = self.ranks[peer].posted
+                other = "recv" if kind == "send" else "send"
+                if theirs.get(("recv", None, tag, group)) or status.posted.get(
+                    ("recv", None, tag, group)
+                ):
+                    continue  # it is not known which message a receive from any rank takes
+                blocked = status.blocked
+                waited = (
+                    blocked is not None
+                    and (blocked.kind, blocked.tag, blocked.group) == (kind, tag, group)
+                    and peer in blocked.peers
+                )
+                lost = sum(key == (kind, peer, tag, group) for key, _ in status.dropped)
+                if (count := count - theirs.get((other, rank, tag, group), 0) - waited - lost) > 0:
+                    what, to, lacking = (
+                        ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
+                    )
+                    posted = f"{count} {what}s" if count > 1 else f"a {what}"
+                    with_tag = f" with {tag_text(tag)}" if tag else ""
+                    note = (
+                        f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank {peer} "
+                        f"posted no matching {lacking}"
+                    )
+                    notes.append((note, status.places.get((kind, peer, tag, group), "")))
+        return notes
+
+    @property
+    def receive_dropped(self) -> bool:
+        """Whether a rank has dropped the work of a receive without a wait()."""
+        return any(kind == "recv" for status in self.ranks for (kind, *_), _ in status.dropped)
+
+    def dropped_works(self) -> list[str]:
+        """Descriptions of the messages whose work was dropped without a wait()."""
+        return [
+            f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} "
+            f"{'any rank' if peer is None else f'rank {peer}'} and dropped its work object without "
+            f"a wait(), at {shown(where)}"
+            for rank, status in enumerate(self.ranks)
+            for ((kind, peer, _, _), _), where in status.dropped.items()
+        ]

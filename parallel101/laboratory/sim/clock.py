@@ -1,0 +1,535 @@
+"""The sim's scheduler and virtual clock.
+
+Each virtual rank is a thread, exactly one of them runs at a time, and all share one time.
+
+    1. All ranks that can run at time T run, the lowest first, until each blocks. Running takes no
+       virtual time.
+    2. Messages that are ready get the free links of the network (network.py).
+    3. T moves to the next scheduled event, and the ranks that it frees can run again.
+
+So a run is the same every time, to the last bit. If no rank can run and nothing is scheduled, the
+run is stopped as a deadlock, at once. What ranks do while it is their turn is not in this file:
+message_matching.py has the sends and receives, group.py the collectives.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from _thread import LockType, allocate_lock, get_ident
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel101.laboratory.record.calls import Call, CallChecker, call_to_compare
+from parallel101.laboratory.record.errors import broken_connection, reports_another
+from parallel101.laboratory.record.events import EventGroups, EventRow, span_event
+from parallel101.laboratory.record.wait_for import find_deadlock
+from parallel101.laboratory.record.where import caller, where
+from parallel101.laboratory.sim.limits import TimeLimits, Waitable
+from parallel101.laboratory.sim.network import Links, Network, TimedEvent
+from parallel101.spans import record_into
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.sim.mirrored import MirroredAxes
+
+# polls per rank while nothing is scheduled; after that, polling in a loop counts as waiting, and is
+# a deadlock
+MAX_IDLE_POLLS = 1000
+
+
+class RankCancelled(BaseException):
+    """Ends the other ranks of a run that has failed.
+
+    It is no Exception, so that `except Exception` in a rank's code lets it pass.
+    """
+
+
+class VirtualRank:
+    """A virtual rank: its thread, its own clock, and what it waits for.
+
+    Its clock is ahead of the world's after `compute`.
+    """
+
+    __slots__ = (
+        "agreements",
+        "clock",
+        "finished",
+        "finished_futures",
+        "groups",
+        "in_flight",
+        "index",
+        "interrupted",
+        "number",
+        "polled_at",
+        "record_waits",
+        "send_order",
+        "spans",
+        "thread",
+        "turn",
+        "unfinished_futures",
+        "unwaited",
+        "waiting",
+        "wakes",
+        "world",
+    )
+
+    def __init__(self, number: int, index: int, world: World):
+        self.number = number
+        self.index = index  # its place among the ranks that have a thread
+        self.world = world
+        self.clock = 0.0
+        # its thread acquires this lock to wait for its turn; the thread that ran before releases it
+        self.turn: LockType = allocate_lock()
+        self.turn.acquire()
+        self.thread = 0
+        self.wakes = False  # it will run at the present time
+        self.finished = False
+        self.groups: list[Any] = []  # its view of each of its process groups
+        self.waiting: Waitable | None = None
+        # what its wait raises when it runs next, although its work is not done
+        self.interrupted: Exception | None = None
+        self.in_flight = 0  # messages that it has sent and that have not arrived
+        self.send_order = 0  # numbers those messages, from 0 whenever there are none
+        self.spans = 0
+        # whether each time in which it is blocked in a call becomes a span
+        self.record_waits = False
+        # how many collectives of parallel101's own it has called, by kind and group
+        self.agreements: dict[str, int] = {}
+        self.polled_at = -1.0  # when it last asked whether a work is done, and it was not
+        self.unfinished_futures: list[Any] = []  # works that have a torch future and have not ended
+        # sends and receives that have ended and for which it has not waited
+        self.unwaited: set[Any] = set()
+        # works that have ended, and whose future is to be set on the rank's own thread
+        self.finished_futures: list[Any] = []
+
+    def fire(self) -> None:
+        """The world's time has reached the rank's clock."""
+        self.world.wake(self)
+
+    def set_futures(self) -> None:
+        """Set the futures of works that have ended, on the rank's own thread."""
+        while self.finished_futures:
+            self.finished_futures.pop(0).set_future()
+
+    # ---- the rank's recorder: see spans.py ----
+
+    def now(self) -> float:
+        return max(self.clock, self.world.now)
+
+    def compute(self, seconds: float) -> None:
+        self.clock = self.now() + seconds
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        return self.world.unrecorded(self)
+
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
+        if self.world.mirrors is not None:  # the ranks without a thread never call
+            line = f"{kind} {within} {ranks[0]} {ranks[-1]} {len(ranks)}"
+            self.agreements[line] = self.agreements.get(line, 0) + 1
+            return self.agreements[line]
+        call = call_to_compare(self.number, kind, ranks, within, alike, self.agreements)
+        self.world.check(call)
+        return call.seq
+
+    def add_span(
+        self, name: str, start: float, end: float, args: dict[str, Any], waiting: bool = False
+    ) -> None:
+        span = span_event(
+            rank=self.number,
+            name=name,
+            start=start,
+            end=end,
+            seq=self.spans,
+            where=caller(),
+            labels=args,
+            waiting=waiting,
+        )
+        self.world.events.append(tuple(span))
+        self.spans += 1
+
+
+class World:
+    """All virtual ranks of a run, and their common time.
+
+    Args:
+        size: how many ranks.
+        network: what is between them.
+        mirrors: which of them have a thread, and stand for the others; None: all have one.
+    """
+
+    def __init__(self, size: int, network: Network, mirrors: MirroredAxes | None = None):
+        self.size = size
+        self.network = network
+        self.mirrors = mirrors
+        self.route = network.router(size) if mirrors is None else mirrors.router(network)
+        self.now = 0.0
+        self.round = 0  # how often ranks have run at this time before
+        numbers = range(size) if mirrors is None else mirrors.present
+        self.ranks = [VirtualRank(number, index, self) for index, number in enumerate(numbers)]
+        self.links = Links(self.schedule)
+        self.limits = TimeLimits(self)
+        self.events: list[EventRow] = []
+        self.recording = True  # whether anybody will read them
+        self.event_groups = EventGroups()
+        self.failure: BaseException | None = None
+        self.failed_rank: int | None = None
+        self.call_checker = CallChecker()
+        # a better explanation than a deadlock, when nothing goes on
+        self.find_misuse: Callable[[], Exception | None] = lambda: None
+        # what else to say about a deadlock: (sentence, "file:line")
+        self.deadlock_notes: Callable[[], list[tuple[str, str]]] = list
+        # the world of the ranks that are in unrecorded(): see second_world.py
+        self.second: World | None = None
+        self.unrecorded: Callable[[VirtualRank], AbstractContextManager[None]] = lambda _: (
+            nullcontext()
+        )
+        # the first exception that reports another rank's failure
+        self._report: tuple[BaseException, VirtualRank] | None = None
+        self._switch: Callable[[int, int], None] = lambda old, new: None
+        self._current = 0
+        self._ready: list[int] = []  # the ranks that still run at this time, the next one last
+        self._woken: list[int] = []
+        self._pollers: list[VirtualRank] = []
+        self._idle_polls = 0
+        self._scheduled: dict[float, list[TimedEvent]] = {}
+        self._times: list[float] = []  # a heap of the keys of `_scheduled`
+        self._threads: set[threading.Thread] = set()
+        self._main = allocate_lock()
+        self._job: Callable[[], None] | None = None
+        self._job_done = allocate_lock()
+
+    # ---- a run, from the thread that starts it ----
+
+    def run(self, rank_main: Callable[[int], Any], switch: Callable[[int, int], None]) -> list[Any]:
+        """Run `rank_main(rank)` on every rank, and return what they returned.
+
+        What went wrong is in `failure`. `switch(index, next_index)` is called whenever one rank
+        stops running and another starts.
+        """
+        self._switch = switch
+        results: list[Any] = [None] * len(self.ranks)
+        self._main.acquire()
+        self._job_done.acquire()
+        threads = [
+            threading.Thread(
+                target=self._run_rank,
+                args=(rank, rank_main, results),
+                name=f"rank {rank.number}",
+                daemon=True,
+            )
+            for rank in self.ranks
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._threads = set(threading.enumerate())
+            for rank in self.ranks:
+                self.wake(rank)
+            self._ready, self._woken = self._woken[::-1], []
+            self._give_turn(self._next())
+            while True:
+                self._main.acquire()
+                if self._job is None:
+                    break
+                try:
+                    self._job()
+                except Exception as error:
+                    self.fail(error)
+                self._job = None
+                self._job_done.release()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        for thread in threads:
+            thread.join()
+        return results
+
+    def on_main_thread(self, job: Callable[[], None]) -> None:
+        """Do something on the thread that called `run`.
+
+        No rank's own modes (no_grad, default device, …) are active there.
+        """
+        self._job = job
+        self._main.release()
+        self._job_done.acquire()
+
+    # ---- what ranks, messages and collectives call ----
+
+    def schedule(self, time: float, event: TimedEvent) -> None:
+        """Let `event.fire()` be called at `time`."""
+        events = self._scheduled.get(time)
+        if events is None:
+            self._scheduled[time] = [event]
+            heappush(self._times, time)
+        else:
+            events.append(event)
+
+    def in_flight(self) -> list[TimedEvent]:
+        """What waits for links, or has a time at which it will end."""
+        return [
+            *self.links.waiting(),
+            *(event for events in self._scheduled.values() for event in events),
+        ]
+
+    def keep_holds(self) -> None:
+        """Note from now on which links are held, so that time may go back."""
+        events = ((time, event) for time, events in self._scheduled.items() for event in events)
+        self.links.held = [
+            (self.now, time, hop)
+            for time, event in events
+            for hop in getattr(event, "hops", ())[-1:]
+        ]
+
+    def wake(self, rank: VirtualRank) -> None:
+        """Let a rank run at the present time."""
+        if not rank.wakes and not rank.finished:
+            rank.wakes = True
+            self._woken.append(rank.index)
+
+    def enter(self, rank: VirtualRank) -> None:
+        """Wait until the world's time reaches the rank's own clock, before it communicates."""
+        if self.failure is not None:
+            raise RankCancelled
+        if rank.clock > self.now:
+            self.schedule(rank.clock, rank)
+            while rank.clock > self.now:
+                self.block(rank)
+
+    def block(self, rank: VirtualRank) -> None:
+        """Let others run until somebody wakes this rank. Called on the rank's own thread."""
+        if get_ident() != rank.thread:
+            raise RuntimeError(
+                f"rank {rank.number} waits for a message or a collective on a thread that it "
+                "started itself. On the sim backend, a rank can wait only on its own thread"
+            )
+        following = self._next()
+        if following is not rank:
+            self._give_turn(following)
+            rank.turn.acquire()
+        if self.failure is not None:
+            raise RankCancelled
+        rank.set_futures()
+
+    def wait(self, rank: VirtualRank, work: Waitable, seconds: float | None = None) -> None:
+        """Block a rank until a work is done, or until the program's time limit, if it has one.
+
+        See limits.py.
+        """
+        if self.failure is not None:
+            raise RankCancelled
+        if seconds is not None or self.limits.in_use:
+            self.limits.begin(rank, work, seconds)
+        # a future's callback may wait while its rank waits for something else
+        outer, rank.waiting = rank.waiting, work
+        began, call = rank.now(), work.call() if rank.record_waits else None
+        while not work.done and rank.interrupted is None:
+            self.block(rank)
+        rank.waiting = outer
+        if rank.interrupted is not None:
+            error, rank.interrupted = rank.interrupted, None
+            raise error
+        if call is not None and self.now > began:
+            rank.add_span(call.kind, began, self.now, call.wait_labels, waiting=True)
+
+    def poll(self, rank: VirtualRank, work: Waitable) -> None:
+        """A rank asked whether a work is done, and it is not.
+
+        If it asks twice at the same time, time passes: a loop that asks must end.
+        """
+        outer, rank.waiting = rank.waiting, work
+        if rank.clock > self.now:
+            self.enter(rank)
+        elif rank.polled_at == self.now:
+            self._pollers.append(rank)
+            self.block(rank)
+        rank.polled_at = self.now
+        rank.waiting = outer
+
+    def check(self, call: Call) -> None:
+        """Compare the ranks' calls of a collective of parallel101's own.
+
+        When all have called and they differ, the run fails.
+        """
+        self.call_checker.check(call)
+        if len(self.call_checker.differing) == len(call.peers) + 1:
+            self.fail(
+                self.call_checker.error() or AssertionError("calls that differ have no error")
+            )
+            raise RankCancelled
+
+    def fail(self, error: BaseException, rank: VirtualRank | None = None) -> None:
+        """End the run: every other rank is cancelled. Only the first failure counts."""
+        if self.failure is None:
+            self.failure = error
+            self.failed_rank = None if rank is None else rank.number
+            if self.second is not None:
+                self.second.failure = error
+
+    def only_rank_threads(self) -> bool:
+        """Whether no thread that a rank has started is still running."""
+        return set(threading.enumerate()) <= self._threads
+
+    # ---- whose turn it is, and when time moves ----
+
+    def _run_rank(
+        self, rank: VirtualRank, rank_main: Callable[[int], Any], results: list[Any]
+    ) -> None:
+        """A rank's thread, from start to end."""
+        rank.thread = get_ident()
+        rank.turn.acquire()
+        record_into(rank, this_thread_only=True)
+        torch.autograd.set_multithreading_enabled(False)  # backward stays on the rank's own thread
+        try:
+            if self.failure is None:
+                results[rank.index] = rank_main(rank.number)
+        except RankCancelled:
+            pass
+        except BaseException as error:
+            self._rank_raised(rank, error)
+        finally:
+            record_into(None, this_thread_only=True)
+            rank.finished = True
+            following = self._next()
+            if following is None:
+                self._main.release()
+            else:
+                self._give_turn(following)
+
+    def _rank_raised(self, rank: VirtualRank, error: BaseException) -> None:
+        """A rank raised an exception.
+
+        It counts from the time on the rank's own clock: another rank may have failed before.
+
+        An exception may only report another rank's failure. Then the run goes on until that rank
+        raises its own exception, which is the cause, or until no rank can run any more.
+        """
+        try:
+            self.enter(rank)
+        except RankCancelled:
+            return
+        if not (reports_another(error, rank.number) or broken_connection(error)):
+            self.fail(error, rank)
+        elif self._report is None:
+            self._report = error, rank
+
+    def _give_turn(self, rank: VirtualRank | None) -> None:
+        # impossible: a rank that gives its turn away before it has finished is woken or cancelled
+        # later
+        if rank is None:
+            raise AssertionError("no virtual rank can run, but the run has not ended")
+        if rank.index != self._current:
+            self._switch(self._current, rank.index)
+            self._current = rank.index
+        rank.turn.release()
+
+    def _next(self) -> VirtualRank | None:
+        """The rank that runs next; time moves on if none can run now. None if all have finished."""
+        while True:
+            if self.failure is not None:
+                return next((rank for rank in self.ranks if not rank.finished), None)
+            if self._ready:
+                rank = self.ranks[self._ready.pop()]
+                rank.wakes = False
+                return rank
+            try:
+                if not self._advance():
+                    return None
+            except Exception as error:
+                # ours or torch's, while moving data: this rank must still pass the turn on
+                self.fail(error)
+
+    def _advance(self) -> bool:
+        """No rank can run now: time moves, in the second world if it can.
+
+        False if all ranks have finished.
+        """
+        if (self.second is not None and self.second.move()) or self.move():
+            self._idle_polls = 0
+        elif not self._pollers or self._polled_too_often():
+            if self._report is not None:
+                self.fail(*self._report)
+            elif all(rank.finished for rank in self.ranks):
+                return False
+            else:
+                self.fail(self._explanation())
+        for rank in self._pollers:
+            rank.world.wake(rank)
+        self._pollers.clear()
+        self._woken.sort(reverse=True)
+        self._ready, self._woken = self._woken, []
+        return True
+
+    def move(self) -> bool:
+        """Messages get their links, and time moves to the next event. False if there is none."""
+        links = self.links
+        if links.requests or links.freed:
+            links.arbitrate(self.now)
+        limit = self.limits.next() if self.limits.waits else None
+        if limit is not None and (not self._times or limit < self._times[0]):
+            if (error := self._proven()) is not None:
+                self.fail(error)
+                return True
+            self.now = limit
+            self.limits.expire()
+        elif self._times:
+            before, self.now = self.now, heappop(self._times)
+            self.round = self.round + 1 if self.now == before else 0
+            if self.now < before:  # a rank has left unrecorded(): see second_world.py
+                links.go_back(self.now, before)
+            for event in self._scheduled.pop(self.now):
+                event.fire()
+        else:
+            return False
+        return True
+
+    def _polled_too_often(self) -> bool:
+        self._idle_polls += 1
+        return self._idle_polls > MAX_IDLE_POLLS
+
+    def _explanation(self) -> Exception:
+        """Why no rank can go on."""
+        worlds = [self, self.second] if self.second is not None else [self]
+        waits, deadlock = self._deadlock(worlds)
+        return (
+            self._misuse(worlds)
+            or deadlock
+            or AssertionError(f"no virtual rank can run, but none waits for another: {waits}")
+        )
+
+    def _proven(self) -> Exception | None:
+        """Why ranks can never go on, although the time limit of a group would end their wait."""
+        worlds = [self, self.second] if self.second is not None else [self]
+        others = {rank.number for rank in self._pollers}.union(
+            *(w.limits.handled() for w in worlds)
+        )
+        _, deadlock = self._deadlock(worlds, but=others)
+        return deadlock and (self._misuse(worlds) or deadlock)
+
+    def _misuse(self, worlds: Sequence[World]) -> Exception | None:
+        found = (world.find_misuse() or world.call_checker.error() for world in worlds)
+        return next(filter(None, found), None)
+
+    def _deadlock(
+        self, worlds: Sequence[World], but: Collection[int] = ()
+    ) -> tuple[dict[int, Call], Exception | None]:
+        """The calls in which ranks wait, and the deadlock among them. `but`: ranks that go on."""
+        waits = {
+            rank.number: rank.waiting
+            for world in worlds
+            for rank in world.ranks
+            if rank.waiting is not None and not rank.finished and rank.number not in but
+        }
+        threads = {rank.number: rank.thread for rank in self.ranks}
+        # where each rank is blocked, which may be some lines after its call
+        places = {thread: where(frame) for thread, frame in sys._current_frames().items()}
+        calls = {
+            number: work.call()._replace(where=places.get(threads[number], where(None)))
+            for number, work in waits.items()
+        }
+        returned = [rank.number for rank in self.ranks if rank.finished]
+        notes = [note for world in worlds for note in world.deadlock_notes()]
+        return calls, find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)

@@ -1,0 +1,241 @@
+"""Process groups in which some ranks have no thread: see mirrored.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.errors import MisuseError
+from parallel101.laboratory.record.events import EventGroup
+from parallel101.laboratory.record.where import caller
+from parallel101.laboratory.sim.clock import World
+from parallel101.laboratory.sim.group import (
+    CollectiveWork,
+    RunningCollective,
+    SharedState,
+    SimGroup,
+)
+from parallel101.laboratory.sim.message_matching import (
+    RecvWork,
+    SendWork,
+    UnmatchedMessages,
+    refuse,
+)
+from parallel101.laboratory.sim.mirrored import MirroredAxes
+from parallel101.laboratory.sim.mirrored_exchange import Exchange, MirroredComm, PostedExchange
+from parallel101.spans import Collective
+
+# the collectives that give a rank what others have, as it is: by symmetry that is its own
+GIVE = ("all_gather", "all_gather_async", "barrier", "broadcast")
+
+
+def mirrors_of(world: World) -> MirroredAxes:
+    assert world.mirrors is not None
+    return world.mirrors
+
+
+class MirroredLine:
+    """The ranks of a collective, and which of their messages meet.
+
+    Position p's message to position p + k meets the receive of position p from p − k.
+    """
+
+    def __init__(self, ranks: Sequence[int], number: int, world: World):
+        mirrors = mirrors_of(world)
+        self.number = number
+        self.position = {rank: position for position, rank in enumerate(ranks)}
+        self.stands = [mirrors.representative(rank) for rank in ranks]
+        # those that have a thread, in order, and the place of each among them
+        self.threads = list(dict.fromkeys(self.stands))
+        self.place = {rank: place for place, rank in enumerate(self.threads)}
+        self.whole = len(self.threads) == len(ranks)
+
+    def channel(self, src: int, dst: int, sent: bool, tag: int) -> tuple:
+        """What both sides of a message have in common. `sent`: asked by its sender."""
+        if self.whole:
+            return tag, src, dst
+        ranks, threads = len(self.stands), len(self.threads)
+        steps = (self.position[dst] - self.position[src]) % ranks
+        if 2 * steps > ranks:  # the other way round is shorter
+            steps -= ranks
+        places = self.place[self.stands[abs(steps)]] * (1 if steps > 0 else -1)
+        if sent:
+            dst = self.threads[(self.place[src] + places) % threads]
+        else:
+            src = self.threads[(self.place[dst] - places) % threads]
+        return tag, src, dst, steps, self.number
+
+
+class MirroredChannels(dict):
+    """One rank's view of a group's channels.
+
+    PointToPointGroup asks for (tag · size + source) · size + receiver, and makes what isn't there.
+    """
+
+    def __init__(self, group: MirroredGroup, channels: dict):
+        super().__init__()
+        self.group, self.channels = group, channels
+        self.collective: object = None
+        self.found: dict[int, list] = {}  # of this collective
+        self.of: dict[int, tuple[Collective | None, dict[int, list]]] = {}
+
+    def get(self, key: int, default: object = None) -> list:
+        collective = self.group.collective
+        if collective is not self.collective:
+            self.collective = collective
+            self.found = self.of.setdefault(id(collective), (collective, {}))[1]  # type: ignore[arg-type]
+        channel = self.found.get(key)
+        if channel is None:
+            channel = self.found[key] = self.channels.setdefault(self.common(key), [0])
+        return channel
+
+    def common(self, key: int) -> tuple:
+        group = self.group
+        size, me = group.world.size, group.member.number
+        tag, src, dst = key // size // size, key // size % size, key % size
+        if isinstance(group.collective, Collective):
+            line = group.line_of(group.collective.ranks)
+            return line.channel(src, dst, src == me, tag)
+        mirrors = mirrors_of(group.world)
+        steps = mirrors.back(dst, src) - mirrors.representative(dst)  # along mirrored axes
+        return tag, mirrors.representative(src), mirrors.representative(dst), steps, "message"
+
+
+class MirroredMessages(UnmatchedMessages):
+    """Messages of which one side may stand for that of another rank."""
+
+    def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
+        if (send.peer, receive.peer) == (receive.rank.number, send.rank.number):
+            super().match(send, channel, receive)
+            return
+        problem = None
+        if send.dtype != receive.dtype or (not send.pointer) != (not receive.pointer):
+            problem = "of another dtype, or on another device, than the one that it sends there"
+        elif send.pointer:
+            operation = send.within[0] if send.within else ""
+            if send.nbytes != receive.nbytes:
+                problem = f"of {receive.nbytes} bytes, and sends {send.nbytes} bytes there"
+            elif send.within and operation not in GIVE:
+                problem = (
+                    f"with numbers in {operation}, to which each rank gives others: use the meta "
+                    "device, or a run with all ranks"
+                )
+        if problem:
+            error = MisuseError(
+                f"rank {receive.rank.number} stands for ranks that have no thread, and receives a "
+                f"tensor {problem}\n  {receive.call().brief}\n  {send.call().brief}",
+                receive.rank.number,
+            )
+            send.world.fail(error, receive.rank)
+            raise error
+        send.seq = channel[0] = channel[0] + 1
+        send.receive = receive
+        receive.source = send.group.position
+
+
+class MirroredState(SharedState):
+    """What all groups of such a run share."""
+
+    def __init__(self, world: World, payload_bytes: int):
+        super().__init__(world, payload_bytes)
+        self.unmatched = MirroredMessages()
+        self.lines: dict[tuple[int, ...], MirroredLine] = {}
+
+    def find_misuse(self) -> MisuseError | None:
+        """Asked when nothing goes on: perhaps a rank waits for one that has no thread."""
+        mirrors = mirrors_of(self.world)
+        waits = [rank.waiting.call() for rank in self.world.ranks if rank.waiting is not None]
+        absent = (call for call in waits if not set(call.peers).issubset(mirrors.present))
+        if (error := super().find_misuse()) is not None or (call := next(absent, None)) is None:
+            return error
+        return MisuseError(
+            f"rank {call.rank} waits in vain: {call.brief}. Only {len(mirrors.present)} of the "
+            f"{self.world.size} ranks have a thread, and stand for the others along "
+            f"{', '.join(mirrors.mirrored)}. There, a message to the rank k positions further must "
+            "come with a receive from the rank k positions before, as in the algorithms 'direct', "
+            "'ring' and 'bruck' (with no empty blocks): trees and doubling need all ranks",
+            call.rank,
+        )
+
+
+class MirroredGroup(SimGroup):
+    """One rank's view of a group, some of whose members have no thread."""
+
+    shared: MirroredState
+
+    def __init__(self, shared: MirroredState, *args: Any):
+        super().__init__(shared, *args)
+        self.channels = MirroredChannels(self, self.channels)
+        mirrors = mirrors_of(shared.world)
+        self.callers = len({*map(mirrors.representative, self.ranks)}.intersection(self.ranks))
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
+        with torch_private.no_function_modes():
+            return super().send(tensors, dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
+        with torch_private.no_function_modes():
+            return super().recv(tensors, src, tag)
+
+    def exchange(self, exchange: Exchange) -> PostedExchange:
+        """Post messages of which each meets its own mirror image, all at once."""
+        return PostedExchange(self, exchange)
+
+    def comm_for(self, comm: Any) -> Any:
+        """The Comm for a collective of parallel101, as fast as this one may be."""
+        line = self.line_of(comm.group.ranks)
+        alone = len(line.threads) == 1 and len(line.stands) > 1 and comm.device.type == "meta"
+        return MirroredComm(comm, self) if alone else comm
+
+    def line_of(self, ranks: tuple[int, ...]) -> MirroredLine:
+        line = self.shared.lines.get(ranks)
+        if line is None:
+            number = len(self.shared.lines)
+            line = self.shared.lines[ranks] = MirroredLine(ranks, number, self.world)
+        return line
+
+    def event_group_of(self, collective: Collective | None) -> EventGroup:
+        if collective is not self.collective:
+            self._set_collective(collective)
+        return self.event_group
+
+    def next_seq(self, collective: Collective | None, tag: int, peer: int) -> int:
+        """The number of a message of an exchange on its channel."""
+        self.event_group_of(collective)
+        size, me = self.world.size, self.member.number
+        channel = cast(MirroredChannels, self.channels).get((tag * size + me) * size + peer)
+        channel[0] += 1
+        return channel[0]
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
+        refuse(
+            "no source to a receive, and which message is first is not known where ranks have no "
+            "thread: name the source",
+            self.member,
+            caller(),
+        )
+        raise AssertionError("refuse raises")
+
+    def _collective_with(self, key: tuple) -> RunningCollective:
+        return self.shared.incomplete.setdefault(key, MirroredCollective(self, key))
+
+
+class MirroredCollective(RunningCollective):
+    """A collective of torch's own. Each rank's call counts for all that it stands for."""
+
+    def join(self, work: CollectiveWork) -> None:
+        present = mirrors_of(self.group.world).present
+        if work.root is not None and work.root not in present:
+            refuse(
+                f"root {work.root} to {work.kind}, and that rank has no thread: choose one of "
+                f"{present}",
+                work.rank,
+                work.where,
+            )
+        super().join(work)
+
+    def call_of(self, rank: int) -> CollectiveWork:
+        return self.works[mirrors_of(self.group.world).representative(rank)]

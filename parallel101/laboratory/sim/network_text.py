@@ -1,0 +1,100 @@
+"""A `Network` as text, for a command line: what one would pass to it in Python, joined by commas.
+
+latency=1e-6,bandwidth=1e9                 Network(latency=1e-6, bandwidth=1e9)
+ring,bandwidth=1e9                         Network.ring(bandwidth=1e9)
+ring,wraparound=no                         Network.ring(wraparound=False), a line
+torus=4x4,bidirectional=no                 Network.torus((4, 4), bidirectional=False)
+two_level=8,rails=8,bandwidth=400e9        Network.two_level(8, rails=8, bandwidth=400e9)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from parallel101.laboratory.sim.network import Network
+
+EXAMPLE = (
+    "expected, for example, latency=1e-6,bandwidth=1e9, or ring, torus=4x4 or two_level=8 in front"
+)
+
+
+def parse_network(text: str) -> Network:
+    """The network that a text describes.
+
+    Raises:
+        ValueError: a name that the network doesn't have, or a value that it doesn't take.
+    """
+    kind, options = "switch", {}
+    for place, part in enumerate(text.split(",")):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if place == 0 and name in TOPOLOGIES:
+            kind, first = name, TOPOLOGIES[name][1]
+            if bool(equals) != (first is not None):
+                raise ValueError(
+                    f"the network {text!r} needs "
+                    f"{name}{f'={first}' if first else ' without a value'}; {EXAMPLE}"
+                )
+            if first:
+                options.update(_shape(name, value, text))
+        elif not equals:
+            raise ValueError(
+                f"the network {text!r} has {part!r}, which is neither a topology in front nor "
+                f"name=value; {EXAMPLE}"
+            )
+        else:
+            options[name] = _value(name, value, text)
+    make = TOPOLOGIES[kind][0]
+    known = [
+        name
+        for name in inspect.signature(make).parameters
+        if name not in ("topology", "shape", "ranks_per_node")
+    ]
+    for name in options:
+        if name not in (*known, "shape", "ranks_per_node"):
+            raise ValueError(
+                f"the network {text!r} has no {name!r}; a {kind} takes {', '.join(known)}"
+            )
+    return make(**options)
+
+
+# how it is made, and what is written after its "="
+TOPOLOGIES: dict[str, tuple[Callable[..., Network], str | None]] = {
+    "switch": (Network, None),
+    "ring": (Network.ring, None),
+    "torus": (Network.torus, "4x4"),
+    "two_level": (Network.two_level, "8"),
+}
+
+
+def _shape(kind: str, value: str, text: str) -> dict[str, Any]:
+    try:
+        lengths = tuple(int(length) for length in value.split("x"))
+    except ValueError:
+        raise ValueError(
+            f"the network {text!r} has {kind}={value}; expected whole numbers, as in "
+            f"{kind}={TOPOLOGIES[kind][1]}"
+        ) from None
+    if kind == "torus":
+        return {"shape": lengths}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"the network {text!r} has {kind}={value}; expected the number of ranks on a node, as "
+            f"in {kind}=8"
+        )
+    return {"ranks_per_node": lengths[0]}
+
+
+def _value(name: str, value: str, text: str) -> Any:
+    if name in ("bidirectional", "wraparound"):
+        if value not in ("yes", "no"):
+            raise ValueError(f"the network {text!r} has {name}={value}; expected yes or no")
+        return value == "yes"
+    number, example = (int, "8") if name == "rails" else (float, "1e-6")
+    try:
+        return number(value)
+    except ValueError:
+        raise ValueError(
+            f"the network {text!r} has {name}={value}; expected a number, such as {name}={example}"
+        ) from None

@@ -1,0 +1,488 @@
+"""rules="nccl": what a program may rely on with NCCL.
+
+Each rank has one queue per communicator, and operations leave it in order.
+
+    rank 0's queue to rank 1       rank 1's queue to rank 0
+    send to 1 ── starts            send to 0 ── starts
+    recv from 1  behind it         recv from 0  behind it
+
+    Both wait for a receive that is queued behind the other's send: a deadlock. In one batch, all
+    four start together, and the program runs.
+
+The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp,
+`guide` is the NCCL User Guide):
+
+1. An operation starts when all that the rank put into the same queue before it has ended. torch
+   runs each communicator on one stream (NCCL.cpp, `ncclStreams_` in `initNCCLComm`, `collective`
+   and `pointToPoint`); a stream runs its kernels in order (CUDA), and a send or receive "is
+   blocking for the GPU" (guide, "Point To Point Communication Functions"). It occupies the queue,
+   not the rank.
+2. A group's collectives and its batches share the group's communicator; an isend or irecv outside a
+   batch uses a communicator of the two ranks. (NCCL.cpp, `pointToPoint`: key `getKeyFromDevice` if
+   `ncclActiveGroupCounter_ > 0`, else `getKeySendRecv`.) If the program passes `device_id` to
+   init_process_group, messages outside a batch use the group's queue as well, here too. So they do
+   in torch's newer backend (c10d/nccl2): a batch is right everywhere.
+3. What is in one batch_isend_irecv starts together and ends together (NCCL.cpp, `startCoalescing`
+   and `endCoalescing`; guide, "Point-to-point communication": calls in a group "should never block
+   each other"). So a wait for one message waits for all of the batch.
+4. Tags do not exist: two ranks' messages through one communicator meet in order. (NCCL.cpp, `send`
+   and `recv` leave `tag` unused.)
+5. A receive from any rank is refused. (NCCL.cpp, `recvAnysource` raises NotImplementedError.)
+6. Different collectives on the ranks of a group never meet: a hang, so a DeadlockError here.
+   (Guide, "Collective Operations": not the same call on every rank is "undefined behavior,
+   including hangs, crashes, or data corruption". If only sizes, dtypes or roots differ, NCCL may
+   not hang. That is a MisuseError here, as under gloo's rules.)
+7. A send ends when it is received, unless it fits `Network(eager=…)`. (Guide, "Point-to-point
+   communication": a call blocks until it completes. NCCL promises no buffer.)
+
+Not checked: if a batch is the first call of a group, torch wants all ranks of the group to take
+part (torch's docs, batch_isend_irecv). On GPUs work.wait() blocks the stream and not the CPU. Here
+it blocks the rank, so a run can't tell what the CPU would do meanwhile. What a deadlock's error
+says about queues is in queue_notes.py, what may hang although a run ends in nccl_warnings.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.calls import Call
+from parallel101.laboratory.record.events import EventRow
+from parallel101.laboratory.record.signatures import CollectiveArguments
+from parallel101.laboratory.record.where import caller
+from parallel101.laboratory.sim.clock import World
+from parallel101.laboratory.sim.group import CollectiveWork, SharedState, SimGroup
+from parallel101.laboratory.sim.message_matching import MessageWork, RecvWork, SendWork
+from parallel101.laboratory.sim.nccl_warnings import CollectiveKey, NcclWarnings
+from parallel101.laboratory.sim.work import SimFuture, SimWork
+
+
+class Operation(SimWork):
+    """What a rank puts into a queue as one: a message, a batch of messages, or a collective.
+
+    All of it starts together.
+    """
+
+    __slots__ = (
+        *("collectives", "done", "future", "in_queue", "label", "messages"),
+        *("queue", "rank", "started", "tensors", "to_end", "to_meet", "world"),
+    )
+
+    def __init__(self, group: QueuedGroup):
+        self.world = group.world
+        self.rank = group.member
+        self.label = group.label
+        self.done = self.in_queue = self.started = False
+        self.future = None
+        self.messages: list[MessageWork] = []
+        self.collectives: list[QueuedCollective] = []
+        self.tensors: list[torch.Tensor] = []
+        self.to_meet: list[MessageWork] = []  # messages whose other side has not started
+        self.to_end = 0  # messages and collectives that have not ended
+        self.queue: Queue
+
+    def add_message(self, message: MessageWork) -> None:
+        self.messages.append(message)
+        self.to_meet.append(message)
+        self.tensors += message.result()
+        self.to_end += 1
+
+    def add_collective(self, collective: QueuedCollective) -> None:
+        self.collectives.append(collective)
+        self.to_end += 1
+
+    def one_ended(self) -> None:
+        self.to_end -= 1
+        if not self.to_end:
+            self.finish()
+            self.queue.next()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block this rank until all of it has ended.
+
+        Within torch's coalescing manager this does nothing: the batch starts at its end.
+        """
+        if self.in_queue:
+            SimWork.wait(self, timeout)
+            self.settle()
+        return True
+
+    def is_completed(self) -> bool:
+        done = SimWork.is_completed(self)
+        if done:
+            self.settle()
+        return done
+
+    def get_future(self) -> SimFuture:
+        future = SimWork.get_future(self)
+        if self.done:
+            self.settle()
+        return future
+
+    def finish(self) -> None:
+        if self.future is not None:
+            self.settle()
+        SimWork.finish(self)
+
+    def settle(self) -> None:
+        """From now on the tensors of its messages are the program's own.
+
+        Raises MisuseError if it has changed one that it sent.
+        """
+        for message in self.messages:
+            if message.tensor is not None:
+                message.settle()
+
+    def result(self) -> list[torch.Tensor]:
+        return self.tensors
+
+    # ---- what the report of a deadlock needs: a rank waits for what the first operation of the
+    # queue waits for ----
+
+    def call(self) -> Call:
+        first = self.queue.operations[0].first
+        # tags play no part
+        return (
+            first.own_call()
+            if isinstance(first, QueuedCollective)
+            else first.call()._replace(tag=0)
+        )
+
+    def missing(self) -> set[int]:
+        operation = self.queue.operations[0]
+        peers = {peer for message in operation.to_meet for peer in message.missing()}
+        return peers.union(*(collective.absent() for collective in operation.collectives))
+
+    @property
+    def first(self) -> MessageWork | QueuedCollective:
+        """The operation to name it by: its first message that has no partner yet, if any."""
+        return (self.to_meet or self.messages or self.collectives)[0]
+
+
+class Queue:
+    """What one rank has put into one communicator and has not ended.
+
+    The first operation has started, the others have not.
+    """
+
+    def __init__(self, run: Queues, communicator: str):
+        self.run = run
+        self.communicator = communicator
+        self.operations: deque[Operation] = deque()
+
+    def put(self, operation: Operation) -> None:
+        operation.queue = self
+        operation.in_queue = True
+        self.operations.append(operation)
+        if len(self.operations) == 1:
+            self.run.start(operation)
+
+    def next(self) -> None:
+        """The first operation has ended: the next one starts."""
+        self.operations.popleft()
+        if self.operations:
+            self.run.start(self.operations[0])
+
+
+class Queues:
+    """All queues of a run, and the messages in them.
+
+    A send and a receive meet when both have started.
+    """
+
+    def __init__(self, shared: SharedState):
+        self.shared = shared
+        self.world = shared.world
+        self.eager = shared.world.network.eager or -1
+        self.of: dict[tuple[str, int], Queue] = {}  # by communicator and rank
+        self.operation_of: dict[MessageWork, Operation] = {}  # for messages that have not ended
+        # ranks that passed device_id: their messages outside a batch use the group's queue
+        self.with_device: set[int] = set()
+
+    def put(self, operation: Operation, communicator: str) -> None:
+        """Put a rank's operation into its queue of a communicator."""
+        for message in operation.messages:
+            self.operation_of[message] = operation
+        key = communicator, operation.rank.number
+        if key not in self.of:
+            self.of[key] = Queue(self, communicator)
+        self.of[key].put(operation)
+
+    def start(self, operation: Operation) -> None:
+        operation.started = True
+        for message in operation.messages:
+            self.start_message(message, self.channel(operation.queue, message))
+        for collective in operation.collectives:
+            collective.collective.join(collective)
+
+    def channel(self, queue: Queue, message: MessageWork) -> list:
+        """The started messages of a communicator from one rank to another, without tags.
+
+        message_matching.py has the same for gloo's rules.
+        """
+        src, dst = message.rank.number, cast(int, message.peer)
+        if message.kind == "recv":
+            src, dst = dst, src
+        return self.shared.unmatched.channels.setdefault(queue.communicator, {}).setdefault(
+            src * self.world.size + dst, [0]
+        )
+
+    def start_message(self, message: MessageWork, channel: list) -> None:
+        """A message's turn has come on one side.
+
+        If the other side has started too, it asks for its links.
+        """
+        eager = message.kind == "send" and message.nbytes <= self.eager
+        if len(channel) == 1 or channel[1].kind == message.kind:
+            channel.append(message)
+            if eager:
+                self.met(message)
+                self.request(cast(SendWork, message))
+            return
+        send, receive = cast(
+            "tuple[SendWork, RecvWork]",
+            sorted((message, channel.pop(1)), key=lambda side: side.kind == "recv"),
+        )
+        self.shared.unmatched.match(send, channel, receive)
+        self.met(send)
+        self.met(receive)
+        if send.ended:  # an eager message that has arrived already
+            send.deliver(receive)
+            self.end(receive)
+        elif send is message or send.nbytes > self.eager:
+            self.request(send)
+
+    def met(self, message: MessageWork) -> None:
+        """It needs nothing more of the other side."""
+        operation = self.operation_of.get(message)
+        if operation is not None and message in operation.to_meet:
+            operation.to_meet.remove(message)
+
+    def request(self, send: SendWork) -> None:
+        self.world.links.request(
+            self.world.now, send.order, send.rank.number, send.number, Transfer(self, send)
+        )
+
+    def end(self, message: MessageWork) -> None:
+        self.operation_of.pop(message).one_ended()
+
+    def unfinished(self) -> list[EventRow]:
+        """The events of everything that is still behind other operations in a queue."""
+        rows: list[EventRow] = []
+        # of the last message with this communicator, kind, rank and peer
+        numbers: dict[tuple[str, str, int, int | None], int] = {}
+        for queue in self.of.values():
+            for operation in queue.operations:
+                for message in operation.messages:
+                    channel = self.channel(queue, message)
+                    key = queue.communicator, message.kind, message.rank.number, message.peer
+                    numbers[key] = numbers.get(key, channel[0]) + (
+                        not operation.started or message in channel
+                    )
+                    if not operation.started:
+                        rows.append(message.row(numbers[key]))
+                if not operation.started:
+                    rows += [
+                        collective.row(collective.posted) for collective in operation.collectives
+                    ]
+        return rows
+
+
+class QueuedState(SharedState):
+    """What all groups of a run share under NCCL's rules."""
+
+    def __init__(self, world: World, payload_bytes: int):
+        super().__init__(world, payload_bytes)
+        self.queues = Queues(self)
+        self.warnings = NcclWarnings(world.size)
+
+    def unfinished(self) -> list[EventRow]:
+        return super().unfinished() + self.queues.unfinished()
+
+    def unwaited(self) -> list[MessageWork]:
+        queued = [operation for queue in self.queues.of.values() for operation in queue.operations]
+        behind = [
+            message
+            for operation in queued
+            if not operation.started and operation.future is None
+            for message in operation.messages
+        ]
+        return super().unwaited() + behind
+
+
+class Transfer:
+    """A message on the links of the network: both sides have started it, or it is eager.
+
+    When it ends, the queues move on.
+    """
+
+    __slots__ = ("duration", "hops", "queues", "send")
+
+    def __init__(self, queues: Queues, send: SendWork):
+        self.queues = queues
+        self.send = send
+        self.hops = send.hops
+        self.duration = send.duration
+
+    def start(self, now: float) -> None:
+        self.send.start(now)
+
+    def fire(self) -> None:
+        self.send.fire()
+        if self.send.receive is not None:
+            self.queues.end(self.send.receive)
+        self.queues.end(self.send)
+
+
+class QueuedCollective(CollectiveWork):
+    """One rank's call of a collective, which joins the others when its turn in the queue comes."""
+
+    operation: Operation
+    group: QueuedGroup
+    key: CollectiveKey
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.operation.in_queue:
+            return True
+        ended = super().wait(timeout)
+        self.group.noted.waits(self.rank.number, self.key)
+        return ended
+
+    def get_future(self) -> SimFuture:
+        self.group.noted.waits(self.rank.number, self.key)  # who waits for it later isn't known
+        return super().get_future()
+
+    def finish(self) -> None:
+        super().finish()
+        self.operation.one_ended()
+
+    own_call = CollectiveWork.call
+    absent = CollectiveWork.missing
+
+    def call(self) -> Call:
+        return self.operation.call()
+
+    def missing(self) -> set[int]:
+        return self.operation.missing()
+
+
+class NothingMeets(dict):
+    """Channels for PointToPointGroup in which no send meets a receive.
+
+    The group makes the message, and then the message goes into a queue.
+    """
+
+    def get(self, key: object, default: object = None) -> list:
+        return [0]
+
+
+class QueuedGroup(SimGroup):
+    """One rank's view of a group under NCCL's rules. Its backend is called "sim_nccl"."""
+
+    averages_integers = True
+
+    def __init__(self, shared: QueuedState, *args: Any):
+        super().__init__(shared, *args)
+        self.queues, self.noted = shared.queues, shared.warnings
+        self.channels = NothingMeets()
+        self.eager = -1  # no message starts when it is made
+        self.batch: Operation | None = None
+        # the call of batch_isend_irecv that fills it; None: torch's coalescing manager does
+        self.batch_call: FrameType | None = None
+        self.called: dict[str, int] = defaultdict(int)  # how many collectives of each kind
+
+    def getBackendName(self) -> str:
+        return "sim_nccl"
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Operation:  # type: ignore[override]
+        """Put a send to position `dst` of the group into a queue."""
+        return self._put(super().send(tensors, dst, tag))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Operation:  # type: ignore[override]
+        """Put a receive from position `src` of the group into a queue."""
+        return self._put(super().recv(tensors, src, tag))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        raise RuntimeError(
+            f"rank {self.member.number} receives from any rank, and NCCL does not support that "
+            "(recvAnysource): name the sender, as in recv(tensor, src=…)"
+        )
+
+    def _put(self, message: MessageWork) -> Operation:
+        coalescing = self.batch is not None and self.batch_call is None
+        batch = None if coalescing else torch_private.running_batch(sys._getframe(2))
+        if batch is not None and batch.frame is not self.batch_call:
+            self.batch, self.batch_call = Operation(self), batch.frame
+        elif (
+            batch is None and not coalescing
+        ):  # also after a batch that broke off with an exception
+            self.batch = self.batch_call = None
+        if self.batch is None:
+            operation = Operation(self)
+            operation.add_message(message)
+            low, high = sorted((message.rank.number, cast(int, message.peer)))
+            with_device = message.rank.number in self.queues.with_device
+            pair = f"{self.label}: ranks {low} and {high}"
+            self.queues.put(operation, self.label if with_device else pair)
+            return operation
+        operation = self.batch
+        operation.add_message(message)
+        if batch is not None and len(operation.messages) == batch.messages:
+            self._end_batch()
+        return operation
+
+    def _begin(self, kind: str, arguments: CollectiveArguments, *call: Any) -> CollectiveWork:
+        if arguments.layout == "sparse":
+            raise RuntimeError(
+                f"rank {self.member.number} passes a sparse tensor to {kind}, and NCCL does not "
+                "support that (NCCL.cpp, allreduce_sparse: only in its experimental branch): pass "
+                "x.to_dense()"
+            )
+        self.called[kind] += 1
+        key = (self.label, self.called[kind], kind)
+        work = QueuedCollective(
+            self,
+            self._collective_with(key),
+            kind,
+            arguments,
+            *call,
+        )
+        coalescing = self.batch is not None and self.batch_call is None
+        work.operation = self.batch if self.batch is not None and coalescing else Operation(self)
+        work.operation.add_collective(work)
+        work.key = key
+        self.noted.begins(self.member.number, key, self.ranks, work.where)
+        if not coalescing:
+            self.queues.put(work.operation, self.label)
+        return work
+
+    def new_group(self, ranks: Sequence[int], *args: Any, group_name: str, **kwargs: Any) -> Any:
+        self.noted.makes_group(self.member.number, group_name, list(ranks), caller())
+        return super().new_group(ranks, *args, group_name=group_name, **kwargs)
+
+    def has_device(self) -> None:
+        """The program has passed device_id to init_process_group: see rule 2."""
+        self.queues.with_device.add(self.member.number)
+
+    def _end_batch(self) -> Operation | None:
+        operation, self.batch, self.batch_call = self.batch, None, None
+        if operation is None or not operation.to_end:
+            return None
+        self.queues.put(operation, self.label)
+        return operation
+
+    def _start_coalescing(self, device: object = None) -> None:
+        """What torch's coalescing manager calls first."""
+        self.batch, self.batch_call = Operation(self), None
+
+    def _end_coalescing(self, device: object = None) -> dist.Work:
+        """What torch's coalescing manager calls at its end."""
+        return cast(dist.Work, self._end_batch())

@@ -1,0 +1,250 @@
+"""torch's stores on the sim: a rank that waits for a key lets virtual time pass.
+
+    rank 0: store.get("ready")          blocks as a recv does: the other ranks run
+    rank 1: store.set("ready", "yes")   rank 0 goes on, at rank 1's time
+
+All ranks are threads of one process, so torch's own stores would block every rank. Here each name
+of a store (host and port, or a file) is one set of keys that the ranks share. A key that nobody
+sets is a deadlock like any other, and reaching the program's own timeout raises torch's error.
+Setting and reading a key takes no virtual time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import HashStore, rendezvous, rpc
+
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.calls import Call
+from parallel101.laboratory.record.overloads import own_limit
+from parallel101.laboratory.record.where import caller
+from parallel101.laboratory.sim.clock import VirtualRank
+from parallel101.spans import recorder
+
+TORCHS_DEFAULT = timedelta(seconds=300)  # of a store: no limit of the program's own
+WORKERS = "parallel101/workers"  # counts who has joined a TCPStore
+
+
+class Keys:
+    """The keys of a store, and the ranks that wait for some of them."""
+
+    def __init__(self) -> None:
+        self.held = HashStore()  # torch's own
+        self.waits: set[KeyWait] = set()
+
+    def changed(self) -> None:
+        """Let the ranks whose keys are there now go on."""
+        for wait in list(self.waits):
+            if wait.is_there():
+                wait.done = True
+                world = wait.rank.world
+                world.schedule(world.now, wait.rank)
+
+
+class KeyWait:
+    """A rank waits in a store's `method` until `is_there` is true."""
+
+    def __init__(self, rank: VirtualRank, method: str, is_there: Callable[[], bool]):
+        self.rank = rank
+        self.method = method
+        self.is_there = is_there
+        self.done = False
+        self.place = caller()
+
+    def call(self) -> Call:
+        others = tuple(r.number for r in self.rank.world.ranks if r.number != self.rank.number)
+        return Call(self.rank.number, self.method, others, "store", 0, self.place)
+
+    def missing(self) -> set[int]:
+        return set() if self.done else set(self.call().peers)
+
+
+class SimStore(dist.Store):
+    """One rank's view of a store. `keys` are shared with the other ranks."""
+
+    def __init__(self, keys: Keys | None = None, timeout: timedelta = TORCHS_DEFAULT):
+        super().__init__()
+        self.keys = keys or Keys()
+        self.limit = timeout
+
+    # ---- what waits ----
+
+    def get(self, key: str) -> bytes:
+        self._until(f"store.get({key!r})", [key], self.limit)
+        return self.keys.held.get(key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self._until(f"store.multi_get({list(keys)})", keys, self.limit)
+        return [self.keys.held.get(key) for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._until(f"store.wait({list(keys)})", keys, timeout or self.limit)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        rank = self._rank("store.check")
+        if not self.keys.held.check(list(keys)):  # a loop that asks lets time pass
+            rank.world.poll(rank, KeyWait(rank, "store.check", lambda: False))
+        return self.keys.held.check(list(keys))
+
+    # ---- what doesn't ----
+
+    def set(self, key: str, value: Any) -> None:
+        self._change("set", key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        self._change("multi_set", list(keys), list(values))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._change("add", key, amount)
+
+    def append(self, key: str, value: Any) -> None:
+        self._change("append", key, value)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        as_text = (v.decode() if isinstance(v, bytes) else v for v in (expected, desired))
+        return self._change("compare_set", key, *as_text)
+
+    def delete_key(self, key: str) -> bool:
+        return self._change("delete_key", key)
+
+    def num_keys(self) -> int:
+        return self.keys.held.num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.limit = timeout
+
+    def clone(self) -> SimStore:
+        return SimStore(self.keys, self.limit)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    # what a PrefixStore calls, in C++
+    compareSet, deleteKey, getNumKeys = compare_set, delete_key, num_keys
+    multiGet, multiSet, hasExtendedApi = multi_get, multi_set, has_extended_api
+
+    # ---- how ----
+
+    def _rank(self, method: str) -> VirtualRank:
+        """The rank that calls, at its own time."""
+        rank = recorder()
+        if not isinstance(rank, VirtualRank):
+            raise RuntimeError(
+                f"{method} on a thread that a rank started itself. On the sim backend, a rank can "
+                "use a store only on its own thread"
+            )
+        rank.world.enter(rank)
+        return rank
+
+    def _change(self, method: str, *args: Any) -> Any:
+        self._rank(f"store.{method}")
+        result = getattr(self.keys.held, method)(*args)
+        self.keys.changed()
+        return result
+
+    def _until(self, method: str, keys: Sequence[str], timeout: timedelta) -> None:
+        keys = list(keys)
+        self._block(method, lambda: self.keys.held.check(keys), timeout)
+
+    def _block(self, method: str, is_there: Callable[[], bool], timeout: timedelta) -> None:
+        rank = self._rank(method)
+        if is_there():
+            return
+        seconds = None if timeout == TORCHS_DEFAULT else own_limit(timeout)
+        wait = KeyWait(rank, method, is_there)
+        self.keys.waits.add(wait)
+        try:
+            rank.world.wait(rank, wait, seconds)
+        except RuntimeError as error:
+            raise dist.DistStoreError(
+                f"wait timeout after {1000 * (seconds or 0):g}ms: {error}"
+            ) from None
+        finally:
+            self.keys.waits.discard(wait)
+
+
+class SimStores:
+    """The stores of a run, which its ranks find by their names."""
+
+    def __init__(self) -> None:
+        self.default = Keys()
+        named: dict[tuple, Keys] = {}
+        ports = iter(range(1 << 16, 1 << 30))  # for port 0: real ones are smaller
+
+        class SimTCPStore(SimStore):
+            """In place of torch's TCPStore. A port is only a name here."""
+
+            def __init__(
+                self,
+                host_name: str,
+                port: int,
+                world_size: int | None = None,
+                is_master: bool = False,
+                timeout: timedelta = TORCHS_DEFAULT,
+                wait_for_workers: bool = True,
+                **_: Any,
+            ):
+                self.host, self.port = host_name, port or next(ports)
+                super().__init__(named.setdefault((self.host, self.port), Keys()), timeout)
+                joined = self.add(WORKERS, 1)
+                if wait_for_workers and world_size and joined < world_size:
+                    self._block(
+                        f"TCPStore(world_size={world_size})",
+                        lambda: int(self.keys.held.get(WORKERS)) >= world_size,
+                        timeout,
+                    )
+
+        class SimFileStore(SimStore):
+            """In place of torch's FileStore, without the file."""
+
+            def __init__(self, file_name: str, world_size: int = -1):
+                self.path = os.path.abspath(file_name)
+                super().__init__(named.setdefault((self.path,), Keys()))
+
+        class SimHashStore(SimStore):
+            """In place of torch's HashStore, which each process has for itself."""
+
+            def __init__(self) -> None:
+                super().__init__()
+
+        self.instead = {
+            "TCPStore": SimTCPStore,
+            "FileStore": SimFileStore,
+            "HashStore": SimHashStore,
+        }
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the program's stores are these."""
+        before = [
+            (module, name, getattr(module, name))
+            for module in (dist, c10d, rendezvous)
+            for name in self.instead
+            if hasattr(module, name)
+        ]
+        for module, name, _ in before:
+            setattr(module, name, self.instead[name])
+        try:
+            with torch_private.called_instead(rpc.init_rpc, _refuse_rpc):
+                yield
+        finally:
+            for module, name, original in before:
+                setattr(module, name, original)
+
+
+def _refuse_rpc(_: Callable[..., Any]) -> Callable[..., NoReturn]:
+    def init_rpc(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "torch.distributed.rpc answers calls on threads of its own, and all ranks of the sim "
+            "backend are one process in which one rank runs at a time. Use backend='gloo' "
+            "(parallel101 run --backend gloo)"
+        )
+
+    return init_rpc

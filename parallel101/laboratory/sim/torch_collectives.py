@@ -1,0 +1,303 @@
+"""What torch's own collectives do on the sim: which bytes move where, and how long it takes.
+
+A collective starts when the last rank has called it, and takes as long as a ring algorithm. p is
+the number of ranks and V the total number of bytes (the largest that any rank puts in or gets out).
+α and β are the latency and the seconds per byte of the slowest hop between neighbours in the
+group's order:
+
+    all_reduce               2(p−1)α + 2(p−1)/p·V·β    (Thakur, Rabenseifner, Gropp 2005)
+    all_gather, reduce_scatter, gather, scatter, all_to_all
+                             (p−1)α + (p−1)/p·V·β
+    broadcast, reduce        (p−1)α + V·β              (a chain, pipelined in very small pieces)
+    barrier                  2(p−1)α                   (an all_reduce of zero bytes)
+
+This closed form ignores other traffic on the links. To see a collective contend for links, write it
+with isend and irecv, or use parallel101's own collectives, which are written that way. A hop
+between nodes has the speed of one of their rails. (NCCL runs several rings at once, and they use
+all.) How ranks wait for each other in a collective is in group.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from parallel101.laboratory.record.signatures import layout
+from parallel101.laboratory.sim.network import Router
+
+
+class Buffer(NamedTuple):
+    """Contiguous memory of a tensor, or of a piece of one."""
+
+    pointer: int  # 0: it is on the meta device, or empty
+    nbytes: int
+    dtype: torch.dtype
+
+    def values(self) -> torch.Tensor:
+        """This memory as a new flat tensor.
+
+        It lacks the autograd history, version counter and subclass of the rank's own tensor.
+        """
+        if not self.nbytes:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.frombuffer(
+            (ctypes.c_char * self.nbytes).from_address(self.pointer), dtype=self.dtype
+        )
+
+
+class Buffers(NamedTuple):
+    """The inputs and outputs of one rank's call, piece by piece.
+
+    A coalesced collective has several of these.
+    """
+
+    inputs: list[Buffer]
+    outputs: list[Buffer]
+
+
+# ── The buffers of a call
+
+
+def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
+    """The buffers of one rank's call of the process group's `method`."""
+    if method in ("broadcast", "allreduce", "allreduce_coalesced", "reduce"):
+        return [Buffers([whole(tensor)], [whole(tensor)]) for tensor in args[0]]
+    if method == "barrier":
+        return []
+    if method == "alltoall":
+        return [Buffers([whole(t) for t in args[1]], [whole(t) for t in args[0]])]
+    if method in ("all_to_all_single", "alltoall_base"):
+        return [Buffers(pieces(args[1], p, args[3]), pieces(args[0], p, args[2]))]
+    if method in ("all_gather_single", "_allgather_base", "gather_single"):
+        return [Buffers([whole(args[1])], pieces(args[0], p))]
+    if method in ("reduce_scatter_single", "_reduce_scatter_base"):
+        return [Buffers(pieces(args[1], p), [whole(args[0])])]
+    if method in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        return [
+            Buffers([whole(given)], pieces(wanted, p))
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
+    if method in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
+        return [
+            Buffers(pieces(given, p), [whole(wanted)])
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
+    if method == "allgather":
+        return [
+            Buffers([whole(given)], [whole(t) for t in wanted])
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
+    if method == "allgather_coalesced":  # the outputs are ordered by rank, then by tensor
+        return [
+            Buffers([whole(given)], [whole(row[i]) for row in args[0] if i < len(row)])
+            for i, given in enumerate(args[1])
+        ]
+    if method == "gather":
+        return [Buffers([whole(args[1][0])], [whole(t) for wanted in args[0] for t in wanted])]
+    if method == "scatter":
+        return [Buffers([whole(t) for given in args[1] for t in given], [whole(args[0][0])])]
+    if method == "reduce_scatter":
+        return [
+            Buffers([whole(t) for t in given], [whole(wanted)])
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
+    raise NotImplementedError(f"the sim backend does not have the collective {method}")
+
+
+def check_counts(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) -> None:
+    """Raises ValueError, as gloo does, for a list that hasn't one tensor for each rank."""
+    for given in buffers:
+        sides = {"inputs": given.inputs, "outputs": given.outputs}
+        for side in _SPREAD.get(kind, ()):
+            if len(sides[side]) != p and (at_root or kind not in ("gather", "scatter")):
+                raise ValueError(
+                    f"{kind}'s list of {side} has {_tensors(len(sides[side]))}, and the group has "
+                    f"{p} rank{'s' * (p != 1)}: pass one tensor for each rank"
+                )
+
+
+# the sides of a call that have a piece for each rank
+_SPREAD = {
+    "all_gather": ("outputs",),
+    "gather": ("outputs",),
+    "scatter": ("inputs",),
+    "reduce_scatter": ("inputs",),
+    "all_to_all": ("inputs", "outputs"),
+}
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
+
+
+def whole(tensor: torch.Tensor) -> Buffer:
+    return Buffer(0 if tensor.is_meta else tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+
+
+def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffer]:
+    """The tensor split along dim 0 into p pieces, equally or with the given numbers of rows."""
+    if layout(tensor) and not str(layout(tensor)).startswith("dim order (0,"):
+        raise ValueError("Tensors must be contiguous, as they are split along dim 0")
+    if not rows:
+        if tensor.numel() % p:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal pieces, "
+                "one for each rank"
+            )
+        sizes = [tensor.nbytes // p] * p
+    else:
+        length = tensor.shape[0] if tensor.dim() else 1
+        if len(rows) != p or sum(rows) != length:
+            raise ValueError(
+                f"split sizes {list(rows)} do not fit {p} ranks and a tensor of {length} rows: "
+                f"pass one size for each rank, {length} in total"
+            )
+        sizes = [n * (tensor.nbytes // length if length else 0) for n in rows]
+    start, buffers = whole(tensor).pointer, []
+    for size in sizes:
+        buffers.append(Buffer(start, size, tensor.dtype))
+        start += size if start else 0
+    return buffers
+
+
+# ── The data movement
+
+
+class Move(NamedTuple):
+    """One output buffer, and the input buffers that make it.
+
+    There is one to copy, or those of all ranks to reduce.
+    """
+
+    position: int  # of the rank that gets it, in the group
+    output: Buffer
+    inputs: list[Buffer]
+
+
+def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move]:
+    """Which rank gets what from which ranks."""
+    moves: list[Move] = []
+    for me, mine in enumerate(ranks):
+        if kind == "all_reduce" or (kind == "reduce" and me == root):
+            moves.append(Move(me, mine.outputs[0], [other.inputs[0] for other in ranks]))
+        elif kind == "broadcast" and root is not None and me != root:
+            moves.append(Move(me, mine.outputs[0], [ranks[root].inputs[0]]))
+        elif kind == "scatter" and root is not None:
+            moves.append(Move(me, mine.outputs[0], [ranks[root].inputs[me]]))
+        elif kind == "reduce_scatter":
+            moves.append(Move(me, mine.outputs[0], [other.inputs[me] for other in ranks]))
+        elif kind == "all_gather" or (kind == "gather" and me == root):
+            moves += [
+                Move(me, mine.outputs[them], [other.inputs[0]]) for them, other in enumerate(ranks)
+            ]
+        elif kind == "all_to_all":
+            moves += [
+                Move(me, mine.outputs[them], [other.inputs[me]]) for them, other in enumerate(ranks)
+            ]
+    return moves
+
+
+def execute(moves: Sequence[Move], op: str | None) -> None:
+    """Move the bytes.
+
+    A reduction goes in rank order, and all sums are computed before any is written.
+    """
+    moves = [move for move in moves if move.output.pointer]
+    results: dict[tuple[int, ...], torch.Tensor] = {}  # all ranks of an all-reduce share one sum
+    for move in moves:
+        key = tuple(buffer.pointer for buffer in move.inputs)
+        if op is not None and key not in results and move.inputs[0].nbytes:
+            results[key] = reduced([buffer.values() for buffer in move.inputs], op)
+    for _, output, inputs in moves:
+        if output.nbytes and op is not None:
+            ctypes.memmove(
+                output.pointer,
+                results[tuple(buffer.pointer for buffer in inputs)].data_ptr(),
+                output.nbytes,
+            )
+        elif output.nbytes:
+            ctypes.memmove(output.pointer, inputs[0].pointer, output.nbytes)
+
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+_BITWISE = ("band", "bor", "bxor")
+
+
+def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
+    """The all-reduce of sparse tensors: each rank's becomes the sum, coalesced, as on gloo."""
+    for tensors in zip(*ranks, strict=True):
+        first, *others = (tensor.detach().coalesce() for tensor in tensors)
+        total = sum(others, start=first).coalesce()
+        for tensor in tensors:
+            tensor.copy_(total)
+
+
+def check_reduction(
+    op: str, tensors: Iterable[torch.Tensor], averages_integers: bool = False
+) -> None:
+    """Raises ValueError for a reduction that these tensors do not have.
+
+    Args:
+        averages_integers: as NCCL does (ncclDevSumPostDiv in its src/enqueue.cc); gloo raises a
+            RuntimeError.
+    """
+    if op not in _REDUCTIONS:
+        raise ValueError(
+            f"the sim backend does not have the reduction {op!r}; it has {', '.join(_REDUCTIONS)}"
+        )
+    for tensor in tensors:
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        if op == "avg" and whole and (tensor.dtype == torch.bool or not averages_integers):
+            raise ValueError(
+                f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use a "
+                "sum, and divide it"
+            )
+        if op in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"the reduction {op!r} works on the bits of whole numbers, and these are "
+                f"{str(tensor.dtype).removeprefix('torch.')}"
+            )
+
+
+def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of all ranks' values, from rank 0 upwards, in their own dtype."""
+    total = values[0].clone()
+    for value in values[1:]:
+        total = _REDUCTIONS[op](total, value)
+    if op != "avg":
+        return total
+    if not (total.is_floating_point() or total.is_complex()):  # towards zero, as NCCL rounds
+        return total.div(len(values), rounding_mode="trunc")
+    return total / len(values)
+
+
+# ── The time
+
+
+def duration(kind: str, ranks: Sequence[int], nbytes: int, route: Router) -> float:
+    """The seconds that the collective takes, by the closed forms above."""
+    p = len(ranks)
+    if p == 1:
+        return 0.0
+    hops = [route(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+    latency = (p - 1) * max(hop.latency for hop in hops)
+    all_bytes = nbytes / min(hop.bandwidth for hop in hops)
+    if kind == "all_reduce":
+        return 2 * latency + 2 * (p - 1) / p * all_bytes
+    if kind == "barrier":
+        return 2 * latency
+    return latency + (all_bytes if kind in ("broadcast", "reduce") else (p - 1) / p * all_bytes)

@@ -1,0 +1,217 @@
+"""Draws which axis of the mesh communicates when, and how much: one panel for each axis.
+
+    compute  rank 0  ▇▇forward▇▇  ▇▇backward▇▇          sent   messages
+    dp       rank 0                          ▬▬▬▬      1 MiB          2
+    tp       rank 0  ▬  ▬  ▬  ▬   ▬  ▬  ▬  ▬         128 KiB         16
+
+The first panel shows what the ranks compute. In the others, the upper half of a row shows what the
+rank sends, and the lower half what it receives. The axis of a message is in the record: it is the
+axis of the mesh in whose group the message was sent. `laboratory.analysis.axis_traffic` counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from parallel101.laboratory.analysis.axis_traffic import AxisTraffic, axis_traffic
+from parallel101.laboratory.analysis.overlap import Interval
+from parallel101.laboratory.record.events import Event
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.units import human_bytes, human_seconds
+from parallel101.laboratory.viz.scene import HATCHING, Scene, box
+from parallel101.laboratory.viz.timeline import (
+    STYLE,
+    Bar,
+    draw_legend,
+    draw_span,
+    span_colours,
+    span_entries,
+    span_lanes,
+    time_axis,
+    trace_facts,
+)
+
+LEFT, RIGHT, TOP = 92.0, 770.0, 112.0
+SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
+TALL, ROW, HEAD, BETWEEN = 11.0, 13.0, 22.0, 10.0
+MOST_RANKS = 16
+TICK = 5.0  # the least width of a message with room beside it, so that single ones are seen
+# not the colours of compute
+AXIS_CLASSES = {"dp": "dp", "cp": "f2", "ep": "f4", "pp": "pp", "tp": "f3"}
+OTHER_CLASSES = ("f6", "f5")
+
+
+def axes_scene(
+    trace: Trace, within: str | None = None, *, title: str = "Which axis communicates when"
+) -> Scene:
+    """Draw the messages of each axis of the mesh over time, and what each rank sent along it.
+
+    Args:
+        trace: the record of a run in which groups come from a mesh with named axes, as the
+            trainers' do.
+        within: show the last span of this name on each rank, such as one step. None: the whole
+            record. If that has the last events of a run only, the numbers are of the whole run.
+        title: of the picture.
+
+    Returns:
+        A still Scene. A collective of torch's own counts as one message with its payload, since the
+        record does not see its messages.
+
+    Raises:
+        ValueError: more than 16 ranks, or no span has that name.
+    """
+    n = trace.world_size
+    if n > MOST_RANKS:
+        raise ValueError(
+            f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use "
+            "run.timeline(), which draws up to 128"
+        )
+    window, traffic = axis_traffic(trace, within)
+    lanes = span_lanes([e for e in window.events if e.kind == "span"])
+    spans = [e for e in window.events if e.kind == "span" and lanes[id(e)] == 0]
+    high = HEAD + n * ROW + BETWEEN
+    panels = len(traffic) + bool(spans)
+    scene = Scene(
+        960,
+        math.ceil(TOP + panels * high + 34),
+        title,
+        " ".join(axis_text(of, n) for of in traffic),
+    )
+    scene.style += STYLE + ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
+    scene.style += ".pp{fill:var(--p3)}.pp.received{fill-opacity:.7}"
+    scene.definitions.append(HATCHING)
+    span = window.end - window.begin
+    colours = span_colours(e for e in spans if not e.waiting)
+    of_all = " in the whole run" if trace.earlier and within is None else ""
+    _head(scene, trace, span, colours, spans, any(of.collectives for of in traffic), of_all)
+
+    def x(t: float) -> float:
+        return LEFT + (RIGHT - LEFT) * ((t - window.begin) / span if span else 0.0)
+
+    y = TOP
+    if spans:
+        _ranks(scene, "compute", y, n)
+        for event in spans:
+            draw_span(scene, Bar(event), x, y + HEAD - 6 + event.rank * ROW, TALL + 1, colours)
+        y += high
+    for of in traffic:
+        scene.cuts.append(y - BETWEEN / 2)
+        _axis(scene, of, y, n, x)
+        y += high
+    time_axis(scene, span, y, LEFT, RIGHT)
+    return scene
+
+
+def axis_name(axis: str | None) -> str:
+    return axis or "no axis"
+
+
+def axis_text(of: AxisTraffic, ranks: int) -> str:
+    """The numbers of an axis, for the picture's alternative text."""
+    each = ", ".join(f"{human_bytes(of.sent(rank))} in {of.count(rank)}" for rank in range(ranks))
+    return f"{axis_name(of.axis)}: bytes and messages sent by rank: {each}."
+
+
+def axis_class(axis: str | None) -> str:
+    """The class of an axis's bars; what has no axis is grey."""
+    if axis is None:
+        return "none"
+    return AXIS_CLASSES.get(axis) or OTHER_CLASSES[sum(map(ord, axis)) % len(OTHER_CLASSES)]
+
+
+def _head(
+    scene: Scene,
+    trace: Trace,
+    span: float,
+    colours: dict[str, int],
+    spans: list[Event],
+    collectives: bool,
+    of_all: str,
+) -> None:
+    scene.add("text", scene.title, x=28, y=40, class_="h")
+    scene.add(
+        "text",
+        f"{trace_facts(trace)} · {human_seconds(span)}",
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
+    one = " A collective of torch's own counts as one message." if collectives else ""
+    sentence = (
+        "Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: "
+        f"received.{one}"
+    )
+    scene.add("text", sentence, x=28, y=64, font_size=14 if not one else 13, class_="m")
+    scene.intro = sentence
+    waits = any(e.waiting for e in spans)
+    draw_legend(scene, [*span_entries(colours, 5), *[("wait", "idle")] * waits])
+    scene.add("text", f"sent{of_all}", x=SENT, y=89, font_size=12, class_="m e")
+    scene.add("text", "messages", x=COUNT, y=89, font_size=12, class_="m e")
+
+
+def _ranks(scene: Scene, name: str, y: float, ranks: int, colour: str = "") -> None:
+    """The name of a panel and its rows."""
+    if colour:
+        scene.add("rect", x=28, y=y + 2, width=10, height=10, rx=2, class_=colour)
+    scene.add("text", name, x=44 if colour else 28, y=y + 12, font_size=14, class_="b")
+    for rank in range(ranks):
+        at = y + HEAD - 6 + rank * ROW
+        scene.add("rect", x=LEFT, y=at, width=RIGHT - LEFT, height=TALL, class_="row")
+        scene.add("text", f"rank {rank}", x=LEFT - 10, y=at + 9, font_size=10.5, class_="m e")
+
+
+def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[float], float]) -> None:
+    colour = axis_class(of.axis)
+    _ranks(scene, axis_name(of.axis), y, ranks, colour)
+    total, count = (
+        sum(of.sent(rank) for rank in range(ranks)),
+        sum(of.count(rank) for rank in range(ranks)),
+    )
+    scene.add("text", human_bytes(total), x=SENT, y=y + 12, font_size=13, class_="b e")
+    scene.add("text", count, x=COUNT, y=y + 12, font_size=13, class_="b e")
+    for rank in range(ranks):
+        at = y + HEAD - 6 + rank * ROW
+        scene.add(
+            "text", human_bytes(of.sent(rank)), x=SENT, y=at + 9, font_size=10.5, class_="m e"
+        )
+        scene.add("text", of.count(rank), x=COUNT, y=at + 9, font_size=10.5, class_="m e")
+        both = [(e.start, e.end) for e in of.collectives if e.rank == rank]
+        sent = [(m.start, m.end) for m in of.messages if m.src == rank]
+        received = [(m.start, m.end) for m in of.messages if m.dst == rank]
+        for pieces, low, tall, more, word in (
+            (both, 0.0, TALL, "", "collectives of torch's own"),
+            (sent, 0.0, TALL / 2 - 0.3, "", "sent"),
+            (received, TALL / 2 + 0.3, TALL / 2 - 0.3, " received", "received"),
+        ):
+            if pieces:
+                drawn = "".join(
+                    box(left, at + low, right - left, tall) for left, right in pixels(pieces, x)
+                )
+                path = scene.add("path", d=drawn, class_=colour + more)
+                path.add("title", f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}")
+
+
+def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval]:
+    """Intervals of time in pixels.
+
+    Each has its own box unless there is no pixel between them. A short one is drawn as wide as a
+    tick that can be seen, as far as its neighbours leave room.
+    """
+    merged: list[Interval] = []
+    for left, right in sorted(
+        (x(start), max(min(x(end), RIGHT) - 0.4, x(start) + 0.8)) for start, end in pieces
+    ):
+        if merged and left < merged[-1][1] + 0.3:
+            merged[-1] = merged[-1][0], max(merged[-1][1], right)
+        else:
+            merged.append((left, right))
+    room = [0.0, *(right + 0.8 for _, right in merged[:-1])]
+    ends = [*(left - 0.8 for left, _ in merged[1:]), RIGHT]
+    return [
+        (max(min(left, end - TICK), free), max(right, min(left + TICK, end)))
+        if end == RIGHT
+        else (left, max(right, min(left + TICK, end)))
+        for (left, right), free, end in zip(merged, room, ends)
+    ]

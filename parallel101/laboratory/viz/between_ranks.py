@@ -1,0 +1,219 @@
+"""Draws what happened between each two ranks, as squares of ranks × ranks.
+
+They show the seconds that one rank waited for another, and the bytes that it sent.
+
+waits, for     0      1             from, to    0      1
+rank 0              210 ms          rank 0             16 KiB
+rank 1        2 ms                  rank 1     16 KiB
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from parallel101.laboratory.analysis.waiting import Traffic, traffic
+from parallel101.laboratory.record.events import P2P
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.units import human_bytes, human_seconds, listed
+from parallel101.laboratory.viz.scene import Node, Scene, box
+from parallel101.laboratory.viz.timeline import trace_facts
+
+# the squares: their top, their largest width, the x of their centres
+TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)
+STYLE = ".sent{fill:var(--accent)}text.on{fill:var(--bg)}"
+MOST_RANKS = 128
+
+
+class Square(NamedTuple):
+    """One number for each two ranks."""
+
+    title: str
+    corner: str  # what a row and a column are, such as "from \\ to"
+    values: Sequence[Sequence[float]]  # a row for each rank
+    text: Callable[[float], str]  # a value in words
+
+
+def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
+    """Draw one or two squares side by side, a cell the darker the larger its value.
+
+    Zeros are left empty.
+
+    Raises:
+        ValueError: more than 128 ranks.
+    """
+    n = len(squares[0].values)
+    if n > MOST_RANKS:
+        raise ValueError(f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}")
+    cell = min(64.0, SIDE / n)
+    words = " ".join(f"{square.title}: {_largest(square)}." for square in squares)
+    scene = Scene(960, math.ceil(TOP + n * min(cell, 44.0) + 28), title, words)
+    scene.style += STYLE
+    high = scene.height - TOP + 44  # of a square with its title
+    scene.narrow = (480, math.ceil(scene.height - 20 + high * (len(squares) - 1)))
+    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    for k, (square, middle) in enumerate(zip(squares, MIDDLES)):
+        # on phones one below the other
+        panel = scene.panel(narrow=f"translate({MIDDLES[0] - 20 - middle:g},{high * k - 20:g})")
+        _draw(panel, square, middle, cell, min(cell, 44.0))
+    return scene
+
+
+def traffic_scene(
+    trace: Trace, title: str = "Who sends to whom", within: str | None = None
+) -> Scene:
+    """Draw the bytes and the messages that each rank sent to each other rank.
+
+    It draws any recorded run of up to 128 ranks.
+
+    Args:
+        trace: the record.
+        title: above the picture.
+        within: only what a rank sent in its last span of this name; ValueError if there is none.
+    """
+    sent = traffic(trace, within)  # without `within`, of the whole run
+    squares = [
+        Square("Bytes sent", "from \\ to", sent.nbytes, human_bytes),
+        Square("Messages sent", "from \\ to", sent.messages, lambda count: f"{count:,.0f}"),
+    ]
+    scene = between_ranks_scene(title, squares)
+    head = scene.panel(narrow="none")
+    head.add(
+        "text",
+        trace_facts(trace, whole_run=within is None)
+        + (f" · {human_seconds(trace.makespan)}" if within is None else ""),
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
+    scene.intro = _traffic_text(trace, sent, within)
+    head.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
+    return scene
+
+
+def _traffic_text(trace: Trace, sent: Traffic, within: str | None) -> str:
+    """To how many others the ranks send, and how much."""
+    others = collectives_of_torch(trace)
+    missing = (
+        f" The messages inside torch's own {listed(others)} are not recorded." if others else ""
+    )
+    of = "" if within is None else f' Only the last span "{within}" of each rank is counted.'
+    if not any(map(any, sent.messages)):
+        return f"No rank sends a message.{of}{missing}"
+    to = [sum(count > 0 for count in row) for row in sent.messages]
+    nbytes, times = ([sum(row) for row in rows] for rows in sent)
+    who = "Each rank sends" if min(to) > 0 else f"{sum(map(bool, to))} of {len(to)} ranks send"
+    to_whom = f"{_range(to)} other{'s' * (max(to) > 1)}"
+    return (
+        f"{who} to {to_whom}, {_range(nbytes, human_bytes)} in {_range(times)} "
+        f"message{'s' * (max(times) > 1)}.{of}{missing}"
+    )
+
+
+def _range(values: Sequence[int], text: Callable[[float], str] = str) -> str:
+    """The values that are not zero: "3", or "1 to 6"."""
+    found = sorted({value for value in values if value} or {0})
+    return text(found[0]) if len(found) == 1 else f"{text(found[0])} to {text(found[-1])}"
+
+
+def collectives_of_torch(trace: Trace) -> list[str]:
+    """The names of torch's own collectives in a record, which are one event for each rank."""
+    return sorted({e.kind for e in trace.events} - P2P - {"span"})
+
+
+def _draw(scene: Node, square: Square, middle: float, width: float, height: float) -> None:
+    n = len(square.values)
+    left, gap = middle - n * width / 2, 2.0 if n <= 16 else 0.0
+    # of a large square, not every row and column has room for its label
+    every = 1 if n <= 16 else 8 if n <= 64 else 16
+    scene.add("text", square.title, x=left, y=TOP - 34, font_size=14, class_="b")
+    scene.add("text", square.corner, x=left - 12, y=TOP - 9, font_size=12, class_="m e")
+    most = max((value for row in square.values for value in row), default=0.0) or 1.0
+    if n > 16:  # one area: a grid of so many lines would be all that is seen
+        scene.add("rect", x=left, y=TOP, width=n * width, height=n * height, class_="faint")
+    for rank in range(n):
+        y = TOP + rank * height
+        if rank % every == 0:
+            scene.add(
+                "text", rank, x=left + (rank + 0.5) * width, y=TOP - 9, font_size=12, class_="m c"
+            )
+            scene.add(
+                "text",
+                f"rank {rank}",
+                x=left - 12,
+                y=y + height / 2 + 4,
+                font_size=12,
+                class_="m e",
+            )
+        if n <= 16:
+            row = "".join(
+                box(left + c * width + gap, y + gap, width - 2 * gap, height - 2 * gap)
+                for c in range(n)
+            )
+            scene.add("path", d=row, class_="faint")
+        for column, value in enumerate(square.values[rank]):
+            if value > 0:
+                _cell(
+                    scene,
+                    square,
+                    rank,
+                    column,
+                    value / most,
+                    left + column * width,
+                    y,
+                    width,
+                    height,
+                    gap,
+                )
+
+
+def _cell(
+    scene: Node,
+    square: Square,
+    rank: int,
+    column: int,
+    share: float,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    gap: float,
+):
+    value = square.text(square.values[rank][column])
+    place = {"x": x + gap, "y": y + gap, "width": width - 2 * gap, "height": height - 2 * gap}
+    # in between, neither text could be read in both themes
+    dark = share > 0.8
+    opacity = 0.5 + 0.45 * share if dark else 0.12 + 0.5 * share
+    scene.add("rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=opacity).add(
+        "title", f"{rank}, {column}: {value}"
+    )
+    if width > 36:
+        size = min(12.0, (width - 6) / (0.58 * len(value)))
+        scene.add(
+            "text",
+            value,
+            x=x + width / 2,
+            y=y + height / 2 + 4,
+            font_size=size,
+            class_="c on" if dark else "c",
+        )
+
+
+def _largest(square: Square) -> str:
+    most = max(map(max, square.values))
+    pairs = [
+        (r, c)
+        for r, values in enumerate(square.values)
+        for c, value in enumerate(values)
+        if value == most
+    ]
+    if not most:
+        return "nothing"
+    where = (
+        f"rank {pairs[0][0]} and rank {pairs[0][1]}"
+        if len(pairs) == 1
+        else f"for each of {len(pairs)} pairs of ranks"
+    )
+    return f"the most is {square.text(most)}, {where}"

@@ -1,0 +1,414 @@
+"""Writes the text of the collective view: title, steps, facts, and what went wrong where.
+
+Each step has a sentence, and the facts are at the right.
+
+    ring, every rank sends, every arrival is added
+        ──▶ "Each rank sends a partial sum to its right neighbour, which adds it to its own."
+
+All of it comes from the replay of a record (`laboratory.analysis.replay`). An algorithm is named
+only if the messages prove it. The last sentence of a picture, its verdict, comes from
+`laboratory.analysis.verdict`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from parallel101.laboratory.analysis.replay import START, Replay
+from parallel101.laboratory.analysis.verdict import Verdict, chunk_name, data_of
+from parallel101.laboratory.record.events import P2P
+from parallel101.laboratory.record.units import (
+    chunk_letters,
+    human_bytes,
+    listed,
+    ranks_text,
+    sentence,
+)
+from parallel101.laboratory.viz.step_text import contents_of, route_of
+from parallel101.laboratory.viz.timeline import unfinished_text
+
+NO_DATA = (
+    "The messages carry no data of x, only zeros.",
+    "Each says that its sender has come so far.",
+)
+NO_ORIGIN = (
+    "These values do not show which rank they came from.",
+    "p101.watch(fn) follows copies, sums and means, but not products.",
+)
+NEVER_WRITTEN = (
+    "The messages carry memory that was never written.",
+    "A tensor of torch.empty was sent before anything was put into it.",
+)
+TOO_MANY = (
+    "There are too many ranks or chunks to draw them all.",
+    "With fewer, the picture shows what is inside a message.",
+)
+
+
+class Captions:
+    """All the text of one picture. `verdict`: if more of the run is known than is drawn."""
+
+    def __init__(self, replay: Replay, verdict: Verdict | None = None):
+        self.replay = replay
+        self.verdict = verdict or Verdict(replay)
+        self.operation = self.verdict.operation
+        self.phases = [self._phase(step) for step in range(replay.steps)]
+
+    @cached_property
+    def title(self) -> str:
+        """ "Ring all-reduce" if the values prove it, otherwise "Messages on a ring of 4 ranks"."""
+        n, topology = len(self.replay.ranks), self.replay.topology
+        if n == 1:
+            return "One rank"
+        if self._barrier:
+            return "Barrier" if n > 2 else "Barrier on two ranks"
+        if self.operation is None:
+            shapes = {
+                "ring": f"a ring of {n} ranks",
+                "chain": f"a chain of {n} ranks",
+                "star": f"rank {topology.root} and {n - 1} others",
+                "tree": f"a tree of {n} ranks",
+                "grid": f"a grid of {n} ranks",
+            }
+            if not self.replay.messages and self.replay.trace.unfinished:
+                return f"Unfinished calls on {n} ranks"
+            place = (
+                shapes.get(topology.kind, f"{n} ranks") if self.replay.messages else f"{n} ranks"
+            )
+            return f"Messages on {place}" if n > 2 else "Messages between two ranks"
+        if not self.replay.messages:
+            return self.operation.capitalize()
+        if n == 2:
+            return f"{self.operation.capitalize()} on two ranks"
+        prefixes = {
+            "ring": "Bidirectional ring" if topology.both_ways else "Ring",
+            "chain": "Chain",
+            "star": "Flat",
+            "tree": "Tree",
+        }
+        prefix = prefixes.get(topology.kind, self._algorithm)
+        return f"{prefix} {self.operation}" if prefix else self.operation.capitalize()
+
+    @cached_property
+    def _barrier(self) -> bool:
+        """Whether the messages carry no data, and each rank has heard from all others at the end.
+
+        The ranks must return nothing.
+        """
+        replay = self.replay
+        heard = all(replay.connected.get(rank) == set(replay.ranks) for rank in replay.ranks)
+        return replay.no_data and heard and not any(terms for terms in replay.terms)
+
+    @cached_property
+    def intro(self) -> str:
+        """The sentence before the first step."""
+        replay = self.replay
+        if len(replay.ranks) == 1:
+            return "One rank has no other rank to send to."
+        if not replay.messages:
+            collectives = sorted({e.kind for e in replay.trace.events} - P2P - {"span"})
+            if not collectives and replay.trace.unfinished:
+                return f"No message has arrived: {unfinished_text(replay.trace)}"
+            if not collectives:
+                return "This record has no messages between ranks."
+            return (
+                f"torch's own {listed(collectives)} moved the data. The record has the calls, but "
+                "not the messages inside them."
+            )
+        if self._barrier:
+            return (
+                "No rank can go on before it has heard from every other rank, directly or through "
+                "others."
+            )
+        if not replay.known:
+            return f"{_count(len(replay.messages), 'message')} between {len(replay.ranks)} ranks."
+        holders = [
+            r
+            for r in replay.ranks
+            if any(any(replay.cells[r, c][0][1]) for c in range(len(replay.chunks)))
+        ]
+        if self.operation == "all-to-all":
+            return (
+                "Each rank starts with its own data. A chunk's letter says where it goes: "
+                f"{self._destinations(4)}."
+            )
+        return (
+            f"Rank {holders[0]} starts with all the data."
+            if len(holders) == 1
+            else "Each rank starts with its own data."
+        )
+
+    def _destinations(self, most: int) -> str:
+        """ "a to rank 0, b to rank 1, and so on"."""
+        owners = {c: rank for rank in self.replay.ranks for c in self.replay.final(rank)}
+        parts = [f"{self.replay.chunks[c].label} to rank {owners[c]}" for c in sorted(owners)]
+        return listed(parts) if len(parts) <= most else ", ".join([*parts[:2], "and so on"])
+
+    @cached_property
+    def legend(self) -> list[str]:
+        """The lines below the cells."""
+        replay = self.replay
+        if replay.sums:
+            return [
+                "Each stripe is one rank's data."
+                + (" A full cell is finished." if len(replay.chunks) > 1 else "")
+            ]
+        if self.operation == "all-to-all":
+            return [
+                f"Chunks go by letter: {self._destinations(2)}.",
+                "Each stripe is the part that came from one rank.",
+            ]
+        if any(len(chunk.stripes) > 1 for chunk in replay.chunks):
+            return ["Each stripe is the part that came from one rank."]
+        return ["A full cell: this rank has the chunk."]
+
+    @cached_property
+    def result(self) -> str:
+        """The sentence after the last step.
+
+        "" if nothing is known of the result, and nobody expects to see it.
+        """
+        if self.verdict.replay.known:
+            return self.verdict.sentence()
+        watched = (
+            self.replay.numel is not None
+            and any(m.payload for m in self.replay.messages)
+            and not self.replay.no_data
+        )
+        return (
+            "These values do not show which rank they came from, so the result is not judged."
+            if watched
+            else ""
+        )
+
+    @cached_property
+    def size(self) -> str:
+        """The fact at the top right: "4 ranks · gloo · 64 B in 4 chunks"."""
+        replay, trace = self.replay, self.replay.trace
+        n = _count(trace.world_size, "rank")
+        head = (
+            f"{len(replay.ranks)} of {n}" if len(replay.ranks) != trace.world_size else n
+        ) + f" · {trace.backend}"
+        if not replay.known:
+            unfinished = f" · {len(trace.unfinished)} unfinished" if trace.unfinished else ""
+            return f"{head} · {_count(len(replay.messages), 'message')}{unfinished}"
+        width = next((m.nbytes // len(m.payload) for m in replay.messages if m.payload), 0)
+        size = human_bytes(width * sum(chunk.elements for chunk in replay.chunks))
+        k = len(replay.chunks)
+        parts = [size] * bool(width) + [f"{k} chunks"] * (k > 1)
+        return head + (" · " + " in ".join(parts) if parts else "")
+
+    def sent(self, step: int) -> str:
+        """The fact below it: the bytes sent so far, this step included."""
+        sent = self.replay.sent_bytes(step)
+        most = max(sent.values(), default=0)
+        if not self.replay.messages:
+            return ""
+        if most == 0:
+            return "nothing sent yet" if step < 0 else "0 B sent so far"
+        if len(set(sent.values())) == 1:
+            return f"{human_bytes(most)} sent by each rank so far"
+        busiest = [rank for rank, nbytes in sent.items() if nbytes == most]
+        who = f"rank {busiest[0]}" if len(busiest) == 1 else f"each of {len(busiest)} ranks"
+        return (
+            f"{human_bytes(most)} sent by {who} so far, {human_bytes(sum(sent.values()))} in total"
+        )
+
+    def step(self, step: int) -> str:
+        """The sentence of a step: who sends what to whom, and what the receivers do with it."""
+        replay = self.replay
+        indices = replay.in_step(step)
+        route = route_of(replay, indices)
+        if not replay.known:
+            sizes = [replay.messages[i].nbytes for i in indices]
+            size = (
+                human_bytes(max(sizes))
+                if min(sizes) == max(sizes)
+                else f"up to {human_bytes(max(sizes))}"
+            )
+            return sentence(f"{route.senders} {route.send} {size} to {route.receivers}")
+        contents, plural = contents_of(replay, indices, route)
+        modes = {landing.added for i in indices for landing in replay.landings[i]}
+        if route.exchange:
+            who = "The ranks" if len(replay.ranks) > 2 else "The two ranks"
+            pairs = " in pairs" if len(replay.ranks) > 2 else ""
+            then = (
+                "adds what it receives to its own"
+                if modes == {True}
+                else "stores what it receives"
+                if modes <= {False}
+                else ""
+            )
+            return (
+                f"{who} exchange {contents}{pairs}, and "
+                f"{f'each {then}' if then else 'some of it is added, the rest is stored'}."
+            )
+        them = "them" if plural else "it"
+        if modes == {True}:
+            then = (
+                ", which "
+                f"{f'add {them} to their' if route.many_receivers else f'adds {them} to its'} own"
+            )
+        elif len(modes) > 1:
+            then = ", where some of it is added and the rest is stored"
+        elif route.ring:
+            then = f", which copies {them}"
+        else:
+            then = ""
+        return sentence(f"{route.senders} {route.send} {contents} to {route.receivers}{then}")
+
+    def new_error(self, step: int) -> str:
+        """What went wrong in a step. "" if nothing did.
+
+        A rank sends memory that was never written, or it now has data in a sum more than once, and
+        no rank had it before.
+        """
+        if any(self.replay.unwritten[i] for i in self.replay.in_step(step)):
+            return self._unwritten(step)
+        found: dict[tuple[int, int], list[int]] = {}
+        for (rank, chunk), states in sorted(self.replay.cells.items()):
+            for (_, before), (moment, after) in zip(states, states[1:], strict=False):
+                if not step <= moment < step + 1:
+                    continue
+                for origin, count in enumerate(after):
+                    if count > max(1, before[origin]) and count > self._most_before(
+                        chunk, origin, step
+                    ):
+                        found.setdefault((rank, chunk), []).append(origin)
+        if not found:
+            return ""
+        (rank, chunk), origins = next(iter(found.items()))
+        return (
+            f"On rank {rank}, {chunk_name(self.replay, chunk)} now contains {data_of(origins)} "
+            "more than once."
+        )
+
+    def _unwritten(self, step: int) -> str:
+        named, others = [], []
+        for i in self.replay.in_step(step):
+            src = self.replay.messages[i].src
+            names = [
+                self.replay.chunks[x.chunk].label
+                for x in self.replay.landings[i]
+                if not any(x.carried)
+            ]
+            if names:
+                it = "them" if len(names) > 1 else "it"
+                named.append(
+                    f"rank {src} sends chunk{'s' * (len(names) > 1)} {chunk_letters(names)} before "
+                    f"it has {it}"
+                )
+            elif self.replay.unwritten[i]:
+                others.append(src)
+        if len(named) > 4:
+            named[3:] = [f"{len(named) - 3} more ranks do the same"]
+        if others:
+            named.append(
+                f"{ranks_text(others)} send{'s' * (len(set(others)) == 1)} memory that was never "
+                "written"
+            )
+        return sentence(", ".join(named))
+
+    def _most_before(self, chunk: int, origin: int, step: int) -> int:
+        states = [state for rank in self.replay.ranks for state in self.replay.cells[rank, chunk]]
+        return max(
+            (counts[origin] for moment, counts in states if START < moment < step), default=0
+        )
+
+    def _phase(self, step: int) -> str:
+        """The label in the ring of steps.
+
+        That is the phase of an all-reduce, otherwise the operation, or what receivers do.
+        """
+        replay = self.replay
+        added = (
+            {landing.added for i in replay.in_step(step) for landing in replay.landings[i]}
+            if replay.known
+            else set()
+        )
+        if not added:
+            return ""
+        if self.operation != "all-reduce":
+            return self.operation or (
+                "add, copy" if len(added) > 1 else "add" if True in added else "copy"
+            )
+        if all(landing.added for message in replay.landings for landing in message):
+            return "all-reduce"
+        parts = len(replay.chunks) > 1
+        if added == {True}:
+            return "reduce-scatter" if parts else "reduce"
+        return "all-gather" if parts else "broadcast"
+
+    @cached_property
+    def _algorithm(self) -> str:
+        """The algorithm of ranks on a circle or a grid, or "" if the record does not prove one."""
+        replay = self.replay
+        n, links = len(replay.ranks), replay.topology.links
+        if replay.topology.wrap_around and replay.topology.closed:
+            return "Two-level" if self.operation == "all-reduce" and self._two_level else "Torus"
+        # with more messages, ranks pass on what others sent
+        rounds = (1, 2) if self.operation == "all-reduce" else (1,)
+        if len(links) == n * (n - 1) and len(replay.messages) in [len(links) * k for k in rounds]:
+            return "Pairwise" if self._one_by_one else "Direct"
+        if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
+            return ""
+        if any(
+            len({replay.messages[i].src for i in replay.in_step(step)}) < n
+            for step in range(replay.steps)
+        ):
+            # in doubling and halving every rank sends in every step; in a tree it does not
+            return ""
+        sizes = [
+            max(replay.messages[i].nbytes for i in replay.in_step(step))
+            for step in range(replay.steps)
+        ]
+        grows = any(b > a for a, b in zip(sizes, sizes[1:], strict=False))
+        shrinks = any(b < a for a, b in zip(sizes, sizes[1:], strict=False))
+        if grows and shrinks:
+            return "Halving and doubling"
+        return "Recursive-halving" if shrinks else "Recursive-doubling"
+
+    @cached_property
+    def _two_level(self) -> bool:
+        """Whether all chunks on a grid are first sent along the rows, in one direction.
+
+        On a torus they start along all its links.
+        """
+        replay, place, ways = self.replay, self.replay.topology.order.index, dict[int, bool]()
+        for i in (i for step in range(replay.steps) for i in replay.in_step(step)):
+            m, columns = replay.messages[i], replay.topology.columns
+            for landing in replay.landings[i]:
+                ways.setdefault(landing.chunk, place(m.src) // columns == place(m.dst) // columns)
+        arcs = replay.topology.wrap_around
+        return set(ways.values()) == {True} and not any((b, a) in arcs for a, b in arcs)
+
+    @cached_property
+    def _one_by_one(self) -> bool:
+        """Whether each rank posts a send only when it has received the message before it."""
+        for rank in self.replay.ranks:
+            posted = sorted(m.send.posted for m in self.replay.messages if m.src == rank)
+            arrived = sorted(m.recv.end for m in self.replay.messages if m.dst == rank)
+            if any(
+                following < before for following, before in zip(posted[1:], arrived, strict=False)
+            ):
+                return False
+        return True
+
+
+def fitted(text: str, room: float, bold: bool = False) -> tuple[float, list[str]]:
+    """The font size, at most 14, at which a sentence fits into `room` pixels, and its lines.
+
+    There is one line, or two if one would be too small.
+    """
+    width = (8.7 if bold else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
+    size = min(14.0, 14 * room / max(width, 1))
+    if size >= 10.5:
+        return size, [text]
+    middle = min(
+        (i for i, letter in enumerate(text) if letter == " "), key=lambda i: abs(i - len(text) / 2)
+    )
+    return min(12.5, 2 * size * 0.95), [text[:middle], text[middle + 1 :]]
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -1,0 +1,213 @@
+"""A deadlock as a picture: who waits for whom, and in which line.
+
+    rank 0 ──waits for──▶ rank 1       a cycle of arrows: none of its ranks can continue
+       ▲──────waits for─────┘          an arrow to a rank that has returned: a wait without end
+
+This draws the wait-for graph that a `DeadlockError` carries, when its `picture()` is called.
+`laboratory.record.wait_for` finds the deadlock.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.viz.scene import Node, Point, Scene
+
+RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
+STYLE = (
+    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}"
+    ".stuck{stroke:var(--warn);stroke-width:2.5}.gone{stroke-dasharray:3 4;stroke:var(--mute)}"
+    ".wait{fill:none;stroke:var(--mute);stroke-width:2}.wait.stuck{stroke:var(--warn)}"
+    ".head{fill:var(--mute)}.head.stuck{fill:var(--warn)}"
+    ".code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
+)
+
+WaitsByRank = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
+Notes = Sequence[tuple[str, str]]
+
+
+def deadlock_scene(
+    waiting: WaitsByRank,
+    cycle: Sequence[int] = (),
+    returned: Sequence[int] = (),
+    notes: Notes = (),
+    description: str = "",
+) -> Scene:
+    """Draw who waits for whom.
+
+    Args:
+        waiting, cycle, returned, notes: the attributes of a DeadlockError, of up to 64 ranks.
+        description: the picture in words, for a screen reader.
+
+    Returns:
+        A still Scene: the ranks at the left; at the right, the call in which each of the first
+        seven waits.
+
+    Raises:
+        ValueError: more than 64 ranks.
+    """
+    arrows = [
+        (rank, peer) for rank, (_, peers, _) in sorted(waiting.items()) for peer in _ranks_of(peers)
+    ]
+    everyone = sorted({*waiting, *returned, *(peer for _, peer in arrows)})
+    if len(everyone) > MOST_RANKS:
+        raise ValueError(
+            f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: print "
+            "the error instead"
+        )
+    centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
+    end = centre[1] + 22.0 * min(len(waiting), MOST_ROWS) + 18 * len(_note_lines(notes)) + 24
+    below = 290 if len(everyone) > 2 else 130  # the top of the rows on a phone
+    scene = Scene(
+        960,
+        max(404 if len(everyone) > 2 else 238, math.ceil(end)),
+        "Deadlock: who waits for whom",
+        description,
+    )
+    scene.style += STYLE
+    scene.narrow = (480, max(704 if len(everyone) > 2 else 360, below + math.ceil(end)))
+    tip = 6 if len(everyone) <= 8 else 4
+    for colour in ("", " stuck"):
+        scene.definitions.append(
+            f'<marker id="head{colour.strip()}" viewBox="0 0 8 8" refX="7.5" refY="4" '
+            f'markerWidth="{tip}" markerHeight="{tip}" orient="auto"><path d="M0 .5 8 4 0 7.5z" '
+            f'class="head{colour}"/></marker>'
+        )
+    head = scene.panel(narrow="translate(0,0)")
+    head.add("text", scene.title, x=28, y=40, class_="h")
+    head.add("text", _summary(cycle), x=28, y=64, font_size=14, class_="w b")
+    _graph(scene.panel(narrow="translate(40,0)"), everyone, arrows, cycle, returned, centre)
+    _rows(scene.panel(narrow=f"translate(-402,{below})"), waiting, notes, centre[1])
+    return scene
+
+
+def _ranks_of(peers: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return () if peers is None else peers if isinstance(peers, tuple) else (peers,)
+
+
+def _summary(cycle: Sequence[int]) -> str:
+    if not cycle:
+        return "A rank waits for something that will never arrive."
+    if len(cycle) > 8:
+        return f"{len(cycle)} ranks wait for each other in a cycle."
+    return "Cycle: " + " → ".join(str(rank) for rank in [*cycle, cycle[0]])
+
+
+def _graph(
+    panel: Node,
+    everyone: list[int],
+    arrows: list[tuple[int, int]],
+    cycle: Sequence[int],
+    returned: Sequence[int],
+    centre: Point,
+) -> None:
+    node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
+    # two ranks are side by side; more are on a circle, with the first on top
+    start = -math.pi / 2 if len(everyone) == 2 else 0.0
+    at = {}
+    for i, rank in enumerate(everyone):
+        angle = start + 2 * math.pi * i / len(everyone)
+        at[rank] = (centre[0] + RADIUS * math.sin(angle), centre[1] - RADIUS * math.cos(angle))
+    stuck = set(zip(cycle, [*cycle[1:], *cycle[:1]]))
+    for pair in sorted(arrows, key=lambda pair: pair in stuck):
+        if pair[0] != pair[1]:
+            kind = "stuck" if pair in stuck else ""
+            panel.add(
+                "path",
+                d=_bow(at[pair[0]], at[pair[1]], node),
+                class_=f"wait {kind}",
+                marker_end=f"url(#head{kind})",
+            )
+    for rank, (x, y) in at.items():
+        kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
+        panel.add("circle", cx=x, cy=y, r=node, class_=f"node {kind}")
+        if node >= 7:
+            panel.add(
+                "text",
+                rank,
+                x=x,
+                y=y + min(17.0, node) * 0.36,
+                font_size=min(17.0, node),
+                class_="b c",
+            )
+        if kind == "gone" and len(returned) <= 4:
+            panel.add(
+                "text",
+                "returned",
+                x=x,
+                y=y + (node + 16 if y > centre[1] + 1 else -node - 8),
+                font_size=12,
+                class_="m c",
+            )
+
+
+def _bow(a: Point, b: Point, node: float) -> str:
+    """An arrow from rim to rim, bent to its left.
+
+    So two arrows between the same two ranks do not overlap.
+    """
+    length = math.dist(a, b)
+    ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
+    bend = 0.16 * length
+    middle = ((a[0] + b[0]) / 2 + 2 * bend * uy, (a[1] + b[1]) / 2 - 2 * bend * ux)
+    out, into = _towards(a, middle, node + 2), _towards(b, middle, node + 2)
+    return f"M{out[0]:.1f} {out[1]:.1f}Q{middle[0]:.1f} {middle[1]:.1f} {into[0]:.1f} {into[1]:.1f}"
+
+
+def _towards(a: Point, b: Point, distance: float) -> Point:
+    part = distance / math.dist(a, b)
+    return (a[0] + part * (b[0] - a[0]), a[1] + part * (b[1] - a[1]))
+
+
+def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> None:
+    """The call in which each rank waits, with its line of source if Python can find it.
+
+    Python also finds the lines of a notebook's cells.
+    """
+    rows = sorted(waiting.items())
+    shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
+    y = middle - 22.0 * len(shown) + 18
+    for rank, (kind, peers, where) in shown:
+        link = {"send": "to", "recv": "from"}.get(kind, "for")
+        whom = ranks_text(_ranks_of(peers)) if _ranks_of(peers) else "any rank"
+        panel.add("text", f"rank {rank}", x=430, y=y, font_size=14, class_="b")
+        panel.add("text", f"waits in {kind} {link} {whom}", x=496, y=y, font_size=14)
+        panel.add("text", _line(where), x=496, y=y + 18, font_size=12.5, class_="m code")
+        y += 44
+    if len(shown) < len(rows):
+        panel.add(
+            "text", f"and {len(rows) - len(shown)} more", x=496, y=y, font_size=14, class_="m"
+        )
+        y += 44
+    for text, code in _note_lines(notes):
+        panel.add(
+            "text",
+            text,
+            x=430,
+            y=y,
+            font_size=12.5 if code else 13,
+            class_="m code" if code else "m",
+        )
+        y += 18
+
+
+def _note_lines(notes: Notes) -> list[tuple[str, bool]]:
+    """The first notes, wrapped to the panel's width: (line, whether it is code)."""
+    lines: list[tuple[str, bool]] = []
+    for note, where in notes[:MOST_NOTES]:
+        lines += [(line, False) for line in textwrap.wrap(note[0].upper() + note[1:], 62)]
+        lines += [(_line(where), True)] if where else []
+    return lines
+
+
+def _line(where: str) -> str:
+    """ "line 4: dist.send(x, dst=1)", or the place as recorded if the source can't be found."""
+    file, _, number = where.rpartition(":")
+    source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    if not source:
+        return where
+    return f"line {number}: {source if len(source) <= 40 else source[:39] + '…'}"

@@ -1,0 +1,115 @@
+"""Where each rank is drawn in the diagram of a collective, given the topology of its messages.
+
+ring, chain: on a circle, in the order of the ring      tree: the root on top, leaves side by side
+star: the hub in the centre                              grid: rows × columns
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parallel101.laboratory.analysis.logical_topology import LogicalTopology, neighbours_of
+from parallel101.laboratory.viz.scene import Point
+
+CENTRE = (222.0, 262.0)  # of a ring, in the left half of the card: the steps are counted inside it
+ASIDE = (250.0, 268.0)  # of every other topology: the steps are counted in the corner
+CORNER = (76.0, 118.0, 34.0)  # (x, y, radius)
+
+
+class Diagram(NamedTuple):
+    """Where each rank of a topology is drawn."""
+
+    topology: LogicalTopology
+    at: dict[int, Point]  # by rank
+    node: float  # radius of a rank's circle
+    clock: tuple[float, float, float]  # (x, y, radius) of the ring that counts the steps
+
+
+def diagram_of(topology: LogicalTopology) -> Diagram:
+    """Place the ranks of a topology."""
+    order, n = topology.order, len(topology.order)
+    if topology.kind == "pair":
+        shift = 110.0 if n == 2 else 0.0
+        return Diagram(
+            topology,
+            {rank: (ASIDE[0] + (2 * i - 1) * shift, ASIDE[1]) for i, rank in enumerate(order)},
+            25.0,
+            CORNER,
+        )
+    if topology.kind in ("ring", "chain"):
+        radius = 138.0 if n <= 8 else 150.0
+        return Diagram(topology, _circle(order, CENTRE, radius), _node(n, radius), (*CENTRE, 66.0))
+    if topology.kind == "star":
+        assert topology.root is not None
+        others = [rank for rank in order if rank != topology.root]
+        return Diagram(topology, _circle(others) | {topology.root: ASIDE}, _node(n), CORNER)
+    if topology.kind == "tree":
+        return Diagram(topology, *_tree(topology), CORNER)
+    if topology.kind == "grid":
+        return Diagram(topology, *_grid(topology), CORNER)
+    return Diagram(topology, _circle(order), _node(n), CORNER)
+
+
+def _node(n: int, radius: float = 122.0) -> float:
+    return min(25.0, 0.55 * math.pi * radius / max(n, 1))
+
+
+def _circle(order: Sequence[int], centre: Point = ASIDE, radius: float = 122.0) -> dict[int, Point]:
+    turn = 2 * math.pi / max(len(order), 1)
+    return {
+        rank: (centre[0] + radius * math.sin(i * turn), centre[1] - radius * math.cos(i * turn))
+        for i, rank in enumerate(order)
+    }
+
+
+def _tree(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
+    """Leaves side by side, each parent above the middle of its children."""
+    assert topology.root is not None
+    neighbours = neighbours_of(topology.links)
+    column: dict[int, float] = {}
+    level: dict[int, int] = {}
+    leaves = 0
+
+    def place(rank: int, parent: int | None, depth: int) -> None:
+        nonlocal leaves
+        level[rank] = depth
+        children = [child for child in neighbours[rank] if child != parent]
+        for child in children:
+            place(child, rank, depth + 1)
+        if children:
+            column[rank] = (column[children[0]] + column[children[-1]]) / 2
+        else:
+            column[rank] = leaves
+            leaves += 1
+
+    place(topology.root, None, 0)
+    depth = max(level.values())
+    across = min(84.0, 300.0 / max(leaves - 1, 1))
+    down = min(92.0, 290.0 / max(depth, 1))
+    left = ASIDE[0] - across * (leaves - 1) / 2
+    top = CENTRE[1] - down * depth / 2
+    return {rank: (left + across * column[rank], top + down * level[rank]) for rank in column}, min(
+        25.0, 0.36 * across, 0.34 * down
+    )
+
+
+def _grid(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
+    """Rows × columns, with room for arcs at the right of the columns if a column is closed."""
+    order, columns = topology.order, topology.columns
+    rows, beside = (
+        len(order) // columns,
+        any((order.index(a) - order.index(b)) % columns == 0 for a, b in topology.wrap_around),
+    )
+    across, down = (
+        min(104.0, (250.0 if beside else 300.0) / max(columns - 1, 1)),
+        min(100.0, 200.0 / max(rows - 1, 1)),
+    )
+    middle = 306.0 if rows < 4 else 298.0  # below the ring that counts the steps
+    left, top = ASIDE[0] - 25 * beside - across * (columns - 1) / 2, middle - down * (rows - 1) / 2
+    at = {
+        rank: (left + across * (i % columns), top + down * (i // columns))
+        for i, rank in enumerate(order)
+    }
+    return at, min(25.0, 0.3 * across, 0.3 * down)

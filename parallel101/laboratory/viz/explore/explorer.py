@@ -1,0 +1,318 @@
+"""What all explorers have: controls, a prediction, and the result of the last run beside it.
+
+[all_reduce ▾] [ring ▾]  ranks ──●──              each change runs again
+all_reduce has no root.                           why a control is off
+I predict [steps ▾] [8          ] [ Run ]         while a prediction is written, changes wait
+         this run   your prediction               for "Run"
+steps    6          8 ✗ too high
+┌──────────────────────────────────┐
+└──────────────────────────────────┘
+
+An exported page, which has no kernel, keeps the table and the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+import ipywidgets
+
+from parallel101.laboratory.record.errors import DeadlockError
+from parallel101.laboratory.viz.explore.prediction import readings, verdict, with_unit
+from parallel101.laboratory.viz.scene import Scene
+
+WIDE = {"width": "300px", "max_width": "100%"}
+STYLE = {"description_width": "110px"}
+IN_WORDS = "in words"  # a prediction of something that is not in the table
+# for screen readers only
+HIDDEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
+
+# ipywidgets can't set attributes from Python. Without the first, JupyterLab's shortcuts take the
+# keys of sliders, menus and buttons. The others name the parts of sliders and the field, and let
+# screen readers say what a run has shown.
+ATTRIBUTES = """<script>
+setTimeout(() => document.querySelectorAll(".p101-explorer").forEach(explorer => {
+  explorer.setAttribute("data-lm-suppress-shortcuts", "true");
+  explorer.querySelector(".p101-status")?.setAttribute("aria-live", "polite");
+  explorer.querySelector(".p101-prediction input")?.setAttribute("aria-label", "my prediction");
+  for (const slider of explorer.querySelectorAll(".widget-slider"))
+    for (const part of slider.querySelectorAll("[role=slider], .widget-readout"))
+      part.setAttribute("aria-label", slider.querySelector("label").textContent);
+}))</script>"""
+
+
+class ExplorerResult(NamedTuple):
+    """What a run shows."""
+
+    picture: Scene | None
+    # what, and a value for each column; predictions are about the first
+    rows: Sequence[Sequence[str]]
+    columns: Sequence[str] = ("this run",)
+    note: str = ""  # a sentence below the table
+    # what → the numbers of its first column, not rounded: counts, percent, bytes or seconds
+    exact: Mapping[str, Sequence[float]] = {}
+
+
+class Explorer(ipywidgets.VBox):
+    """Controls with the result of a run below them. Display it as the last expression of a cell.
+
+    Args:
+        controls: widgets with a value, by the name of the argument that `run` takes.
+        run: the values of the controls → the ExplorerResult. If it raises a ValueError,
+            RuntimeError or TimeoutError, the explorer shows the error's text instead, and a
+            deadlock as a picture of who waits for whom.
+        adjust: called with the controls after each change, and the name of the one that changed (""
+            at first), to set what else can be chosen. It returns sentences that say why.
+        quantities: rows of the result that can be predicted, each with the unit of a prediction
+            that names none: "GB", or "" for counts.
+        predict: one of them, for which the reader is asked before the first run is shown; None: it
+            is shown at once.
+
+    Attributes:
+        controls: as given.
+        quantity, prediction: what the reader predicts.
+        run_button: runs again.
+        html: the last result.
+
+    Raises:
+        ValueError: `predict` is not one of the quantities.
+    """
+
+    def __init__(
+        self,
+        controls: Mapping[str, Any],
+        run: Callable[..., ExplorerResult],
+        adjust: Callable[[Mapping[str, Any], str], str] = lambda *_: "",
+        *,
+        quantities: Mapping[str, str],
+        predict: str | None = None,
+    ):
+        self.controls, self.run, self.adjust = controls, run, adjust
+        self.quantities = quantities
+        first = next(iter(quantities)) if predict is None else predict
+        self.quantity = menu("I predict", (*quantities, IN_WORDS), first, argument="predict")
+        self.prediction = ipywidgets.Text(layout={"width": "220px", "max_width": "100%"})
+        self.prediction.add_class("p101-prediction")
+        self.run_button = ipywidgets.Button(
+            description="Run", tooltip="Run, and show the prediction beside the result"
+        )
+        self.hint, self.status, self.output = (
+            ipywidgets.HTML(),
+            ipywidgets.HTML(),
+            ipywidgets.Output(),
+        )
+        self.status.add_class("p101-status")
+        self.html = ""
+        self._adjusting = False
+        row = {"flex_flow": "row wrap", "max_width": "960px"}
+        predicting = ipywidgets.HBox(
+            [self.quantity, self.prediction, self.run_button, self.status], layout=row
+        )
+        super().__init__(
+            [
+                ipywidgets.HBox(list(controls.values()), layout=row),
+                self.hint,
+                predicting,
+                self.output,
+            ]
+        )
+        self.add_class("p101-explorer")
+        for control in controls.values():
+            control.observe(self._changed, "value")
+        self.quantity.observe(self._ask_for_unit, "value")
+        self._ask_for_unit()
+        self.run_button.on_click(lambda _: self._pressed())
+        # the Enter key
+        self.prediction.on_msg(
+            lambda _, message, __: self._pressed() if message.get("event") == "submit" else None
+        )
+        self._asked = self._reminded = False
+        self._changed(None)
+        self._asked = predict is not None
+        if self._asked:  # the page without a kernel has the run already
+            self.status.value = f"First predict the {escape(str(predict))}, then press Run."
+            self._display("", "")
+
+    def _changed(self, change: Any) -> None:
+        """Adjust the other controls, then run once.
+
+        If there is a prediction, or one is asked for, wait for the button.
+        """
+        if self._adjusting:
+            return
+        self._adjusting = True
+        try:
+            why = self.adjust(
+                self.controls, "" if change is None else self._name_of(change["owner"])
+            )
+        finally:
+            self._adjusting = False
+        self.hint.value = f"<small>{escape(why)}</small>" if why else ""
+        if self.prediction.value.strip():
+            self.status.value = "Press Run to see whether it holds."
+        elif not self._asked:
+            self._show()
+
+    def _name_of(self, changed: Any) -> str:
+        return next(name for name, control in self.controls.items() if control is changed)
+
+    def _ask_for_unit(self, _: Any = None) -> None:
+        """Say in the empty field what to write."""
+        unit = self.quantities.get(self.quantity.value, "")
+        words = "what will happen?" if self.quantity.value == IN_WORDS else "a number"
+        self.prediction.placeholder = f"in {unit}, or with a unit" if unit else words
+
+    def _pressed(self) -> None:
+        """Show the result.
+
+        If a prediction was asked for, remind the reader once of it. One that can't be read stays in
+        the field.
+        """
+        quantity, prediction = self.quantity.value, self.prediction.value.strip()
+        if self._asked and not prediction and not self._reminded:
+            self._reminded = True
+            self.status.value = (
+                "Write down a prediction first, or press Run again to see the result without one."
+            )
+        elif (
+            prediction
+            and quantity != IN_WORDS
+            and not readings(prediction, unit := self.quantities[quantity])
+        ):
+            self.status.value = (
+                f'Type a number, such as {f"12 {unit}".strip()}, or choose "{IN_WORDS}".'
+            )
+        else:
+            self._show()
+
+    def _show(self) -> None:
+        """Run, and show the result with the prediction."""
+        quantity, prediction, spoken = self.quantity.value, self.prediction.value.strip(), ""
+        unit = self.quantities.get(quantity, "")
+        prediction = with_unit(prediction, unit)
+        try:
+            result = self.run(**{name: control.value for name, control in self.controls.items()})
+            picture = result.picture.html() if result.picture is not None else ""
+            shown = next((row[1] for row in result.rows if row[0] == quantity), "")
+            said = verdict(prediction, unit, shown, result.exact.get(quantity, ()))
+            self.html, plain = _table(result, quantity, prediction, said) + picture, _plain(result)
+            spoken = _spoken(result, quantity, prediction, said)
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            text = f'<pre style="white-space:pre-wrap;word-break:normal">{escape(str(error))}</pre>'
+            waits = error.picture().html() if isinstance(error, DeadlockError) else ""
+            spoken = "This hangs." if waits else "This can't run."
+            self.html, plain = f"<p><strong>{spoken}</strong></p>{text}{waits}", str(error)
+        except KeyboardInterrupt:
+            self.status.value = (
+                "Interrupted. The result below is that of the last run that ended. Press Run to "
+                "try again."
+            )
+            raise
+        self._asked, self.prediction.value = False, ""
+        self.status.value = spoken if prediction else f'<span style="{HIDDEN}">{spoken}</span>'
+        self._display(self.html + ATTRIBUTES, plain)
+
+    def _display(self, html: str, plain: str) -> None:
+        data = {"text/html": html or ATTRIBUTES, "text/plain": plain}
+        self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The live controls, and HTML for a page without a kernel.
+
+        The HTML has the last result and how the controls were set, and says what the page needs.
+        """
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        chosen = ", ".join(
+            f"{c.description} {c.value:g}"
+            if isinstance(c.value, float)
+            else f"{c.description} {c.value}"
+            for c in self.controls.values()
+            if not c.disabled
+        )
+        return {**data, "text/html": f"<p>One run, with {escape(chosen)}.</p>{self.html}"}, metadata
+
+
+def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> Any:
+    """A menu. Raises ValueError if the value is not one of the options."""
+    options = tuple(options)
+    if value not in options:
+        raise ValueError(
+            f"{argument or name}={value!r} is unknown: expected one of "
+            f"{', '.join(map(repr, options))}"
+        )
+    return ipywidgets.Dropdown(
+        description=name, options=options, value=value, layout=WIDE, style=STYLE
+    )
+
+
+def slider(name: str, low: float, high: float, value: float, step: float = 1) -> Any:
+    """A slider for whole numbers, or for others if `step` is not 1.
+
+    Raises ValueError if the value is out of range.
+    """
+    whole = step == 1
+    if (
+        not isinstance(value, int if whole else (int, float))
+        or isinstance(value, bool)
+        or not low <= value <= high
+    ):
+        raise ValueError(
+            f"{name}={value!r}: expected a {'whole ' if whole else ''}number from {low} to {high}"
+        )
+    kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
+    return kind(
+        value,
+        description=name,
+        min=low,
+        max=high,
+        step=step,
+        continuous_update=False,
+        layout=WIDE,
+        style=STYLE,
+    )
+
+
+def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
+    """The rows; a prediction of one of them in a last column, and one in words above them."""
+    foretold = dict.fromkeys((row[0] for row in result.rows), "")
+    above = ""
+    if prediction and quantity in foretold:
+        foretold[quantity] = f"<strong>{escape(prediction)}</strong> {MARKS.get(said, '')} {said}"
+    elif prediction:
+        above = f"<p>Your prediction: <strong>{escape(prediction)}</strong></p>"
+    columns = (*result.columns, *(["your prediction"] if any(foretold.values()) else []))
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    rows = []
+    for what, *values in result.rows:
+        cells = [escape(value) for value in values] + (
+            [foretold[what]] if any(foretold.values()) else []
+        )
+        data = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f'<tr><th scope="row">{escape(what)}</th>{data}</tr>')
+    note = f"<p>{escape(result.note)}</p>" if result.note else ""
+    table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<div style="overflow-x:auto;margin-bottom:12px">{above}{table}{note}</div>'
+
+
+MARKS = {"right": "✓", "too low": "✗", "too high": "✗", "different": "✗"}
+
+
+def _spoken(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
+    """One sentence about the run, for the line beside the button and for screen readers."""
+    shown = {row[0]: row[1] for row in result.rows}
+    if quantity in shown and prediction:
+        return escape(
+            f"{quantity}: you predicted {prediction}, it is {shown[quantity]}"
+            + (f": {said}." if said else ".")
+        )
+    return escape(
+        ", ".join(f"{what} {value}" for what, value in shown.items() if value != "–") + "."
+    )
+
+
+def _plain(result: ExplorerResult) -> str:
+    """ "steps: 6, 6; …"."""
+    return "; ".join(f"{what}: {', '.join(values)}" for what, *values in result.rows)

@@ -1,0 +1,146 @@
+"""Draws a forward run beside its backward run: the same ranks, with the arrows reversed.
+
+    Forward: …                Backward: …
+     0 ──▶ 1                   0 ◀── 1
+    ranks × chunks            ranks × chunks
+
+The messages of the forward run play first, then those of the backward run. Each half is the
+collective view of its run (graph.py and matrix.py), moved to its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from parallel101.laboratory.analysis.replay import Replay, replay_of
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.captions import Captions
+from parallel101.laboratory.viz.graph import draw_graph
+from parallel101.laboratory.viz.matrix import draw_matrix
+from parallel101.laboratory.viz.scene import Node, Scene, Stop
+from parallel101.laboratory.viz.timing import Timing
+
+# the width of a half; where it begins below the title, and its height
+HALF, TOP, HEIGHT = 480, 52, 712
+# from where the collective view has them to where a half has them
+GRAPH, CELLS = "translate(20,-18)", "translate(-386,328) scale(.9)"
+GRAPHS_END = 414  # below TOP: between the ranks and what they hold
+PAUSE = 0.6  # seconds from the end of the forward run to the start of the backward run
+
+
+class WatchedRun(Protocol):
+    """What `parallel101.watch` returns."""
+
+    results: list[Any]
+    trace: Trace | None
+    watched: Any
+
+
+def forward_backward_scene(
+    forward: WatchedRun, backward: WatchedRun, *, title: str = "Forward and backward"
+) -> Scene:
+    """Animate two watched runs side by side, one after the other.
+
+    The name of each half is read from its messages.
+
+    Args:
+        forward, backward: runs of `parallel101.watch`.
+        title: above the picture.
+
+    Returns:
+        A Scene with a stop for each step of both runs.
+
+    Raises:
+        ValueError: a run has no messages whose values carry their origin.
+    """
+    scene = Scene(2 * HALF, TOP + HEIGHT, title)
+    scene.narrow = (HALF, TOP + 2 * HEIGHT)
+    scene.cuts = [TOP + GRAPHS_END]
+    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    first, second = _replay(forward, "forward"), _replay(backward, "backward")
+    turn = Timing(first).reveal + PAUSE  # when the backward run starts
+    scene.duration = turn + Timing(second).duration
+    _half(scene, "Forward", first, x=0, narrow="translate(0,0)", begin=0.0, end=turn)
+    _half(
+        scene,
+        "Backward",
+        second,
+        x=HALF,
+        narrow=f"translate({-HALF},{HEIGHT})",
+        begin=turn,
+        end=scene.duration,
+    )
+    scene.intro = Captions(first).intro
+    return scene
+
+
+def _replay(run: WatchedRun, word: str) -> Replay:
+    replay = (
+        None if run.trace is None else replay_of(run.trace, run.results, None, run.watched, False)
+    )
+    if replay is None or not replay.messages or not replay.known:
+        raise ValueError(
+            f"the {word} run has no messages whose values carry their origin: record it with "
+            "parallel101.watch"
+        )
+    return replay
+
+
+def _half(
+    scene: Scene, word: str, replay: Replay, *, x: int, narrow: str, begin: float, end: float
+) -> None:
+    """Draw one run. `begin`, `end`: its seconds in the scene."""
+    timing, captions = Timing(replay), Captions(replay)
+    name = f"{word}: {captions.title[0].lower()}{captions.title[1:]}"
+    drawing = Scene(HALF, HEIGHT, name)
+    draw_graph(drawing, replay, timing, captions.phases)
+    graph = len(drawing.children)
+    draw_matrix(drawing, replay, timing, captions.legend)
+    for i, panel in enumerate(drawing.children):
+        panel.attributes = {"transform": GRAPH if i < graph else CELLS}
+    _captions(drawing, name, timing, captions)
+    for step in range(replay.steps):
+        label = f"{word}, step {step + 1} of {replay.steps}: {captions.step(step)}"
+        stop = end if step == replay.steps - 1 else begin + timing.end(step)
+        scene.stops.append(Stop(begin + timing.start(step), stop, label))
+    for node in drawing.children:
+        _shift(node, begin, timing.duration)
+    scene.description += f"{name}. "
+    scene.definitions += [text for text in drawing.definitions if text not in scene.definitions]
+    scene.style = drawing.style  # the same for both halves
+    scene.panel(narrow=narrow).add(
+        "g", transform=f"translate({x},{TOP})"
+    ).children += drawing.children
+
+
+def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> None:
+    """The name of the run, and below it what happens in each step."""
+    drawing.add("text", name, x=28, y=14, font_size=16, class_="b")
+    starts = [0.0, *map(timing.start, range(timing.steps)), timing.reveal]
+    texts = [captions.intro, *map(captions.step, range(timing.steps)), captions.verdict.sentence()]
+    for text, span in zip(
+        texts, zip(starts, [*starts[1:], timing.duration + 1], strict=True), strict=True
+    ):
+        group, lines = drawing.add("g").show(span), [text]
+        if len(text) > 58:
+            middle = min(
+                (i for i, letter in enumerate(text) if letter == " "),
+                key=lambda i: abs(i - len(text) / 2),
+            )
+            lines = [text[:middle], text[middle + 1 :]]
+        for k, line in enumerate(lines):
+            group.add("text", line, x=28, y=36 + 17 * k, font_size=13, class_="m")
+
+
+def _shift(node: Node, begin: float, duration: float) -> None:
+    """Start later.
+
+    What shows at the start already does so before, and what shows at the end, at `duration`, stays.
+    """
+    for name, (mode, frames) in node.tracks.items():
+        node.tracks[name] = (
+            mode,
+            [(1e9 if t > duration else t + begin if t else 0.0, value) for t, value in frames],
+        )
+    for child in node.children:
+        _shift(child, begin, duration)

@@ -1,0 +1,411 @@
+"""The left half of the collective view: ranks, links, and messages as moving lettered tiles.
+
+A rank flashes when a message arrives, with a "+" if it adds the data to its own. The segmented ring
+counts the steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+from parallel101.laboratory.analysis.replay import Landing, Replay
+from parallel101.laboratory.record.units import chunk_letters, human_bytes
+from parallel101.laboratory.viz.diagram import ASIDE, CENTRE, Diagram, diagram_of
+from parallel101.laboratory.viz.scene import Node, Point, Scene
+from parallel101.laboratory.viz.timing import Timing
+
+MOST_TILES = 4  # chunks of one message that are drawn one by one
+LEGIBLE = 16.0  # a tile that is less high shows no bytes, and of many chunks only their number
+STYLE = (
+    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.z{stroke-width:4;fill-opacity:.22}"
+    ".zz{stroke:var(--accent);fill:var(--accent);stroke-width:4;fill-opacity:.18}"
+    ".badge{fill:var(--ink)}.plus{stroke:var(--bg);stroke-width:2}.arc{fill:none;stroke-width:5}"
+    ".k{stroke:var(--bg);stroke-width:2}.bad{stroke:var(--warn);stroke-width:3}"
+    ".plain{fill:var(--accent)}.pack{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}"
+    "text.on{fill:var(--bg)}"
+)
+
+
+def draw_graph(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) -> None:
+    """Add the ranks, their links, their messages and the ring of steps to the scene."""
+    scene.style += STYLE
+    panel = scene.panel(narrow="translate(18,-16)")
+    diagram = diagram_of(replay.topology)
+    _links(scene, panel, diagram)
+    draw_step_ring(panel, replay, diagram, timing, phases)
+    _ranks(panel, diagram)
+    _messages(panel, replay, diagram, timing)
+
+
+def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
+    links = diagram.topology.links
+    size = 6 if diagram.node > 15 else 5
+    scene.definitions.append(
+        f'<marker id="tip" viewBox="0 0 8 8" refX="6.5" refY="4" markerWidth="{size}" '
+        f'markerHeight="{size}" orient="auto-start-reverse"><path d="M0 .5 8 4 0 7.5z" '
+        'class="tip"/></marker>'
+    )
+    many = len(links) > 60 or diagram.node < 11
+    for a, b in links:
+        back = (b, a) in links
+        if back and a > b:
+            continue  # one line for both directions
+        points = _path(diagram, a, b, margin=4.0)
+        marks = (
+            {}
+            if many
+            else {"marker_end": "url(#tip)", "marker_start": "url(#tip)" if back else None}
+        )
+        width = 1 if many else 1.5 if len(links) > 24 else 2
+        d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        panel.add("path", d=d, class_="link", stroke_width=width, **marks)
+
+
+def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
+    """From the rim of one rank to the rim of the other.
+
+    It is a straight line, or an arc for a grid's wrap-around links.
+    """
+    (x0, y0), (x1, y1) = diagram.at[a], diagram.at[b]
+    reach = diagram.node + margin
+    if (a, b) not in diagram.topology.wrap_around:
+        length = math.hypot(x1 - x0, y1 - y0) or 1.0
+        ux, uy = (x1 - x0) / length, (y1 - y0) / length
+        return [(x0 + ux * reach, y0 + uy * reach), (x1 - ux * reach, y1 - uy * reach)]
+    # arcs along a row bend upwards, arcs along a column to the right
+    bow = 2.3 * diagram.node + 0.12 * math.hypot(x1 - x0, y1 - y0)
+    bow = (
+        max(bow, 4 * tile_size(diagram) + 12) if two_way_arcs(diagram) else bow
+    )  # four tiles side by side: both ways, straight and on the arc
+    mx, my = ((x0 + x1) / 2, y0 - bow) if abs(y1 - y0) < 1 else (x0 + bow, (y0 + y1) / 2)
+    return [
+        p
+        for p in _curve((x0, y0), (mx, my), (x1, y1))
+        if min(math.dist(p, (x0, y0)), math.dist(p, (x1, y1))) >= reach - 1
+    ]
+
+
+def _ranks(panel: Node, diagram: Diagram) -> None:
+    topology = diagram.topology
+    size = min(17.0, diagram.node * 0.95)
+    for rank in topology.order:
+        x, y = diagram.at[rank]
+        panel.add("circle", cx=x, cy=y, r=diagram.node, class_="node")
+        if diagram.node >= 7:
+            panel.add("text", rank, x=x, y=y + size * 0.36, font_size=size, class_="b c")
+    top = topology.root if topology.kind == "tree" else None
+    if topology.kind in ("ring", "chain"):
+        top = topology.order[0]
+    if top is not None:
+        panel.add(
+            "text",
+            "rank",
+            x=diagram.at[top][0],
+            y=diagram.at[top][1] - diagram.node - 7,
+            font_size=12,
+            class_="m c",
+        )
+
+    for name, vertical in zip(topology.axes, (False, True)):
+        if name:  # of a mesh: below a rank of the lowest row, and along the first column
+            (x0, y0), (x1, y1) = (
+                diagram.at[topology.order[0]],
+                diagram.at[topology.order[-1 - topology.columns // 2]],
+            )
+            at = (
+                (x0 - diagram.node - 12, (y0 + y1) / 2)
+                if vertical
+                else (x1, y1 + diagram.node + 13)
+            )
+            turned = f"rotate(-90 {at[0]:.1f} {at[1]:.1f})" if vertical else None
+            panel.add(
+                "text",
+                f"← {name}" if vertical else f"{name} →",
+                x=at[0],
+                y=at[1],
+                font_size=13,
+                class_="m c",
+                transform=turned,
+            )
+
+
+def draw_step_ring(
+    panel: Node, replay: Replay, diagram: Diagram, timing: Timing, phases: list[str]
+) -> None:
+    x, y, radius = diagram.clock
+    steps, central = replay.steps, (x, y) == CENTRE
+    big = radius / 66
+    if not steps:
+        return
+    turn = 2 * math.pi / steps
+    gap = 0.06 * turn if steps <= 30 else 0.0
+    first = panel.add("g").show((0.0, timing.start(0)))
+    first.add("text", "start", x=x, y=y + 4, font_size=15 if central else 12, class_="m c")
+    for s in range(steps):
+        a, b = s * turn + gap, (s + 1) * turn - gap
+        if steps == 1:
+            a, b = 0.05, 2 * math.pi - 0.05
+        large = int(b - a > math.pi)
+        d = (
+            f"M{x + radius * math.sin(a):.1f} {y - radius * math.cos(a):.1f}A{radius:.1f} "
+            f"{radius:.1f} 0 {large} 1 {x + radius * math.sin(b):.1f} "
+            f"{y - radius * math.cos(b):.1f}"
+        )
+        panel.add("path", d=d, class_="arc", style="stroke:var(--faint)")
+        colour = "ink" if replay.adds(s) else "accent"
+        panel.add("path", d=d, class_="arc", style=f"stroke:var(--{colour})").show(
+            (timing.start(s), timing.duration + 1)
+        )
+        text = panel.add("g").show((timing.start(s), timing.start(s + 1)))
+        text.add("text", "step", x=x, y=y - 29 * big, font_size=12 if central else 11, class_="m c")
+        text.add(
+            "text",
+            s + 1,
+            x=x,
+            y=y + 10 * big + (0 if central else 3),
+            font_size=max(22.0, 40 * big),
+            font_weight=650,
+            class_="c",
+        )
+        if phases[s]:
+            text.add(
+                "text",
+                phases[s],
+                x=x,
+                y=y + 29 if central else y + radius + 18,
+                font_size=12.5 if central else 12,
+                class_="b c",
+            )
+
+
+def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> None:
+    """The tiles of each step, and the flashes of the ranks where they arrive."""
+    for step in range(replay.steps):
+        indices = replay.in_step(step)
+        tiles = panel.add("g").show((timing.start(step), timing.arrival(step)))
+        flashes = panel.add("g").show((timing.arrival(step), timing.start(step + 1)))
+        pairs = {(replay.messages[i].src, replay.messages[i].dst) for i in indices}
+        sizes = [tile_box(replay, i, tile_size(diagram)) for i in indices]
+        largest = max(width for width, _ in sizes), max(height for _, height in sizes)
+        for rank in sorted({replay.messages[i].dst for i in indices}):
+            mine = [i for i in indices if replay.messages[i].dst == rank]
+            _flash(
+                flashes,
+                diagram,
+                rank,
+                [landing for i in mine for landing in replay.landings[i]] if replay.known else [],
+            )
+        for i in indices:
+            m = replay.messages[i]
+            points = flight(diagram, m.src, m.dst, (m.dst, m.src) in pairs, largest)
+            leaves, arrives = timing.flight(i)
+            tile = _tile(tiles, replay, i, tile_size(diagram))
+            last = len(points) - 1
+            frames = [
+                (leaves + (arrives - leaves) * k / last, point) for k, point in enumerate(points)
+            ]
+            tile.key("translate", *frames, mode="ease" if last == 1 else "linear")
+
+
+def flight(diagram: Diagram, src: int, dst: int, both_ways: bool, tile: Point) -> list[Point]:
+    """The way of a tile, of which the largest in its step has this width and height.
+
+    On a circle it goes around the centre, where the tiles of a step would otherwise meet, and
+    inside the ranks that it would hide.
+    """
+    points = _path(diagram, src, dst)
+    order, large = diagram.topology.order, sum(tile) / 2
+    n, far = len(order), abs(order.index(src) - order.index(dst))
+    if diagram.topology.kind != "circle" or n <= 3 or far in (1, n - 1):
+        # both directions at once: each keeps to its right
+        return _aside(points, tile) if both_ways else points
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    # the middle of the way, seen from the centre
+    mx, my = (x0 + x1) / 2 - ASIDE[0], (y0 + y1) / 2 - ASIDE[1]
+    near, length = math.hypot(mx, my), math.hypot(x1 - x0, y1 - y0)
+    clear = max(n * (large + 4) / (2 * math.pi), 1.2 * large)
+    # the furthest from the centre that hides no rank
+    rim = math.dist(diagram.at[src], ASIDE) - diagram.node - large / 2 - 2
+    right = -(y1 - y0) / length, (x1 - x0) / length
+    if near < clear:
+        ux, uy = right if both_ways or near < 1 else (mx / near, my / near)
+        middle = clear
+    else:
+        ux, uy = mx / near, my / near
+        outside = both_ways and ux * right[0] + uy * right[1] > 0
+        middle = min(near + both_ways * (large / 2 + 2), rim) - (
+            0 if outside or not both_ways else large + 4
+        )
+    # so that the curve's middle is so far from the centre
+    cx, cy = 2 * middle * ux - mx + ASIDE[0], 2 * middle * uy - my + ASIDE[1]
+    return _curve((x0, y0), (cx, cy), (x1, y1))
+
+
+def _curve(start: Point, control: Point, end: Point) -> list[Point]:
+    """A quadratic Bézier curve."""
+    weights = [((1 - u) ** 2, 2 * u * (1 - u), u * u) for u in (k / 24 for k in range(25))]
+    (x0, y0), (mx, my), (x1, y1) = start, control, end
+    return [(a * x0 + b * mx + c * x1, a * y0 + b * my + c * y1) for a, b, c in weights]
+
+
+def _aside(points: list[Point], tile: Point) -> list[Point]:
+    """The same way, moved to its right, so that tiles in both directions pass each other."""
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    length = math.hypot(x1 - x0, y1 - y0) or 1.0
+    across, down = abs(y1 - y0) / length, abs(x1 - x0) / length
+    shift = min(tile[0] / max(across, 0.01), tile[1] / max(down, 0.01)) / 2 + 2
+    return [(x - (y1 - y0) / length * shift, y + (x1 - x0) / length * shift) for x, y in points]
+
+
+def _flash(parent: Node, diagram: Diagram, rank: int, landings: list) -> None:
+    x, y = diagram.at[rank]
+    r = diagram.node
+    arrived = [landing for landing in landings if any(landing.carried)]
+    parent.add("circle", cx=x, cy=y, r=r, class_=f"z s{arrived[0].chunk % 8}" if arrived else "zz")
+    if any(landing.added for landing in landings):
+        bx, by, small = x + 0.71 * r, y - 0.71 * r, max(5.0, 0.36 * r)
+        parent.add("circle", cx=bx, cy=by, r=small, class_="badge")
+        arm = small * 0.55
+        parent.add(
+            "path",
+            d=f"M{bx - arm:.1f} {by:.1f}h{2 * arm:.1f}M{bx:.1f} {by - arm:.1f}v{2 * arm:.1f}",
+            class_="plus",
+        )
+
+
+def two_way_arcs(diagram: Diagram) -> bool:
+    """Whether messages go both ways around the end of a row or column."""
+    arcs = diagram.topology.wrap_around
+    return any((b, a) in arcs for a, b in arcs)
+
+
+def tile_size(diagram: Diagram) -> float:
+    """The height of a tile, small enough to leave the rank behind it visible.
+
+    On a torus, four tiles can pass each other.
+    """
+    size = min(28.0, max(9.0, 1.15 * diagram.node))
+    places = list(diagram.at.values())
+    return (
+        min(size, (math.dist(places[0], places[diagram.topology.columns]) - 10) / 4)
+        if two_way_arcs(diagram)
+        else size
+    )
+
+
+def tile_box(replay: Replay, index: int, side: float) -> Point:
+    """The width and height of a message's tile, if that of one chunk is `side` wide."""
+    landings = replay.landings[index] if replay.known else []
+    if not landings:
+        return max(side, _bytes_width(_bytes_text(replay, index, side), side)), 0.72 * side
+    if len(landings) > MOST_TILES:
+        return max(side, 0.35 * side * len(_pack_text(replay, landings, side)) + 12), side
+    return ((side, side), (1.44 * side, side), (1.24 * side, 1.24 * side))[
+        min(len(landings), 3) - 1
+    ]
+
+
+def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
+    """A message as it moves: a lettered tile for each chunk in it.
+
+    If the contents are unknown, the tile shows the bytes.
+    """
+    tile, landings, box = (
+        parent.add("g"),
+        replay.landings[index] if replay.known else [],
+        tile_box(replay, index, side),
+    )
+    if not landings:
+        _bytes(tile, _bytes_text(replay, index, side), box)
+    elif len(landings) > MOST_TILES:
+        _pack(tile, landings, _pack_text(replay, landings, side), box)
+    else:
+        _letters(tile, replay, landings, box)
+    return tile
+
+
+def _bytes_text(replay: Replay, index: int, side: float) -> str:
+    """The bytes of a message.
+
+    "" if they are too many letters for its tile; the sentence of the step has them too.
+    """
+    nbytes = replay.messages[index].nbytes
+    text = human_bytes(nbytes) if not replay.known or not nbytes else "–"
+    fits = side > LEGIBLE and (
+        replay.topology.kind != "circle" or _bytes_width(text, side) < 1.7 * side
+    )
+    return text if fits else ""
+
+
+def _bytes_width(text: str, side: float) -> float:
+    return 0.31 * side * len(text) + 10
+
+
+def _bytes(tile: Node, text: str, box: Point) -> None:
+    width, height = box
+    tile.add(
+        "rect", x=-width / 2, y=-height / 2, width=width, height=height, rx=5, class_="k plain"
+    )
+    if text:
+        tile.add("text", text, y=0.23 * height, font_size=0.65 * height, class_="b c on")
+
+
+def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) -> None:
+    """A square for each chunk: up to two side by side, up to four in two rows."""
+    columns, rows = min(len(landings), 2), -(-len(landings) // 2)
+    width, height = box[0] / columns, box[1] / rows
+    font = min(0.57 * height, 0.8 * width)
+    for k, landing in enumerate(landings):
+        x, y = (k % columns - (columns - 1) / 2) * width, (k // columns - (rows - 1) / 2) * height
+        colour, rim = (
+            landing.chunk % 8,
+            "bad" if any(count > 1 for count in landing.carried) else "k",
+        )
+        # memory that was never written
+        look, ink = (
+            (f"f{colour} {rim}", f"b c o{colour}") if any(landing.carried) else ("gone", "b c")
+        )
+        tile.add(
+            "rect",
+            x=x - width / 2,
+            y=y - height / 2,
+            width=width,
+            height=height,
+            rx=0.21 * min(width, height),
+            class_=look,
+        )
+        tile.add(
+            "text",
+            replay.chunks[landing.chunk].label,
+            x=x,
+            y=y + font * 0.32,
+            font_size=font,
+            class_=ink,
+        )
+
+
+def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:
+    text = chunk_letters([replay.chunks[landing.chunk].label for landing in landings])
+    return (
+        text if "–" in text else f"{len(landings)} chunks" if side > LEGIBLE else str(len(landings))
+    )
+
+
+def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
+    """Many chunks in one tile, above a band of all their colours.
+
+    The tile shows the first and last letter, or the number of chunks.
+    """
+    width, height = box
+    each, font = (width - 8) / len(landings), 0.51 * height
+    tile.add("rect", x=-width / 2, y=-height / 2, width=width, height=height, rx=6, class_="pack")
+    for k, landing in enumerate(landings):
+        tile.add(
+            "rect",
+            x=-width / 2 + 4 + k * each,
+            y=height * 0.2,
+            width=each,
+            height=height * 0.18,
+            class_=f"f{landing.chunk % 8}",
+        )
+    tile.add("text", text, y=font * 0.11, font_size=font, class_="b c")

@@ -1,0 +1,241 @@
+"""Draws compute and communication lanes: what each rank computes, above its messages.
+
+All ranks have one time axis.
+
+    rank 0  ▇▇ forward ▇▇▇▇ backward ▇▇▇▇▇▇/////▇ optimizer ▇     hatched: idle
+                                  ▬▬▬▬▬  ▬▬▬▬▬▬▬▬▬                sends and receives
+
+Messages under a coloured bar overlap with compute and cost no time. Messages under a hatched bar
+cost time. Spans (`p101.span`) are the compute; the numbers are computed in
+`laboratory.analysis.overlap`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from parallel101.laboratory.analysis.overlap import (
+    TimeBreakdown,
+    TimeWindow,
+    bookkeeping,
+    time_breakdown,
+    time_windows,
+)
+from parallel101.laboratory.record.events import P2P, Event
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.units import human_bytes, human_seconds
+from parallel101.laboratory.viz.scene import HATCHING, Scene
+from parallel101.laboratory.viz.timeline import (
+    STYLE,
+    Bar,
+    draw_bar,
+    draw_legend,
+    draw_notes,
+    draw_span,
+    notes_of,
+    span_colours,
+    span_entries,
+    span_lanes,
+    time_axis,
+    trace_facts,
+)
+
+LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
+# heights: a lane of spans, a lane of messages, the gap between ranks, the name of a window
+TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0
+MOST_RANKS, MOST_SPAN_LANES, MOST_MESSAGE_LANES = 16, 2, 4
+
+
+def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communication") -> Scene:
+    """Draw what the ranks computed and what they had in flight, so that the overlap can be seen.
+
+    Args:
+        trace: the record of a run whose compute is in spans, as the trainers' is.
+        within: names of spans. Each gives a panel that shows the last span of that name on each
+            rank; all panels have the same scale. None: the whole record.
+
+    Returns:
+        A still Scene. At the right of each rank: which part of its communication overlapped with
+        compute.
+
+    Raises:
+        ValueError: more than 16 ranks, or a name that no span has.
+    """
+    n = trace.world_size
+    if n > MOST_RANKS:
+        raise ValueError(
+            f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use "
+            "run.timeline(), which draws up to 128"
+        )
+    windows = time_windows(trace, within)
+    longest = max(window.end - window.begin for window in windows)
+    spans = {window.name: [e for e in window.events if e.kind == "span"] for window in windows}
+    depth = 1 + max(
+        (
+            min(lane, MOST_SPAN_LANES - 1)
+            for of in spans.values()
+            for lane in span_lanes(of).values()
+        ),
+        default=0,
+    )
+    flows = {window.name: message_lanes(window.events) for window in windows}
+    thick = max((lane + 1 for of in flows.values() for lane in of.values()), default=0) * 2 * THIN
+    row = depth * TALL + thick + GAP
+    high = n * row + (HEAD if within else 0.0)
+    events = [e for window in windows for e in window.events]
+    notes = notes_of(events)
+    if bookkeeping(events):
+        notes[-1] += " Overlap doesn't count them."
+    height = math.ceil(TOP + len(windows) * high + 40) + 18 * len(notes)
+    scene = Scene(960, height, title, " ".join(window_text(window, n) for window in windows))
+    scene.style += STYLE
+    scene.definitions.append(HATCHING)
+    colours = span_colours(e for of in spans.values() for e in of if not e.waiting)
+    _head(scene, trace, colours, "" if within else human_seconds(longest))
+    scale = (RIGHT - LEFT) / longest if longest else 0.0
+    for i, window in enumerate(windows):
+        top = TOP + i * high
+        if within:
+            scene.add("text", window.name, x=LEFT, y=top + 15, font_size=15, class_="b")
+            scene.add(
+                "text",
+                human_seconds(window.end - window.begin),
+                x=RIGHT,
+                y=top + 15,
+                font_size=13,
+                class_="m e",
+            )
+        _window(
+            scene,
+            window,
+            top + (HEAD - 6 if within else 0),
+            row,
+            depth,
+            scale,
+            colours,
+            flows[window.name],
+            n,
+        )
+        rows = range(n) if len(windows) == 1 else (n - 1,)
+        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in rows]
+    time_axis(scene, longest, TOP + len(windows) * high, LEFT, RIGHT)
+    draw_notes(scene, notes)
+    return scene
+
+
+def window_text(window: TimeWindow, ranks: int) -> str:
+    """The numbers of a window, for the picture's alternative text."""
+    of = [time_breakdown(window, rank) for rank in range(ranks)]
+    overlap = ", ".join(
+        f"{b.overlap / b.communication:.0%}" if b.communication else "none" for b in of
+    )
+    compute = ", ".join(human_seconds(b.compute) for b in of)
+    name, took = window.name or "Whole record", human_seconds(window.end - window.begin)
+    return (
+        f"{name}: {took}. Compute by rank: {compute}. Communication that overlaps with compute: "
+        f"{overlap}."
+    )
+
+
+def message_lanes(events: Iterable[Event]) -> dict[int, int]:
+    """The lane of each message, by its id().
+
+    It is the first of its rank and direction that is free when it starts, or else the last.
+    """
+    free: dict[tuple[int, bool], list[float]] = {}
+    lanes = {}
+    for event in (e for e in events if e.kind != "span"):
+        ends = free.setdefault((event.rank, event.kind == "recv"), [])
+        lane = next((i for i, end in enumerate(ends) if end <= event.start), len(ends))
+        lane = min(lane, MOST_MESSAGE_LANES - 1)
+        ends[lane : lane + 1] = [event.end]
+        lanes[id(event)] = lane
+    return lanes
+
+
+def _head(scene: Scene, trace: Trace, colours: dict[str, int], took: str) -> None:
+    """The title and the legend. `took`: the time that is drawn, "" if each panel says its own."""
+    scene.add("text", scene.title, x=28, y=40, class_="h")
+    scene.add(
+        "text",
+        trace_facts(trace) + (f" · {took}" if took else ""),
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
+    sentence = (
+        "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing "
+        "and waits."
+    )
+    scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.intro = sentence
+    kinds = {e.kind for e in trace.events}
+    entries = [*span_entries(colours), ("idle", "idle")]
+    entries += [
+        (label, kind) for kind, label in (("send", "sends"), ("recv", "receives")) if kind in kinds
+    ]
+    entries += [("collectives", "collective")] * bool(kinds - P2P - {"span"})
+    draw_legend(scene, entries)
+    scene.add("text", "overlap", x=932, y=89, font_size=12, class_="m e")
+
+
+def _window(
+    scene: Scene,
+    window: TimeWindow,
+    top: float,
+    row: float,
+    depth: int,
+    scale: float,
+    colours: dict[str, int],
+    flows: dict[int, int],
+    ranks: int,
+) -> None:
+    lanes = span_lanes([e for e in window.events if e.kind == "span"])
+
+    def x(t: float) -> float:
+        return LEFT + (t - window.begin) * scale
+
+    for rank in range(ranks):
+        y, here = top + rank * row, [e for e in window.events if e.rank == rank]
+        _hatched(scene, LEFT, y, x(window.end) - LEFT)
+        scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + 13, font_size=12.5, class_="m e")
+        for event in (e for e in here if e.kind == "span" and lanes[id(e)] < depth):
+            lane = y + lanes[id(event)] * TALL
+            draw_span(scene, Bar(event), x, lane, TALL, colours)
+        for event in (e for e in here if e.kind != "span"):
+            lane = y + depth * TALL + 1 + THIN * (2 * flows[id(event)] + (event.kind == "recv"))
+            draw_bar(scene, Bar(event), x, lane, THIN - 1, event.kind)
+        _overlap(scene, time_breakdown(window, rank), here, y)
+
+
+def _hatched(scene: Scene, x: float, y: float, width: float) -> None:
+    scene.add("rect", x=x, y=y + 0.5, width=width, height=TALL - 1, class_="card")
+    scene.add("rect", x=x, y=y + 0.5, width=width, height=TALL - 1, class_="idle")
+
+
+def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:
+    """Write at the right of a rank which part of its communication overlapped.
+
+    Below are the bytes that it sent, or the number of collectives that it called.
+    """
+    if breakdown.communication:
+        sent, collectives = (
+            sum(e.nbytes for e in events if e.kind == "send"),
+            sum(e.kind not in P2P and e.kind != "span" for e in events),
+        )
+        scene.add(
+            "text",
+            f"{breakdown.overlap / breakdown.communication:.0%}",
+            x=932,
+            y=y + 15,
+            font_size=17,
+            class_="b e",
+        )
+        told = (
+            f"{human_bytes(sent)} sent"
+            if sent or not collectives
+            else f"{collectives} collective{'s' * (collectives > 1)}"
+        )
+        scene.add("text", told, x=932, y=y + 31, font_size=11.5, class_="m e")

@@ -1,0 +1,255 @@
+"""Draws loss curves: of a finished run (`loss_scene`), or live while the ranks train (`LiveLoss`).
+
+with LiveLoss() as live:
+    p101.launch(train, live, world_size=2)
+        …  trainer.fit(batches, on_step=live.curve("2 ranks"))  …
+
+Each rank appends its losses to a file. The notebook reads the file and redraws the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from parallel101.laboratory.record.ipython import in_notebook
+from parallel101.laboratory.record.units import round_step
+from parallel101.laboratory.viz.palette import PLOTTED
+from parallel101.laboratory.viz.scene import Scene, data_uri
+
+LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
+INTERVAL = 0.25  # seconds between two drawings
+MOST_POINTS = 400
+NARROW = 468.0  # on phones the picture is so much less wide
+# of the curves: dashes show two curves on top of each other
+DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")
+STYLE = (
+    ".lines *{vector-effect:non-scaling-stroke}.end{stroke-width:7;stroke-linecap:round}"
+    + "".join(
+        f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}"
+        for i, colour in enumerate(PLOTTED)
+    )
+)
+
+Curve = Sequence[tuple[float, float]]  # (step, loss)
+
+
+class StepLoss(Protocol):
+    """What `fit` passes to `on_step` after each step."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+
+
+class LossHistory(Protocol):
+    """What `fit` returns."""
+
+    @property
+    def steps(self) -> Sequence[int]: ...
+    @property
+    def losses(self) -> Sequence[float]: ...
+
+
+def loss_scene(
+    curves: LossHistory | Mapping[str, LossHistory | Curve],
+    *,
+    title: str = "Training loss",
+    until: float | None = None,
+) -> Scene:
+    """Draw losses over steps.
+
+    Args:
+        curves: a trainer's history; or several of them, or lists of (step, loss), by name.
+        title: above the picture.
+        until: the last step of the axis; None: the last step of the curves.
+
+    Returns:
+        A still Scene.
+
+    Raises:
+        ValueError: more than five curves.
+    """
+    named = curves if isinstance(curves, Mapping) else {"loss": curves}
+    lines = {name: points(curve) for name, curve in named.items()}
+    if len(lines) > len(PLOTTED):
+        raise ValueError(
+            f"got {len(lines)} curves ({', '.join(lines)}): expected at most {len(PLOTTED)}"
+        )
+    scene = Scene(
+        960,
+        330,
+        title,
+        "; ".join(
+            f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line
+        ),
+    )
+    scene.style += STYLE
+    everything = [p for line in lines.values() for p in line] or [(0.0, 0.0)]
+    last = until or max(step for step, _ in everything) or 1
+    high = max(loss for _, loss in everything) * 1.05 or 1.0
+    right = min(RIGHT, 850.0 - 8 * max(map(len, lines), default=0))  # room for names and values
+
+    def at(step: float, loss: float) -> tuple[float, float]:
+        return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
+
+    scene.add("text", title, x=28, y=40, class_="h")
+    squeezed = (right - NARROW - LEFT) / (right - LEFT)
+    if squeezed > 0.2:
+        scene.narrow = (492, 330)
+    drawn = scene.panel(
+        narrow=f"translate({LEFT * (1 - squeezed):.1f},0) scale({squeezed:.3f},1)", class_="lines"
+    )
+    ends = scene.panel(narrow=f"translate({-NARROW:g},0)")
+    tick = round_step(high, 6)
+    for k in range(int(high / tick) + 1):
+        y = at(0, k * tick)[1]
+        drawn.add("path", d=f"M{LEFT} {y:.1f}H{right}", class_="link", opacity=0.7 if k else 1)
+        scene.add("text", f"{k * tick:.6g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
+    scene.add("text", "0", x=LEFT, y=BOTTOM + 22, font_size=12, class_="m")
+    ends.add("text", f"step {last:g}", x=right, y=BOTTOM + 22, font_size=12, class_="m e")
+    labels = sorted(
+        (at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line
+    )
+    for i, line in enumerate(lines.values()):
+        if line:
+            shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
+            places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in shown))
+            drawn.add(
+                "polyline",
+                points=places,
+                fill="none",
+                class_=f"l{i}",
+                stroke_width=2.2,
+                stroke_dasharray=DASHES[i],
+            )
+    lowest = 0.0
+    for k, (y, i, name) in enumerate(labels):
+        # those that follow have room too
+        lowest = max(min(y, BOTTOM - 18 * (len(labels) - 1 - k)), lowest + 18)
+        x, end = at(*list(lines.values())[i][-1])
+        drawn.add("path", d=f"M{x:.1f} {end:.1f}h0", class_=f"end l{i}")
+        ends.add("text", name, x=right + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
+        ends.add(
+            "text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e"
+        )
+    return scene
+
+
+def points(curve: LossHistory | Curve) -> list[tuple[float, float]]:
+    return [
+        (float(step), float(loss))
+        for step, loss in (
+            curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True)
+        )
+    ]
+
+
+class LiveLoss:
+    """A picture of losses that grows while ranks train.
+
+    Pass it to `launch` as an argument; the ranks add points to it.
+
+    Args:
+        title: above the picture.
+        until: the last step of the axis, if known.
+
+    In a notebook the picture appears at the `with` and is redrawn in place until the block ends.
+    Outside a notebook nothing is drawn, but `curves` and `scene()` work all the same.
+    """
+
+    def __init__(self, title: str = "Training loss", until: float | None = None):
+        self.title, self.until = title, until
+        handle, path = tempfile.mkstemp(prefix="p101-loss-", suffix=".jsonl")
+        os.close(handle)
+        self.path = Path(path)
+        self.curves: dict[str, list[tuple[float, float]]] = {}
+        self._read = 0
+        self._handle: Any = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A rank gets the path of the file, and nothing else."""
+        return {"path": self.path}
+
+    def add(self, name: str, step: float, loss: float) -> None:
+        """Add a point to a curve, from any rank.
+
+        The line is one write(), so lines of different ranks do not mix.
+        """
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([name, step, loss]) + "\n")
+
+    def curve(self, name: str, rank: int = 0) -> Callable[[StepLoss], None]:
+        """An `on_step` for `fit` that adds the loss of every step to this curve.
+
+        All ranks may pass it; only `rank` writes.
+        """
+
+        def on_step(step: StepLoss) -> None:
+            if not dist.is_initialized() or dist.get_rank() == rank:
+                self.add(name, step.step, step.loss)
+
+        return on_step
+
+    def __enter__(self) -> LiveLoss:
+        if in_notebook():
+            from IPython.display import display
+
+            self._handle = display(self._image(), display_id=True)
+            self._thread = threading.Thread(target=self._redraw, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.update()
+        self.path.unlink(missing_ok=True)
+        if self._handle is not None:
+            # unlike the image so far, this follows the page's theme
+            self._handle.update(self.scene())
+
+    def update(self) -> bool:
+        """Read what the ranks have written since the last call.
+
+        Returns whether there was anything new.
+        """
+        with open(self.path, "rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]  # a rank may be in the middle of a line
+        self._read += len(whole)
+        for line in whole.splitlines():
+            name, step, loss = json.loads(line)
+            self.curves.setdefault(name, []).append((step, loss))
+        return bool(whole)
+
+    def scene(self) -> Scene:
+        """The picture as it is now."""
+        return loss_scene(self.curves, title=self.title, until=self.until)
+
+    def _redraw(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            if self.update():
+                self._handle.update(self._image())
+
+    def _image(self) -> Any:
+        from IPython.display import HTML
+
+        source = data_uri(self.scene().svg())
+        return HTML(
+            f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" '
+            f'src="{source}">'
+        )

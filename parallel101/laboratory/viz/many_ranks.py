@@ -1,0 +1,144 @@
+"""The collective view of more ranks than can be drawn one by one.
+
+It shows how far each step's messages go, and the matrix of who sends to whom.
+
+    step 3            64 messages of 256 B          from \\ to   0  8  16
+    (ring of steps)   between ranks 4 apart         rank 0     ▪ ·
+                                                    rank 8       ▪ ·
+
+In the matrix, messages of this step are dark, and those before it are light. Lines between so many
+ranks would fill the whole circle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import accumulate
+
+from parallel101.laboratory.analysis.overlap import Interval, union
+from parallel101.laboratory.analysis.replay import Replay
+from parallel101.laboratory.record.units import human_bytes, listed
+from parallel101.laboratory.viz.diagram import CENTRE, Diagram
+from parallel101.laboratory.viz.graph import STYLE, draw_step_ring
+from parallel101.laboratory.viz.scene import Scene, box
+from parallel101.laboratory.viz.timing import Timing
+
+LEFT, WIDTH, TOP, HEIGHT = 520.0, 412.0, 112.0, 288.0  # of the matrix
+BINS = 226
+
+
+def draw_many_ranks(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) -> None:
+    """Add a summary of each step and the matrix of messages."""
+    scene.style += STYLE + ".before{fill:var(--accent);opacity:.35}.present{fill:var(--accent)}"
+    panel = scene.panel(narrow="translate(18,-16)")
+    draw_step_ring(
+        panel, replay, Diagram(replay.topology, {}, 0.0, (*CENTRE, 66.0)), timing, phases
+    )
+    for step in range(replay.steps):
+        group = panel.add("g").show((timing.start(step), timing.start(step + 1)))
+        for k, line in enumerate(step_facts(replay, step)):
+            group.add(
+                "text",
+                line,
+                x=CENTRE[0],
+                y=362 + 20 * k,
+                font_size=14,
+                class_="c" if k == 0 else "m c",
+            )
+    _matrix(scene, replay, timing)
+
+
+def step_facts(replay: Replay, step: int) -> list[str]:
+    """How many messages of a step there are, of how many bytes, and how far they go."""
+    messages = [replay.messages[i] for i in replay.in_step(step)]
+    sizes = sorted({m.nbytes for m in messages})
+    size = (
+        human_bytes(sizes[0])
+        if len(sizes) == 1
+        else f"{human_bytes(sizes[0])} to {human_bytes(sizes[-1])}"
+    )
+    n, place = len(replay.ranks), {rank: i for i, rank in enumerate(replay.ranks)}
+    ways = {place[m.dst] - place[m.src] for m in messages}
+    apart = sorted({min(way % n, -way % n) for way in ways})
+    if len({way % n for way in ways}) == 1 and (len(ways) == 1 or 2 * apart[0] != n):
+        up = min(ways, key=abs) > 0  # the others go around the end
+        far = (
+            f"each to the rank {apart[0]} "
+            f"{'higher' if up else 'lower'}{f', modulo {n}' * (len(ways) > 1)}"
+        )
+    elif len(apart) <= 4:
+        far = f"between ranks that are {listed(apart)} apart"
+    else:
+        far = f"between ranks that are {apart[0]} to {apart[-1]} apart"
+    senders = len({m.src for m in messages})
+    who = "all ranks send" if senders == n else f"{senders} of {n} ranks send{'s' * (senders == 1)}"
+    return [f"{len(messages)} message{'s' * (len(messages) != 1)} of {size}", far, who]
+
+
+def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
+    """A row for each sender, a column for each receiver. The messages of a step are one path."""
+    panel, n = scene.panel(narrow="translate(-408,352) scale(.94)"), len(replay.ranks)
+    place = {rank: i for i, rank in enumerate(replay.ranks)}
+    width, height = WIDTH / n, HEIGHT / n
+    panel.add("rect", x=LEFT, y=TOP, width=WIDTH, height=HEIGHT, class_="faint")
+    panel.add("text", "from \\ to", x=LEFT - 12, y=TOP - 9, font_size=12, class_="m e")
+    for rank in replay.ranks[:: 4 if n <= 32 else 8 if n <= 64 else 16]:
+        panel.add(
+            "text",
+            rank,
+            x=LEFT + (place[rank] + 0.5) * width,
+            y=TOP - 9,
+            font_size=12,
+            class_="m c",
+        )
+        panel.add(
+            "text",
+            f"rank {rank}",
+            x=LEFT - 12,
+            y=TOP + (place[rank] + 0.5) * height + 4,
+            font_size=12,
+            class_="m e",
+        )
+
+    def cells(step: int, without: set[tuple[int, int]]) -> str:
+        pairs = sorted(
+            {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
+            - without
+        )
+        return "".join(
+            box(
+                LEFT + place[dst] * width,
+                TOP + place[src] * height,
+                max(width, 3.0),
+                max(height, 3.0),
+            )
+            for src, dst in pairs
+        )
+
+    past, now, seen = panel.add("g"), panel.add("g"), set[tuple[int, int]]()
+    for step in range(replay.steps):
+        fresh, begin = cells(step, seen), timing.start(step)
+        seen |= {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
+        if fresh:
+            past.add("path", d=fresh, class_="before").show(
+                (timing.arrival(step), timing.duration + 1)
+            )
+        now.add("path", d=cells(step, set()), class_="present").show(
+            (begin, timing.start(step + 1))
+        )
+    note = "Dark: the messages of this step. Light: of the steps before."
+    panel.add("text", note, x=LEFT + WIDTH / 2, y=TOP + HEIGHT + 20, font_size=12, class_="m c")
+
+
+def sending_over_time(replay: Replay, begin: float, span: float) -> list[float]:
+    """Which share of the ranks is sending, in the middle of each of BINS equal parts of the run."""
+    sending = [0] * (BINS + 1)
+    sends: dict[int, list[Interval]] = defaultdict(list)
+    for m in replay.messages:
+        sends[m.src].append((m.start, m.end))
+    for of in sends.values():
+        for start, end in union(of):
+            sending[math.ceil((start - begin) / span * BINS - 0.5)] += 1
+            sending[math.ceil((end - begin) / span * BINS - 0.5)] -= 1
+    return [count / len(replay.ranks) for count in accumulate(sending[:BINS])]

@@ -1,0 +1,302 @@
+"""Draws how the matrices of a model are cut along a mesh axis, and which collectives that needs.
+
+    layers.0.weight                layers.1.weight
+          256                            64
+    64  [ 0 | 1 ]                 256  [   0   ]
+    column                             [   1   ]
+                                        row
+
+A matrix is drawn as x @ Wᵀ uses it: inputs down, outputs across. A block has the colour and the
+number of the rank that holds it. "Row" means that forward sums the outputs over the ranks, and
+"column" that backward sums the gradients of the inputs.
+
+Names, shapes and sizes come from a trainer's layout.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from parallel101.laboratory.viz.palette import CHUNK
+from parallel101.laboratory.viz.scene import Node, Scene
+
+# the first row of cells, cells in a row, and the width of a cell
+TOP, ACROSS, CELL = 96.0, 4, 226.0
+LONG, SHORT = 140.0, 30.0  # the longest side of any matrix, and the shortest
+MOST = 24
+COLLECTIVES = {  # style → (in forward, in backward)
+    "column": ("", "all-reduce input gradient"),
+    "row": ("all-reduce outputs", ""),
+    "column_gather": ("all-gather outputs", "all-reduce input gradient"),
+    "vocabulary embedding": ("all-reduce outputs", ""),
+    "vocabulary head": ("", "all-reduce input gradient"),
+}
+SEQUENCE_PARALLEL = {
+    "column": ("all-gather inputs", "reduce-scatter input gradient"),
+    "row": ("reduce-scatter outputs", "all-gather gradient"),
+    "column_gather": ("all-gather inputs and outputs", "reduce-scatter input gradient"),
+    "vocabulary embedding": ("reduce-scatter outputs", "all-gather gradient"),
+    "vocabulary head": ("all-gather inputs", "reduce-scatter input gradient"),
+}
+
+
+class PlacedParameter(Protocol):
+    """A parameter: `trainer.layout.entries` has one by name."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def placements(self) -> Mapping[str, Any]: ...
+
+
+class CutMatrix(NamedTuple):
+    """What is drawn: parameters of one shape, cut alike.
+
+    Their modules differ only in their numbers.
+    """
+
+    name: str  # the numbers of its modules as *, if there are several
+    times: int  # how many such parameters
+    rows: int  # as drawn
+    columns: int
+    cut: str  # "rows", "columns", or "" if every rank holds all of it
+    blocks: tuple[tuple[int, int], ...]  # (position on the axis, size), in order
+    style: str
+    forward: str  # the collective that forward needs, or ""
+    backward: str
+
+
+def matrices_scene(
+    entries: Mapping[str, PlacedParameter],
+    styles: Mapping[str, object] | None = None,
+    *,
+    sequence_parallel: bool = False,
+    axis: str = "tp",
+    title: str = "How the matrices are cut",
+) -> Scene:
+    """Draw the matrices of a model, each cut into the blocks that the ranks hold.
+
+    The collectives that its style needs are beside it.
+
+    Args:
+        entries: name of a parameter → its shape and its placements by axis:
+            `trainer.layout.entries`. A parameter of two dims with "embed" in its name is taken for
+            an embedding, any other for the weight of a linear layer.
+        styles: name of a module, in which `*` matches any part → its style. Without it, a
+            linear layer cut along dim 0 counts as "column", and one cut along dim 1 as "row".
+        sequence_parallel: whether the trainer was built so: then there are reduce-scatters and
+            all-gathers instead of all-reduces.
+        axis: of the mesh.
+        title: of the picture.
+
+    Returns:
+        A still Scene. Matrices that differ only in the number of their layer are drawn once. A side
+        is as long as the square root of its size, so that small ones can be seen.
+
+    Raises:
+        ValueError: there is no matrix, or there are more than 24.
+    """
+    found = list(
+        matrices_of(
+            entries, styles or {}, axis, SEQUENCE_PARALLEL if sequence_parallel else COLLECTIVES
+        )
+    )
+    if not 0 < len(found) <= MOST:
+        raise ValueError(
+            f"the layout has {len(found)} different matrices: expected 1 to {MOST} to draw"
+        )
+    longest = max(max(m.rows, m.columns) for m in found)
+    grid = [found[i : i + ACROSS] for i in range(0, len(found), ACROSS)]
+    heights = [
+        max(side(m.rows, longest) + 16 * (bool(m.forward) + bool(m.backward)) for m in row) + 84
+        for row in grid
+    ]
+    scene = Scene(
+        960, math.ceil(TOP + sum(heights) + 10), title, " ".join(matrix_text(m) for m in found)
+    )
+    scene.style += (
+        ".cut{stroke:var(--bg);stroke-width:1.5}.whole{fill:var(--faint);stroke:var(--line)}"
+    )
+    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    head, ranks = (
+        scene.panel(narrow="none"),
+        max(len({position for position, _ in m.blocks}) for m in found),
+    )
+    head.add(
+        "text",
+        f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis,
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
+    sentence = (
+        "As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position of "
+        f"its rank along {axis}."
+    )
+    grey = "Grey: every rank holds all of it. " if any(not m.cut for m in found) else ""
+    share = (
+        "Column layers with the same input share one collective. "
+        if sum(m.times for m in found if m.style == "column") > 1
+        else ""
+    )
+    more = f"{grey}{share}Sides are not to scale."
+    head.add("text", sentence, x=28, y=62, font_size=13.5, class_="m")
+    head.add("text", more, x=28, y=81, font_size=13, class_="m")
+    scene.intro = f"{sentence} {more}"
+    y, low = TOP + 8, 56.0
+    for row, high in zip(grid, heights):
+        for i, matrix in enumerate(row):  # on phones two in a row
+            panel = scene.panel(
+                narrow=f"translate({-CELL * (i - i % 2):g},{low + high * (i // 2) - y:g})"
+            )
+            _matrix(panel, matrix, longest, 28 + CELL * i, y)
+        y += high
+        low += high * -(-len(row) // 2)
+    scene.narrow = (480, math.ceil(low + 10))
+    return scene
+
+
+def side(size: int, longest: int) -> float:
+    return max(SHORT, LONG * math.sqrt(size / longest))
+
+
+def matrices_of(
+    entries: Mapping[str, PlacedParameter],
+    styles: Mapping[str, object],
+    axis: str,
+    collectives: Mapping[str, tuple[str, str]],
+) -> Iterator[CutMatrix]:
+    """The matrices to draw, in the order of the model."""
+    alike: dict[tuple, list[str]] = {}
+    drawn: dict[tuple, CutMatrix] = {}
+    for name, entry in entries.items():
+        if len(entry.shape) != 2:
+            continue
+        module = name.rpartition(".")[0]
+        style = next(
+            (
+                str(s).partition("(")[0]
+                for pattern, s in styles.items()
+                if fnmatch.fnmatchcase(module, pattern)
+            ),
+            "",
+        )
+        shard = entry.placements.get(axis)
+        dim, sizes, parts = (
+            getattr(shard, "dim", None),
+            getattr(shard, "sizes", (0,)),
+            getattr(shard, "parts", 1),
+        )
+        # a table, in which a token chooses a row, and not a matrix of a linear layer
+        lookup = "embed" in module
+        rows, columns = entry.shape if lookup else reversed(entry.shape)
+        cut = "" if dim is None else "rows" if (dim == 0) == lookup else "columns"
+        if cut and not style:
+            style = "vocabulary" if lookup else "column" if dim == 0 else "row"
+        if style == "vocabulary":
+            style += " embedding" if lookup else " head"
+        blocks = (
+            tuple(
+                (position, size // parts)
+                for _ in range(parts)
+                for position, size in enumerate(sizes)
+            )
+            if cut
+            else ()
+        )
+        forward, backward = collectives.get(style, ("", "")) if cut else ("", "")
+        matrix = CutMatrix(
+            name, 1, rows, columns, cut, blocks, style if cut else "", forward, backward
+        )
+        key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
+        alike.setdefault(key, []).append(name)
+        drawn.setdefault(key, matrix)
+    for key, matrix in drawn.items():
+        names = alike[key]
+        yield matrix._replace(name=key[0] if len(names) > 1 else names[0], times=len(names))
+
+
+def matrix_text(m: CutMatrix) -> str:
+    """The numbers of a matrix, for the picture's alternative text."""
+    how = f"{m.cut} cut into {sizes_text(m)} ({m.style})" if m.cut else "whole on every rank"
+    more = "".join(f"; {what}" for what in in_words(m))
+    return f"{m.name}: {m.rows} × {m.columns}, {how}{more}."
+
+
+def sizes_text(m: CutMatrix) -> str:
+    """ "64 + 64", or "8 × 32"."""
+    sizes = [size for _, size in m.blocks]
+    if len(set(sizes)) == 1 and len(sizes) > 2:
+        return f"{len(sizes)} × {sizes[0]}"
+    return (
+        " + ".join(map(str, sizes))
+        if len(sizes) <= 4
+        else f"{len(sizes)} parts of {min(sizes)} to {max(sizes)}"
+    )
+
+
+def in_words(m: CutMatrix) -> list[str]:
+    """The collectives: "forward: all-reduce outputs"."""
+    return [
+        f"{when}: {what}"
+        for when, what in (("forward", m.forward), ("backward", m.backward))
+        if what
+    ]
+
+
+def _matrix(scene: Node, m: CutMatrix, longest: int, left: float, top: float) -> None:
+    width, tall = side(m.columns, longest), side(m.rows, longest)
+    x, y = left + 34, top + 54
+    several = f"  × {m.times}" if m.times > 1 else ""
+    scene.add(
+        "text",
+        shortened(m.name.removesuffix(".weight")) + several,
+        x=left,
+        y=top + 14,
+        font_size=13.5,
+        class_="b",
+    )
+    words = f"{m.style.partition(' ')[0]}: {sizes_text(m)} {m.cut}" if m.cut else "not cut"
+    scene.add("text", words, x=left, y=top + 31, font_size=12, class_="m")
+    scene.add("text", m.columns, x=x + width / 2, y=y - 5, font_size=11, class_="m c")
+    scene.add("text", m.rows, x=x - 5, y=y + tall / 2 + 4, font_size=11, class_="m e")
+    if not m.cut:
+        scene.add("rect", x=x, y=y, width=width, height=tall, class_="whole").add(
+            "title", matrix_text(m)
+        )
+    at, whole = 0.0, sum(size for _, size in m.blocks)
+    for position, size in m.blocks:
+        part = size / whole if whole else 0.0
+        across, down = (part * width, tall) if m.cut == "columns" else (width, part * tall)
+        corner = (x + at * width, y) if m.cut == "columns" else (x, y + at * tall)
+        rect = scene.add(
+            "rect",
+            x=corner[0],
+            y=corner[1],
+            width=across,
+            height=down,
+            class_=f"cut f{position % len(CHUNK)}",
+        )
+        rect.add("title", f"position {position}: {size} of {whole} {m.cut} of {m.name}")
+        if min(across, down) >= 11 and across >= 8 * len(str(position)):
+            middle = corner[0] + across / 2, corner[1] + down / 2 + 4
+            scene.add(
+                "text",
+                position,
+                x=middle[0],
+                y=middle[1],
+                font_size=11.5,
+                class_=f"c o{position % len(CHUNK)}",
+            )
+        at += part
+    for i, words in enumerate(in_words(m)):
+        scene.add("text", words, x=left, y=y + tall + 17 + 16 * i, font_size=11, class_="m")
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= 24 else f"…{name[-23:]}"

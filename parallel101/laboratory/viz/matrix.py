@@ -1,0 +1,382 @@
+"""The right half of the collective view: what each rank holds.
+
+If the contents of messages are unknown, it shows only how many bytes moved.
+
+    chunk     a      b      c             from \\ to    0     1
+    rank 0  ▌▐    ▌▌▐▐     ▐                       0        96 B
+    rank 1  ▌     ▌▌▐▐    ▌▐                       1  96 B
+
+On the left, ranks × chunks: a cell has one stripe for each rank whose data is in it. A stripe that
+was added twice ("×2") and a stripe that is missing from what a rank returned are drawn as errors.
+On the right, source × destination, with bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from parallel101.laboratory.analysis.chunks import Counts
+from parallel101.laboratory.analysis.replay import START, Replay
+from parallel101.laboratory.analysis.verdict import lacks
+from parallel101.laboratory.record.units import human_bytes
+from parallel101.laboratory.viz.scene import Node, Scene, box, number
+from parallel101.laboratory.viz.timing import Timing
+
+# of the cells; MIDDLE is the y of their centre
+LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0
+GAP = 3.0
+STYLE = (
+    ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}"
+    ".err{fill:none;stroke:var(--warn);stroke-width:2}"
+    ".gone{fill:var(--warn);fill-opacity:.15;stroke:var(--warn);stroke-width:1.5;"
+    "stroke-dasharray:3 2}"
+    ".flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}"
+    ".sent{fill:var(--accent)}"
+)
+NARROW = "translate(-408,352) scale(.94)"  # leaves room for the text at its left and below it
+
+
+class CellGrid:
+    """The geometry of the cells: a row for each rank that took part, a column for each chunk."""
+
+    def __init__(self, replay: Replay):
+        self.replay = replay
+        self.rows = {rank: i for i, rank in enumerate(replay.ranks)}
+        columns = max(len(replay.chunks), 1)
+        self.cell_width = min(103.0, WIDTH / columns)
+        self.cell_height = min(56.0, HEIGHT / len(replay.ranks))
+        self.left = LEFT + (WIDTH - self.cell_width * columns) / 2
+        self.top = MIDDLE - self.cell_height * len(replay.ranks) / 2
+        self.bottom = MIDDLE + self.cell_height * len(replay.ranks) / 2
+        self.gap = GAP if self.cell_height > 20 else 1.5
+
+    def corner(self, rank: int, chunk: int) -> tuple[float, float]:
+        return self.left + chunk * self.cell_width + self.gap, self.top + self.rows[
+            rank
+        ] * self.cell_height + self.gap
+
+    @property
+    def inner(self) -> tuple[float, float]:
+        return self.cell_width - 2 * self.gap, self.cell_height - 2 * self.gap
+
+    def stripe(self, chunk: int, origin: int) -> tuple[float, float]:
+        """(x inside the cell, width) of the stripe for a rank's data."""
+        stripes = self.replay.chunks[chunk].stripes
+        width = self.inner[0] / len(stripes)
+        return stripes.index(origin) * width, width
+
+    def stripes(self, x: float, y: float, chunk: int, counts: Counts, apart: bool = False) -> str:
+        """A path of a chunk's stripes.
+
+        Unless they are drawn `apart`, neighbouring stripes are one box: `_separators` draws the
+        lines.
+        """
+        stripes, path, k = self.replay.chunks[chunk].stripes, "", 0
+        width = self.inner[0] / len(stripes)
+        apart = apart and width > 3
+        rim = 1.2 if apart else 0.0
+        while k < len(stripes):
+            run = k
+            while run < len(stripes) and counts[stripes[run]] and not (apart and run > k):
+                run += 1
+            if run > k:
+                path += box(x + k * width + rim / 2, y, (run - k) * width - rim, self.inner[1])
+            k = max(run, k + 1)
+        return path
+
+
+def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[str]) -> None:
+    """Add ranks × chunks, and the data that moves between the rows.
+
+    The lines of `legend` are below.
+    """
+    scene.style += STYLE
+    matrix = CellGrid(replay)
+    panel = scene.panel(narrow=NARROW)
+    _frame(panel, matrix)
+    marks = Node("g")
+    _cells(panel, marks, matrix, timing)
+    _separators(panel, matrix)
+    panel.children.append(marks)
+    _missing(marks, matrix, timing)
+    _bands(scene, panel, matrix, timing)
+    for k, line in enumerate(legend):
+        panel.add(
+            "text",
+            line,
+            x=LEFT + WIDTH / 2,
+            y=matrix.bottom + 24 + 16 * k,
+            font_size=12,
+            class_="m c",
+        )
+
+
+def _frame(panel: Node, matrix: CellGrid) -> None:
+    replay, (width, height) = matrix.replay, matrix.inner
+    panel.add("text", "chunk", x=matrix.left - 12, y=matrix.top - 9, font_size=12, class_="m e")
+    for c, chunk in enumerate(replay.chunks):
+        panel.add(
+            "text",
+            chunk.label,
+            x=matrix.left + (c + 0.5) * matrix.cell_width,
+            y=matrix.top - 9,
+            font_size=13,
+            class_="m c",
+        )
+    for rank in replay.ranks:
+        panel.add(
+            "text",
+            f"rank {rank}",
+            x=matrix.left - 12,
+            y=matrix.corner(rank, 0)[1] + height / 2 + 4,
+            font_size=12,
+            class_="m e",
+        )
+        for c in range(len(replay.chunks)):
+            x, y = matrix.corner(rank, c)
+            panel.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="faint")
+
+
+def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
+    """Every state of every cell. States with the same begin and end share a group."""
+    replay = matrix.replay
+    together: dict[tuple[float, float], list[tuple[int, int, Counts]]] = defaultdict(list)
+    for (rank, chunk), states in replay.cells.items():
+        returned = replay.returned[rank] if replay.returned else None
+        if returned is not None:  # at the end, only what the rank returned is shown
+            last = returned.get(chunk, (0,) * replay.trace.world_size)
+            states = [*states, (float(replay.steps), last)] if last != states[-1][1] else states
+        states = states if replay.steps else [(START, states[-1][1])]
+        for (begin, counts), (end, _) in zip(states, [*states[1:], (math.inf, ())], strict=True):
+            if any(counts) and begin != end:
+                together[timing.at(begin), timing.at(end)].append((rank, chunk, counts))
+    for span, cells in sorted(together.items()):
+        group, errors = _during(panel, span, timing), Node("g")
+        for chunk in sorted({c for _, c, _ in cells}):
+            path = "".join(
+                matrix.stripes(*matrix.corner(rank, c), c, counts)
+                for rank, c, counts in cells
+                if c == chunk
+            )
+            group.add("path", d=path, class_=f"f{chunk % 8}")
+        for rank, chunk, counts in cells:
+            _mark_errors(errors, matrix, rank, chunk, counts)
+        if errors.children:
+            _during(marks, span, timing).children += errors.children
+
+
+def _during(parent: Node, span: tuple[float, float], timing: Timing) -> Node:
+    group = parent.add("g")
+    return group if span[0] <= 0 and span[1] > timing.duration else group.show(span)
+
+
+def _separators(panel: Node, matrix: CellGrid) -> None:
+    """The thin lines between stripes, through all rows of a column."""
+    path, narrowest = "", matrix.cell_width
+    for c, chunk in enumerate(matrix.replay.chunks):
+        x = matrix.left + c * matrix.cell_width + matrix.gap
+        width = matrix.inner[0] / len(chunk.stripes)
+        narrowest = min(narrowest, width)
+        path += "".join(
+            f"M{number(round(x + k * width, 2))} {matrix.top:.1f}V{matrix.bottom:.1f}"
+            for k in range(1, len(chunk.stripes))
+        )
+    if path:
+        panel.add("path", d=path, style="stroke:var(--bg)", stroke_width=min(1.2, 0.3 * narrowest))
+
+
+def _mark_errors(group: Node, matrix: CellGrid, rank: int, chunk: int, counts: Counts) -> None:
+    """Flag data that was added more than once, and sums of elements from different positions."""
+    doubled = [origin for origin in matrix.replay.chunks[chunk].stripes if counts[origin] > 1]
+    mixed = matrix.replay.chunks[chunk].mixed
+    if not doubled and not mixed:
+        return
+    (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
+    group.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="err")
+    flags = [("?", x + width / 2)] if mixed else []
+    for origin in doubled:
+        dx, stripe = matrix.stripe(chunk, origin)
+        flags.append(
+            (
+                f"×{counts[origin]}",
+                min(max(x + dx + stripe / 2, x + 9.5), x + width - 9.5)
+                if width > 20
+                else x + width / 2,
+            )
+        )
+    for text, middle in flags:
+        group.add(
+            "rect", x=middle - 9.5, y=y + height / 2 - 7, width=19, height=14, rx=4, class_="flag"
+        )
+        group.add("text", text, x=middle, y=y + height / 2 + 3.6, class_="flagged c")
+
+
+def _missing(marks: Node, matrix: CellGrid, timing: Timing) -> None:
+    """The stripes that are missing from what a rank returned."""
+    group = marks.add("g")
+    if timing.duration:
+        group.show((timing.reveal, timing.duration + 1))
+    for rank, chunk in matrix.replay.cells:
+        gone = lacks(matrix.replay, rank, chunk)
+        (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
+        if gone:
+            group.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="err")
+        for origin in gone:
+            dx, stripe = matrix.stripe(chunk, origin)
+            rim = min(2.5, stripe / 4)
+            group.add(
+                "rect",
+                x=x + dx + rim,
+                y=y + 2.5,
+                width=stripe - 2 * rim,
+                height=height - 5,
+                class_="gone",
+            )
+
+
+def _bands(scene: Scene, panel: Node, matrix: CellGrid, timing: Timing) -> None:
+    """The data of each message, sliding from the sender's row to the receiver's.
+
+    Data that slides equally far shares a group.
+    """
+    replay, (width, height) = matrix.replay, matrix.inner
+    scene.definitions.append(
+        f'<clipPath id="cells"><rect y="{matrix.top - 2:.1f}" width="960" '
+        f'height="{matrix.bottom - matrix.top + 4:.1f}"/></clipPath>'
+    )
+    moving = panel.add("g", clip_path="url(#cells)")
+    last, first = replay.ranks[-1], replay.ranks[0]
+    wraps = (
+        replay.topology.kind == "ring"
+        and len(replay.ranks) > 2
+        and replay.topology.order == replay.ranks
+    )
+    for step in range(replay.steps):
+        step_group = moving.add("g").show((timing.start(step), timing.arrival(step)))
+        groups: dict[float, Node] = {}
+        for i in replay.in_step(step):
+            m = replay.messages[i]
+            for landing in replay.landings[i]:
+                (x, y0), (_, y1) = (
+                    matrix.corner(m.src, landing.chunk),
+                    matrix.corner(m.dst, landing.chunk),
+                )
+                routes = [(y0, y1 - y0)]
+                # leaves at one end of the column and enters at the other
+                if wraps and (m.src, m.dst) in ((last, first), (first, last)):
+                    down = matrix.cell_height if m.src == last else -matrix.cell_height
+                    routes = [(y0, down), (y1 - down, down)]
+                for y, far in routes:
+                    group = groups.get(round(far, 1))
+                    if group is None:
+                        group = groups[round(far, 1)] = step_group.add("g")
+                        begin, end = timing.start(step), timing.arrival(step)
+                        group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
+                    group.add(
+                        "rect",
+                        x=x - 1,
+                        y=y - 1,
+                        width=width + 2,
+                        height=height + 2,
+                        rx=3,
+                        class_="mv",
+                    )
+                    group.add(
+                        "path",
+                        d=matrix.stripes(x, y, landing.chunk, landing.carried, apart=True),
+                        class_=f"f{landing.chunk % 8}",
+                    )
+
+
+def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[str]) -> None:
+    """Add the matrix of bytes, a row for each sender.
+
+    The note below it says why the contents are not shown.
+    """
+    scene.style += STYLE
+    panel = scene.panel(narrow=NARROW)
+    n = len(replay.ranks)
+    width, height = min(103.0, WIDTH / n), min(56.0, HEIGHT / n)
+    left, top = LEFT + (WIDTH - width * n) / 2, MIDDLE - height * n / 2
+    place = {rank: i for i, rank in enumerate(replay.ranks)}
+    gap = 2.0 if n <= 16 else 0.5
+    every = 1 if n <= 16 else 8  # of a large matrix, label every eighth row and column
+    panel.add("text", "from \\ to", x=left - 12, y=top - 9, font_size=12, class_="m e")
+    for rank in replay.ranks[::every]:
+        panel.add(
+            "text",
+            rank,
+            x=left + (place[rank] + 0.5) * width,
+            y=top - 9,
+            font_size=12,
+            class_="m c",
+        )
+        panel.add(
+            "text",
+            f"rank {rank}",
+            x=left - 12,
+            y=top + (place[rank] + 0.5) * height + 4,
+            font_size=12,
+            class_="m e",
+        )
+    for src in replay.ranks:
+        y = top + place[src] * height + gap
+        row = "".join(
+            box(left + c * width + gap, y, width - 2 * gap, height - 2 * gap) for c in range(n)
+        )
+        panel.add("path", d=row, class_="faint")
+    # by (src, dst): the bytes sent after each step
+    totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for step in range(replay.steps):
+        for i in replay.in_step(step):
+            m = replay.messages[i]
+            so_far = totals[m.src, m.dst][-1][1] if totals[m.src, m.dst] else 0
+            totals[m.src, m.dst].append((step, so_far + m.nbytes))
+    most = max((states[-1][1] for states in totals.values()), default=1) or 1
+    for (src, dst), states in sorted(totals.items()):
+        x, y = left + place[dst] * width, top + place[src] * height
+        for (step, nbytes), (until, _) in zip(
+            states, [*states[1:], (replay.steps, 0)], strict=True
+        ):
+            share = nbytes / most
+            if step == until:
+                continue
+            group = panel.add("g").show(
+                (
+                    timing.arrival(step),
+                    timing.arrival(until) if until < replay.steps else timing.duration + 1,
+                )
+            )
+            group.add(
+                "rect",
+                x=x + gap,
+                y=y + gap,
+                width=width - 2 * gap,
+                height=height - 2 * gap,
+                rx=2,
+                class_="sent",
+                fill_opacity=0.15 + 0.75 * share,
+            )
+            if width > 36:
+                text = human_bytes(nbytes)
+                size = min(12.0, (width - 6) / (0.58 * len(text)))
+                group.add(
+                    "text",
+                    text,
+                    x=x + width / 2,
+                    y=y + height / 2 + 4,
+                    font_size=size,
+                    class_="c on" if share > 0.5 else "c",
+                )
+    if replay.messages:
+        for k, line in enumerate(note):
+            panel.add(
+                "text",
+                line,
+                x=LEFT + WIDTH / 2,
+                y=MIDDLE + height * n / 2 + 20 + 16 * k,
+                font_size=12,
+                class_="m c",
+            )

@@ -1,0 +1,180 @@
+"""Draws the activations of a step, rank by rank: the bytes that autograd keeps for backward.
+
+    rank 0   ▂▄▆█▇▆▄▂      peak 101 kB: microbatches 0 and 1      a colour for each microbatch
+             F0 F1 B0 …    the forwards and backwards, in the order in which the rank ran them
+
+`p101.count_activations` counted them. All ranks have one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parallel101.laboratory.analysis.held_over_time import (
+    CountedActivations,
+    HeldOverTime,
+    held_over_time,
+)
+from parallel101.laboratory.record.units import decimal_bytes
+from parallel101.laboratory.viz.scene import Node, Scene
+
+LEFT, RIGHT, TOP = 92.0, 928.0, 104.0
+TALL, LEAST, BELOW = 104.0, 30.0, 50.0  # of a rank's picture, and of what is written below it
+MOST_RANKS = 16
+# on phones the pictures are so much narrower
+SQUEEZED = 372 / (RIGHT - LEFT)
+LETTERS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}
+MOST_LEGEND = 8
+STYLE = (
+    ".peak{stroke:var(--warn);stroke-width:1.4;stroke-dasharray:5 4;fill:none;"
+    "vector-effect:non-scaling-stroke}.slot{stroke:var(--line);vector-effect:non-scaling-stroke}"
+)
+
+
+def activations_scene(
+    activations: CountedActivations
+    | Sequence[CountedActivations]
+    | Mapping[str, CountedActivations],
+    *,
+    title: str = "Activations over a step",
+) -> Scene:
+    """Draw what was held for the backward pass, from change to change.
+
+    Args:
+        activations: of each rank, in order, such as `run.results` if each rank returned its own;
+            or one; or several by name.
+        title: above the picture.
+
+    Returns:
+        A still Scene. Forwards and backwards are equally wide, whatever their time.
+
+    Raises:
+        ValueError: nothing to draw, or more than 16 ranks.
+    """
+    if hasattr(activations, "changes"):
+        activations = {"": activations}  # type: ignore[dict-item]
+    elif not isinstance(activations, Mapping):
+        activations = {f"rank {rank}": of for rank, of in enumerate(activations)}
+    if not 0 < len(activations) <= MOST_RANKS:
+        raise ValueError(f"{len(activations)} ranks: expected 1 to {MOST_RANKS} to draw")
+    ranks = {name: held_over_time(of) for name, of in activations.items()}
+    most = max(1, *(of.peak[1] for of in ranks.values()))
+    heights = [max(LEAST, TALL * of.peak[1] / most) for of in ranks.values()]
+    scene = Scene(
+        960,
+        round(TOP + sum(heights) + len(ranks) * BELOW),
+        title,
+        "The bytes that autograd keeps for the backward pass.",
+    )
+    scene.style += STYLE
+    microbatches = sorted({i for of in ranks.values() for i in of.layers if i is not None})
+    low = _head(scene, microbatches)
+    scene.narrow = (480, scene.height + low)
+    names = scene.panel(narrow=f"translate(0,{low})")
+    plots = scene.panel(
+        narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
+    )
+    letters = scene.panel(narrow="none")
+    base = TOP - BELOW
+    for (name, of), height in zip(ranks.items(), heights):
+        base += BELOW + height
+        names.add("text", name, x=LEFT - 10, y=base - 4, font_size=12.5, class_="m e")
+        names.add("text", _peak_in_words(of), x=LEFT, y=base + 34, font_size=12.5)
+        _plot(plots, of, base, TALL / most)
+        _phases(plots, letters, of, base)
+    return scene
+
+
+def _plot(plots: Node, of: HeldOverTime, base: float, scale: float) -> None:
+    """The layers of one rank, the first microbatch at the bottom, and a line at the peak."""
+    width = RIGHT - LEFT
+    xs = [LEFT + place * width for place in of.places]
+    under = [0] * len(xs)
+    for microbatch, layer in of.layers.items():
+        over = [low + own for low, own in zip(under, layer)]
+        what = "activations" if microbatch is None else f"microbatch {microbatch}"
+        area = plots.add("path", d=_area(xs, under, over, base, scale), class_=_colour(microbatch))
+        area.add("title", f"{what}: at most {decimal_bytes(max(layer))}")
+        under = over
+    place, most, _ = of.peak
+    y = base - most * scale
+    plots.add("path", d=f"M{LEFT:g} {y:.1f}H{RIGHT:g}", class_="peak")
+    plots.add("path", d=f"M{LEFT + place * width:.1f} {y:.1f}V{base:g}", class_="peak")
+
+
+def _area(
+    xs: Sequence[float], low: Sequence[int], high: Sequence[int], base: float, scale: float
+) -> str:
+    """Steps along the top and back along the bottom, where the layer has any bytes."""
+    path, ends = "", [*xs[1:], RIGHT]
+    i = 0
+    while i < len(xs):
+        if high[i] == low[i]:
+            i += 1
+            continue
+        first = i
+        while i < len(xs) and high[i] > low[i]:
+            i += 1
+        top = "".join(f"V{base - high[k] * scale:.1f}H{ends[k]:.1f}" for k in range(first, i))
+        bottom = "".join(
+            f"V{base - low[k] * scale:.1f}H{xs[k]:.1f}" for k in reversed(range(first, i))
+        )
+        path += f"M{xs[first]:.1f} {base - low[first] * scale:.1f}{top}{bottom}z"
+    return path
+
+
+def _phases(plots: Node, letters: Node, of: HeldOverTime, base: float) -> None:
+    """The axis: a mark where each forward or backward begins, and its letter and microbatch."""
+    plots.add("path", d=f"M{LEFT:g} {base:g}H{RIGHT:g}", class_="slot")
+    wide = (RIGHT - LEFT) / max(len(of.phases), 1)
+    for phase, start, end in of.phases:
+        x = LEFT + start * (RIGHT - LEFT)
+        plots.add("path", d=f"M{x:.1f} {base:g}v5", class_="slot")
+        text = (
+            f"{LETTERS.get(phase.name, '')}{'' if phase.microbatch is None else phase.microbatch}"
+        )
+        if 8 * len(text) < wide:
+            middle = LEFT + (start + end) / 2 * (RIGHT - LEFT)
+            letters.add("text", text, x=f"{middle:.1f}", y=base + 15, font_size=11, class_="m c")
+
+
+def _peak_in_words(of: HeldOverTime) -> str:
+    _, most, parts = of.peak
+    if not most:
+        return "no activations"
+    of_which = [i for i in parts if i is not None]
+    if not of_which:
+        return f"peak {decimal_bytes(most)}"
+    several = "microbatches" if len(of_which) > 1 else "microbatch"
+    if len(of_which) > 4 and of_which == list(range(of_which[0], of_which[-1] + 1)):
+        return f"peak {decimal_bytes(most)}: {several} {of_which[0]} to {of_which[-1]}"
+    return f"peak {decimal_bytes(most)}: {several} {', '.join(map(str, of_which))}"
+
+
+def _head(scene: Scene, microbatches: Sequence[int]) -> int:
+    """Add the title and the legend.
+
+    Returns by how much the legend is higher on phones, where it takes several lines.
+    """
+    head = scene.panel(narrow="translate(0,0)")
+    head.add("text", scene.title, x=28, y=40, class_="h")
+    scene.intro = "What autograd keeps for backward, in the order of the program. Dashed: the peak."
+    wide_only = scene.panel(narrow="none")
+    wide_only.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
+    x, start, low = 28.0, 28.0, 0
+    for number, microbatch in enumerate(microbatches[:MOST_LEGEND]):
+        more = number == MOST_LEGEND - 1 and len(microbatches) > MOST_LEGEND
+        name = f"{'' if number else 'microbatch '}{microbatch}{' …' * more}"
+        wide = 40 + 6.6 * len(name)
+        if x - start + wide > 396:  # on phones it goes into the next line
+            start, low = x, low + 18
+        entry = scene.panel(narrow=f"translate({28 - start:g},{low})")
+        entry.add("rect", x=x, y=78, width=14, height=10, rx=2, class_=_colour(microbatch))
+        entry.add("text", name, x=x + 20, y=87, font_size=12.5, class_="m")
+        x += wide
+    return low
+
+
+def _colour(microbatch: Any) -> str:
+    return f"f{0 if microbatch is None else microbatch % 8}"

@@ -1,0 +1,220 @@
+"""Draws memory per rank: solid is what a rank holds, hatched what only other ranks hold.
+
+The total is at the right.
+
+rank 0  ▇▇▇▇ ▇▇//  ▇▇▇▇//////////   18.9 MB        one panel for each trainer
+rank 1  ▇▇▇▇ //▇▇  //////▇▇▇▇////   18.9 MB
+
+The same place in the bars of two ranks is the same part of the model: dp 2 × tp 2 looks like this.
+
+rank 0  ▇▇▇▇//////  rank 2  ▇▇▇▇//////
+rank 1  ////▇▇▇▇▇▇  rank 3  ////▇▇▇▇▇▇
+
+The bytes were counted by a trainer's `describe()` in its tensors. What memory should cost is in
+`parallel101.cost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from parallel101.laboratory.record.units import decimal_bytes
+from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+
+LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
+TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
+ONLY_OTHERS = "Solid: this rank holds it. Hatched: only other ranks do."
+LARGEST = "Solid: what it holds. Hatched: how much less than the largest."  # one rank each
+PEAK = " (peak)"  # the end of the name of a kind that is held only for a moment
+KIND_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
+OTHER_COLOURS = (4, 6, 2, 7, 5)
+MOST_ROWS = 48
+# on phones the bars are so much shorter, without the bytes inside them
+SQUEEZED = 288 / (RIGHT - LEFT)
+# parts that are more than the whole together are not drawn side by side: some ranks hold the same
+OVERLAP = 1.05
+
+
+class HeldBytes(Protocol):
+    """What a trainer's `describe()` returns: kind → bytes by position in the group.
+
+    It also has the rank at each position. If it has `parts`, they say which parts of the whole
+    model these bytes belong to: kind → by position, (from, to) as fractions.
+    """
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def bytes(self) -> Mapping[str, Sequence[int]]: ...
+
+
+def memory_scene(
+    holdings: HeldBytes | Mapping[str, HeldBytes], *, title: str = "Memory per rank", note: str = ""
+) -> Scene:
+    """Draw the bytes that each rank holds.
+
+    Args:
+        holdings: what `trainer.describe()` returned; or several of them by name, drawn one below
+            the other on one scale.
+        title, note: the title of the picture, and a note at its right.
+
+    Returns:
+        A still Scene. A kind's bar is as long as the most that any rank in the picture holds of it.
+        If a rank holds less, the rest of its bar is hatched. So draw a trainer that holds
+        everything next to those that shard it: then each rank's bytes are where its `parts` are,
+        and at one place of two bars is the same part of the model. Without parts, shards are drawn
+        side by side.
+
+    Raises:
+        ValueError: nothing to draw, or more than 48 rows.
+    """
+    panels = holdings if isinstance(holdings, Mapping) else {"": holdings}
+    rows = sum(len(of.ranks) for of in panels.values())
+    if not 0 < rows <= MOST_ROWS:
+        raise ValueError(
+            f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} rows to "
+            "draw"
+        )
+    most: dict[str, int] = {}
+    for of in panels.values():
+        for kind, by_position in of.bytes.items():
+            most[kind] = max([most.get(kind, 0), *by_position])
+    most = {
+        kind: count
+        for kind, count in sorted(most.items(), key=lambda item: item[0].endswith(PEAK))
+        if count
+    }
+    scale = (RIGHT - LEFT - 4 * len(most)) / max(sum(most.values()), 1)
+    lefts, x = {}, LEFT
+    for kind, count in most.items():
+        lefts[kind], x = x, x + count * scale + 4
+    # only next to a rank that holds all of a kind is it known how long the whole model is
+    placed = {
+        kind
+        for of in panels.values()
+        for kind, by_position in getattr(of, "parts", {}).items()
+        if any(share_of(parts) > 0.999 for parts in by_position)
+    }
+    colours = colours_of(most)
+    scene = Scene(
+        960,
+        round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8),
+        title,
+        "The bytes that each rank holds.",
+    )
+    scene.style += (
+        ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
+    )
+    scene.definitions.append(HATCHING)
+    several = any(len(of.ranks) > 1 for of in panels.values())
+    low = _head(scene, note, colours, ONLY_OTHERS if several else LARGEST)
+    scene.narrow = (480, scene.height + low)
+    names = scene.panel(narrow=f"translate(0,{low})")
+    bars = scene.panel(
+        narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
+    )
+    inside, totals = scene.panel(narrow="none"), scene.panel(narrow=f"translate(-472,{low})")
+    totals.add("text", "total", x=932, y=91, font_size=12, class_="m e")
+    y = TOP
+    for name, of in panels.items():
+        names.add("text", name, x=LEFT, y=y + 12, font_size=15, class_="b")
+        y += HEAD if name else 0
+        for position, rank in enumerate(of.ranks):
+            names.add("text", f"rank {rank}", x=LEFT - 10, y=y + 15, font_size=12.5, class_="m e")
+            for kind, whole in most.items():
+                by_position = of.bytes.get(kind, [0] * len(of.ranks))
+                mine = by_position[position]
+                known = getattr(of, "parts", {}).get(kind) if kind in placed else None
+                parts = known[position] if known else ()
+                if not parts:
+                    apart = sum(by_position) <= OVERLAP * whole
+                    place = position / len(of.ranks) if apart else 0.0
+                    parts = [(place, place + mine / whole)]
+                _bar(bars, inside, kind, mine, whole, parts, lefts[kind], y, scale, colours[kind])
+            total = sum(by_position[position] for by_position in of.bytes.values())
+            totals.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
+            y += ROW
+        y += BETWEEN
+        scene.cuts.append(y - BETWEEN / 2)
+    return scene
+
+
+def _bar(
+    bars: Node,
+    inside: Node,
+    kind: str,
+    mine: int,
+    whole: int,
+    parts: Sequence[tuple[float, float]],
+    left: float,
+    y: float,
+    scale: float,
+    colour: int,
+) -> None:
+    width = whole * scale
+    temporary = kind.endswith(PEAK)
+    if not temporary:
+        bars.add("rect", x=left, y=y, width=width, height=TALL, rx=2, class_="others")
+    if not mine or not parts:
+        return
+    # what was counted may differ a little from the model's share: padding, counts of steps
+    exact = mine / whole / share_of(parts)
+    drawn = []
+    for low, high in parts:
+        wide = (high - low) * exact * width
+        at = left + (0.0 if temporary else min(low * width, max(width - wide, 0.0)))
+        rect = bars.add(
+            "rect", x=at, y=y, width=max(wide, 1.0), height=TALL, rx=2, class_=f"own f{colour}"
+        )
+        rect.add("title", f"{kind}: {decimal_bytes(mine)}")
+        drawn.append((wide, at))
+    wide, at = max(drawn)
+    text = decimal_bytes(mine)
+    if 7 * len(text) + 6 < wide:
+        inside.add("text", text, x=at + wide / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
+
+
+def share_of(parts: Sequence[tuple[float, float]]) -> float:
+    """How much of the whole model these parts are."""
+    return sum(high - low for low, high in parts)
+
+
+def _head(scene: Scene, note: str, colours: Mapping[str, int], says: str) -> int:
+    """Add the title and the legend.
+
+    Returns by how much the legend is higher on phones, where it takes several lines.
+    """
+    head = scene.panel(narrow="translate(0,0)")
+    head.add("text", scene.title, x=28, y=40, class_="h")
+    scene.intro = note
+    scene.panel(narrow="none").add("text", note, x=932, y=40, font_size=13, class_="m e")
+    head.add(
+        "text",
+        says,
+        x=28,
+        y=64,
+        font_size=14,
+        class_="m",
+    )
+    x, start, low = 28.0, 28.0, 0
+    for kind, colour in colours.items():
+        wide = 40 + 6.6 * len(kind)
+        if x - start + wide > 396:  # on phones it goes into the next line
+            start, low = x, low + 18
+        entry = scene.panel(narrow=f"translate({28 - start:g},{low})")
+        entry.add("rect", x=x, y=82, width=14, height=10, rx=2, class_=f"f{colour}")
+        entry.add("text", kind, x=x + 20, y=91, font_size=12.5, class_="m")
+        x += wide
+    return low
+
+
+def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:
+    """A colour for each kind: the one in KIND_COLOURS, or else one of the others."""
+    others = [kind for kind in kinds if kind not in KIND_COLOURS]
+    return {
+        kind: KIND_COLOURS[kind]
+        if kind in KIND_COLOURS
+        else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)]
+        for kind in kinds
+    }

@@ -1,0 +1,155 @@
+"""Draws what connects the GPUs of a node: each line is as wide as its bandwidth.
+
+              NVSwitch                    inside the node: any GPU to any other
+         ┃   ┃   ┃   ┃   ┃
+       GPU 0   …      GPU 7
+    CPU ─┼───┼───┼───┼───┤                PCIe
+       card 0  …      card 7
+─────────┼───┼───┼───┼───┼───────
+       rail 0  …      rail 7              switches: card i of every node is on rail i
+         │   │   │   │   │
+           the next node
+
+The figures are those of `parallel101.cost`. A picture of a run is in the other files.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from parallel101.cost.hardware import Chip, Torus, chip_of
+from parallel101.laboratory.record.units import decimal_bytes
+from parallel101.laboratory.viz.scene import Node, Scene
+
+LEFT, COLUMN, BOX = 122.0, 64.0, 50.0  # the first GPU's centre, to the next one's, a box's width
+RIGHT = 606.0  # end of the nodes
+LEGEND = 644.0
+WIDE = 18.0  # the fastest link
+MOST_GPUS = 8
+# top and bottom of each row
+SWITCH, GPU, CARD, RAIL, NEXT = (104, 136), (186, 218), (272, 304), (356, 388), (428, 460)
+PCIE = (GPU[1] + CARD[0]) / 2
+STYLE = (
+    ".node{fill:none;stroke:var(--line);stroke-dasharray:4 4}"
+    ".part{fill:var(--bg);stroke:var(--ink)}.port{fill:var(--bg);stroke:var(--p2);stroke-width:2}"
+    ".nvlink{stroke:var(--p0)}.pcie{stroke:var(--p2)}.net{stroke:var(--p3)}"
+)
+
+
+def node_scene(chip: str | Chip = "H100") -> Scene:
+    """Draw the links of a node of GPUs, with one network card for each GPU.
+
+    Args:
+        chip: a name in `cost.CHIPS`, or a Chip.
+
+    Returns:
+        A still Scene: the links at the left, their bytes per second in one direction at the right.
+
+    Raises:
+        ValueError: the chip has no switched nodes, more than 8 GPUs in one, or not one rail for
+            each GPU; or its PCIe bandwidth is unknown.
+    """
+    chip = chip_of(chip)
+    if isinstance(chip.links, Torus) or len(chip.links) < 2 or chip.pcie_bandwidth is None:
+        raise ValueError(
+            f"{chip.name} can't be drawn: expected a GPU whose levels are known inside the node "
+            "and beyond it, and its pcie_bandwidth, such as the H100"
+        )
+    node, leaf = chip.links[0], chip.links[1]
+    if not 1 <= node.size <= MOST_GPUS or leaf.rails != node.size:
+        raise ValueError(
+            f"{chip.name} has {node.size} GPUs and {leaf.rails} rails in a node: this picture "
+            f"shows up to {MOST_GPUS} GPUs with one rail each"
+        )
+    card = leaf.rail_bandwidth
+    scene = Scene(960, 488, f"What connects the GPUs of {chip.name} nodes")
+    scene.description = (
+        f"NVLink and NVSwitch inside the node: {per_second(node.bandwidth)} per GPU. PCIe to the "
+        f"CPUs and to the GPU's card: {per_second(chip.pcie_bandwidth)}. Each card to the switch "
+        f"of its rail: {per_second(card)}. All in one direction."
+    )
+    scene.style += STYLE
+    scene.narrow = (640, 848)
+    scene.intro = "Lines are as wide as their bandwidth. All figures are for one direction."
+    scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
+    scene.panel(narrow="none").add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
+    scale = WIDE / node.bandwidth
+    widths = [scale * rate for rate in (node.bandwidth, chip.pcie_bandwidth, card)]
+    _links(scene.panel(narrow="translate(0,-24)"), node.size, widths)
+    _legend(
+        scene.panel(narrow=f"translate({28 - LEGEND:g},376)"),
+        widths,
+        [
+            (
+                "NVLink",
+                per_second(node.bandwidth),
+                "From each GPU into its node's NVSwitches. Both directions, as advertised: "
+                f"{per_second(2 * node.bandwidth)}.",
+            ),
+            (
+                "PCIe",
+                per_second(chip.pcie_bandwidth),
+                "Between a GPU, its network card and the CPUs.",
+            ),
+            (
+                "Network",
+                per_second(card),
+                f"{8e-9 * card:.0f} Gbit/s InfiniBand or Ethernet, from each card into the switch "
+                f"of its rail. {leaf.rails} rails carry {per_second(leaf.bandwidth)} for a node.",
+            ),
+        ],
+        leaf.size,
+    )
+    return scene
+
+
+def per_second(rate: float) -> str:
+    return f"{decimal_bytes(rate)}/s"
+
+
+def _links(panel: Node, gpus: int, widths: list[float]) -> None:
+    """The node, the switches of the rails, and the top of the next node."""
+    nvlink, pcie, net = widths
+    middles = [LEFT + COLUMN * i for i in range(gpus)]
+    for title, top, bottom in (("node 0", 84.0, 324.0), ("node 1", 408.0, 472.0)):
+        panel.add("rect", x=28, y=top, width=RIGHT - 28, height=bottom - top, rx=8, class_="node")
+        panel.add("text", title, x=38, y=top + 18, font_size=14, class_="m")
+    panel.add("path", d=f"M78 {PCIE}H{middles[-1]}", class_="link pcie", stroke_width=pcie)
+    for x in middles:
+        for kind, width, top, bottom in (
+            ("nvlink", nvlink, SWITCH[1], GPU[0]),
+            ("pcie", pcie, GPU[1], CARD[0]),
+            ("net", net, CARD[1], RAIL[0]),
+            ("net", net, RAIL[1], NEXT[0]),
+        ):
+            panel.add("path", d=f"M{x} {top}V{bottom}", class_=f"link {kind}", stroke_width=width)
+        panel.add("rect", x=x - 5, y=PCIE - 5, width=10, height=10, rx=2, class_="port")
+    across = middles[-1] - middles[0] + BOX
+    _box(panel, middles[0] - BOX / 2, SWITCH, across, "NVSwitch")
+    _box(panel, 36, (PCIE - 34, PCIE + 34), 42, "CPUs")
+    for i, x in enumerate(middles):
+        for row, name in ((GPU, f"GPU {i}"), (CARD, f"card {i}"), (RAIL, f"rail {i}")):
+            _box(panel, x - BOX / 2, row, BOX, name)
+        _box(panel, x - BOX / 2, NEXT, BOX, f"card {i}")
+
+
+def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: str) -> None:
+    panel.add("rect", x=x, y=row[0], width=width, height=row[1] - row[0], rx=5, class_="part")
+    middle = sum(row) / 2 + 4.5
+    panel.add("text", name, x=x + width / 2, y=middle, font_size=14, class_="c")
+
+
+def _legend(panel: Node, widths: list[float], rows: list[tuple[str, str, str]], nodes: int) -> None:
+    """For each kind of link: its line, name and bandwidth, and what it connects."""
+    y = 112.0
+    for kind, width, (name, rate, text) in zip(("nvlink", "pcie", "net"), widths, rows):
+        panel.add("path", d=f"M{LEGEND} {y - 5}h30", class_=f"link {kind}", stroke_width=width)
+        panel.add("text", name, x=LEGEND + 42, y=y, font_size=15, class_="b")
+        panel.add("text", rate, x=932, y=y, font_size=15, class_="b e")
+        for line in textwrap.wrap(text, 34):
+            y += 20
+            panel.add("text", line, x=LEGEND + 42, y=y, font_size=14, class_="m")
+        y += 44
+    for line in textwrap.wrap(f"Rail i connects card i of {nodes} nodes. Two are drawn.", 34):
+        panel.add("text", line, x=LEGEND + 42, y=y, font_size=14)
+        y += 20

@@ -1,0 +1,486 @@
+"""Draws a pipeline over time: one row for each rank, the microbatch in each box, bubbles hatched.
+
+    1F1B     makespan 33 · bubble rate 27.3 %
+    rank 0  [0][1][2][3]//////////[0  ][4][1  ]...      ■■■■ 4      activations held at most
+    rank 1     [0][1][2]///////[0  ][3][1  ]...         ■■■  3
+
+Several pipelines on one time axis can be compared. A schedule is drawn from `schedule(…).time(…)`,
+where nothing has run; a run from its record. What the times mean is computed in
+`laboratory.analysis.pipeline_times`. Every rank's messages and other spans are in timeline.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from parallel101.laboratory.analysis.pipeline_times import (
+    PipelineTimes,
+    Planned,
+    TimedAction,
+    planned_times,
+    recorded_times,
+)
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.units import human_seconds, round_step
+from parallel101.laboratory.viz.scene import HATCHING, Scene, Stop, box
+
+LEFT, RIGHT, TOP = 92.0, 790.0, 108.0
+# where the squares for activations are; their number is at the right of them
+HELD, HELD_END = 812.0, 900.0
+HEAD, BETWEEN = 26.0, 16.0
+# seconds of the animation: before the cursor starts, for the longest panel, and at the end
+LEAD, SWEEP, TAIL = 0.3, 11.0, 1.0
+# of a number in a box; 9 is almost 5 points on paper, where a picture is 180 mm wide
+LARGEST, SMALLEST = 13.0, 9.0
+MOST_ROWS, MOST_MESSAGES, MOST_SQUARES = 96, 400, 60
+COLOURS = {"F": 0, "B": 1, "I": 1, "W": 2}
+NAMES = {
+    "F": "forward",
+    "B": "backward (both gradients)",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
+STYLE = (
+    ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}.axis{stroke:var(--line);fill:none}"
+    ".later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
+    ".most{fill:none;stroke:var(--line)}.veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}"
+    ".now{stroke:var(--ink);stroke-width:2}"
+)
+Source = Planned | Trace
+
+
+def pipeline_scene(
+    source: Source | Mapping[str, Source], *within: str, title: str = "Pipeline"
+) -> Scene:
+    """Draw what each rank of a pipeline computes, and when.
+
+    Args:
+        source: what `schedule(…).time(…)` returned; or the record of a run that trained with a
+            pipeline; or several of these by name, drawn one below the other on one time axis. Times
+            of schedules have the unit of the costs, and times of runs are seconds.
+        within: with one record: names of spans. Each gives a panel with the last span of that name.
+        title: of the picture.
+
+    Returns:
+        A Scene: at first and at the end the whole picture; as it plays, a cursor moves through it.
+        At the right of each rank are the activations that it holds at most; as it plays, those that
+        it holds.
+
+    Raises:
+        ValueError: a record has no pipeline, or there are more than 96 rows.
+    """
+    panels = _panels(source, within)
+    if any(times.recorded for times in panels.values()):  # one time axis, so one unit
+        panels = {name: times._replace(recorded=True) for name, times in panels.items()}
+    rows = sum(len(times.ranks) for times in panels.values())
+    if not 0 < rows <= MOST_ROWS:
+        raise ValueError(
+            f"{len(panels)} pipelines have {rows} ranks together: expected 1 to {MOST_ROWS} rows "
+            "to draw"
+        )
+    row = 26.0 if rows <= 24 else 20.0 if rows <= 48 else 13.0
+    longest = max(times.makespan for times in panels.values())
+    high = math.ceil(TOP + rows * row + len(panels) * (HEAD + BETWEEN) + 34)
+    scene = Scene(
+        960, high, title, " ".join(panel_text(name, times) for name, times in panels.items())
+    )
+    scene.style += STYLE + "".join(
+        f".k{k}{{fill-opacity:{shade(k)}}}" for k in range(1, max_chunks(panels))
+    )
+    scene.definitions.append(HATCHING)
+    _head(scene, panels)
+
+    def x(t: float) -> float:
+        return LEFT + (RIGHT - LEFT) * (t / longest if longest else 0.0)
+
+    y = TOP
+    most = max(times.peak(rank) for times in panels.values() for rank in times.ranks)
+    for name, times in panels.items():
+        scene.add("text", name, x=LEFT, y=y + 13, font_size=15, class_="b")
+        more = "" if len({facts(of) for of in panels.values()}) == 1 else f"{facts(times)} · "
+        scene.add("text", more + panel_facts(times), x=RIGHT, y=y + 13, font_size=13, class_="m e")
+        _panel(scene, times, x, y + HEAD - 4, row, most)
+        _cursor(scene, times.makespan, x, y + HEAD - 4, len(times.ranks) * row - 2)
+        y += HEAD + len(times.ranks) * row + BETWEEN
+    _axis(scene, longest, any(times.recorded for times in panels.values()), y, x)
+    _stops(scene, panels, longest)
+    return scene
+
+
+def _panels(
+    source: Source | Mapping[str, Source], within: tuple[str, ...]
+) -> dict[str, PipelineTimes]:
+    if isinstance(source, Trace):
+        return {name: recorded_times(source, name) for name in within} or {
+            "": recorded_times(source)
+        }
+    if within:
+        raise ValueError(
+            f"within={', '.join(map(repr, within))}: names of spans choose parts of one record; "
+            "pass run.trace with them"
+        )
+    panels = source if isinstance(source, Mapping) else {"": source}
+    return {
+        name: recorded_times(of) if isinstance(of, Trace) else planned_times(of)
+        for name, of in panels.items()
+    }
+
+
+def panel_facts(times: PipelineTimes) -> str:
+    """ "makespan 33 · bubble rate 27.3 %"."""
+    return (
+        f"makespan {duration(times.makespan, times.recorded)} · bubble rate "
+        f"{100 * times.bubble_rate:.1f} %"
+    )
+
+
+def panel_text(name: str, times: PipelineTimes) -> str:
+    """The numbers of a panel, for the picture's alternative text."""
+    held = ", ".join(str(times.peak(rank)) for rank in times.ranks)
+    return (
+        f"{name or 'Pipeline'}: {facts(times)}, {panel_facts(times)}. Activations held at most, by "
+        f"rank: {held}."
+    )
+
+
+def facts(times: PipelineTimes) -> str:
+    """ "4 ranks · 8 stages · 8 microbatches"."""
+    stages = len({slot.stage for slot in times.slots})
+    parts = (
+        [f"{len(times.ranks)} ranks"]
+        + [f"{stages} stages"] * (stages != len(times.ranks))
+        + [f"{times.microbatches} microbatches"]
+    )
+    return " · ".join(
+        part.removesuffix("es" if part.endswith("ches") else "s") if part.startswith("1 ") else part
+        for part in parts
+    )
+
+
+def duration(time: float, recorded: bool) -> str:
+    """Seconds of a run with their unit, and times of a schedule as a number."""
+    return human_seconds(time) if recorded else f"{time:.0f}" if time >= 1000 else f"{time:.4g}"
+
+
+def max_chunks(panels: Mapping[str, PipelineTimes]) -> int:
+    """The most stages that a rank has."""
+    return max(len(times.stages(rank)) for times in panels.values() for rank in times.ranks)
+
+
+def shade(chunk: int) -> float:
+    """How opaque the boxes of a rank's k-th stage are."""
+    return (1.0, 0.5, 0.33, 0.2)[min(chunk, 3)]
+
+
+def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
+    scene.add("text", scene.title, x=28, y=40, class_="h")
+    common = {facts(times) for times in panels.values()}
+    scene.add(
+        "text", common.pop() if len(common) == 1 else "", x=932, y=40, font_size=13, class_="m e"
+    )
+    chunks = max_chunks(panels)
+    faded = " Faded: its second stage." if chunks == 2 else ""
+    if chunks > 2:
+        faded = " The more faded, the later its stage."
+    hatched = (
+        " Hatched: it waits (bubble)."
+        if any(times.bubbles(rank) for times in panels.values() for rank in times.ranks)
+        else ""
+    )
+    sentence = f"What each rank computes; the number is the microbatch.{faded}{hatched}"
+    scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.intro = sentence
+    kinds = {slot.kind for times in panels.values() for slot in times.slots}
+    at = 28.0
+    for kind in (kind for kind in NAMES if kind in kinds):
+        scene.add("rect", x=at, y=78, width=19, height=13, class_=fill(kind, 0))
+        if kind == "B":
+            scene.add("rect", x=at, y=87, width=19, height=4, class_=fill("W", 0))
+        scene.add("text", NAMES[kind], x=at + 26, y=89, font_size=12.5, class_="m")
+        at += 44 + 6.6 * len(NAMES[kind])
+    if any(_lines(times) for times in panels.values()):
+        scene.add("path", d=f"M{at + 4:.1f} 78l12 13", class_="sent")
+        scene.add("text", "message", x=at + 26, y=89, font_size=12.5, class_="m")
+    scene.add("text", "activations held at most", x=932, y=89, font_size=12, class_="m e")
+
+
+def _panel(
+    scene: Scene,
+    times: PipelineTimes,
+    x: Callable[[float], float],
+    top: float,
+    row: float,
+    most: int,
+) -> None:
+    tall, digits = row - 2, max(len(str(slot.microbatch)) for slot in times.slots)
+    place = {rank: top + i * row for i, rank in enumerate(times.ranks)}
+    named = any(times.stages(rank) != [rank] for rank in times.ranks)
+    for rank, y in place.items():
+        stages = times.stages(rank)
+        first, last = times.extent(rank)
+        scene.add(
+            "path",
+            d=(
+                f"M{LEFT} {y + tall / 2:.1f}H{x(first):.1f}M{x(last):.1f} "
+                f"{y + tall / 2:.1f}H{x(times.makespan):.1f}"
+            ),
+            class_="off",
+        )
+        _labels(scene, rank, stages_text(stages) if named else "", y, tall)
+        stripes: dict[int, list[str]] = defaultdict(list)  # of whole backwards, by chunk
+        for slot in times.of(rank):
+            chunk = stages.index(slot.stage)
+            high, low = tall / slot.parts, y + tall / slot.parts * slot.part
+            left, width = x(slot.start), x(slot.end) - x(slot.start)
+            _slot(scene, slot, chunk, (left, low, width, high), times.recorded, digits)
+            if slot.kind == "B":
+                stripes[chunk].append(
+                    box(left, low + high - stripe(high), gapped(width), stripe(high))
+                )
+        for chunk, pieces in stripes.items():
+            scene.add("path", d="".join(pieces), class_=fill("W", chunk))
+        for start, end in times.bubbles(rank):
+            width = x(end) - x(start)
+            if width >= 0.3:
+                if rank in times.waits:  # it may be inside a slot
+                    scene.add(
+                        "rect",
+                        x=x(start),
+                        y=y,
+                        width=width,
+                        height=tall,
+                        class_="card",
+                        style="stroke:none",
+                    )
+                hatched = scene.add(
+                    "rect", x=x(start), y=y, width=width, height=tall, class_="bubble"
+                )
+                hatched.add("title", f"rank {rank} waits: {duration(end - start, times.recorded)}")
+        _held(scene, times, rank, most, y, tall, x)
+    if lines := _lines(times):
+        scene.add("path", d="".join(_line(m, place, tall, x) for m in lines), class_="sent").add(
+            "title", "messages between stages"
+        )
+
+
+def _labels(scene: Scene, rank: int, stages: str, y: float, tall: float) -> None:
+    if not stages or tall < 20:
+        scene.add(
+            "text",
+            f"rank {rank}",
+            x=LEFT - 10,
+            y=y + tall / 2 + 4,
+            font_size=min(12.5, tall),
+            class_="m e",
+        )
+    else:
+        scene.add(
+            "text", f"rank {rank}", x=LEFT - 10, y=y + tall / 2 - 1, font_size=12, class_="m e"
+        )
+        scene.add("text", stages, x=LEFT - 10, y=y + tall / 2 + 10, font_size=10, class_="m e")
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """ "stages 0, 4"; "0, 4, 8, 12"; "0, 4, … 28"."""
+    listed = ", ".join(map(str, stages))
+    if len(listed) <= 6:
+        return f"stage{'s' * (len(stages) > 1)} {listed}"
+    return listed if len(listed) <= 14 else f"{stages[0]}, {stages[1]}, … {stages[-1]}"
+
+
+def _slot(
+    scene: Scene,
+    slot: TimedAction,
+    chunk: int,
+    place: tuple[float, float, float, float],
+    recorded: bool,
+    digits: int,
+) -> None:
+    """A slot's box, and the number of its microbatch if one of so many digits fits."""
+    x, y, width, tall = place
+    low = stripe(tall) if slot.kind == "B" else 0.0
+    rect = scene.add(
+        "rect", x=x, y=y, width=gapped(width), height=tall - low, class_=fill(slot.kind, chunk)
+    )
+    together = ", together with another action" if slot.parts > 1 else ""
+    name = NAMES[slot.kind].partition(" (")[0]
+    rect.add(
+        "title",
+        (
+            f"stage {slot.stage}, {name} of microbatch {slot.microbatch}: "
+            f"{duration(slot.end - slot.start, recorded)}{together}"
+        ),
+    )
+    size = min(LARGEST, tall - 2, (width - 3.0) / (0.69 * digits))
+    if size >= SMALLEST:
+        middle = y + (tall if tall >= 20 else tall - low) / 2 + 0.36 * size
+        class_ = "b c later" if chunk else f"b c o{COLOURS[slot.kind]}"
+        scene.add(
+            "text", slot.microbatch, x=x + (width - 1) / 2, y=middle, font_size=size, class_=class_
+        )
+
+
+def fill(kind: str, chunk: int) -> str:
+    """The class of a slot on a rank's k-th stage."""
+    return f"f{COLOURS[kind]}" + (f" k{chunk}" if chunk else "")
+
+
+def stripe(tall: float) -> float:
+    """The height of the stripe at the bottom of a whole backward.
+
+    It has the colour of the backward's weight gradient.
+    """
+    return round(0.22 * tall, 1)
+
+
+def gapped(width: float) -> float:
+    """The width of a box, less the gap before the next one."""
+    return max(width - 1.0, 0.6 * width, 0.3)
+
+
+def _held(
+    scene: Scene,
+    times: PipelineTimes,
+    rank: int,
+    most: int,
+    y: float,
+    tall: float,
+    x: Callable[[float], float],
+) -> None:
+    """Squares, in as few lines as lets them be large, and their number.
+
+    As the picture plays, as many are filled as are held.
+    """
+    peak = times.peak(rank)
+    scene.add("text", peak, x=932, y=y + tall / 2 + 5, font_size=min(15, tall), class_="b e")
+    if not 0 < most <= MOST_SQUARES:
+        return
+    pitch, across = max(
+        (min(11.0, tall / n, (HELD_END - HELD) / -(-most // n)), -(-most // n)) for n in range(1, 6)
+    )
+    lines = -(-peak // across)
+    steps = [(playing(time, x), count) for time, count in times.held(rank)]
+    corners = [
+        (HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch)
+        for line, column in (divmod(i, across) for i in range(peak))
+    ]
+    scene.add(
+        "path",
+        d="".join(box(*corner, pitch - 2.2, pitch - 2.2) for corner in corners),
+        class_="most",
+    )
+    for i, (left, top) in enumerate(corners):
+        filled = [
+            (begin, end)
+            for (begin, count), (end, _) in zip(steps, [*steps[1:], (math.inf, 0)])
+            if count > i and end > begin
+        ]
+        square = scene.add(
+            "rect", x=left, y=top, width=pitch - 2.2, height=pitch - 2.2, class_="f0 held"
+        )
+        square.show((0.0, LEAD), *joined(filled), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
+
+
+def playing(time: float, x: Callable[[float], float]) -> float:
+    """The second of the animation at which the cursor is at a time."""
+    return LEAD + SWEEP * (x(time) - LEFT) / (RIGHT - LEFT)
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans that follow one another at once, as one. All end before the cursor does."""
+    found: list[tuple[float, float]] = []
+    for begin, end in spans:
+        end = min(end, LEAD + SWEEP)
+        if found and begin == found[-1][1]:
+            found[-1] = found[-1][0], end
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def _cursor(
+    scene: Scene, makespan: float, x: Callable[[float], float], y: float, tall: float
+) -> None:
+    """A line that moves through a panel, and a veil over what comes after it."""
+    name = f"panel{len(scene.definitions)}"
+    right, end = x(makespan), playing(makespan, x)
+    area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{right - LEFT + 2:.1f}" height="{tall + 2:.1f}"'
+    scene.definitions.append(f'<clipPath id="{name}"><rect {area}/></clipPath>')
+    frames = (LEAD, (LEFT, 0.0)), (end, (right, 0.0))
+    veil = scene.add("g", clip_path=f"url(#{name})").add(
+        "rect", x=0, y=y - 1, width=RIGHT - LEFT + 2, height=tall + 2, class_="veil"
+    )
+    veil.key("translate", *frames).show((LEAD, end))
+    scene.add("path", d=f"M0 {y - 3:.1f}v{tall + 6:.1f}", class_="now").key(
+        "translate", *frames
+    ).show((LEAD, LEAD + SWEEP))
+
+
+def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:
+    """Stops at the ticks of the axis. Each says how many ranks compute then."""
+    scene.duration = LEAD + SWEEP + TAIL
+    whole = "The whole picture."
+    scene.intro = f"{whole} {scene.intro}"
+    seconds = any(times.recorded for times in panels.values())
+    step = round_step(longest, 10)
+    moments = [k * step for k in range(1, int(longest / step - 1e-9) + 1)] if longest else []
+    begin = LEAD
+    for time in moments:
+        end = LEAD + SWEEP * time / longest
+        busy = "; ".join(
+            f"{name}{': ' if name else ''}{computing(times, time)}"
+            for name, times in panels.items()
+        )
+        scene.stops.append(Stop(begin, end, f"At {duration(time, seconds)}: {busy}."))
+        begin = end
+    scene.stops.append(Stop(begin, scene.duration, whole))
+
+
+def computing(times: PipelineTimes, time: float) -> str:
+    """ "3 of 4 ranks compute"."""
+    busy = {slot.rank for slot in times.slots if slot.start < time <= slot.end}
+    waiting = {
+        rank
+        for rank in busy
+        if any(start < time <= end for start, end in times.waits.get(rank, []))
+    }
+    return f"{len(busy - waiting)} of {len(times.ranks)} ranks compute"
+
+
+def _lines(times: PipelineTimes) -> list[tuple[int, int, float, float]]:
+    """The messages to draw: all of them, or none if they are too many to follow."""
+    return times.messages if len(times.messages) <= MOST_MESSAGES else []
+
+
+def _line(
+    message: tuple[int, int, float, float],
+    place: Mapping[int, float],
+    tall: float,
+    x: Callable[[float], float],
+) -> str:
+    src, dst, start, end = message
+    down = place[dst] > place[src]
+    return (
+        f"M{x(start):.1f} {place[src] + (tall - 3 if down else 3):.1f}L{x(end):.1f} "
+        f"{place[dst] + (3 if down else tall - 3):.1f}"
+    )
+
+
+def _axis(
+    scene: Scene, longest: float, seconds: bool, y: float, x: Callable[[float], float]
+) -> None:
+    scene.add("path", d=f"M{LEFT} {y:.1f}H{RIGHT}", class_="axis")
+    step = round_step(longest, 10)
+    for k in range(int(longest / step + 1e-9) + 1 if longest else 1):
+        scene.add("path", d=f"M{x(k * step):.1f} {y:.1f}v5", class_="axis")
+        scene.add(
+            "text",
+            duration(k * step, seconds) if k else "0",
+            x=x(k * step),
+            y=y + 19,
+            font_size=11,
+            class_="m c",
+        )
+    scene.add("text", "time", x=HELD, y=y + 19, font_size=11, class_="m")

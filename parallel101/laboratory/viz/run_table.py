@@ -1,0 +1,286 @@
+"""The tables at the end of `parallel101 run`: the time of each rank, the slowest links and calls.
+
+    rank  messages   sent  collectives  their data  computing   waiting  of that, for late ranks
+       0         6   24 B            3        96 B      1.2 s  0.3 s 20%  rank 1 0.2 s
+
+`tables` gives the rows, which the page (run_page.py) shows as HTML; `as_text` lines them up for a
+terminal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from parallel101.laboratory.analysis.run_window import recorded_from, run_times, script_marks
+from parallel101.laboratory.analysis.slower_ranks import slower_ranks
+from parallel101.laboratory.analysis.waiting import (
+    CallTimes,
+    CollectiveTotals,
+    RankTimes,
+    Wait,
+    collective_totals,
+    rank_times,
+    slowest_calls,
+    slowest_links,
+    waits,
+)
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.units import human_bytes, human_seconds, ranks_text
+from parallel101.laboratory.record.where import shown
+
+MOST_RANKS, MOST_LINKS, MOST_CALLS = 32, 8, 10
+
+
+class TextTable(NamedTuple):
+    """A table of text.
+
+    `numbers`: how many of its first columns are right-aligned; the others are words.
+    """
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    numbers: int
+    note: str = ""
+
+
+def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable]:
+    """What a run did, by rank, by link and by line. Tables that would be empty are left out.
+
+    Args:
+        trace: a record that has waits (see analysis/waiting.py).
+        waited: what `waits(trace)` returned, if that is known already.
+    """
+    waited = waits(trace) if waited is None else waited
+    every = (
+        _ranks(trace, waited),
+        _slower(trace),
+        _links(trace),
+        _collectives(trace),
+        _calls(trace, waited),
+    )
+    return [table for table in every if table.rows]
+
+
+def heading(trace: Trace) -> str:
+    """The run in one line: how many ranks, where, and how long."""
+    clock = (
+        " of virtual time, in which only communication and p101.compute take time"
+        if trace.backend == "sim"
+        else ""
+    )
+    ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
+    begin, end = run_times(trace)
+    kept = f". {kept_text(trace)}" if trace.earlier else ""
+    return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}{kept}"
+
+
+def kept_text(trace: Trace) -> str:
+    """Which events a record has, in a sentence, if it lacks the earlier ones."""
+    begin, end = run_times(trace)
+    since = recorded_from(trace) - begin
+    return (
+        f"Kept are {trace.kept_text}, from {human_seconds(since)} to {human_seconds(end - begin)}; "
+        "of those before them, the sums in the tables."
+    )
+
+
+def script_name(trace: Trace) -> str:
+    """The script that `parallel101 run` ran, with its arguments."""
+    return next((str(mark.args["script"]) for mark in script_marks(trace) if mark.args), "a run")
+
+
+def as_text(table: TextTable) -> str:
+    """The table as lines of text, with its title above them."""
+    columns = list(zip(table.head, *table.rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(
+            c.rjust(w) if k < table.numbers else c.ljust(w)
+            for k, (c, w) in enumerate(zip(cells, widths))
+        ).rstrip()
+
+    note = [table.note] if table.note else []
+    return "\n".join(
+        [
+            table.title,
+            *("  " + line(cells) for cells in (table.head, *table.rows)),
+            *("  " + text for text in note),
+        ]
+    )
+
+
+def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
+    every = rank_times(trace, waited)
+    shown_rows = (
+        every
+        if len(every) <= MOST_RANKS
+        else sorted(every, key=lambda row: -row.waiting)[:MOST_RANKS]
+    )
+    has = [
+        True,
+        *(any(pick(row) for row in every) for pick in _COUNTS),
+        True,
+        True,
+        any(row.waited_for for row in every),
+    ]
+    head = [
+        "rank",
+        "messages",
+        "sent",
+        "collectives",
+        "their data",
+        "computing",
+        "waiting",
+        "of that, until others called",
+    ]
+    rows = [[cell for cell, keep in zip(_rank_cells(row), has) if keep] for row in shown_rows]
+    title = (
+        "Time of each rank"
+        if len(rows) == len(every)
+        else f"Time of the {MOST_RANKS} ranks that waited longest"
+    )
+    head = [cell for cell, keep in zip(head, has) if keep]
+    note = _of_kept(trace, "Until others called") if has[-1] else ""
+    return TextTable(title, head, rows, len(head) - has[-1], note)
+
+
+def _of_kept(trace: Trace, what: str) -> str:
+    """What a column says only of the events that the record has; "" if it has all."""
+    return f"{what}: in {trace.kept_text}." if trace.earlier else ""
+
+
+_COUNTS: tuple[Callable[[RankTimes], int], ...] = (
+    lambda row: row.messages,
+    lambda row: row.messages,
+    lambda row: row.collectives,
+    lambda row: row.collectives,
+)
+
+
+def _rank_cells(row: RankTimes) -> list[str]:
+    total = (row.computing + row.waiting) or 1.0
+    longest = sorted(row.waited_for.items(), key=lambda entry: -entry[1])[:3]
+    return [
+        str(row.rank),
+        str(row.messages),
+        human_bytes(row.nbytes),
+        str(row.collectives),
+        human_bytes(row.collective_bytes),
+        f"{human_seconds(row.computing)} {row.computing / total:4.0%}",
+        f"{human_seconds(row.waiting)} {row.waiting / total:4.0%}",
+        ", ".join(f"{human_seconds(late)} for rank {rank}" for rank, late in longest),
+    ]
+
+
+def _slower(trace: Trace) -> TextTable:
+    """The ranks that the others wait for: what they do for longer, how much longer and where."""
+    rows = []
+    for row in slower_ranks(trace)[:MOST_RANKS]:
+        steps = f"{row.slower} of {row.steps}, from {row.first}" if row.first else "one run"
+        for cause in row.causes:
+            more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
+            line = _place(cause.where) + more if cause.where else "–"
+            rows.append([str(row.rank), human_seconds(cause.seconds), cause.what, steps, line])
+    head = ["rank", "more per step", "what", "in steps", "line"]
+    return TextTable("Slower ranks, compared with the median of the others", head, rows, 2)
+
+
+def _links(trace: Trace) -> TextTable:
+    links = slowest_links(trace)
+    rows = [
+        [
+            f"{link.src} → {link.dst}",
+            str(link.messages),
+            human_bytes(link.nbytes),
+            human_seconds(link.seconds),
+            human_seconds(link.slowest),
+            f"{human_bytes(link.timed_bytes / link.seconds)}/s" if link.seconds else "–",
+        ]
+        for link in links[:MOST_LINKS]
+    ]
+    return TextTable(
+        "Slowest links",
+        ["link", "messages", "bytes", "in flight", "longest", "rate"],
+        rows,
+        6,
+        _notes(
+            _more(len(links), MOST_LINKS, "link"),
+            _of_kept(trace, "In flight, longest and rate"),
+        ),
+    )
+
+
+def _notes(*notes: str) -> str:
+    return ". ".join(note for note in notes if note)
+
+
+def _collectives(trace: Trace) -> TextTable:
+    totals, everyone = collective_totals(trace), range(trace.world_size)
+    rows = [
+        [
+            str(row.calls),
+            human_bytes(row.nbytes),
+            human_bytes(row.nbytes / row.calls),
+            row.kind,
+            _among(row, everyone),
+        ]
+        for row in totals[:MOST_CALLS]
+    ]
+    note = _more(len(totals), MOST_CALLS, "row")
+    return TextTable(
+        "Collectives, as each rank called them",
+        ["calls", "data", "per call", "operation", "among"],
+        rows,
+        3,
+        note,
+    )
+
+
+def _among(row: CollectiveTotals, everyone: range) -> str:
+    ranks = ranks_text(row.ranks, everyone)
+    return ranks if row.axis is None else f"{ranks}, axis {row.axis}"
+
+
+def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
+    calls = slowest_calls(waited, trace.earlier)
+    rows = [
+        [
+            human_seconds(call.seconds),
+            str(call.waits),
+            f"{human_seconds(call.longest)} on rank {call.longest_on}",
+            _last(call),
+            call.kind,
+            _place(call.where),
+        ]
+        for call in calls[:MOST_CALLS]
+    ]
+    head = ["waited", "times", "longest", "called last", "call", "line"]
+    return TextTable(
+        "Slowest calls, all ranks together",
+        head,
+        rows,
+        2,
+        _notes(_more(len(calls), MOST_CALLS, "line"), _of_kept(trace, "Called last")),
+    )
+
+
+def _last(call: CallTimes) -> str:
+    """The rank that was most often the last one to call, and how often: "rank 3, 38 of 40"."""
+    if not call.last:
+        return "–"
+    rank, times = max(call.last.items(), key=lambda entry: (entry[1], -entry[0]))
+    return f"rank {rank}, {times / sum(call.last.values()):.0%}"
+
+
+def _place(where: str) -> str:
+    """The line of source, with a path relative to the working directory if it is below it."""
+    relative = os.path.relpath(where) if os.path.isabs(where) else where
+    return shown(where).replace(where, relative) if not relative.startswith("..") else shown(where)
+
+
+def _more(count: int, most: int, what: str) -> str:
+    return f"and {count - most} more {what}{'s' * (count - most > 1)}" if count > most else ""

@@ -1,0 +1,376 @@
+"""A scene: SVG elements with keyframes, for a still, a loop or a figure with controls.
+
+    circle = scene.add("circle", r=5)
+    circle.key("translate", (0.0, (10, 10)), (1.0, (90, 10)), mode="ease")
+
+    Scene.svg(t)           one moment
+    Scene.svg(smil=True)   an SVG that plays in a loop (SMIL animation, no script)
+    Scene.save("a.svg")    that loop, and the last moment for readers who prefer reduced motion
+    Scene.html()           that loop in an <img>, and a script (player.js) that replaces it with
+                           controls: play, step and scrub
+
+Nothing is fetched: the SVG is a data URI and the script is part of the HTML. If a page removes
+scripts, the loop still plays. What the pictures show is in the other files of this folder, one file
+for each kind of picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel101.laboratory.viz.palette import FONT, STYLE, THEMES, variables, with_colours
+
+Point = tuple[float, float]  # (x, y), in units of the picture
+MODES = ("linear", "discrete", "ease")
+HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
+    '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--hatch)" '
+    'stroke-width="1.6"/></pattern>'
+)
+
+
+class Stop(NamedTuple):
+    """One stop of the player: the button "next" plays up to its end.
+
+    A screen reader reads its label.
+    """
+
+    start: float  # seconds from the start of the scene
+    end: float
+    label: str
+
+
+class Node:
+    """An SVG element with keyframes.
+
+    Attribute names are SVG's, with underscores for hyphens (`font_size`). A trailing underscore is
+    dropped (`class_`).
+    """
+
+    def __init__(self, tag: str, text: object = None, **attributes: Any):
+        self.tag = tag
+        self.text = None if text is None else str(text)
+        self.attributes = {
+            name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()
+        }
+        self.children: list[Node] = []
+        self.tracks: dict[str, tuple[str, list[tuple[float, Any]]]] = {}
+
+    def add(self, tag: str, text: object = None, **attributes: Any) -> Node:
+        """Append a new element inside this one and return it."""
+        child = Node(tag, text, **attributes)
+        self.children.append(child)
+        return child
+
+    def key(self, attribute: str, *frames: tuple[float, Any], mode: str = "linear") -> Node:
+        """Animate an attribute through (second, value) frames.
+
+        The value of "translate" is (x, y). `mode` is one of MODES.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is unknown: expected one of {', '.join(MODES)}")
+        if not frames:
+            raise ValueError(
+                f"key() got no frames for {attribute!r}: pass at least one (second, value) pair"
+            )
+        self.tracks[attribute] = (mode, sorted(frames, key=lambda frame: frame[0]))
+        return self
+
+    def show(self, *spans: tuple[float, float]) -> Node:
+        """Make the element visible only during the given [begin, end) spans of seconds."""
+        frames: dict[float, str] = {0.0: "hidden"}
+        for begin, end in sorted(spans):
+            frames[begin] = "visible"
+            frames[end] = "hidden"
+        return self.key("visibility", *frames.items(), mode="discrete")
+
+
+class Scene(Node):
+    """A picture of `width` × `height`, with an animation of `duration` seconds.
+
+    Attributes:
+        stops: where "next" and "previous" go; empty for a still picture.
+        intro: the caption before the first stop. On phones it is below the picture, also of a
+            still, where it can wrap.
+        narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`;
+            None if there is no such layout.
+        cuts: where a picture that is too tall for a cover can end: each y is between two parts.
+        definitions: SVG elements for <defs>.
+        style: CSS rules.
+    """
+
+    def __init__(self, width: int, height: int, title: str, description: str = ""):
+        super().__init__("svg")
+        self.width, self.height = width, height
+        self.title, self.description = title, description
+        self.duration = 0.0
+        self.stops: list[Stop] = []
+        self.intro = ""
+        self.narrow: tuple[int, int] | None = None
+        self.cuts: list[float] = []
+        self.definitions: list[str] = []
+        self.style = STYLE
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scene {self.title!r}: {self.width} × {self.height}, {len(self.stops)} stops, "
+            f"{self.duration:.3g} s>"
+        )
+
+    def panel(self, narrow: str, **attributes: Any) -> Node:
+        """Add a group that moves in the layout for phones, and return it.
+
+        `narrow` is its transform there, or "none" to leave it out.
+        """
+        return self.add("g", data_narrow=narrow, **attributes)
+
+    def svg(
+        self,
+        t: float | None = None,
+        smil: bool = False,
+        theme: str | None = None,
+        still: bool = False,
+    ) -> str:
+        """The picture as SVG.
+
+        Args:
+            t: the second to draw; None: the last one.
+            smil: draw a loop that plays, instead of the moment t.
+            theme: "light" or "dark" for fixed colours; None: the reader's preference.
+            still: with `smil`, show the moment t in place of the loop to readers who prefer reduced
+                motion, and on paper. The file needs no page around it for that.
+        """
+        if theme is not None and theme not in THEMES:
+            raise ValueError(
+                f"theme={theme!r} is unknown: expected one of {', '.join(THEMES)}, or None for the "
+                "reader's preference"
+            )
+        t = self.duration if t is None else min(max(t, 0.0), self.duration)
+        plays = smil and self.duration > 0
+        body = self._body(t, self.duration if plays else None)
+        style = self.style
+        if plays and still:
+            body = f'<g class="loop">{body}</g><g class="still">{self._body(t, None)}</g>'
+            style += _LOOP_OR_STILL
+        if theme is None:
+            light, dark = f"svg{{{variables('light')}}}", f"svg{{{variables('dark')}}}"
+            colours = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
+        else:
+            colours = ""
+        cuts = f' data-cuts="{" ".join(map(number, self.cuts))}"' if self.cuts else ""
+        text = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" '
+            f'role="img" font-family="{FONT}"{cuts}>'
+            f"<title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>"
+            f'<style class="theme">{colours}</style>'
+            f"<style>svg{{font-variant-numeric:tabular-nums}}{style}</style>"
+            f"<defs>{''.join(self.definitions)}</defs>"
+            f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" '
+            f'height="{self.height - 1}" rx="10"/>'
+            f"{body}</svg>"
+        )
+        return text if theme is None else with_colours(text, theme)
+
+    def _body(self, t: float, loop: float | None) -> str:
+        return "".join(_element(child, t, loop) for child in self.children)
+
+    @property
+    def alt(self) -> str:
+        """The picture in words."""
+        return f"{self.title}. {self.description}".strip()
+
+    def player_setup(self) -> dict[str, Any]:
+        """What `mount` in player.js needs to know besides the SVG and the style sheet."""
+        stops = [[round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops]
+        return {
+            "duration": self.duration,
+            "stops": stops,
+            "intro": self.intro,
+            "narrow": self.narrow,
+        }
+
+    def html(self) -> str:
+        """The picture with controls, as HTML for a notebook cell or any page.
+
+        The same scene gives the same text, byte for byte.
+        """
+        loop = self.svg(smil=True)
+        name = "p101-" + hashlib.sha256(loop.encode()).hexdigest()[:12]
+        setup = self.player_setup() | {"css": PLAYER_CSS}
+        still = (
+            f'<source media="(prefers-reduced-motion: reduce)" srcset="{data_uri(self.svg())}">'
+            if self.stops
+            else ""
+        )
+        alt = escape(self.alt)
+        return (
+            f'<figure id="{name}" class="p101" aria-label="{escape(self.title)}" '
+            'data-lm-suppress-shortcuts="true" '
+            f'style="margin:0;max-width:{self.width}px">'
+            f'<picture>{still}<img src="{data_uri(loop)}" alt="{alt}" '
+            'style="width:100%;height:auto"></picture></figure>'
+            f"<script>(() => {{\n{PLAYER}\n"
+            f"document.querySelectorAll('#{name}').forEach(figure => mount(figure, "
+            f"{_json(setup)}));\n}})()</script>"
+        )
+
+    def page(self) -> str:
+        """The picture as a whole HTML page, in the reader's theme."""
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width,initial-scale=1">'
+            '<meta name="color-scheme" content="light dark">'
+            f"<title>{escape(self.title)}</title>"
+            f"<style>body{{margin:24px auto;max-width:{self.width}px;padding:0 12px}}"
+            "@media (prefers-color-scheme:dark){body{background:#0e1116}}</style></head>"
+            f"<body>{self.html()}</body></html>\n"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write the scene as the kind of file that the name's ending asks for.
+
+        .html is a page with controls. .svg plays in a loop, also as an image in a README; readers
+        who prefer reduced motion see its last moment. With Chromium, .png is the last moment and
+        .gif the animation, both in light colours for slides. Returns the path.
+        """
+        path = Path(path)
+        if path.suffix == ".html":
+            path.write_text(self.page(), encoding="utf-8")
+        elif path.suffix == ".svg":
+            path.write_text(self.svg(smil=True, still=True), encoding="utf-8")
+        elif path.suffix == ".png":
+            from parallel101.laboratory.viz.raster import png
+
+            still = data_uri(self.svg(theme="light"))
+            path.write_bytes(png(still, 2 * self.width, 2 * self.height))
+        elif path.suffix == ".gif":
+            from parallel101.laboratory.viz.raster import RATE, gif
+
+            if not self.duration:
+                raise ValueError(f"{self!r} does not move: save it as .png")
+            times = [k / RATE for k in range(int(self.duration * RATE))] + [self.duration]
+            images = (data_uri(self.svg(t, theme="light")) for t in times)
+            path.write_bytes(gif(images, self.width, self.height))
+        else:
+            raise ValueError(
+                f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png or "
+                ".gif"
+            )
+        return path
+
+
+# display and not visibility, which the animations inside set
+_LOOP_OR_STILL = (
+    ".still{display:none}"
+    "@media (prefers-reduced-motion:reduce),print{.loop{display:none}.still{display:inline}}"
+)
+_HERE = Path(__file__).parent
+PLAYER = (_HERE / "player.js").read_text(encoding="utf-8")
+PLAYER_CSS = (
+    (_HERE / "player.css")
+    .read_text(encoding="utf-8")
+    .replace("/*LIGHT*/", variables("light"))
+    .replace("/*DARK*/", variables("dark"))
+)
+
+
+def data_uri(svg: str) -> str:
+    """An SVG as the `src` of an <img>."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def _json(value: object) -> str:
+    """JSON that is safe inside a <script>: it has no "</script>" and no "<!--"."""
+    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
+
+
+def value_at(track: tuple[str, list[tuple[float, Any]]], t: float) -> Any:
+    """The value of a track of keyframes at second t."""
+    mode, frames = track
+    if t < frames[0][0]:
+        return frames[0][1]
+    for (begin, before), (end, after) in zip(frames, frames[1:], strict=False):
+        if begin <= t < end:
+            if mode == "discrete" or before == after:
+                return before
+            part = (t - begin) / (end - begin)
+            part = part * part * (3 - 2 * part) if mode == "ease" else part
+            if isinstance(before, tuple):
+                return tuple(a + (b - a) * part for a, b in zip(before, after, strict=True))
+            return before + (after - before) * part
+    return frames[-1][1]
+
+
+def number(value: Any) -> str:
+    """A float as short text, rounded to hundredths; anything else as `str` gives it."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def box(x: float, y: float, width: float, height: float) -> str:
+    """A rectangle as a piece of a path, so that many of them fit into one element."""
+    x0, y0, across, down = (f"{v:.1f}".removesuffix(".0") for v in (x, y, width, height))
+    return f"M{x0} {y0}h{across}v{down}h-{across}z"
+
+
+def _element(node: Node, t: float, loop: float | None) -> str:
+    """An element and its children as text, at second t, or animated in a loop of `loop` seconds."""
+    attributes, animations = dict(node.attributes), ""
+    for name, track in node.tracks.items():
+        now = value_at(track, 0.0 if loop else t)
+        if name == "visibility" and now == "hidden" and not loop:
+            return ""
+        if name == "translate":
+            attributes["transform"] = f"translate({number(float(now[0]))},{number(float(now[1]))})"
+        else:
+            attributes[name] = now
+        if loop:
+            animations += _animation(name, track, loop)
+    head = node.tag + "".join(
+        f' {name}="{escape(number(value))}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
+    body = escape(node.text, quote=False) if node.text is not None else ""
+    body += animations + "".join(_element(child, t, loop) for child in node.children)
+    return f"<{head}>{body}</{node.tag}>" if body else f"<{head}/>"
+
+
+def _animation(name: str, track: tuple[str, list[tuple[float, Any]]], duration: float) -> str:
+    """The SMIL element of one track."""
+    mode, frames = track
+    frames = [(min(max(t, 0.0), duration), value) for t, value in frames]
+    if frames[0][0] > 0:
+        frames.insert(0, (0.0, frames[0][1]))
+    # the times of all but discrete tracks must end at 1
+    if frames[-1][0] < duration and mode != "discrete":
+        frames.append((duration, frames[-1][1]))
+    times = ";".join(f"{t / duration:.5f}".rstrip("0").rstrip(".") for t, _ in frames)
+    values = ";".join(
+        " ".join(number(float(x)) for x in v) if isinstance(v, tuple) else number(v)
+        for _, v in frames
+    )
+    how = ""
+    if mode == "discrete":
+        how = ' calcMode="discrete"'
+    elif mode == "ease":
+        how = f' calcMode="spline" keySplines="{";".join([".4 0 .6 1"] * (len(frames) - 1))}"'
+    tag, kind, target = (
+        ("animateTransform", ' type="translate"', "transform")
+        if name == "translate"
+        else ("animate", "", name)
+    )
+    head = (
+        f'<{tag} attributeName="{target}"{kind}{how} dur="{number(duration)}s" '
+        'repeatCount="indefinite"'
+    )
+    return f'{head} keyTimes="{times}" values="{values}"/>'

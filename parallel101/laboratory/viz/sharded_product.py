@@ -1,0 +1,356 @@
+"""Draws which blocks of each matrix a rank holds, before and after each collective of a product.
+
+                A[I, J_X]    B[J_X, K]     multiply          AllReduce_X
+    rank 0      [a| . ]      [ a ]         [a: 1 of 2]       [ a ]
+                             [ . ]
+    rank 1      [ . |b]      [ . ]         [a: 1 of 2]       [ a ]
+
+There is a row for each rank, and a column for each array as it changes. A box is the whole matrix.
+The part that the rank holds is filled, with a colour and a letter for each block. A block with only
+some terms of its sum is filled in part.
+
+analysis/held_blocks.py finds what a block is from its values, so a forgotten sum or a wrong dim is
+drawn as it happened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from parallel101.laboratory.analysis.held_blocks import (
+    BlockColumn,
+    HeldRectangle,
+    RecordedProduct,
+    bytes_by_step,
+    columns_of,
+    parts_of,
+)
+from parallel101.laboratory.record.units import human_bytes
+from parallel101.laboratory.viz.palette import CHUNK
+from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+
+LEFT, RIGHT, TOP = 112.0, 948.0, 150.0
+WIDEST, LONG, SHORT = 280.0, 92.0, 20.0  # of a column; the longest side of a box, and the shortest
+MOST_RANKS, MOST_COLUMNS = 16, 9
+MOST_NARROW = 3  # columns that a phone shows at once
+
+
+def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
+    """Draw which blocks the ranks held, before and after each step.
+
+    Args:
+        run: what `parallel101.sharding.run` returned.
+        title: of the picture.
+
+    Returns:
+        A still Scene. Under each collective are the bytes of the rank that sent most, counted in
+        the record.
+
+    Raises:
+        ValueError: more than 16 ranks, more than 9 columns, or an array of more than two dims.
+    """
+    plan, columns = run.plan, list(columns_of(run))
+    ranks = len(run.held)
+    if ranks > MOST_RANKS or len(columns) > MOST_COLUMNS:
+        raise ValueError(
+            f"the run has {ranks} ranks and {len(columns)} arrays to draw: expected at most "
+            f"{MOST_RANKS} ranks and {MOST_COLUMNS} arrays. print(run) shows the steps"
+        )
+    for column in columns:
+        if not 1 <= len(column.array.dims) <= 2:
+            raise ValueError(
+                f"{column.array} has {len(column.array.dims)} dims: expected one or two to draw"
+            )
+    across = min(WIDEST, (RIGHT - LEFT) / len(columns))
+    row = 104.0 if ranks <= 4 else 74.0
+    side = min(across - 26, row - 16, LONG)
+    text = f"{' · '.join(map(str, plan.operands))} → {plan.result}"
+    drawn = [[parts_of(run, column, rank) for rank in range(ranks)] for column in columns]
+    counts = {
+        count
+        for of in drawn
+        for parts in of
+        for part in parts
+        if part.cell is not None
+        for count in part.counts
+    }
+    scene = Scene(
+        960, math.ceil(TOP + ranks * row + 30), title or text, description(run, columns, drawn)
+    )
+    scene.definitions.append(HATCHING)
+    scene.style += (
+        ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}"
+        ".lack{fill:url(#hatching)}.bad{fill:none;stroke:var(--warn);stroke-width:2}"
+        ".due{fill:none;stroke:var(--warn);stroke-dasharray:4 3}"
+        "text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;"
+        "paint-order:stroke}"
+        ".strange{fill:var(--warn);fill-opacity:.25}.sep{stroke:var(--line);stroke-dasharray:2 4}"
+    )
+    # on a phone, the columns move together, and the verdict is the caption below
+    narrow = len(columns) <= MOST_NARROW
+    head, facts = (
+        scene.panel(narrow="translate(0,0)"),
+        " · ".join(f"{axis} = {p}" for axis, p in plan.mesh.items()),
+    )
+    if title:
+        head.add("text", title, x=28, y=40, class_="h")
+    else:
+        subscripts(head, text, 28, 40, 19, class_="h")
+    right = scene.panel(narrow="translate(-480,24)")
+    right.add("text", f"{facts} · {run.run.backend}", x=932, y=40, font_size=13, class_="m e")
+    subscripts(
+        scene.panel(narrow="none"), run.verdict, 28, 64, 13.5, class_="w" if run.wrong else "m"
+    )
+    sent = bytes_by_step(run.run.trace) if run.run.trace is not None else {}
+    dashed = False
+    for k, column in enumerate(columns):
+        x = LEFT + k * across
+        panel = scene.panel(narrow=f"translate({LEFT + k * (480 - LEFT) / len(columns) - x:.1f},0)")
+        if column.state and (k == 0 or column.state != columns[k - 1].state):
+            panel.add("line", x1=x - 6, x2=x - 6, y1=84, y2=TOP + ranks * row - 8, class_="sep")
+        heading(panel, column, x, sent.get(column.state - 1) if not run.program else None)
+        for rank in range(ranks):
+            wrong = rank in run.wrong and k == len(columns) - 1
+            dashed |= box(
+                panel, run, column, drawn[k][rank], x, TOP + rank * row, side, rank, wrong
+            )
+    for rank, at in enumerate(plan.coordinates()):
+        y = TOP + rank * row + side / 2
+        head.add("text", f"rank {rank}", x=28, y=y, font_size=13, class_="b")
+        head.add(
+            "text",
+            ", ".join(f"{axis} {i}" for axis, i in at.items()),
+            x=28,
+            y=y + 16,
+            font_size=11.5,
+            class_="m",
+        )
+    words = ["Letter and colour: which block of the matrix."]
+    words += ["Stripes: the terms of its sum."] * bool(counts - {1})
+    words += ["Hatched: missing."] * (0 in counts)
+    words += ["×2: added twice."] * (max(counts, default=1) > 1)
+    words += ["Dashed: the block that the rank should hold."] * dashed
+    foot = scene.panel(narrow="none" if narrow else "translate(0,0)")
+    foot.add("text", " ".join(words), x=28, y=scene.height - 18, font_size=12.5, class_="m")
+    if narrow:
+        scene.narrow, scene.intro = (480, scene.height - 20), f"{run.verdict} {' '.join(words)}"
+    return scene
+
+
+def heading(scene: Node, column: BlockColumn, x: float, sent: int | None) -> None:
+    """The step above its column, then the array, then the bytes."""
+    subscripts(scene, column.title or "at first", x, 96, 13, class_="b" if column.title else "m")
+    subscripts(scene, str(column.array), x, 116, 13)
+    if sent is not None:
+        scene.add(
+            "text",
+            f"{human_bytes(sent)} a rank" if sent else "no message",
+            x=x,
+            y=134,
+            font_size=12,
+            class_="m",
+        )
+
+
+def box(
+    scene: Node,
+    run: RecordedProduct,
+    column: BlockColumn,
+    parts: Sequence[HeldRectangle],
+    x: float,
+    y: float,
+    side: float,
+    rank: int,
+    wrong: bool,
+) -> bool:
+    """The outline of the whole matrix, and in it what the rank holds.
+
+    Whether the block that it should hold is outlined too.
+    """
+    extents, longest = (
+        [run.plan.sizes[dim] for dim in column.array.dims],
+        max(run.plan.sizes.values()),
+    )
+    rows, columns = extents if len(extents) == 2 else (1, extents[0])
+    height, width = (max(SHORT, side * math.sqrt(n / longest)) for n in (rows, columns))
+    whole = scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
+    block = run.held[rank][column.state].get(column.array.name)
+    shape = tuple(getattr(block, "shape", ()))
+    whole.add("title", f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}")
+    lowest, furthest = (
+        max((p.rows[1] for p in parts), default=rows),
+        max((p.columns[1] for p in parts), default=columns),
+    )
+    scales = outline = height / rows, width / columns
+    # larger than the matrix: draw it with its own proportions
+    if lowest > rows or furthest > columns:
+        height, width = (
+            max(SHORT, side * math.sqrt(n / max(longest, lowest, furthest)))
+            for n in (lowest, furthest)
+        )
+        scales = height / lowest, width / furthest
+    at = list(run.plan.coordinates())[rank]
+    due = [
+        (part.start, part.stop) for part in column.array.block(run.plan.sizes, run.plan.mesh, at)
+    ]
+    due = due if len(due) == 2 else [(0, 1), *due]
+    held = (
+        [
+            (min(getattr(p, d)[0] for p in parts), max(getattr(p, d)[1] for p in parts))
+            for d in ("rows", "columns")
+        ]
+        if parts
+        else due
+    )
+    if wrong and held != due:
+        frame(scene, x, y, outline, due, "due")
+    for part in parts:
+        down, across = scales
+        left, top = x + part.columns[0] * across, y + part.rows[0] * down
+        draw_part(
+            scene,
+            part,
+            left,
+            top,
+            (part.columns[1] - part.columns[0]) * across,
+            (part.rows[1] - part.rows[0]) * down,
+        )
+    if wrong:
+        frame(scene, x, y, scales, held, "bad", margin=3)
+    counts = parts[0].counts if parts else (1,)
+    if min(counts) < 1 and all(part.counts == counts for part in parts):
+        for line, words in enumerate(
+            (f"{sum(count > 0 for count in counts)} of {len(counts)}", "terms")
+        ):
+            scene.add(
+                "text",
+                words,
+                x=x + width + 8,
+                y=y + 11 + 14 * line,
+                font_size=11,
+                class_="w" if wrong else "m",
+            )
+    return wrong and held != due
+
+
+def frame(
+    scene: Node,
+    x: float,
+    y: float,
+    scales: tuple[float, float],
+    part: Sequence[tuple[int, int]],
+    class_: str,
+    margin: float = 0,
+) -> None:
+    """An outline around some rows and columns of the matrix at (x, y)."""
+    (down, across), ((top, low), (left, right)) = scales, part
+    corner = {"x": x + left * across - margin, "y": y + top * down - margin}
+    size = {
+        "width": (right - left) * across + 2 * margin,
+        "height": (low - top) * down + 2 * margin,
+    }
+    scene.add("rect", **corner, **size, rx=margin, class_=class_)
+
+
+def draw_part(
+    scene: Node, part: HeldRectangle, x: float, y: float, width: float, height: float
+) -> None:
+    if part.cell is None:
+        scene.add("rect", x=x, y=y, width=width, height=height, class_="strange")
+        scene.add("text", "?", x=x + width / 2, y=y + height / 2 + 4, font_size=11, class_="c w")
+        return
+    colour, letter = part.cell % len(CHUNK), letters(part.cell)
+    whole = set(part.counts) == {1}
+    if whole:
+        scene.add("rect", x=x, y=y, width=width, height=height, class_=f"cut f{colour}")
+    else:
+        n, along = len(part.counts), width >= height
+        stripes = [
+            ((x + k * width / n, y), (width / n, height))
+            if along
+            else ((x, y + k * height / n), (width, height / n))
+            for k in range(n)
+        ]
+        for count, ((left, top), (wide, tall)) in zip(part.counts, stripes):
+            scene.add(
+                "rect",
+                x=left,
+                y=top,
+                width=wide,
+                height=tall,
+                class_=f"cut f{colour}" if count else "lack",
+            )
+            if count > 1 and min(wide, tall) >= 9:
+                scene.add(
+                    "text",
+                    f"×{count}",
+                    x=left + wide / 2,
+                    y=top + (14 if along else tall / 2 + 4),
+                    font_size=11,
+                    class_="c many",
+                )
+        scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
+        # the letter goes into the first
+        (x, y), (width, height) = stripes[
+            next((k for k, count in enumerate(part.counts) if count), 0)
+        ]
+    if (
+        min(width, height) >= 10
+        and width >= 7 * len(letter) + 3
+        and (whole or max(width, height) >= 34)
+    ):
+        scene.add(
+            "text",
+            letter,
+            x=x + width / 2,
+            y=y + height / 2 + 4,
+            font_size=12,
+            class_=f"c o{colour}",
+        )
+
+
+def letters(cell: int) -> str:
+    """a to z, then aa, ab, …"""
+    return (letters(cell // 26 - 1) if cell >= 26 else "") + chr(ord("a") + cell % 26)
+
+
+def subscripts(scene: Node, text: str, x: float, y: float, size: float, class_: str = "") -> None:
+    """Write a text in which _X and _{X,K} are lower and smaller."""
+    line = scene.add("text", x=x, y=y, font_size=size, class_=class_)
+    lowered = False
+    for k, word in enumerate(re.split(r"_(\{[^}]*\}|[A-Za-z0-9]+)", text)):
+        if word:
+            below = bool(k % 2)
+            shift = size * 0.25 * (below - lowered)
+            line.add(
+                "tspan",
+                word.strip("{}") if below else word,
+                dy=shift,
+                font_size=size * (0.72 if below else 1),
+                style="white-space:pre",
+            )
+            lowered = below
+
+
+def description(
+    run: RecordedProduct,
+    columns: Sequence[BlockColumn],
+    drawn: Sequence[Sequence[Sequence[HeldRectangle]]],
+) -> str:
+    """The picture in words."""
+    sentences = [run.verdict]
+    for column, by_rank in zip(columns, drawn):
+        held = []
+        for rank, parts in enumerate(by_rank):
+            names = (
+                "".join("?" if part.cell is None else letters(part.cell) for part in parts)
+                or "nothing"
+            )
+            short = next(
+                (part.counts for part in parts if any(count != 1 for count in part.counts)), None
+            )
+            held.append(f"rank {rank} {names}" + (f" (terms {list(short)})" if short else ""))
+        sentences.append(f"{column.title or 'At first'}, {column.array}: {', '.join(held)}.")
+    return " ".join(sentences)
