@@ -6,6 +6,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.sums import (
+    EVERYTHING_TO_EVERYONE,
+    SUM_FOR_MEAN,
+    WHOLE_ROUND_RING,
+    counted_twice,
+    divided_too_often,
+    facts,
+    left_out,
+    several_ranks,
+)
 from parallel101.laboratory.grade.compared_values import close, factor, same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -25,16 +35,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     right,
     steps,
     value,
-)
-from parallel101.laboratory.grade.sums import (
-    EVERYTHING_TO_EVERYONE,
-    SUM_FOR_MEAN,
-    WHOLE_ROUND_RING,
-    counted_twice,
-    divided_too_often,
-    facts,
-    left_out,
-    several_ranks,
 )
 
 

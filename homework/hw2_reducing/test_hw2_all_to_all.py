@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -25,7 +26,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.laboratory.grade.sums import facts, several_ranks
 
 
 def all_to_all_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:

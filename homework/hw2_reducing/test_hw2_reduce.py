@@ -5,6 +5,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.sums import (
+    SUM_FOR_MEAN,
+    counted_twice,
+    divided_too_often,
+    facts,
+    left_out,
+)
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
@@ -23,13 +30,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     received,
     steps,
     value,
-)
-from parallel101.laboratory.grade.sums import (
-    SUM_FOR_MEAN,
-    counted_twice,
-    divided_too_often,
-    facts,
-    left_out,
 )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import origins
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -26,7 +27,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.laboratory.grade.sums import facts, several_ranks
 
 
 def all_gather_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:

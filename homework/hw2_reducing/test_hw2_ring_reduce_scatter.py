@@ -6,6 +6,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.sums import (
+    EVERYTHING_TO_EVERYONE,
+    WHOLE_ROUND_RING,
+    counted_twice,
+    facts,
+    left_out,
+    several_ranks,
+)
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -26,14 +34,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     right,
     steps,
     value,
-)
-from parallel101.laboratory.grade.sums import (
-    EVERYTHING_TO_EVERYONE,
-    WHOLE_ROUND_RING,
-    counted_twice,
-    facts,
-    left_out,
-    several_ranks,
 )
 
 

@@ -6,6 +6,7 @@ import torch
 
 from parallel101 import Network
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.sums import counted_twice, facts, left_out
 from parallel101.laboratory.grade.compared_values import weights
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -27,7 +28,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     steps,
     value,
 )
-from parallel101.laboratory.grade.sums import counted_twice, facts, left_out
 
 
 def two_level_case(xs: Sequence[torch.Tensor], k: int, note: str = "") -> Case:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parallel101.laboratory.grade.adjoint_exercises import CHANGED_IN_PLACE, total
+from parallel101.laboratory.exercises.adjoint_exercises import CHANGED_IN_PLACE, total
 from parallel101.laboratory.grade.compared_values import difference, factor, same
 from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel101.laboratory.grade.adjoint_exercises import (
+from parallel101.laboratory.exercises.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     REFUSED,

@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel101.laboratory.grade.adjoint_exercises import (
+from parallel101.laboratory.exercises.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     RESULT_IS_ITS_INPUT,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from parallel101.laboratory.grade.adjoint_exercises import (
+from parallel101.laboratory.exercises.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     EQUAL_BLOCKS,

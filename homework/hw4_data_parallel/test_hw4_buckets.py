@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 from parallel101 import MisuseError, Network
+from parallel101.laboratory.exercises.training_exercises import (
+    SUM_FOR_MEAN,
+    all_reduce_bytes,
+    flat,
+    scale,
+)
 from parallel101.laboratory.grade.compared_values import close, difference, factor, same
 from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
@@ -27,12 +33,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     failed,
     right,
     value,
-)
-from parallel101.laboratory.grade.training_exercises import (
-    SUM_FOR_MEAN,
-    all_reduce_bytes,
-    flat,
-    scale,
 )
 
 # the two halves of an all-reduce; any other collective is one call

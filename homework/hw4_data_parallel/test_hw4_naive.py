@@ -6,6 +6,23 @@ import torch
 import torch.nn.functional as F
 
 from parallel101 import Network
+from parallel101.laboratory.exercises.harness import count_weights, gradients_of, make_model
+from parallel101.laboratory.exercises.training_exercises import (
+    ITEM,
+    MEAN_OF_MEANS,
+    MEAN_TWICE,
+    NEVER_REDUCED,
+    NO_FIRST_SYNCHRONISATION,
+    NO_ZERO_GRAD,
+    OTHER_START,
+    SUM_FOR_MEAN,
+    alike,
+    all_reduce_bytes,
+    equals_one_process,
+    ring_slack,
+    train,
+    train_whole,
+)
 from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     OPTIM,
@@ -23,23 +40,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     bytes_sent,
     communicated,
     right,
-)
-from parallel101.laboratory.grade.harness import count_weights, gradients_of, make_model
-from parallel101.laboratory.grade.training_exercises import (
-    ITEM,
-    MEAN_OF_MEANS,
-    MEAN_TWICE,
-    NEVER_REDUCED,
-    NO_FIRST_SYNCHRONISATION,
-    NO_ZERO_GRAD,
-    OTHER_START,
-    SUM_FOR_MEAN,
-    alike,
-    all_reduce_bytes,
-    equals_one_process,
-    ring_slack,
-    train,
-    train_whole,
 )
 
 

@@ -8,20 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101 import Network
-from parallel101.laboratory.grade.exercise import (
-    COLLECTIVES,
-    OPTIM,
-    P2P,
-    Case,
-    Check,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-    Trial,
-)
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, NOT_EVERY_RANK, bytes_sent, right
-from parallel101.laboratory.grade.harness import (
+from parallel101.laboratory.exercises.harness import (
     BACKWARD,
     FORWARD,
     OptimizerSteps,
@@ -30,7 +17,7 @@ from parallel101.laboratory.grade.harness import (
     make_model,
     mark_gradients,
 )
-from parallel101.laboratory.grade.training_exercises import (
+from parallel101.laboratory.exercises.training_exercises import (
     ITEM,
     MEAN_TWICE,
     NEVER_REDUCED,
@@ -44,6 +31,19 @@ from parallel101.laboratory.grade.training_exercises import (
     train,
     train_whole,
 )
+from parallel101.laboratory.grade.exercise import (
+    COLLECTIVES,
+    OPTIM,
+    P2P,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, NOT_EVERY_RANK, bytes_sent, right
 
 LAYERS = 4
 MOST_EXPOSED = 0.6  # of the messages' time, in a right solution

@@ -10,6 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101 import Network
+from parallel101.laboratory.exercises.harness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Optimizers,
+    PeakBytes,
+    TanhLinear,
+    count_weights,
+    gradients_of,
+    make_model,
+)
+from parallel101.laboratory.exercises.training_exercises import ended, measured
 from parallel101.laboratory.grade.compared_values import close, difference
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -32,17 +43,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     received,
     right,
 )
-from parallel101.laboratory.grade.harness import (
-    LEARNING_RATE,
-    MOMENTUM,
-    Optimizers,
-    PeakBytes,
-    TanhLinear,
-    count_weights,
-    gradients_of,
-    make_model,
-)
-from parallel101.laboratory.grade.training_exercises import ended, measured
 from parallel101.laboratory.record.trace import Trace
 
 LAYERS, WIDTH, STEPS = 5, 6, 2

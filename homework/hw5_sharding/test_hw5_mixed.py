@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel101.laboratory.exercises.harness import LEARNING_RATE, MOMENTUM
+from parallel101.laboratory.exercises.training_exercises import ended, measured
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -29,8 +31,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     failed,
     right,
 )
-from parallel101.laboratory.grade.harness import LEARNING_RATE, MOMENTUM
-from parallel101.laboratory.grade.training_exercises import ended, measured
 
 WIDTH, STEPS, MICROBATCHES = 6, 4, 16
 OUTPUTS = 2  # fewer than three or four ranks

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from parallel101.laboratory.exercises.harness import LEARNING_RATE, PeakBytes
+from parallel101.laboratory.exercises.training_exercises import ended, measured
 from parallel101.laboratory.grade.compared_values import close
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -25,8 +27,6 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, communicated
-from parallel101.laboratory.grade.harness import LEARNING_RATE, PeakBytes
-from parallel101.laboratory.grade.training_exercises import ended, measured
 from parallel101.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2

@@ -6,18 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.grade.exercise import (
-    ANYTHING,
-    COLLECTIVES,
-    P2P,
-    Case,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-)
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
-from parallel101.laboratory.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     MLP_PARTS,
     NUMBER,
     WHOLE_ON_EVERY_RANK,
@@ -35,6 +24,17 @@ from parallel101.laboratory.grade.tensor_parallel_exercises import (
     sends_at_most,
     sent_in,
 )
+from parallel101.laboratory.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
 
 
 def attention(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> Tensor:

@@ -12,17 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.grade.exercise import (
-    COLLECTIVES,
-    P2P,
-    Case,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-)
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
-from parallel101.laboratory.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     NUMBER,
     costs,
     forward_backward,
@@ -34,6 +24,16 @@ from parallel101.laboratory.grade.tensor_parallel_exercises import (
     sends_at_most,
     sent_in,
 )
+from parallel101.laboratory.grade.exercise import (
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
 
 
 def run_columns(

@@ -7,20 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.grade.compared_values import same
-from parallel101.laboratory.grade.exercise import (
-    ANYTHING,
-    COLLECTIVES,
-    P2P,
-    Case,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-    Trial,
-)
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
-from parallel101.laboratory.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     MLP_PARTS,
     NUMBER,
     WHOLE_ON_EVERY_RANK,
@@ -41,6 +28,19 @@ from parallel101.laboratory.grade.tensor_parallel_exercises import (
     sent_in,
     wrong_trials,
 )
+from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
 
 
 def draw_weights(width: int, hidden: int, seed: int) -> list[Tensor]:

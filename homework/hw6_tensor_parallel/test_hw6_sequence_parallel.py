@@ -8,18 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.grade.exercise import (
-    ANYTHING,
-    COLLECTIVES,
-    P2P,
-    Case,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-)
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
-from parallel101.laboratory.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     NUMBER,
     bias_n_times,
     costs,
@@ -38,6 +27,17 @@ from parallel101.laboratory.grade.tensor_parallel_exercises import (
     sent_in,
     y_is_right,
 )
+from parallel101.laboratory.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
 
 
 def run_block(function: Callable, x: Tensor, *rest: Tensor) -> list[Any]:

@@ -9,19 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.grade.exercise import (
-    ANYTHING,
-    COLLECTIVES,
-    P2P,
-    Case,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-    Trial,
-)
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
-from parallel101.laboratory.grade.tensor_parallel_exercises import (
+from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     NUMBER,
     Seen,
     forward_backward,
@@ -37,6 +25,18 @@ from parallel101.laboratory.grade.tensor_parallel_exercises import (
     sent_in,
     wrong_trials,
 )
+from parallel101.laboratory.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
 
 
 def run_vocabulary_loss(

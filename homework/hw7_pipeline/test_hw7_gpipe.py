@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from parallel101.laboratory.grade.exercise import AUTOGRAD, Exercise
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
-from parallel101.laboratory.grade.pipeline_exercises import (
+from parallel101.laboratory.exercises.pipeline_exercises import (
     DETACHED,
     HELD,
     LAST_ONLY,
@@ -17,6 +15,8 @@ from parallel101.laboratory.grade.pipeline_exercises import (
     step_cases,
     two_halves,
 )
+from parallel101.laboratory.grade.exercise import AUTOGRAD, Exercise
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
 
 EXERCISES = [
     Exercise(

@@ -13,17 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101 import compute, span
-from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
-    Case,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-    Trial,
-)
-from parallel101.laboratory.grade.exercise_checks import failed, value
-from parallel101.laboratory.grade.pipeline_exercises import (
+from parallel101.laboratory.exercises.pipeline_exercises import (
     ONE_AT_A_TIME,
     ROWS,
     WIDTH,
@@ -35,6 +25,16 @@ from parallel101.laboratory.grade.pipeline_exercises import (
     slots,
     stage_of,
 )
+from parallel101.laboratory.grade.exercise import (
+    AUTOGRAD,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import failed, value
 from parallel101.laboratory.record.units import listed
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from parallel101.laboratory.grade.exercise import AUTOGRAD, Case, Exercise, Misconception, Trial
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, right, value
-from parallel101.laboratory.grade.pipeline_exercises import (
+from parallel101.laboratory.exercises.pipeline_exercises import (
     DETACHED,
     HELD,
     LAST_ONLY,
@@ -21,6 +19,8 @@ from parallel101.laboratory.grade.pipeline_exercises import (
     step_cases,
     two_halves,
 )
+from parallel101.laboratory.grade.exercise import AUTOGRAD, Case, Exercise, Misconception, Trial
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, right, value
 
 
 def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> bool:

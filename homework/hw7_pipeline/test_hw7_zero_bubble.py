@@ -10,17 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel101 import compute, schedule, span
-from parallel101.laboratory.grade.exercise import (
-    OPTIM,
-    Case,
-    Draw,
-    Exercise,
-    Misconception,
-    Question,
-    Trial,
-)
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
-from parallel101.laboratory.grade.pipeline_exercises import (
+from parallel101.laboratory.exercises.pipeline_exercises import (
     LEARNING_RATE,
     ONE_AT_A_TIME,
     ROWS,
@@ -33,6 +23,16 @@ from parallel101.laboratory.grade.pipeline_exercises import (
     slots,
     stage_of,
 )
+from parallel101.laboratory.grade.exercise import (
+    OPTIM,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
 
 
 class SplitStage:

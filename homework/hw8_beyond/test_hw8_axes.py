@@ -12,18 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101 import Network
-from parallel101.laboratory.grade.exercise import (
-    ANYTHING,
-    COLLECTIVES,
-    OPTIM,
-    P2P,
-    Case,
-    Draw,
-    Exercise,
-    Question,
-)
-from parallel101.laboratory.grade.harness import BACKWARD, FORWARD, OptimizerSteps
-from parallel101.laboratory.grade.mesh_exercises import (
+from parallel101.laboratory.exercises.harness import BACKWARD, FORWARD, OptimizerSteps
+from parallel101.laboratory.exercises.mesh_exercises import (
     AXES,
     CUT,
     MISCONCEPTIONS,
@@ -38,7 +28,17 @@ from parallel101.laboratory.grade.mesh_exercises import (
     norms_equal,
     sent,
 )
-from parallel101.laboratory.grade.training_exercises import ITEM, make_optimizer
+from parallel101.laboratory.exercises.training_exercises import ITEM, make_optimizer
+from parallel101.laboratory.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    OPTIM,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Question,
+)
 from parallel101.spans import compute, span
 
 WIDTH, HIDDEN, SAMPLES, TIME, STEPS = 10, 12, 12, 8, 2

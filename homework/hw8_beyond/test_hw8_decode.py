@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel101.laboratory.grade.attention_exercises import (
+from parallel101.laboratory.exercises.attention_exercises import (
     HEADS,
     ITEM,
     WIDTH,

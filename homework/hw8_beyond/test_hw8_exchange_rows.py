@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.grade.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
-from parallel101.laboratory.grade.attention_exercises import unpacked
+from parallel101.laboratory.exercises.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
+from parallel101.laboratory.exercises.attention_exercises import unpacked
+from parallel101.laboratory.exercises.tensor_parallel_exercises import wrong_trials
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
@@ -27,7 +28,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     right,
     value,
 )
-from parallel101.laboratory.grade.tensor_parallel_exercises import wrong_trials
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed
 from parallel101.laboratory.sim.network import Network

@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel101.laboratory.exercises.tensor_parallel_exercises import (
+    graph_cut,
+    is_close,
+    wrong_trials,
+)
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -28,7 +33,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     right,
     value,
 )
-from parallel101.laboratory.grade.tensor_parallel_exercises import graph_cut, is_close, wrong_trials
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute, span

@@ -1,6 +1,6 @@
 """Exercises 24b to 24d, a bug hunt: tools that find the rank, the line and the cause of a fault.
 
-The programs run in `grade/bug_hunt.py`, on the virtual clock, with faults drawn from
+The programs run in `exercises/bug_hunt.py`, on the virtual clock, with faults drawn from
 the seed of the cases. The learner's function sees only their records.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from parallel101.laboratory.grade.bug_hunt import CAUSES, Hunt, hunt
+from parallel101.laboratory.exercises.bug_hunt import CAUSES, Hunt, hunt
+from parallel101.laboratory.exercises.training_exercises import ended
 from parallel101.laboratory.grade.exercise import (
     Case,
     Check,
@@ -19,7 +20,6 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.training_exercises import ended
 from parallel101.laboratory.record.errors import DeadlockError
 
 PLACES = ("rank", "line", "cause")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.grade.adjoint_exercises import EQUAL_BLOCKS
-from parallel101.laboratory.grade.attention_exercises import (
+from parallel101.laboratory.exercises.adjoint_exercises import EQUAL_BLOCKS
+from parallel101.laboratory.exercises.attention_exercises import (
     HEADS,
     ITEM,
     WIDTH,

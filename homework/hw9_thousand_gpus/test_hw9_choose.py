@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_time import step_time
+from parallel101.laboratory.exercises.layout_choice import SHAPE, Chosen, choose_on, chosen
 from parallel101.laboratory.grade.exercise import (
     Case,
     Check,
@@ -20,7 +21,6 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.layout_choice import SHAPE, Chosen, choose_on, chosen
 
 ENOUGH = 0.95  # of the planner's MFU: full points
 USELESS = 0.6  # of the planner's MFU: no points

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from parallel101.laboratory.grade.estimate_exercises import (
+from parallel101.laboratory.exercises.estimate_exercises import (
     EstimatePart,
     Facts,
     about,
@@ -19,6 +19,7 @@ from parallel101.laboratory.grade.estimate_exercises import (
     numbers,
     off_by,
 )
+from parallel101.laboratory.exercises.training_exercises import ended
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
@@ -27,7 +28,6 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.training_exercises import ended
 
 # ---- 25d ----
 

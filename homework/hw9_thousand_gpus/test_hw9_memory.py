@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parallel101.laboratory.grade.estimate_exercises import (
+from parallel101.laboratory.exercises.estimate_exercises import (
     EstimatePart,
     Facts,
     answers,

@@ -6,7 +6,7 @@ appendix, the bubble in section 2.2. All products run at one efficiency, and not
 
 from __future__ import annotations
 
-from parallel101.laboratory.grade.estimate_exercises import (
+from parallel101.laboratory.exercises.estimate_exercises import (
     EstimatePart,
     Facts,
     answers,

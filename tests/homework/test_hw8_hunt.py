@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.laboratory.grade.bug_hunt import CAUSES, hunt
+from parallel101.laboratory.exercises.bug_hunt import CAUSES, hunt
 from parallel101.laboratory.grade.grading import run_cases
 from parallel101.laboratory.grade.release import handed_out
 from parallel101.laboratory.grade.remote import SubmissionRanks

@@ -16,10 +16,10 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import layer_kept, step_memory
 from parallel101.cost.step_time import model_flops
-from parallel101.laboratory.grade.estimate_exercises import named
+from parallel101.laboratory.exercises.estimate_exercises import named
+from parallel101.laboratory.exercises.layout_choice import Chosen, choose_on, layout_evaluator
 from parallel101.laboratory.grade.exercise import Case, Draw, Trial
 from parallel101.laboratory.grade.homework import find_sets
-from parallel101.laboratory.grade.layout_choice import Chosen, choose_on, layout_evaluator
 from parallel101.laboratory.grade.release import handed_out
 from parallel101.laboratory.grade.remote import imported_modules
 from parallel101.laboratory.record.trace import Trace
@@ -195,14 +195,14 @@ def test_a_secret_seed_draws_clusters_on_which_the_reference_finds_a_good_layout
 def test_no_rank_has_the_planner_or_the_formulas_in_its_memory():
     (homework,) = find_sets(HOMEWORK / "hw9_thousand_gpus")
     modules = {name for one in homework.exercises for name in imported_modules(one.source)}
-    assert "parallel101.laboratory.grade.layout_choice" in modules
+    assert "parallel101.laboratory.exercises.layout_choice" in modules
     code = (
         f"import sys, parallel101.laboratory.grade.rank, {', '.join(modules)}; print(*sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "parallel101.cost.step_time" in found.stdout
     assert "parallel101.laboratory.planner" not in found.stdout
-    assert "parallel101.laboratory.grade.estimate_answers" not in found.stdout
+    assert "parallel101.laboratory.exercises.estimate_answers" not in found.stdout
 
 
 def test_the_tool_says_what_is_wrong_and_counts_what_it_answers():

@@ -57,7 +57,8 @@ MAY_IMPORT = {
     "grade": {"analysis", "record", "ranks", "sim"},
     "grade.picture": {"analysis", "record", "ranks", "sim", "viz"},
     "grade.feedback": {"analysis", "record", "ranks", "sim", "publish"},  # its page
-    "grade.layout_choice": {"cost", "record"},  # what a learner's layout costs
+    "exercises": {"grade", "record", "ranks", "sim", "__init__"},
+    "exercises.layout_choice": {"cost", "grade"},  # what a learner's layout costs
     "publish": {"viz", "analysis", "record"},
     "publish.tools.schedule_builder_page": {"trainers"},
     "publish.tools.memory_page": {"cost", "planner", "record"},
@@ -84,7 +85,7 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "doctor": {"record", "ranks", "__init__"},
     "run_command": {"viz", "analysis"},
     "cli": {"viz", "grade", "planner"},
-    "grade.layout_choice": {"planner"},  # its best layout, which no rank may import
+    "exercises.layout_choice": {"planner"},  # its best layout, which no rank may import
     "publish": {"__init__"},
 }
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel101.laboratory.exercises.tensor_parallel_exercises import is_close, wrong_trials
 from parallel101.laboratory.grade.exercise import Check, Draw, Trial
 from parallel101.laboratory.grade.exercise_checks import failed
-from parallel101.laboratory.grade.tensor_parallel_exercises import is_close, wrong_trials
 from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute, span
 

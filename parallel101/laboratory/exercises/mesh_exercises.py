@@ -16,10 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.grade.compared_values import close, weights
-from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, communicated
-from parallel101.laboratory.grade.training_exercises import (
+from parallel101.laboratory.exercises.training_exercises import (
     NEVER_REDUCED,
     NO_ZERO_GRAD,
     alike,
@@ -29,6 +26,9 @@ from parallel101.laboratory.grade.training_exercises import (
     recorded,
     scale,
 )
+from parallel101.laboratory.grade.compared_values import close, weights
+from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, communicated
 from parallel101.laboratory.record.events import Event
 
 AXES = ("dp", "cp", "tp")

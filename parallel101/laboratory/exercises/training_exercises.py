@@ -17,10 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel101.laboratory.exercises.harness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    OptimizerSteps,
+    make_model,
+)
 from parallel101.laboratory.grade.compared_values import close, difference, factor
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
 from parallel101.laboratory.grade.exercise_checks import right
-from parallel101.laboratory.grade.harness import LEARNING_RATE, MOMENTUM, OptimizerSteps, make_model
 
 Named = dict[str, Tensor]
 ITEM = 8  # bytes of a float64
