@@ -46,6 +46,10 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
         reduce_scatter_async,
     )
     from parallel101.laboratory.analysis.axis_traffic import axis_traffic
+    from parallel101.laboratory.grade.notebook import check, hint, predict
+    from parallel101.laboratory.planner.known_models import shape_of_model
+    from parallel101.laboratory.planner.published import published_errors
+    from parallel101.laboratory.planner.simulated_step import simulate_step
     from parallel101.laboratory.planner.training_plan import plan
     from parallel101.laboratory.ranks.launch import Run, launch
     from parallel101.laboratory.record.errors import (
@@ -56,6 +60,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     )
     from parallel101.laboratory.record.events import Event, Message
     from parallel101.laboratory.record.trace import Trace
+    from parallel101.laboratory.record.units import decimal_bytes
     from parallel101.laboratory.sim.network import Network
     from parallel101.laboratory.viz.axis_timeline import axes_scene
     from parallel101.laboratory.viz.explore import (
@@ -69,6 +74,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.laboratory.viz.matrices import matrices_scene
     from parallel101.laboratory.viz.memory_over_step import activations_scene
     from parallel101.laboratory.viz.memory_per_rank import memory_scene
+    from parallel101.laboratory.viz.node_links import node_scene
     from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
     from parallel101.laboratory.viz.plots import bandwidth, sweep
     from parallel101.laboratory.viz.watch import watch

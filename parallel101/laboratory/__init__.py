@@ -18,4 +18,4 @@ functions that tests/project/test_arrows.py lists.
 import sys
 from pathlib import Path
 
-PACKAGE = Path(sys.modules["parallel101"].__path__[0])  # its folder, which is not always ours
+PACKAGE = Path(sys.modules["parallel101"].__path__[0]).absolute()  # the folder of all of it

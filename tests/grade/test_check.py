@@ -15,8 +15,7 @@ import pytest
 from bs4 import BeautifulSoup
 
 import parallel101 as p101
-from parallel101 import cli
-from parallel101.laboratory.grade import check, hint, predict
+from parallel101 import check, cli, hint, predict
 from parallel101.laboratory.grade.homework import Progress, find_sets
 from parallel101.laboratory.grade.learner import check_file, suggestion, version
 from parallel101.laboratory.grade.notebook import _prepare

@@ -125,7 +125,7 @@ HANDED_IN = {
     "a notebook": {
         "hw9.ipynb": notebook(
             "%matplotlib inline\n" + HEAD,
-            "from parallel101.laboratory.grade import check\ncheck(1)",
+            "from parallel101 import check\ncheck(1)",
             RIGHT,
         )
     },

@@ -11,7 +11,6 @@ import pytest
 
 import parallel101 as p101
 from parallel101 import cost
-from parallel101.laboratory.planner.known_models import shape_of_model
 from tests.lessons.lesson import answer, definitions, prose, read
 
 NAME = "11_a_thousand_gpus"
@@ -28,7 +27,7 @@ def text_of(cell_id: str) -> str:
 
 
 def test_the_model_of_the_lesson_is_llama_3_70b():
-    shape = shape_of_model("llama-3-70b")
+    shape = p101.shape_of_model("llama-3-70b")
     assert shape.parameters == WEIGHTS and round(WEIGHTS / 1e9, 1) == 70.6
     assert (shape.layers, shape.width, shape.kv_heads, shape.time) == (80, WIDTH, 8, 8192)
     assert round(BLOCK / 1e6, 1) == 855.6

@@ -184,11 +184,11 @@ def summary(errors: Iterable[PublishedError]) -> ErrorSummary:
     return ErrorSummary(len(sizes), mean(sizes), median(sizes), max(sizes))
 
 
-def published_errors(path: str | Path, **given: str) -> list[PublishedError]:
-    """Predict every row of a CSV table.
+def published_errors(path: str | Path = MEGATRON_ROWS, **given: str) -> list[PublishedError]:
+    """Predict every row of a CSV table of published runs, and return each with its error.
 
     Args:
-        path: of the table.
+        path: of the table; by default three rows of Megatron-LM's (Narayanan et al. 2021, Table 1).
         given: columns that the table lacks, with one value for all rows, such as device="H100".
 
     Raises ValueError, with the row's number, for rows that can't be understood or laid out.

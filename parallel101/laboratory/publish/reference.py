@@ -43,6 +43,7 @@ GROUPS = {  # of the package's own names, by the module that defines them
     "What was recorded": ("record", "analysis"),
     "Pictures": ("viz",),
     "Explorers": ("viz.explore",),
+    "Homework": ("grade",),
 }
 ERRORS = "Errors"
 

@@ -18,11 +18,9 @@ import torch
 from parallel101.laboratory import PACKAGE
 from parallel101.laboratory.record.ipython import shell
 
-_LIBRARIES = tuple(
-    os.path.join(os.path.abspath(folder), "") for folder in (*torch.__path__, PACKAGE)
-)
-# these files count as callers
-_PROGRAMS = os.path.join(os.path.abspath(PACKAGE), "laboratory", "bench", "")
+_PACKAGE = os.path.join(PACKAGE, "")
+_LIBRARIES = (os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""), _PACKAGE)
+_PROGRAMS = os.path.join(_PACKAGE, "laboratory", "bench", "")  # these files count as callers
 # frames between a call and its caller: `with span(...)`, decorators; torch deprecates calls with
 # one of the last two
 _PLUMBING = {

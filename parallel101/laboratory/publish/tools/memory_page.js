@@ -141,14 +141,13 @@ function call(name, first, pairs) {
 
 function python() {
   const { ofShape, ofLayout } = chosen(), { model, gpu } = state, known = model !== "own";
-  const named = `KNOWN_MODELS["${model}"].shape`;
+  const named = `shape_of_model("${model}")`;
   const shape = !known ? call("ModelShape", [], ofShape)
     : ofShape.length ? call("replace", [named], ofShape) : named;
   return [
     ...(known && ofShape.length ? ["from dataclasses import replace", ""] : []),
     `from parallel101.cost import CHIPS, ${known ? "" : "ModelShape, "}ParallelLayout, step_memory`,
-    ...(known ? ["from parallel101.laboratory.planner.known_models import KNOWN_MODELS"] : []),
-    "from parallel101.laboratory.record.units import decimal_bytes", "",
+    `from parallel101 import decimal_bytes${known ? ", shape_of_model" : ""}`, "",
     `shape = ${shape}`, `layout = ${call("ParallelLayout", [], ofLayout)}`,
     `have = CHIPS["${gpu}"].hbm_bytes`,
     "for position, stage in enumerate(step_memory(shape, layout)):",
