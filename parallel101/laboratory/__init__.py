@@ -16,6 +16,5 @@ functions that tests/project/test_arrows.py lists.
 """
 
 import sys
-from pathlib import Path
 
-PACKAGE = Path(sys.modules["parallel101"].__path__[0]).absolute()  # the folder of all of it
+PACKAGE = sys.modules["parallel101"].__path__[0]  # the folder of all of it

@@ -144,6 +144,7 @@ def test_importing_parallel101_imports_next_to_nothing():
     imported = {name for name in ran.stdout.split() if name.split(".")[0] in OURS_OR_THEIRS}
     assert imported == {
         "parallel101",
+        "parallel101.laboratory",
         "parallel101.laboratory.record",
         "parallel101.laboratory.record.ipython",
     }

@@ -135,8 +135,8 @@ class Cut:
         time = sum(sizes)
         self.sizes, self.n = list(sizes), len(sizes)
         q, k, v, dout = (draw.tensor(HEADS, time, WIDTH, dtype=torch.float64) for _ in range(4))
-        # every other query: a rank on which all of them attend to one key each has gradients of 1e-38,
-        # to which no rounding error compares
+        # Every other query: where all of a rank's queries attend to one key each, gradients are
+        # 1e-38, and the rounding errors of correct code far larger.
         q[:, ::2] *= scale
         out, lse = attend(q, k, v, True)
         dq, dk, dv = attend_backward(dout, q, k, v, out, lse, True)

@@ -88,7 +88,7 @@ def find_homework() -> Path:
         FileNotFoundError: there is none.
     """
     here = Path.cwd()
-    for place in (here, *here.parents, PACKAGE.parent):
+    for place in (here, *here.parents, Path(PACKAGE).parent):
         if any((place / "homework").glob("hw*/test_hw*.py")):
             return place / "homework"
     raise FileNotFoundError(

@@ -16,6 +16,7 @@ import io
 import stat
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from parallel101.laboratory import PACKAGE
 
@@ -40,7 +41,7 @@ def library_wheel() -> tuple[str, bytes]:
     named = f"parallel101-{installed.version}"
     files = {
         f"parallel101/{file.relative_to(PACKAGE).as_posix()}": file.read_bytes()
-        for file in sorted(PACKAGE.rglob("*"))
+        for file in sorted(Path(PACKAGE).rglob("*"))
         if file.is_file() and not set(LEFT_OUT) & set(file.parts) and file.name[0] != "."
     }
     texts = {

@@ -13,7 +13,8 @@ from shutil import copytree, ignore_patterns
 
 from parallel101.laboratory import PACKAGE
 
-IN_WHEEL = PACKAGE / "notebooks"
+CLONE = Path(PACKAGE).parent
+IN_WHEEL = Path(PACKAGE, "notebooks")
 
 
 def find_lessons(folder: Path | str | None = None, to_edit: bool = False) -> Path:
@@ -32,7 +33,7 @@ def find_lessons(folder: Path | str | None = None, to_edit: bool = False) -> Pat
             f"{folder} is not a folder; give a folder with notebooks, e.g. --lessons lessons"
         )
     here = Path.cwd()
-    for place in (here, *here.parents, PACKAGE.parent):
+    for place in (here, *here.parents, CLONE):
         known = place / "parallel101", place / "lessons" / "routes.json"
         if (place / "lessons").is_dir() and any(file.exists() for file in known):
             return place / "lessons"
@@ -52,7 +53,7 @@ def copy_notebooks(out: Path) -> list[Path]:
     Raises:
         ValueError: `out` has a folder of that name already, or can't be written to.
     """
-    source = IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parent
+    source = IN_WHEEL if IN_WHEEL.is_dir() else CLONE
     copies = [out / "lessons", out / "homework"]
     for copy in copies:
         if copy.exists():
