@@ -450,6 +450,22 @@ def all_gather(x):
     assert verdict.shown.printed == [f"{[True] * 9} []\n"] * 2, verdict.problem
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "refused"])
+def test_no_file_of_the_package_can_be_opened(exercise, monkeypatch, closed):
+    monkeypatch.setattr(users, "CLOSED", closed)
+    package = Path(parallel101.__file__).parent
+    inside = "__init__.py", "collectives/all_gather.py", "laboratory/grade/exercise.py"
+    code = f"""
+def all_gather(x):
+    for path in {[str(package / name) for name in inside]}:
+        try: print(open(path).read())
+        except PermissionError: print("refused")
+    return x
+"""
+    verdict = grade(exercise, submission(code, "files"), "a secret")
+    assert verdict.shown.printed == ["refused\n" * 3] * 2, verdict.problem
+
+
 LEAVES = """
 def all_gather(x):
     import ctypes

@@ -7,6 +7,10 @@ import pickle
 import sys
 import types
 
+import pytest
+import torch
+import torch.distributed as dist
+
 import parallel101 as p101
 from parallel101.laboratory.record.where import named, shown
 
@@ -22,6 +26,17 @@ def test_errors_survive_pickling():
     )
     failed = pickle.loads(pickle.dumps(p101.MisuseError("why", 3)))
     assert (type(failed), failed.rank, str(failed)) == (p101.MisuseError, 3, "why")
+
+
+def test_an_error_inside_a_collective_is_at_the_line_that_called_it():
+    def one_rank_is_missing(rank_missing=2):
+        if dist.get_rank() != rank_missing:
+            p101.all_reduce(torch.ones(4), algorithm="ring")
+
+    line = one_rank_is_missing.__code__.co_firstlineno + 2
+    with pytest.raises(p101.DeadlockError) as error:
+        p101.launch(one_rank_is_missing, world_size=3, backend="sim")
+    assert {place for _, _, place in error.value.waiting.values()} == {f"{__file__}:{line}"}
 
 
 def test_a_place_is_shown_with_its_line_and_a_cell_with_its_number(monkeypatch):
