@@ -1,13 +1,14 @@
 """How many small changes of the package do the tests catch?
 
     pip install coverage
-    python -m tests.mutation collect    # runs all tests, and notes which lines each one executes
+    python -m tests.mutation collect    # runs the tests, and notes which lines each one executes
     python -m tests.mutation try 32     # changes 32 places in each folder, one at a time
     python -m tests.mutation report     # the share that was caught, with Wilson's 95 % intervals
 
 A change is of one operator, constant, condition, argument or statement in a function. It is tried
 in a copy of the clone, with tests that execute its line: the folder's own first, then the quickest,
-40 seconds in all. A failure or a hang catches it. What was found is kept in build/mutation.
+40 seconds in all; slow tests and the browser's take no part. A failure or a hang catches it. What
+was found is kept in build/mutation.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def pytest_configure() -> None:
 def pytest_runtest_logstart(nodeid: str) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         Path(os.environ["MUTATION_TEST"]).write_text(nodeid)
-        measured[0].switch_context(nodeid)
+        sys.modules["sitecustomize"].measured[0].switch_context(nodeid)
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -85,7 +86,7 @@ def collect() -> None:
     shutil.copy(__file__, KEPT / "start/sitecustomize.py")
     paths = {"PYTHONPATH": f"{KEPT / 'start'}:{Path.cwd()}", "MUTATION": str(KEPT)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.mutation"]
-    subprocess.run(command, env=os.environ | paths)
+    subprocess.run([*command, "-m", "not slow and not browser"], env=os.environ | paths)
     lines = defaultdict(set)
     for noted in KEPT.glob("lines-*"):
         for file, line, tests in map(json.loads, noted.read_text().splitlines()):
