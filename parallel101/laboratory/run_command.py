@@ -88,8 +88,7 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     merge = command(
         "merge",
         _merge,
-        "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR, or say "
-        "what a job was stuck in whose ranks left dumps of torch's flight recorder in DIR.",
+        "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.",
     )
     merge.add_argument(
         "directory", metavar="DIR", type=Path, help="the folder with the ranks' files"
@@ -293,14 +292,11 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 
 def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     """Join the files of a torchrun job's ranks into one trace, and show it."""
-    from parallel101.laboratory.record.flight_recorder import has_flight_dumps
     from parallel101.laboratory.record.rank_files import ranks_cut_short
     from parallel101.laboratory.record.units import ranks_text
     from parallel101.laboratory.viz.run_table import script_name
 
     try:
-        if has_flight_dumps(args.directory):
-            return _merge_dumps(args)
         trace, missing, left_out = _joined(args.directory)
         cut_short = [rank for rank in ranks_cut_short(args.directory) if rank not in left_out]
     except ValueError as error:
@@ -326,18 +322,6 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     trace.save(args.directory / "trace.json.gz")
     _report(trace, script_name(trace), args)
     print(f"Wrote {args.directory / 'trace.json.gz'}. parallel101.Trace.load reads it.")
-    return 0
-
-
-def _merge_dumps(args: argparse.Namespace) -> int:
-    """Say what the dumps of torch's flight recorder show."""
-    from parallel101.laboratory.publish.flight_report import report_flight_job
-
-    if args.chrome is not None:
-        raise ValueError("--chrome can't be used for a flight recorder's dumps: use --page")
-    print(report_flight_job(args.directory, args.page))
-    if args.page is not None:
-        print(f"\nWrote {args.page}. It opens in a browser, also offline.")
     return 0
 
 

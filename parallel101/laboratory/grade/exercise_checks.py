@@ -18,7 +18,6 @@ from parallel101.laboratory.grade.compared_values import difference, same
 from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Misconception, Trial
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 from parallel101.laboratory.record.events import Event
-from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.where import shown
 
 
@@ -504,8 +503,3 @@ SENDS_UNWRITTEN = Misconception(
     ),
     unwritten_was_sent,
 )
-
-
-def on_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """ "on rank 2", "on ranks 1 to 3"."""
-    return f"on {ranks_text(ranks, range(world_size))}"
