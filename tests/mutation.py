@@ -27,6 +27,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 SEED, SECONDS = 0, 40
@@ -49,15 +50,13 @@ def measure() -> None:  # in each process of the tests, which imports this file 
         new.start()
 
     def save(leave=lambda code: None, code: int = 0) -> None:
-        try:
-            measured[0].stop()
+        with suppress(Exception), open(KEPT / f"lines-{os.getpid()}", "a") as out:
+            measured[0].stop()  # and a learner's process may write nothing
             data = measured[0].get_data()
-            with open(KEPT / f"lines-{os.getpid()}", "a") as out:
-                for file in data.measured_files():
-                    for line, tests in data.contexts_by_lineno(file).items():
-                        print(json.dumps([file, line, tests]), file=out)
-        finally:  # a learner's process may write nothing
-            leave(code)
+            for file in data.measured_files():
+                for line, tests in data.contexts_by_lineno(file).items():
+                    print(json.dumps([file, line, tests]), file=out)
+        leave(code)
 
     start()
     os.register_at_fork(after_in_child=start)
@@ -87,10 +86,11 @@ def collect() -> None:
     paths = {"PYTHONPATH": f"{KEPT / 'start'}:{Path.cwd()}", "MUTATION": str(KEPT)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.mutation"]
     subprocess.run([*command, "-m", "not slow and not browser"], env=os.environ | paths)
+    number = {test: i for i, test in enumerate(json.loads((KEPT / "took.json").read_text()))}
     lines = defaultdict(set)
     for noted in KEPT.glob("lines-*"):
         for file, line, tests in map(json.loads, noted.read_text().splitlines()):
-            lines[f"{os.path.relpath(file)}:{line}"].update(filter(None, tests))
+            lines[f"{os.path.relpath(file)}:{line}"].update(number[t] for t in tests if t in number)
     (KEPT / "lines.json").write_text(json.dumps({at: sorted(lines[at]) for at in lines}))
 
 
@@ -146,40 +146,45 @@ def sample(each: int) -> list[tuple]:
 def attempt(place: tuple, copied: Path, lines: dict, took: dict) -> dict:
     """Change one place in a copy of the clone, run its tests, and change it back."""
     floor, folder, file, node, new = place
-    tests = set(lines.get(f"{file}:{node.lineno}", ()))
-    if not tests:  # of a process that may write nothing
-        tests.update(*(lines[at] for at in lines if at.startswith(f"{file}:")))
+    names, numbers = list(took), set(lines.get(f"{file}:{node.lineno}", ()))
+    if not numbers:  # of a process that may write nothing
+        numbers.update(*(lines[at] for at in lines if at.startswith(f"{file}:")))
     chosen, total = [], 0.0
-    for test in sorted(tests, key=lambda test: (f"tests/{folder}/" not in test, took[test])):
+    for test in sorted((names[i] for i in numbers), key=lambda t: (folder not in t, took[t])):
         if took[test] < math.inf and (not chosen or total + took[test] <= SECONDS):
             chosen, total = [*chosen, test], total + took[test]
-    (copied / "chosen.txt").write_text("\n".join(chosen))
     path, text = copied / file, (copied / file).read_bytes()
     rows = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
-    start = rows[node.lineno - 1] + node.col_offset
-    stop = rows[node.end_lineno - 1] + node.end_col_offset
-    found = {"floor": floor, "folder": folder, "place": f"{file}:{node.lineno}", "new": new}
-    found |= {"was": text[start:stop].decode(), "tests": len(chosen), "caught": False, "by": ""}
-    path.write_bytes(text[:start] + new.encode() + text[stop:])
-    for byte_code in path.parent.glob(f"__pycache__/{path.stem}.*"):
-        byte_code.unlink()  # it knows the file's time in whole seconds only
+    start, stop = rows[node.lineno - 1], rows[node.end_lineno - 1]
+    start, stop = start + node.col_offset, stop + node.end_col_offset
+    found = {"floor": floor, "folder": folder, "place": f"{file}:{node.lineno}", "caught": False}
+    found |= {"was": text[start:stop].decode(), "new": new, "tests": len(chosen), "by": ""}
+    if not chosen:
+        return found
+    (copied / "chosen.txt").write_text("\n".join(chosen))
+    _write(path, text[:start] + new.encode() + text[stop:])
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "@chosen.txt"]
     options = {"cwd": copied, "env": os.environ | {"PYTHONPATH": str(copied)}, "text": True}
     run = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, **options)
     try:
         output, _ = run.communicate(timeout=60 + 4 * total)
-        failed = [row for row in output.splitlines() if row.startswith(("FAILED", "ERROR"))]
-        found |= {"caught": bool(chosen) and run.returncode != 0, "by": "".join(failed[:1])[:150]}
+        found |= {"caught": run.returncode != 0, "by": output[-300:] if run.returncode else ""}
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
         found |= {"caught": True, "by": "a hang"}
-    path.write_bytes(text)
-    for byte_code in path.parent.glob(f"__pycache__/{path.stem}.*"):
-        byte_code.unlink()
+    _write(path, text)
     return found
 
 
+def _write(path: Path, text: bytes) -> None:
+    path.write_bytes(text)
+    for byte_code in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        byte_code.unlink()  # it knows the file's time in whole seconds only
+
+
 def attempt_all(each: int) -> None:
+    from tqdm import tqdm
+
     lines, took = (json.loads((KEPT / name).read_text()) for name in ("lines.json", "took.json"))
     copies, leave_out = [KEPT / "a", KEPT / "b"], shutil.ignore_patterns(".git", ".venv", "build")
     for copied in copies:
@@ -191,8 +196,7 @@ def attempt_all(each: int) -> None:
         copies.append(copied)
 
     with open(KEPT / "tried.jsonl", "a") as out, ThreadPoolExecutor(2) as pool:
-        for number, _ in enumerate(pool.map(one, places := sample(each)), start=1):
-            print(f"\r{number} of {len(places)}", end="", flush=True)
+        list(tqdm(pool.map(one, places := sample(each)), total=len(places)))
 
 
 def report() -> None:
@@ -210,5 +214,5 @@ def report() -> None:
 if __name__ == "sitecustomize":
     measure()
 elif __name__ == "__main__":
-    what, *numbers = sys.argv[1:]
-    {"collect": collect, "try": attempt_all, "report": report}[what](*map(int, numbers))
+    todo = {"collect": collect, "try": attempt_all, "report": report}[sys.argv[1]]
+    todo(*map(int, sys.argv[2:]))
