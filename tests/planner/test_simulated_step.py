@@ -12,6 +12,7 @@ import pytest
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.simulated_step import simulate_step
 from parallel101.laboratory.sim.network import Network
 
@@ -74,4 +75,6 @@ def test_a_large_run():
     step = simulate_step(shape, layout, Cluster("H100", layout.gpus))
     assert len(step.run.results) == len(step.peak_bytes) == 4 and step.run.trace is None
     assert 0 < step.mfu < step.hfu + 1e-9 < 1
+    quick = step_time(shape, layout, Cluster("H100", layout.gpus))
+    assert step.mfu * step.seconds == pytest.approx(quick.mfu * quick.seconds)
     assert step.peak_bytes[0] > step.peak_bytes[2]  # the embedding, and more microbatches in flight

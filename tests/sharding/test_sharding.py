@@ -267,6 +267,17 @@ def test_the_books_plans():
     assert [str(step) for step in two_axes.steps] == ["AllGather_XY A[I_XY, J] → A[I, J]"]
 
 
+def test_no_alternative_gathers_an_axis_and_then_cuts_along_it():
+    for text in all_products("X"):
+        try:
+            others = plan(text, {"X": 2}, **SIZES).alternatives
+        except ValueError:  # a sum that no way gives
+            continue
+        for other in others:
+            moves = {getattr(step, "operation", "a product") for step in other.steps}
+            assert not {"AllGather", "Slice"} <= moves, (text, other.short)
+
+
 def test_question_4_the_cheaper_strategy_depends_on_the_shape():
     """Gathering B sends its DF, reducing C sends twice its BF: so the second is cheaper if D >
     2B.
