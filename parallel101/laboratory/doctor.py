@@ -208,8 +208,9 @@ def check_gpus() -> CheckResult:
     if count == 1:
         advice = (
             "With one GPU, backend='nccl' runs one rank only, because NCCL needs a GPU for each "
-            "rank. Use it to see that a program works on CUDA tensors. Run two or more ranks on "
-            "gloo or sim: the program stays the same."
+            "rank. PARALLEL101_SHARE_GPUS=1 lets several ranks share this GPU: good for trying a "
+            "program, but slow, and its times mean nothing. On gloo and sim, the program stays the "
+            "same."
         )
         return CheckResult("works", f"1: {names}", advice)
     return CheckResult("works", f"{count}: {names}; up to {count} ranks on nccl")

@@ -19,9 +19,9 @@ ORDERS = 3
 
 
 def start(rank):
-    return torch.randn(
-        5, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64, requires_grad=True
-    )
+    drawn = torch.Generator("cpu").manual_seed(rank)
+    x = torch.randn(5, 4, generator=drawn, device="cpu", dtype=torch.float64)
+    return x.to(torch.get_default_device()).requires_grad_()
 
 
 def in_one_process(operation, xs, root=0, position=0, src=0, dst=0, **kwargs):

@@ -22,23 +22,8 @@ OPS = ("sum", "mean", "product", "max", "min")
 
 
 def on_backends(**world_sizes: Sequence[int]) -> Any:
-    """Parametrize a test over (backend, world_size); NCCL too, skipped if there are too few
-    GPUs.
-    """
-    gpus = torch.cuda.device_count()
-    nccl = [
-        pytest.param(
-            "nccl",
-            p,
-            marks=[
-                pytest.mark.nccl,
-                pytest.mark.skipif(
-                    gpus < p, reason=f"NCCL needs one GPU per rank: {p} ranks, {gpus} GPUs"
-                ),
-            ],
-        )
-        for p in (1, 2, 4)
-    ]
+    """Parametrize a test over (backend, world_size), on NCCL too."""
+    nccl = [pytest.param("nccl", p, marks=pytest.mark.nccl(p)) for p in (1, 2, 4)]
     ours = [(backend, p) for backend, sizes in world_sizes.items() for p in sizes]
     return pytest.mark.parametrize(("backend", "world_size"), [*ours, *nccl])
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from parallel101.laboratory.grade.exercise import STEPS, Case, Draw
 from parallel101.laboratory.grade.grading import (
@@ -134,8 +133,7 @@ def test_the_reference_is_right_on_other_ranks(function, backend):
     assert verdict.passed, complaint(verdict)
 
 
-@pytest.mark.nccl
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one GPU per rank")
+@pytest.mark.nccl(2)
 @pytest.mark.parametrize("function", list(EXERCISES))
 def test_the_reference_is_right_on_nccl(function):
     exercise = EXERCISES[function]

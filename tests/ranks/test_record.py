@@ -20,10 +20,16 @@ import parallel101 as p101
 
 def ring():
     rank, n = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % n, (rank - 1) % n
     x, inbox = torch.full((5,), float(rank)), torch.empty(5)
     for _ in range(3):
-        work = aliased_isend(x, (rank + 1) % n)
-        dist.recv(inbox, (rank - 1) % n)
+        if dist.get_backend() == "nccl":  # where both sends would wait for each other
+            batch = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, inbox, left)]
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
+            continue
+        work = aliased_isend(x, right)
+        dist.recv(inbox, left)
         work.wait()
     return inbox
 
@@ -34,16 +40,14 @@ def test_every_message_is_recorded_with_both_ends(backend, world_size):
     assert trace.bytes_sent == trace.bytes_received == [3 * 5 * 4] * world_size
     assert trace.messages_sent == [3] * world_size
     lines, first = inspect.getsourcelines(ring)
-    line = {
-        kind: first + next(i for i, text in enumerate(lines) if kind in text)
-        for kind in ("aliased_isend(", "dist.recv")
-    }
+    calls = ["batch_isend_irecv("] * 2 if backend == "nccl" else ["aliased_isend(", "dist.recv"]
+    at_send, at_recv = (
+        f"{__file__}:{first + next(i for i, text in enumerate(lines) if call in text)}"
+        for call in calls
+    )
     for message in trace.messages():
         assert message.dst == (message.src + 1) % world_size
-        assert (message.send.where, message.recv.where) == (
-            f"{__file__}:{line['aliased_isend(']}",
-            f"{__file__}:{line['dist.recv']}",
-        )
+        assert (message.send.where, message.recv.where) == (at_send, at_recv)
         assert message.send.shape == message.recv.shape == (5,)
         assert message.send.dtype == "float32"
         assert 0 <= message.start <= message.end <= trace.makespan

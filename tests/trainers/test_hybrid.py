@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,8 +96,7 @@ def test_on_gloo():
     assert p101.launch(unlike_one_process, on_gloo(), world_size=4).results == [[]] * 4
 
 
-@pytest.mark.nccl
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL needs one GPU a rank, 4 here")
+@pytest.mark.nccl(4)
 def test_on_nccl():
     program = partial(unlike_one_process, device="cuda")
     run = p101.launch(program, on_gloo("cuda"), world_size=4, backend="nccl")

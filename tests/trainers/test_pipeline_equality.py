@@ -4,6 +4,8 @@ with every schedule.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,7 +81,8 @@ def test_every_schedule_equals_one_process(n, rules):
 def test_on_real_ranks(backend):
     cases = [case(DEEP, **options_of(schedule, 3)) for schedule in SCHEDULES]
     cases += [case(TIED, "sgd", **options_of("1f1b", 3))]
-    assert p101.launch(unlike_one_process, cases, world_size=3, backend=backend).results == [[]] * 3
+    program = partial(unlike_one_process, device="cuda" if backend == "nccl" else "cpu")
+    assert p101.launch(program, cases, world_size=3, backend=backend).results == [[]] * 3
 
 
 FIRST = "0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 0F1 0SEND_F1 2RECV_F1 2F1 2SEND_F1 "

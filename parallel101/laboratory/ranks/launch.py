@@ -29,6 +29,7 @@ from parallel101.laboratory.ranks.program import will_import
 from parallel101.laboratory.ranks.rendezvous import Rendezvous
 from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
 from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
+from parallel101.laboratory.record import process_groups
 from parallel101.laboratory.record.calls import never_waited, sends_never_waited
 from parallel101.laboratory.record.errors import (
     DeadlockError,
@@ -452,11 +453,11 @@ def _check_gpus(size: int) -> None:
             "backend='gloo' or 'sim'"
         )
     found = torch.cuda.device_count()
-    if found < size:
+    if found < size and not (found and process_groups.gpus_are_shared()):
         raise RuntimeError(
             f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this machine "
             f"has {found} GPU{'s' * (found != 1)}. Use fewer ranks, or backend='gloo' or 'sim'. "
-            "`parallel101 doctor` shows what one GPU can do"
+            f"With {process_groups.SHARE_GPUS}=1 in the environment, ranks share a GPU, slowly"
         )
 
 

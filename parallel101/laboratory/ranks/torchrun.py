@@ -28,7 +28,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out, waited
@@ -145,7 +144,7 @@ def join_job(
     if recording:
         record_into(recorder)
     try:
-        process_groups.own_device(backend, _own_gpu(rank) if backend == "nccl" else 0)
+        process_groups.own_device(backend, int(os.environ.get("LOCAL_RANK", rank)))
         hook = sys.excepthook
         with loopback_explained():
             process_groups.init(backend, recorder, store, rank, size)
@@ -213,11 +212,6 @@ def rank_and_size() -> tuple[int, int]:
         return rank, size
     job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
     raise ValueError(f"this process is a rank of a job ({job}), but {wrong}. {advice_on_address()}")
-
-
-def _own_gpu(rank: int) -> int:
-    """The number of this rank's GPU. A launcher may show each rank its own GPU only."""
-    return int(os.environ.get("LOCAL_RANK", rank)) if torch.cuda.device_count() > 1 else 0
 
 
 def _whole_number(text: str) -> int | None:

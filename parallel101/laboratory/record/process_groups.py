@@ -11,6 +11,7 @@ torch_private.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,9 @@ from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
 
 # the time limits of gloo and NCCL would make the group unusable: launch has its own limit
 FOREVER = timedelta(days=7)
+SHARE_GPUS = "PARALLEL101_SHARE_GPUS"
+# between ranks that share a GPU: through the loopback interface, with the smallest kernels
+THROUGH_LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "1"}
 
 # of this process. torch keeps `_create` forever, but under torchrun a process may launch again
 _recorder: list[RankRecorder] = []
@@ -172,11 +176,26 @@ def start_together() -> None:
 def own_device(backend: str, local_rank: int) -> None:
     """Set up a rank's device.
 
-    On NCCL: the GPU of its number, also as torch's default device. On gloo: one thread, to share
-    the cores.
+    On NCCL: the GPU of its number among those that it sees (a launcher may show each rank its own
+    GPU only), also as torch's default device. On gloo: one thread, to share the cores.
     """
-    if backend == "nccl":
-        torch.cuda.set_device(local_rank)
-        torch.set_default_device(torch.device("cuda", local_rank))
-    else:
+    if backend != "nccl":
         torch.set_num_threads(1)
+        return
+    if gpus_are_shared():
+        # NCCL refuses two ranks of one host on one GPU, but not two ranks of different hosts
+        os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
+        for name, value in THROUGH_LOOPBACK.items():
+            os.environ.setdefault(name, value)
+    gpu = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(gpu)
+    torch.set_default_device(gpu)
+
+
+def gpus_are_shared() -> bool:
+    """Return whether several ranks may use one GPU, which the user allows by SHARE_GPUS.
+
+    It serves to try a program on NCCL with one GPU. The ranks take turns on the GPU, so that times
+    say nothing.
+    """
+    return os.environ.get(SHARE_GPUS, "0") != "0"

@@ -26,6 +26,7 @@ from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup
 from parallel101.laboratory.record.overloads import as_torch_calls_it, own_limit
 from parallel101.laboratory.record.recorder import (
+    Ended,
     Inputs,
     PostedCall,
     RankRecorder,
@@ -207,7 +208,7 @@ class RecordedGroup(torch_private.PythonGroup):
         )
         if not self.recorder.recording:
             with self.recorder.blocked_in(posted):  # some of them block here already
-                return WatchedWork(run(*args, **kwargs), posted)
+                return WatchedWork(run(*args, **kwargs) or Ended(), posted)
         arguments = spec.arguments(args)
         tensors = flat(args)
         root = (
@@ -240,7 +241,7 @@ class RecordedGroup(torch_private.PythonGroup):
         inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)
         began = self.recorder.now()
         with self.recorder.blocked_in(posted):
-            inner = run(*args, **kwargs)
+            inner = run(*args, **kwargs) or Ended()
         return RecordedWork(inner, posted, call, self._event_group(None), began, inputs)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:

@@ -367,6 +367,23 @@ class PostedCall:
         )
 
 
+class Ended(dist.Work):
+    """The work of a call for which torch's backend returns none.
+
+    NCCL's does so for a collective that isn't asynchronous: what the program does next on the GPU
+    comes after it. (And monitored_barrier, which is over when it returns.)
+    """
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
 class WatchedWork(dist.Work):
     """torch's own work. It notes when the program waits in it, and whether it is dropped."""
 
