@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.laboratory.publish.execute import read_notebook
 from parallel101.laboratory.publish.find import homework_notebooks
 from parallel101.laboratory.publish.glossary import read_terms
 from parallel101.laboratory.publish.index import index_page
-from parallel101.laboratory.publish.page import Lesson
 from parallel101.laboratory.publish.reference import ADDRESS, make_reference
-from parallel101.laboratory.publish.search_index import (
-    FILE,
-    glossary_entries,
-    notebook_entries,
-    search_index,
-)
+from parallel101.laboratory.publish.search_index import FILE, search_index
+from parallel101.laboratory.publish.write_site import search_entries
 from parallel101.laboratory.viz.chromium import Browser
 from tests.browser.seen import (
     cut_off,
@@ -42,23 +36,17 @@ SAID = "document.querySelector('.search-count').textContent"
 def site(tmp_path_factory) -> Path:
     """The course's index, its search and the reference, without the lessons' pages."""
     out = tmp_path_factory.mktemp("site")
-    found = [("Lesson", path) for path in sorted(LESSONS.glob("*.ipynb"))]
-    found += [("Homework", path) for path in homework_notebooks(LESSONS).values()]
-    entries, lessons = [], []
-    for kind, path in found:
-        notebook = read_notebook(path)
-        lesson = Lesson.of(path.stem if kind == "Lesson" else path.parent.name, notebook)
-        lessons += [lesson] if kind == "Lesson" else []
-        entries += notebook_entries(kind, lesson, notebook)
+    lessons = sorted(LESSONS.glob("*.ipynb"))
+    entries = search_entries(lessons, [*homework_notebooks(LESSONS).values()], LESSONS)
     with pytest.MonkeyPatch.context() as patch:  # the others take longer, and look the same
         patch.setattr("parallel101.laboratory.publish.reference.MODULES", ("cost", "sharding"))
         reference = make_reference()
     for page, html in reference.pages.items():
         (out / page).parent.mkdir(parents=True, exist_ok=True)
         (out / page).write_text(html, encoding="utf-8")
-    entries += [*glossary_entries(read_terms(LESSONS)), *reference.names]
-    (out / FILE).write_text(search_index(entries), encoding="utf-8")
-    (out / "index.html").write_text(index_page(lessons, search=True), encoding="utf-8")
+    index = search_index([*entries, *reference.names], read_terms(LESSONS))
+    (out / FILE).write_text(index, encoding="utf-8")
+    (out / "index.html").write_text(index_page([], search=True), encoding="utf-8")
     return out
 
 
@@ -85,26 +73,40 @@ def test_the_index_is_loaded_when_it_is_needed_and_is_small(browser, site):
     browser.until("globalThis.SEARCH_INDEX")
 
 
-FOUND = {  # query → a result, and among how many first ones it is
-    "ring all-reduce": ("ring all-reduce | Glossary", 1),
-    "all_reduce": ("all_reduce | Reference", 3),
-    "launch": ("launch | Reference", 1),
-    "hybrid": ("HybridTrainer | Reference", 2),
-    "trainer fit": ("HybridTrainer.fit | Reference", 2),
-    "Run.animate": ("Run.animate | Reference", 1),
-    "ring shift": ("1 · Ring shift | Homework · Homework 1", 3),
-    "bubble": ("bubble | Glossary", 1),
-    "two ranks swap": ("Two ranks swap numbers | Lesson · 00 Ranks", 1),
-    "step_memory": ("cost.step_memory | Reference", 2),
-    "pipel": ("Pipeline | Lesson", 12),
+FIRST = {  # query → how its first result begins: title | kind · place
+    "all_reduce": "all-reduce | Glossary",
+    "allreduce": "all-reduce | Glossary",
+    "ring all-reduce": "ring all-reduce | Glossary",
+    "what is a bubble": "bubble | Glossary",
+    "micro-batch": "microbatch | Glossary",
+    "moe": "mixture of experts | Glossary",
+    "gradient checkpointing": "recomputation | Glossary",
+    "launch": "launch | Reference",
+    "hybrid": "HybridTrainer | Reference",
+    "trainer fit": "HybridTrainer.fit | Reference",
+    "Run.animate": "Run.animate | Reference",
+    "step_memory": "cost.step_memory | Reference",
+    "ring shift": "1 · Ring shift | Homework · Homework 1",
+    "two ranks swap": "Two ranks swap numbers | Lesson · 00 Ranks",
+    "tensor paralel": "06 Tensor parallel | Lesson",
+    "zero stage 3": "Three stages | Lesson · 05 Sharding",
+    "pipel": "07 Pipeline | Lesson",
+    "deadlok": "deadlock: no rank can go on | Errors explained",
+    "nccl timeout": "Errors explained |",
+    "why does my program hang": "Errors explained |",
+    "how much memory do I need": "Does it fit? | Tool",
+    "OOM": "Does it fit? | Tool",
 }
 
 
-def test_queries_find_what_they_should(browser, site):
+def test_queries_find_what_they_should_first(browser, site):
     opened(browser, site)
-    for query, (wanted, among) in FOUND.items():
-        found = ask(browser, query)[:among]
-        assert any(wanted in one for one in found), f"{query}: {found}"
+    first = {query: next(iter(ask(browser, query)), "") for query in FIRST}
+    wrong = {query: got for query, got in first.items() if not got.startswith(FIRST[query])}
+    assert wrong == {}
+    assert ask(browser, "context parallel")[1].endswith("Longer sequences, more experts")
+    assert ask(browser, "bubble xyzzy")[0].startswith("The bubble | Lesson")
+    assert "Nothing has all of these words" in browser.js(SAID)
     assert ask(browser, "xyzzy") == []
     assert browser.js(SAID) == "Nothing found"
     assert ask(browser, " ") == []

@@ -42,6 +42,11 @@ TEXTS = {
     TEACHING: "Choose lessons, give lectures from the pages, hand out homework and grade a class.",
     CITATION: "How to name parallel101 in a paper or a thesis.",
 }
+ALSO = {  # other words by which the search finds a page
+    ERRORS: "my program hangs crashes fails: hang crash timeout NCCL watchdog exception bug debug",
+    TEACHING: "teacher course syllabus grading",
+    CITATION: "BibTeX paper reference",
+}
 PROGRAM = "train.py"  # the name under which the programs of a page run
 
 
@@ -52,6 +57,7 @@ class CoursePage(NamedTuple):
     title: str
     text: str  # what it is, in a sentence
     body: str  # HTML
+    also: str = ""  # other words by which the search finds it
 
 
 def course_pages(
@@ -86,7 +92,9 @@ def course_pages(
             first.insert_before(contents)
         for link in soup.select("a[href]:not([href^='#'])"):
             _lead_somewhere(link, posixpath.dirname(file), known, repository)
-        made.append(CoursePage(ADDRESSES[file], heading.get_text(), TEXTS[file], str(soup)))
+        made.append(
+            CoursePage(ADDRESSES[file], heading.get_text(), TEXTS[file], str(soup), ALSO[file])
+        )
     return made
 
 

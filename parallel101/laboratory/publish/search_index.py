@@ -4,7 +4,8 @@
     search_box ──▶ the box on a page, with search.js, which loads that script when the box is used
 
 An entry's words count by how often it uses them, and more in its title. search.js multiplies
-them by how rare a word is (inverse document frequency).
+them by how rare a word is (inverse document frequency). It also finds words with one wrong letter,
+words that are written together (allreduce), and the glossary's other forms of a term (moe).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from parallel101.laboratory.publish.page import Lesson, page_name, short_title, 
 
 FILE = "search_index.js"
 IN_TITLE, MOST_IN_TEXT = 12, 6  # weights of a word
+NUMBERS = [("2", "two"), ("3", "three"), ("4", "four")]
 SHOWN = 140  # letters of an entry's text that a result shows
 
 
@@ -61,7 +63,8 @@ def page_entries(page: CoursePage) -> Iterator[SearchEntry]:
     soup = BeautifulSoup(page.body, "html.parser")
     for contents in soup.select("nav"):
         contents.decompose()
-    yield from _sections("", page.title, page.address, soup)
+    first, *others = _sections("", page.title, page.address, soup)
+    yield from [first._replace(also=page.also), *others]
 
 
 def _sections(kind: str, title: str, address: str, soup: BeautifulSoup) -> Iterator[SearchEntry]:
@@ -98,26 +101,33 @@ def glossary_entries(terms: Sequence[Term]) -> list[SearchEntry]:
 def words_of(text: str) -> list[str]:
     """The words of a text in small letters, without accents: all_reduce has two."""
     plain = unicodedata.normalize("NFKD", text)
-    return re.findall(r"[a-z0-9]{2,}", re.sub(r"[\u0300-\u036f]", "", plain).lower())
+    return re.findall(r"[a-z0-9]{2,}|\d", re.sub(r"[\u0300-\u036f]", "", plain).lower())
 
 
-def search_index(entries: Sequence[SearchEntry]) -> str:
-    """Return the script with what results show, and with each word's entries and weights."""
+def search_index(entries: Sequence[SearchEntry], terms: Sequence[Term] = ()) -> str:
+    """Return the script with what results show, and with each word's entries and weights.
+
+    `terms`: of the glossary, for the other forms of a word.
+    """
     words: dict[str, list[int]] = {}
     for at, entry in enumerate(entries):
         weights = {
             word: min(MOST_IN_TEXT, 1 + round(math.log2(count)))
-            for word, count in Counter(words_of(f"{entry.text} {entry.place} {entry.also}")).items()
+            for word, count in Counter(words_of(f"{entry.text} {entry.place}")).items()
         }
         parts = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", entry.title)  # HybridTrainer: also "trainer"
-        for word in {*words_of(entry.title), *words_of(parts)}:
+        for word in {*words_of(f"{entry.title} {parts} {entry.also}")}:
             weights[word] = weights.get(word, 0) + IN_TITLE
         for word, weight in weights.items():
             words.setdefault(word, []).extend((at, weight))
     shown = [
         [e.kind, e.title, e.place, e.address, _shortened(e.text.replace("`", ""))] for e in entries
     ]
-    given = {"entries": shown, "words": dict(sorted(words.items()))}
+    given = {
+        "entries": shown,
+        "words": dict(sorted(words.items())),
+        "synonyms": [term.forms for term in terms if len(term.forms) > 1] + NUMBERS,
+    }
     packed = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
     return f"globalThis.SEARCH_INDEX = {packed};\n"
 

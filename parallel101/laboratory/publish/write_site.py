@@ -154,7 +154,10 @@ def publish(
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
         if everything:
-            _write_search(course, folder, out, reference)
+            shown = [path for path in course.lessons if (out / f"{path.stem}.html").exists()]
+            tasks = [homework_notebooks(folder)[number] for number in course.homework]
+            entries = [*search_entries(shown, tasks, folder), *reference]
+            _write(out / SEARCH, search_index(entries, read_terms(folder)))
         written = _write_pages(course, out, ran)
     if ran and course.whole:
         _write_tools(out, {*notebooks} >= {*course.lessons}, report)
@@ -304,24 +307,27 @@ def _write_reference(out: Path) -> list[SearchEntry]:
     return reference.names
 
 
-def _write_search(
-    course: Course, folder: Path, out: Path, reference: Sequence[SearchEntry]
-) -> None:
-    """Write the index of the search: all lessons that have a page, and all other pages."""
+def search_entries(
+    lessons: Sequence[Path], homework: Sequence[Path], folder: Path
+) -> list[SearchEntry]:
+    """Return what the search finds, except for the reference: these notebooks and the other pages.
+
+    `folder`: that of the lessons, which also has the glossary.
+    """
     entries: list[SearchEntry] = []
-    for path in course.lessons:
-        if (out / f"{path.stem}.html").exists():
+    for kind, paths in (("Lesson", lessons), ("Homework", homework)):
+        for path in paths:
+            name = path.stem if kind == "Lesson" else path.parent.name
             with suppress(LessonFailed):
                 notebook = read_notebook(path)
-                entries += notebook_entries("Lesson", Lesson.of(path.stem, notebook), notebook)
-    found = homework_notebooks(folder)
-    for number, homework in course.homework.items():
-        entries += notebook_entries("Homework", homework, read_notebook(found[number]))
-    entries += [*glossary_entries(read_terms(folder)), *reference]
+                entries += notebook_entries(kind, Lesson.of(name, notebook), notebook)
+    entries += glossary_entries(read_terms(folder))
     for page in course_pages(folder.parent):
         entries += page_entries(page)
-    entries += [SearchEntry("Tool", tool.title, tool.address, tool.text) for tool in TOOL_PAGES]
-    _write(out / SEARCH, search_index(entries))
+    return entries + [
+        SearchEntry("Tool", tool.title, tool.address, tool.text, also=tool.also)
+        for tool in TOOL_PAGES
+    ]
 
 
 def homework_body(path: Path) -> str:

@@ -25,6 +25,7 @@ class ToolPage(NamedTuple):
     text: str  # what the reader does there, in a sentence
     # its body, and what it loads: text by path in the site
     make: Callable[[], tuple[str, Mapping[str, str]]]
+    also: str = ""  # other words by which the search finds it
 
 
 TOOL_PAGES = (
@@ -33,17 +34,20 @@ TOOL_PAGES = (
         collectives_atlas_page.TITLE,
         "Play recorded runs of all collectives and algorithms, two side by side.",
         collectives_atlas_page.collectives_atlas,
+        "watch animation compare",
     ),
     ToolPage(
         schedule_builder_page.ADDRESS,
         schedule_builder_page.TITLE,
         "Order the work of a pipeline by hand, and compare your schedule with published ones.",
         lambda: (schedule_builder_page.schedule_builder_page(), {}),
+        "pipeline schedules zero bubble editor",
     ),
     ToolPage(
         memory_page.ADDRESS,
         memory_page.TITLE,
         "Choose a model, GPUs and a layout, and see what fills the memory of each GPU.",
         lambda: (memory_page.memory_page(), {}),
+        "how much GPU memory do I need, out of memory, OOM, calculator, does my model fit",
     ),
 )
