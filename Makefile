@@ -32,7 +32,7 @@ lab: $(READY)
 	$(BIN)/parallel101 lab $(LAB)
 
 homework: $(READY)
-	$(BIN)/parallel101 lab homework $(LAB)
+	$(BIN)/parallel101 homework $(LAB)
 
 doctor: $(READY)
 	$(BIN)/parallel101 doctor

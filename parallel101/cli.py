@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args, extra = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, extra = parser.parse_known_args(argv)
+    if args.command is None:
+        if extra:
+            parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        print(_greeting(parser))
+        return 0
     if extra and not args.takes_extra:
         args.parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
@@ -84,13 +91,41 @@ def _escape_unsupported_characters() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+# of each command, for the greeting
+EXAMPLES = {
+    "doctor": "doctor",
+    "lab": "lab",
+    "homework": "homework",
+    "lessons": "lessons 01",
+    "notebooks": "notebooks my_course",
+    "run": "run --world-size 4 train.py",
+    "merge": "merge trace --page trace.html",
+    "grade": "grade homework/hw1_moving",
+    "release": "release homework/hw1_moving --out bundles",
+    "plan": "plan --model llama-3-70b --gpus 1024",
+    "bench": "bench collectives",
+}
+
+
+def _greeting(parser: argparse.ArgumentParser) -> str:
+    """The commands, what each does, and an example of each."""
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    lines = [f"parallel101 {__version__}. {parser.description}", ""]
+    for name, sub in commands.choices.items():
+        text = textwrap.wrap(str(sub.description).partition(". ")[0].removesuffix(".") + ".", 92)
+        lines += [f"  parallel101 {EXAMPLES[name]}", *(f"      {line}" for line in text)]
+    return "\n".join([*lines, "", "All options of a command: parallel101 COMMAND --help"])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="parallel101",
         description="Learn how neural networks are trained on many GPUs and machines.",
     )
     parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
 
     def command(name, run, text, takes_extra=False):
         # bench has a --help of its own
@@ -103,11 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print the table as JSON, for programs")
 
-    text = (
-        "Open the lessons in JupyterLab; `lab homework` opens the homework. Other options go to "
-        "JupyterLab (e.g. --no-browser)."
-    )
-    lab = command("lab", _lab, text, takes_extra=True)
+    text = "Open the {} in JupyterLab. Other options go to JupyterLab (e.g. --no-browser)."
+    lab = command("lab", _lab, text.format("lessons"), takes_extra=True)
+    command("homework", _homework, text.format("homework"), takes_extra=True)
     lessons = command(
         "lessons",
         _lessons,
@@ -292,6 +325,10 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
+def _homework(args: argparse.Namespace, extra: list[str]) -> int:
+    return _lab(args, ["homework", *extra])
+
+
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     _import_no_grammars()
     from parallel101.laboratory.publish import (
@@ -365,7 +402,7 @@ def _notebooks(args: argparse.Namespace, extra: list[str]) -> int:
     except ValueError as error:
         return args.parser.error(str(error))  # exits
     print(f"Wrote {lessons} and {homework}")
-    print("To open them: parallel101 lab, or parallel101 lab homework")
+    print("To open them: parallel101 lab, or parallel101 homework")
     return 0
 
 

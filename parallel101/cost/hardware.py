@@ -212,6 +212,12 @@ KERNELS = {
     ),
 }
 
+H100_LINKS = (
+    Level("node", 8, 450e9, NVLINK_HOP),
+    Level("leaf", 32, 400e9, NETWORK_HOP, rails=8),
+    Level("spine", 4, 12.8e12, NETWORK_HOP, rails=8),
+)
+
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -250,16 +256,20 @@ CHIPS: dict[str, Chip] = {
             9.9e14,
             80e9,
             3.35e12,
-            (
-                Level("node", 8, 450e9, NVLINK_HOP),
-                Level("leaf", 32, 400e9, NETWORK_HOP, rails=8),
-                Level("spine", 4, 12.8e12, NETWORK_HOP, rails=8),
-            ),
+            H100_LINKS,
             GPUS + RAILS + PCIE,
             pcie_bandwidth=64e9,
             kernels=KERNELS["H100"],
         ),
-        Chip("H200", 9.9e14, 141e9, 4.8e12, (Level("node", 8, 450e9, NVLINK_HOP),), GPUS),
+        Chip(
+            "H200",
+            9.9e14,
+            141e9,
+            4.8e12,
+            H100_LINKS,
+            GPUS + "; network and kernels: the H100's, which has the same SMs and nodes",
+            kernels=KERNELS["H100"],
+        ),
         Chip(
             "B200",
             2.25e15,
@@ -286,15 +296,16 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(chip: str | Chip) -> Chip:
-    """Return the chip of that name, or the chip itself.
+    """Return the chip of that name, such as "H100" or "h100", or the chip itself.
 
     Raises ValueError for a name that the table doesn't have.
     """
     if isinstance(chip, Chip):
         return chip
-    if chip not in CHIPS:
+    by_name = {name.casefold(): known for name, known in CHIPS.items()}
+    if (found := by_name.get(str(chip).casefold())) is None:
         raise ValueError(
             f"chip={chip!r} is not in the table: expected one of "
             f"{', '.join(map(repr, CHIPS))}, or a cost.Chip of your own"
         )
-    return CHIPS[chip]
+    return found

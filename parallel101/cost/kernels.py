@@ -23,7 +23,7 @@ def figures(chip: Chip) -> KernelFigures:
     """Return the chip's figures of kernels. Raises ValueError for a chip without."""
     if chip.kernels is None:
         raise ValueError(
-            f"{chip.name} has no figures of kernels: expected a GPU such as 'A100', 'H100', 'B200'"
+            f"{chip.name} has no figures of kernels: expected a GPU such as 'A100' or 'H100'"
         )
     return chip.kernels
 

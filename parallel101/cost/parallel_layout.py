@@ -77,8 +77,13 @@ class ParallelLayout:
         return found
 
     @property
+    def mesh(self) -> tuple[int, ...]:
+        """Ranks along dp, tp, pp, cp and ep."""
+        return self.dp, self.tp, self.pp, self.cp, self.ep
+
+    @property
     def gpus(self) -> int:
-        return math.prod((self.dp, self.tp, self.pp, self.cp, self.ep))
+        return math.prod(self.mesh)
 
     @property
     def batch(self) -> int:

@@ -72,7 +72,7 @@ def test_a_chip_without_figures_is_refused():
     with pytest.raises(ValueError, match=r"TPU v5p has no figures.*'H100'"):
         memory_seconds(CHIPS["TPU v5p"], 1.0)
     with pytest.raises(ValueError, match="expected a GPU"):
-        Cluster("H200", 8)
+        Cluster("GB200", 72)
     with pytest.raises(ValueError, match="gpus=0"):
         Cluster("H100", 0)
 

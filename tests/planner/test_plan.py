@@ -83,18 +83,24 @@ def test_the_best_is_the_best_of_all_and_the_others_follow():
     fitting = [of for of in accepted if most[of] <= memory]
     assert 20 < len(fitting) < len(accepted)
     seconds = sorted(step_time(GPT, of, cluster).seconds for of in fitting)
-    plan = planned(memory=memory, top=20)
+    plan = planned(memory=memory, top=20, every=True)
     assert [of.seconds for of in plan] == pytest.approx(seconds[:20], rel=1e-12)
     assert plan.tried == len(accepted)
     (too_large,) = (why for why in plan.why_not if "don't fit" in why.reason)
     faster = [of for of in accepted if step_time(GPT, of, cluster).seconds <= plan[-1].seconds]
     larger = [most[of] for of in faster if most[of] > memory]
     assert (too_large.count, most[too_large.example]) == (len(larger), min(larger))
+    of_mesh = {}
+    for of in fitting:
+        of_mesh.setdefault(of.mesh, []).append(step_time(GPT, of, cluster).seconds)
+    one_each = planned(memory=memory, top=5)
+    assert [of.seconds for of in one_each] == sorted(map(min, of_mesh.values()))[:5]
+    assert all(of.seconds == min(of_mesh[of.layout.mesh]) for of in one_each)
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_every_layout_fits_divides_and_adds_up(shape):
-    plan = planned(shape, gpus=16, batch_tokens=64 * shape.time, top=50)
+    plan = planned(shape, gpus=16, batch_tokens=64 * shape.time, top=50, every=True)
     assert len(plan) == 50 and plan.best is plan[0]
     for of in plan:
         layout = of.layout
@@ -112,7 +118,7 @@ def test_every_layout_fits_divides_and_adds_up(shape):
 
 def test_what_the_layout_fixes_stays():
     fixed = {"tp": 4, "pp": 2, "recompute": "full", "schedule": "zb-h1"}
-    plan = planned(layout=fixed)
+    plan = planned(layout=fixed, every=True)
     assert len({(of.layout.microbatch, of.layout.zero_stage) for of in plan}) > 1
     for of in plan:
         assert {key: getattr(of.layout, key) for key in fixed} == fixed
@@ -120,6 +126,7 @@ def test_what_the_layout_fixes_stays():
     # beyond a node, if it is said
     assert planned(gpus=16, nodes_of=4, layout={"tp": 8}).best.layout.tp == 8
     assert all(of.layout.tp <= 4 for of in planned(gpus=16, nodes_of=4, top=500))
+    assert planned(device="h200").cluster.memory_bytes == 141e9
 
 
 def test_a_whole_layout_is_evaluated_alone():

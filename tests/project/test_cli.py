@@ -28,7 +28,7 @@ def usage_error(capsys, *argv: str) -> str:
 
 def test_wrong_arguments_get_a_message_with_what_was_expected(capsys, tmp_path):
     assert "invalid choice: 'train' (choose from" in usage_error(capsys, "train")
-    assert "run | merge | grade | release | plan | bench" in usage_error(capsys)
+    assert "unrecognized arguments: --fast" in usage_error(capsys, "--fast")
     assert "unrecognized arguments: --fast" in usage_error(capsys, "lessons", "--fast")
     assert "nowhere is not a folder" in usage_error(capsys, "lessons", "--lessons", "nowhere")
     assert "no notebook" in usage_error(capsys, "lessons", "--lessons", str(tmp_path))
@@ -53,6 +53,16 @@ def test_wrong_arguments_get_a_message_with_what_was_expected(capsys, tmp_path):
     assert "'07' is not a lesson; the lessons are: 00_ranks" in usage_error(
         capsys, "lessons", "07", "--lessons", str(tmp_path)
     )
+
+
+def test_without_a_command_it_greets_with_an_example_of_each(capsys):
+    assert cli.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    examples = [line.split()[1:] for line in lines if line.startswith("  parallel101 ")]
+    assert [name for name, *_ in examples] == list(cli.EXAMPLES)
+    for example in examples:
+        args, extra = cli._parser().parse_known_args(example)  # exits for what isn't a command
+        assert args.takes_extra or not extra
 
 
 def test_help_and_version(capsys):

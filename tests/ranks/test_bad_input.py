@@ -44,7 +44,7 @@ def ok():
         (
             {"device": "H1000", "backend": "sim"},
             ValueError,
-            "'A100', 'H100', 'B200', or None",
+            "'A100', 'H100', 'H200', 'B200', or None",
         ),
         ({"device": torch.device("cuda"), "backend": "sim"}, ValueError, "must be one of 'A100'"),
         ({"device": "H100"}, ValueError, "works with backend='sim' only, and backend is 'gloo'"),

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", required=True, type=int, metavar="N", help="how many GPUs")
     parser.add_argument(
-        "--device", default="H100", metavar="NAME", help="A100, H100 or B200 (default: H100)"
+        "--device", default="H100", metavar="NAME", help="A100, H100, H200 or B200 (default: H100)"
     )
     parser.add_argument(
         "--batch-tokens",
@@ -79,14 +79,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sequence_parallel, gradient_dtype, overlap, context",
     )
     parser.add_argument(
-        "--top", type=int, default=10, metavar="N", help="how many layouts are shown (default: 10)"
+        "--top",
+        type=_whole,
+        default=10,
+        metavar="N",
+        help="how many layouts are shown, the fastest of each mesh (default: 10)",
     )
+    parser.add_argument("--all", action="store_true", help="show several layouts of one mesh, too")
     parser.add_argument(
         "--simulate",
-        type=int,
+        type=_count,
         default=3,
         metavar="N",
-        help="how many of them are run on virtual GPUs (default: 3)",
+        help="how many of them are then run on virtual GPUs (default: 3)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
     parser.add_argument(
@@ -98,10 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Plan, print the tables, and write the files. Returns 0, or 1 if no layout fits.
+    """Print the quick model's plan, then what virtual GPUs say of it, and write the files.
+
+    Returns 0, or 1 if no layout fits.
 
     Raises ValueError for arguments that can't be.
     """
+    from parallel101.laboratory.planner.plan_report import quick_text, simulated_text
     from parallel101.laboratory.planner.search import NoLayoutError
     from parallel101.laboratory.planner.training_plan import plan
 
@@ -123,14 +131,17 @@ def main(args: argparse.Namespace) -> int:
             attention=args.attention,
             precision=args.precision,
             layout=args.layout,
-            simulate=args.simulate,
+            simulate=0,
             top=args.top,
+            every=args.all,
             time=args.time,
         )
     except NoLayoutError as error:
         print(f"parallel101 plan: {error}", file=sys.stderr)
         return 1
-    print(found, end="")
+    print(quick_text(found), end="", flush=True)
+    found = found.simulate(args.simulate)
+    print(simulated_text(found), end="")
     if args.json:
         found.save(args.json)
         print(f"\nWrote {args.json}.")
@@ -170,6 +181,10 @@ def _whole(text: str) -> int:
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number")
     return int(value)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _whole(text)
 
 
 def _memory(text: str) -> float:

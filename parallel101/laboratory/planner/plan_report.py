@@ -6,14 +6,17 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.step_memory import StageMemory
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
+from parallel101.laboratory.planner.planned_layout import PlannedLayout
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
 from parallel101.laboratory.viz.run_table import TextTable, as_text
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.planner.training_plan import TrainingPlan
 
 # name of a part of StepTime → what it is
 PART_WORDS = {
@@ -72,8 +75,13 @@ NOT_MODELLED = (
 # ── text ──
 
 
-def plan_text(plan: RankedLayouts) -> str:
+def plan_text(plan: TrainingPlan) -> str:
     """All tables, for a terminal of about 130 columns."""
+    return quick_text(plan) + simulated_text(plan)
+
+
+def quick_text(plan: TrainingPlan) -> str:
+    """The tables of the quick model."""
     best = plan.best
     parts = [
         heading(plan),
@@ -83,19 +91,44 @@ def plan_text(plan: RankedLayouts) -> str:
         "The HybridTrainer that has layout 1, on each rank\n"
         + textwrap.indent(call_or_reason(best), "  ").rstrip(),
     ]
-    failed = [
-        f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
-        for number, of in enumerate(plan, 1)
-        if of.not_simulated
-    ]
-    parts[2:2] = failed
     if plan.why_not:
         parts.append(as_text(refused_table(plan)))
     parts.append(as_text(not_modelled_table()))
     return "\n\n".join(parts) + "\n"
 
 
-def heading(plan: RankedLayouts) -> str:
+def simulated_text(plan: TrainingPlan) -> str:
+    """What the trainer itself took on virtual GPUs, and what that changes; empty if nothing ran."""
+    ran = [(number, of, of.simulated) for number, of in enumerate(plan, 1) if of.simulated]
+    rows = [
+        [
+            str(number),
+            human_seconds(of.seconds),
+            f"{human_seconds(step.seconds)} ({step.seconds / of.seconds - 1:+.1%})",
+            f"{step.mfu:.1%}",
+            *(decimal_bytes(step.peak_bytes[stage]) for stage in (0, -1)),
+            layout_text(of.layout),
+        ]
+        for number, of, step in ran
+    ]
+    head = ["", "quick model", "simulated", "MFU", "first", "last", "layout"]
+    order = [number for number, *_ in sorted(ran, key=lambda one: one[2].seconds)]
+    note = (
+        "The order stays."
+        if order == sorted(order)
+        else (f"The order changes: {', '.join(map(str, order))}.")
+    )
+    title = "The same steps on virtual GPUs, by the trainer itself, with its memory counted"
+    parts = [as_text(TextTable(title, head, rows, 6, note if len(rows) > 1 else ""))] * bool(rows)
+    parts += [
+        f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
+        for number, of in enumerate(plan, 1)
+        if of.not_simulated
+    ]
+    return "".join(f"\n{part}\n" for part in parts)
+
+
+def heading(plan: TrainingPlan) -> str:
     """The model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -110,14 +143,15 @@ def heading(plan: RankedLayouts) -> str:
     )
 
 
-def model_words(plan: RankedLayouts) -> str:
+def model_words(plan: TrainingPlan) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: RankedLayouts) -> TextTable:
+def layouts_table(plan: TrainingPlan) -> TextTable:
     """One row for each of the best layouts."""
+    meshes = len({of.layout.mesh for of in plan})
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
-    head += ["tokens/s", "MFU", "HFU", "first", "last", "simulated", "recompute", "along time"]
+    head += ["tokens/s", "MFU", "HFU", "first", "last", "recompute", "along time"]
     rows = [
         [
             str(number),
@@ -132,7 +166,6 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
             f"{of.hfu:.1%}",
             decimal_bytes(of.memory[0].total),
             decimal_bytes(of.memory[-1].total),
-            simulated_words(of),
             of.layout.recompute,
             "sequence parallel" if of.layout.sequence_parallel else "",
         ]
@@ -147,20 +180,14 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
     ]
     fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
     title = f"The best {len(rows)} of {plan.tried:,} layouts" if plan.tried > 1 else "The layout"
+    title += ", one of each mesh" if 1 < len(rows) == meshes else ""
     return TextTable(
         f"{title}{f' with {fixed}' if fixed else ''}, by the quick model",
         [head[k] for k in kept],
         [[row[k] for k in kept] for row in rows],
         numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
-        note="first, last: the memory that a GPU of the first and of the last stage needs. "
-        "simulated: the same step on virtual GPUs, and its difference.",
+        note="first, last: the memory that a GPU of the first and of the last stage needs.",
     )
-
-
-def simulated_words(of: PlannedLayout) -> str:
-    if of.simulated is None or of.difference is None:
-        return "failed" if of.not_simulated else ""
-    return f"{human_seconds(of.simulated.seconds)} ({of.difference:+.1%})"
 
 
 def time_table(of: PlannedLayout) -> TextTable:
@@ -194,11 +221,7 @@ def memory_table(of: PlannedLayout) -> TextTable:
     rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in MEMORY_WORDS.items()]
     rows.append(row("at the peak of all together", lambda stage: stage.total))
     rows.append(row(f"headroom of {decimal_bytes(have)}", lambda stage: have - stage.total))
-    note = ""
-    if of.simulated is not None:
-        peaks = [decimal_bytes(of.simulated.peak_bytes[k]) for k in (0, -1)]
-        note = f"Counted on virtual GPUs: {peaks[0]} on the first stage, {peaks[1]} on the last."
-    return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2, note)
+    return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2)
 
 
 def call_or_reason(of: PlannedLayout) -> str:
@@ -207,7 +230,7 @@ def call_or_reason(of: PlannedLayout) -> str:
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: RankedLayouts) -> TextTable:
+def refused_table(plan: TrainingPlan) -> TextTable:
     rows = [
         [f"{why.count:,}", why.what, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
@@ -222,7 +245,7 @@ def not_modelled_table() -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: RankedLayouts) -> str:
+def plan_json(plan: TrainingPlan) -> str:
     """Everything that a plan has. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {

@@ -1,4 +1,4 @@
-"""Ranks the layouts of a model on a cluster: all that fit, fastest first, by the quick model.
+"""Ranks the layouts of a model on a cluster by the quick model: of each mesh the fastest that fits.
 
     meshes ─▶ layouts of each ─▶ seconds of a step ─▶ sorted ─▶ fits the memory?
 
@@ -82,9 +82,10 @@ def search(
     fixed: Mapping[str, Any],
     *,
     top: int,
+    every: bool = False,
     progress: bool = True,
 ) -> Found:
-    """Return the `top` fastest of all layouts that fit, and why others were refused.
+    """Return the `top` fastest layouts that fit, one of each mesh, and why others were refused.
 
     All layouts are timed, and from the fastest on their memory is counted until enough fit. Of
     equally fast layouts, those that need less memory are first.
@@ -92,6 +93,7 @@ def search(
     Args:
         batch: samples of a step.
         fixed: fields of ParallelLayout that are not searched.
+        every: several layouts of a mesh, too.
         progress: show a bar, if it takes longer than a second.
     """
     found = Found()
@@ -103,18 +105,24 @@ def search(
     ]
     found.tried = len(timed)
     timed.sort(key=lambda pair: pair[0].seconds)
+    best: dict[Any, Evaluated] = {}  # by mesh
+    slowest = 0.0
     for time, layout in bar(timed, "memory of each layout", progress):
-        if len(found.best) >= top and time.seconds > found.best[-1].time.seconds:
+        if len(best) >= top and time.seconds > slowest:
             break
+        key = layout if every else layout.mesh
+        if key in best and time.seconds > best[key].time.seconds:
+            continue
         evaluated = Evaluated(layout, time, step_memory(shape, layout))
         if evaluated.most <= cluster.memory_bytes:
-            found.best.append(evaluated)
+            slowest = time.seconds
+            if key not in best or evaluated.most < best[key].most:
+                best[key] = evaluated
         else:
             found.too_large += 1
             if found.smallest is None or evaluated.most < found.smallest[0]:
                 found.smallest = evaluated.most, layout
-    found.best.sort(key=lambda one: (one.time.seconds, one.most))
-    del found.best[top:]
+    found.best = sorted(best.values(), key=lambda one: (one.time.seconds, one.most))[:top]
     return found
 
 

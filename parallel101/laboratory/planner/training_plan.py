@@ -13,8 +13,8 @@ are run on virtual GPUs, by the trainer itself (simulated_step.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.laboratory.planner.known_models import batch_of_model, shape_of_model
 from parallel101.laboratory.planner.layout_rules import KEYS, check_fixed
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts, WhyNot
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, WhyNot
 from parallel101.laboratory.planner.search import Found, bar, nothing_fits, search
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
@@ -36,8 +36,57 @@ BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gi
 
 
 @dataclass(frozen=True)
-class TrainingPlan(RankedLayouts):
-    """The best layouts, fastest first: with tables, a picture and JSON of them."""
+class TrainingPlan:
+    """The best layouts, fastest first: with tables, a picture and JSON of them. They can be indexed
+    and iterated over.
+
+    Attributes:
+        shape, cluster, batch: what was planned for; batch in samples.
+        layouts: of each mesh the best; see `plan`.
+        tried: how many layouts were compared.
+        why_not: why others were refused, most of them first.
+        fixed: what the user fixed of the layout.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    batch: int
+    layouts: tuple[PlannedLayout, ...]
+    tried: int
+    why_not: tuple[WhyNot, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> PlannedLayout:
+        return self.layouts[0]
+
+    def __iter__(self) -> Iterator[PlannedLayout]:
+        return iter(self.layouts)
+
+    def __getitem__(self, index: int) -> PlannedLayout:
+        return self.layouts[index]
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    def simulate(self, count: int = 3, progress: bool = True) -> TrainingPlan:
+        """Return the same plan, with the first `count` layouts run on virtual GPUs.
+
+        Layouts that can't be run say why in `not_simulated`. If this package has no model of that
+        shape, nothing is run.
+        """
+        if not count or why_no_model(self.shape):
+            return self
+        from parallel101.laboratory.planner.simulated_step import simulate_step
+
+        layouts = list(self.layouts)
+        for number, one in enumerate(bar(layouts[:count], "running on virtual GPUs", progress)):
+            try:
+                step = simulate_step(one.shape, one.layout, one.cluster)
+                layouts[number] = replace(one, simulated=step)
+            except (RankFailed, DeadlockError, LaunchTimeout) as error:
+                layouts[number] = replace(one, not_simulated=str(error).partition("\n")[0])
+        return replace(self, layouts=tuple(layouts))
 
     def __str__(self) -> str:
         from parallel101.laboratory.planner.plan_report import plan_text
@@ -75,10 +124,11 @@ def plan(
     layout: Mapping[str, Any] | ParallelLayout | None = None,
     simulate: int = 3,
     top: int = 10,
+    every: bool = False,
     time: int | None = None,
     progress: bool = True,
 ) -> TrainingPlan:
-    """Plan how to train a model on a cluster. All layouts that fit are ranked.
+    """Plan how to train a model on a cluster: of each mesh the fastest layout that fits.
 
     Args:
         model: a name such as "llama-3-70b" (see planner/known_models.py), the path of a JSON file,
@@ -93,6 +143,7 @@ def plan(
             ParallelLayout fixes all of them.
         simulate: how many of the best are run on virtual GPUs.
         top: how many are returned.
+        every: return several layouts of one mesh, too, if they are that fast.
         time: tokens of a sample; None: the model's own.
         progress: show bars for what takes longer than a second.
 
@@ -107,13 +158,14 @@ def plan(
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     shape = shape_of_model(name, time=time, attention=attention)
-    known = [chip.name for chip in CHIPS.values() if chip.kernels is not None]
-    if device not in known:
+    known = {chip.name.casefold(): chip for chip in CHIPS.values() if chip.kernels is not None}
+    if (chip := known.get(str(device).casefold())) is None:
         raise ValueError(
-            f"device={device!r}: expected one of {', '.join(map(repr, known))}, whose kernels are "
-            "in cost/hardware.py"
+            f"device={device!r}: expected one of "
+            f"{', '.join(repr(chip.name) for chip in known.values())}, whose kernels are in "
+            "cost/hardware.py"
         )
-    cluster = Cluster(CHIPS[device], gpus, nodes_of, memory)
+    cluster = Cluster(chip, gpus, nodes_of, memory)
     if gpus > nodes_of and gpus % nodes_of:
         raise ValueError(
             f"{gpus:,} GPUs aren't whole nodes of {nodes_of}: expected a multiple, such as "
@@ -125,15 +177,13 @@ def plan(
     fixed = {"precision": precision, **fixed_fields(layout)}
     fixed = check_fixed(fixed)
     batch = samples(shape, name, batch_tokens, fixed)
-    found = search(shape, cluster, batch, fixed, top=top, progress=progress)
+    found = search(shape, cluster, batch, fixed, top=top, every=every, progress=progress)
     fixed = {key: value for key, value in fixed.items() if key != "precision"}
     if not found.best:
         raise nothing_fits(shape, cluster, batch, fixed, found)
-    layouts = [PlannedLayout(shape, cluster, *evaluated) for evaluated in found.best]
-    layouts[:simulate] = simulated(layouts[:simulate], progress)
-    return TrainingPlan(
-        shape, cluster, batch, tuple(layouts), found.tried, why_not_of(found), fixed
-    )
+    layouts = tuple(PlannedLayout(shape, cluster, *evaluated) for evaluated in found.best)
+    planned = TrainingPlan(shape, cluster, batch, layouts, found.tried, why_not_of(found), fixed)
+    return planned.simulate(simulate, progress)
 
 
 def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
@@ -164,23 +214,6 @@ def samples(
             f"expected a multiple, such as {' or '.join(f'{n:,}' for n in near)}"
         )
     return whole
-
-
-def simulated(layouts: list[PlannedLayout], progress: bool) -> list[PlannedLayout]:
-    """The same layouts, each run on virtual GPUs, if this package has a model of that shape. What
-    can't be run says why in `not_simulated`.
-    """
-    if not layouts or why_no_model(layouts[0].shape):
-        return layouts
-    from parallel101.laboratory.planner.simulated_step import simulate_step
-
-    def run(one: PlannedLayout) -> PlannedLayout:
-        try:
-            return replace(one, simulated=simulate_step(one.shape, one.layout, one.cluster))
-        except (RankFailed, DeadlockError, LaunchTimeout) as error:
-            return replace(one, not_simulated=str(error).partition("\n")[0])
-
-    return [run(one) for one in bar(layouts, "running on virtual GPUs", progress)]
 
 
 def why_not_of(found: Found) -> tuple[WhyNot, ...]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.cost.cluster import Cluster
-from parallel101.cost.hardware import CHIPS
+from parallel101.cost.hardware import CHIPS, chip_of
 from parallel101.laboratory.ranks.monitor import Monitor
 from parallel101.laboratory.ranks.processes import preload, start_ranks
 from parallel101.laboratory.ranks.program import will_import
@@ -241,7 +241,7 @@ def launch(
     if backend == "nccl":
         _check_gpus(size)
     if network is None and device is not None:
-        network = Network.two_level(**Cluster(CHIPS[device], size).network_arguments())
+        network = Network.two_level(**Cluster(chip_of(device), size).network_arguments())
     if network is not None:
         network.router(size)  # raises if its topology is for another number of ranks
         if mirrors is not None:
@@ -402,7 +402,7 @@ def _check_arguments(
         )
     if device is None:
         return
-    if device not in GPUS:
+    if str(device).casefold() not in map(str.casefold, GPUS):
         raise ValueError(
             f"device is {device!r}; it must be one of {', '.join(map(repr, GPUS))}, or None for "
             "the CPU"

@@ -59,15 +59,13 @@ GPUS = {name: chip for name, chip in CHIPS.items() if _levels(chip)}
 def _gpu(chip: Chip) -> dict[str, float]:
     """The figures with which the page computes."""
     inside, *outside = _levels(chip)
-    # hardware.py has no network for nodes of H200: estimates take that of H100
-    network = outside[0] if outside else _levels(CHIPS["H100"])[1]
     return {
         "memory": chip.hbm_bytes,
         "flops": chip.flops,
         "bandwidth": chip.hbm_bandwidth,
         "node": inside.size,
         "inside": inside.bandwidth,
-        "network": network.rail_bandwidth,
+        "network": outside[0].rail_bandwidth,
     }
 
 
