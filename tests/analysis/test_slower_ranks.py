@@ -99,6 +99,24 @@ def test_ranks_that_are_alike_are_not_named():
     assert slower_ranks(Trace([], 4, "gloo")) == []
 
 
+@pytest.mark.parametrize(("begin", "end"), [(201, 500), (97, 256), (250, 311), (33, 40)])
+def test_windows_of_many_steps_estimate_where_the_slower_ones_begin_and_end(begin, end):
+    def own(rank, step):
+        slow = rank == 2 and begin <= step <= end
+        return usual(rank, step) + [[COMPUTING, "train.py:5", 0.2]] * slow
+
+    whole = trace(own, steps=512, width=32)
+    rows = slower_ranks(whole)
+    if end - begin < 32:  # less than two windows
+        assert rows == []
+        return
+    (row,) = rows
+    for estimate, truth in ((row.first, begin), (row.last, end), (row.slower, end - begin + 1)):
+        assert abs(estimate - truth) <= 2
+    (table,) = [table for table in tables(whole) if table.title.startswith("Slower")]
+    assert table.rows[0][3] == f"about {row.slower / 480:.0%} of them, from {row.first}"
+
+
 def test_two_causes_in_some_steps_of_a_long_run_with_windows_of_unequal_width():
     def own(rank, step):
         slow = rank == 0 and step % 2 == 0

@@ -20,6 +20,7 @@ from parallel101.laboratory.analysis.waiting import (
     with_compute,
 )
 from parallel101.laboratory.record.where import shown
+from parallel101.laboratory.viz.run_table import heading, tables
 from parallel101.spans import recorder, span
 
 NETWORK = p101.Network(latency=1.0, bandwidth=float("inf"))
@@ -135,6 +136,27 @@ def test_a_call_that_never_ended_is_a_wait():
         recorded(program, 3)
     kinds = {wait.rank: wait.kind for wait in waits(failed.value.trace)}
     assert kinds.get(1) == "all_reduce"
+
+
+def test_a_script_on_real_ranks_is_measured_from_its_first_call():
+    def program():
+        if dist.get_rank() < 2:
+            p101.compute(3.0 + dist.get_rank())  # as long as it imports torch
+            dist.all_reduce(
+                torch.ones(1), group=dist.new_group([0, 1], use_local_synchronization=True)
+            )
+
+    sim = recorded(program, 3)
+    events = [event for event in sim.events if event.rank < 2]  # the record of rank 2 is lost
+    trace = p101.Trace(events, 3, "gloo")
+    rows = rank_times(trace, waits(trace))
+    assert [row.recorded for row in rows] == [True, True, False]
+    assert [row.computing for row in rows[:2]] == [0.0, 1.0]
+    (first,) = with_compute(trace).spans("compute")
+    assert (first.rank, first.start, first.end) == (1, 3.0, 4.0)
+    assert " s from the first call, 3 s after the script's start" in heading(trace)
+    table = tables(trace)[0]
+    assert set(table.rows[2][1:]) == {"–"} and "the record of rank 2 is lost" in table.note
 
 
 def test_on_gloo_waits_are_seen_where_the_program_is_blocked():

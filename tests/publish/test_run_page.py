@@ -52,7 +52,7 @@ def test_the_page_of_a_run(monkeypatch):
     assert "<h1>train.py &lt;x&gt;</h1>" in page and "3 ranks on sim" in page
     timeline, zoom, between = pictures(page)
     assert ">Timeline<" in timeline and ">compute<" in timeline
-    assert "The longest wait" in zoom
+    assert "The longest wait of the later half: rank 2 in all_reduce, 4.00 s, from" in zoom
     # 20 times 2 s for rank 1; 1000 floats from rank 0 to rank 2
     assert ">40 s<" in between and ">3.9 KiB<" in between
     assert "<h2>Time of each rank</h2>" in page and "40 s for rank 1" in page

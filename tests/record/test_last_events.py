@@ -48,9 +48,10 @@ def program():
 
 @pytest.fixture(scope="module")
 def whole():
-    return p101.launch(
+    trace = p101.launch(
         program, world_size=SIZE, backend="sim", network=p101.Network(latency=0.25, bandwidth=1e9)
     ).trace
+    return Trace(trace.events, SIZE, "gloo")
 
 
 def kept(trace, rank, limit, writer=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel101.laboratory.record.events import Event
+from parallel101.laboratory.record.totals import is_call
 from parallel101.laboratory.record.trace import Trace
 
 
@@ -11,20 +12,35 @@ def script_marks(trace: Trace) -> list[Event]:
 
     `parallel101 run` makes them.
     """
-    marks = [mark for earlier in trace.earlier.values() for mark in earlier.marks]
-    return marks + [span for span in trace.spans() if "script" in (span.args or {})]
+    earlier = [mark for sums in trace.earlier.values() for mark in sums.marks]
+    return [span for span in [*earlier, *trace.spans()] if "script" in (span.args or {})]
 
 
 def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
     """The start and the end of a run, or of one rank's part of it, with the calls that never ended.
 
-    (0, 0) if nothing is recorded.
+    A script on real ranks starts with the first call (see first_call). (0, 0) if nothing is
+    recorded.
     """
     events = [event for event in [*trace.events, *trace.unfinished] if rank in (None, event.rank)]
-    earlier = [of for number, of in trace.earlier.items() if rank in (None, number)]
-    starts = [event.start for event in events] + [of.begin for of in earlier]
-    ends = [event.end for event in events] + [of.until for of in earlier]
-    return min(starts, default=0.0), max(ends, default=0.0)
+    earlier = [sums for number, sums in trace.earlier.items() if rank in (None, number)]
+    starts = [event.start for event in events] + [sums.begin for sums in earlier]
+    ends = [event.end for event in events] + [sums.until for sums in earlier]
+    end = max(ends, default=0.0)
+    return min(max(min(starts, default=0.0), first_call(trace)), end), end
+
+
+def first_call(trace: Trace) -> float:
+    """The time of the first send, receive or collective of a script on real ranks, in seconds.
+
+    Before it, the ranks import torch and build their models, which isn't computing. 0 on the
+    virtual clock, where imports take no time, and for a record that is not of a script.
+    """
+    if trace.backend == "sim" or not script_marks(trace):
+        return 0.0
+    earlier = [mark for sums in trace.earlier.values() for mark in sums.marks]
+    events = [*trace.events, *trace.unfinished, *earlier]
+    return min((event.posted for event in events if is_call(event)), default=0.0)
 
 
 def recorded_from(trace: Trace) -> float:

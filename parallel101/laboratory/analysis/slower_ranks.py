@@ -57,6 +57,8 @@ class SlowerRank(NamedTuple):
         first, last: the first and the last of these. 0 if the run has no steps: then its whole
             time counts as one.
         steps: how many steps were compared. The first is left out.
+        width: how many steps were measured together. If more than one, `slower`, `first` and
+            `last` are estimates.
         causes: what it does meanwhile, the longest first.
     """
 
@@ -66,6 +68,7 @@ class SlowerRank(NamedTuple):
     first: int
     last: int
     steps: int
+    width: int
     causes: list[Cause]
 
 
@@ -91,40 +94,44 @@ def _windows(trace: Trace) -> dict[int, dict[int, StepWindow]]:
     width = max((w.steps for of in found.values() for w in of), default=1) or 1
     windows: dict[int, dict[int, StepWindow]] = {}
     for rank, of in found.items():
-        mine = windows[rank] = {}
+        measured = windows[rank] = {}
         for w in of:
             first = (w.first - 1) // width * width + 1 if w.steps else 0
-            mine[first] = mine[first].joined(w) if first in mine else w
+            measured[first] = measured[first].joined(w) if first in measured else w
     return windows
 
 
 def _compared(
     windows: dict[int, dict[int, StepWindow]], rank: int, compared: Sequence[int]
 ) -> SlowerRank | None:
-    mine, others = windows[rank], [of for other, of in windows.items() if other != rank]
-    more = {k: mine[k].own - statistics.median(of[k].own for of in others) for k in compared}
-    elapsed = sum(mine[k].end - mine[k].start for k in compared)
+    measured, others = windows[rank], [of for other, of in windows.items() if other != rank]
+    more = {k: measured[k].own - statistics.median(of[k].own for of in others) for k in compared}
+    elapsed = sum(measured[k].end - measured[k].start for k in compared)
     positive = [seconds for seconds in more.values() if seconds > 0]
     if not positive:
         return None
     # steps that are hardly slower don't count, whether most steps are or only some
     enough = max(statistics.median(positive) / 2, LEAST_SHARE * elapsed / len(compared))
     slower = [k for k in compared if more[k] > enough]
-    steps = sum(mine[k].steps for k in slower)
+    steps = sum(measured[k].steps for k in slower)
     total = sum(more[k] for k in slower)
     least = max(LEAST_SHARE * elapsed, LEAST_SECONDS * steps)
     if not slower or len(slower) < min(LEAST_STEPS, len(compared)) or total < least:
         return None
-    causes = _causes(mine, others, slower, total)
+    causes = _causes(measured, others, slower, total)
     per_step = 1 / max(1, steps)
-    last = mine[slower[-1]]
+    counts = _slower_steps(measured, more, slower)
+    first, last = min(counts), max(counts)
     return SlowerRank(
         rank,
         total * per_step,
-        steps,
-        slower[0],
-        last.first + last.steps - 1 if last.steps else 0,
-        sum(mine[k].steps for k in compared),
+        sum(counts.values()),
+        measured[first].first + measured[first].steps - counts[first]
+        if measured[first].steps
+        else 0,
+        measured[last].first + counts[last] - 1 if measured[last].steps else 0,
+        sum(measured[k].steps for k in compared),
+        max(measured[k].steps for k in compared),
         [
             cause._replace(
                 seconds=cause.seconds * per_step, seconds_there=cause.seconds_there * per_step
@@ -134,14 +141,34 @@ def _compared(
     )
 
 
+def _slower_steps(
+    measured: dict[int, StepWindow], more: dict[int, float], slower: Sequence[int]
+) -> dict[int, int]:
+    """How many steps of each window were slower.
+
+    A window of several steps can begin or end in the middle of the slower ones. Then its time
+    beyond the others' is a part of that of a whole window, and as large a part of its steps is
+    slower. These are at its end if it comes first, and else at its beginning.
+    """
+    windows, counts = list(more), {k: measured[k].steps for k in slower}
+    per_step = [more[k] / max(1, measured[k].steps) for k in slower]
+    usual = statistics.median(per_step[1:-1] or [max(per_step)])
+    first, last = windows.index(slower[0]), windows.index(slower[-1])
+    for k in windows[max(0, first - 1) : first + 1] + windows[last : last + 2]:
+        count = min(measured[k].steps, round(more[k] / usual))
+        if measured[k].steps > 1 and count > 0:
+            counts[k] = count
+    return counts
+
+
 def _causes(
-    mine: dict[int, StepWindow],
+    measured: dict[int, StepWindow],
     others: Sequence[dict[int, StepWindow]],
     slower: Sequence[int],
     total: float,
 ) -> list[Cause]:
     """What a rank did for longer than the others in its slower steps, in seconds altogether."""
-    own, *theirs = (_doing([of[k] for k in slower]) for of in (mine, *others))
+    own, *theirs = (_doing([of[k] for k in slower]) for of in (measured, *others))
     more: dict[str, dict[str, float]] = defaultdict(dict)
     for what, where in {key for of in (own, *theirs) for key in of}:
         usual = statistics.median(of.get((what, where), 0.0) for of in theirs)

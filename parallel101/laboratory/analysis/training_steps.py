@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from parallel101.laboratory.analysis.run_window import run_times
 from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.where import named
@@ -57,9 +58,7 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
     times: dict[int, list[tuple[float, float]]] = defaultdict(list)
     number: dict[int, int] = {}
     begin: dict[int, float] = {}
-    starts: dict[int, float] = {}
-    for event in trace.events:
-        starts.setdefault(event.rank, event.start)
+    recorded = {event.rank for event in trace.events}
     for rank in range(trace.world_size):
         number[rank] = 0
         if rank in trace.earlier:  # what it began before is not in the record
@@ -67,8 +66,8 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
             number[rank] = sum(
                 s.events for key, s in sums if (key.kind, key.name) == ("span", name)
             )
-        elif rank in starts:
-            begin[rank] = starts[rank]
+        elif rank in recorded:
+            begin[rank] = run_times(trace, rank)[0]
     for span in sorted(spans, key=lambda span: span.end):
         rank = span.rank
         number[rank] += 1

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import seconds, time_windows, union
-from parallel101.laboratory.analysis.run_window import run_times
+from parallel101.laboratory.analysis.run_window import first_call, run_times
 from parallel101.laboratory.record.events import P2P, Event, span_event
 from parallel101.laboratory.record.totals import NOTHING, WAIT, EarlierEvents, Sums
 from parallel101.laboratory.record.trace import Trace
@@ -45,6 +45,7 @@ class RankTimes(NamedTuple):
     """
 
     rank: int
+    recorded: bool  # False if the rank's record is lost, as of one that was killed
     messages: int  # sent
     nbytes: int
     collectives: int
@@ -148,6 +149,7 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
         rows.append(
             RankTimes(
                 rank,
+                bool(events) or rank in trace.earlier,
                 len(sent) + summed_sends.events,
                 sum(sent) + summed_sends.nbytes,
                 len(collectives) + summed.events,
@@ -313,14 +315,16 @@ def with_compute(trace: Trace) -> Trace:
         of_rank: dict[int, list[Event]] = defaultdict(list)
         for event in [*events, *marks]:
             of_rank[event.rank].append(event)
-        events += [piece for of in of_rank.values() for piece in _compute_spans(of)]
+        begin = first_call(trace)
+        for own in of_rank.values():
+            events += _compute_spans(own, begin)
     return Trace(events, trace.world_size, trace.backend, trace.unfinished, trace.earlier)
 
 
-def _compute_spans(events: Sequence[Event]) -> list[Event]:
-    """The times of one rank between its waits, from its first event to its last."""
+def _compute_spans(events: Sequence[Event], begin: float) -> list[Event]:
+    """The times of one rank between its waits, from its first event after `begin` to its last."""
     waits = union((event.start, event.end) for event in events if event.waiting)
-    starts = [min(event.start for event in events), *(end for _, end in waits)]
+    starts = [max(begin, min(event.start for event in events)), *(end for _, end in waits)]
     ends = [*(start for start, _ in waits), max(event.end for event in events)]
     return [
         span_event(

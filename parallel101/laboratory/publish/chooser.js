@@ -44,9 +44,10 @@
     // the first step is slow in every run: caches are cold, and ranks connect
     if (k > 0 && took > ends[slowest] - begins[slowest] || slowest === 0) slowest = k;
   }
-  const most = Math.max(...longest) || 1, wide = (right - left) / columns;
+  // so it doesn't set the scale either: its bar ends at the top
+  const most = ends[slowest] - begins[slowest] || 1, wide = (right - left) / columns;
   const strip = longest.reduce((path, took, c) => {
-    const h = Math.max(1, tall * took / most);
+    const h = Math.max(1, tall * Math.min(1, took / most));
     return path + `M${(left + c * wide).toFixed(1)} ${(8 + tall - h).toFixed(1)}` +
       `h${Math.max(.6, wide - (wide > 3 ? 1 : 0)).toFixed(1)}v${h.toFixed(1)}H` +
       `${(left + c * wide).toFixed(1)}z`;

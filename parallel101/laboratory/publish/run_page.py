@@ -67,7 +67,7 @@ def run_page(
 def _timelines(trace: Trace, waited: list[Wait], steps: tuple[int, int] | None) -> list[str]:
     """The whole run; of a long one the steps to choose from, and the time around its longest wait.
 
-    (Not a wait while the script starts, and none that can be seen in the whole run.)
+    A wait that can be seen in the whole run is left out, and so are those of the run's first half.
     """
     if trace.world_size > timeline.MOST_RANKS or not trace.events:
         return []
@@ -83,6 +83,7 @@ def _timelines(trace: Trace, waited: list[Wait], steps: tuple[int, int] | None) 
 
 
 def _around_longest_wait(drawn: Trace, waited: list[Wait]) -> Scene | None:
+    """A timeline of the longest wait of the later half of all waits, and of what was around it."""
     longest = max(waited[len(waited) // 2 :], key=lambda wait: wait.end - wait.start, default=None)
     if longest is None:
         return None
@@ -93,10 +94,10 @@ def _around_longest_wait(drawn: Trace, waited: list[Wait]) -> Scene | None:
             break
     if times * took > drawn.makespan / 2 or len(part.events) > MOST_EVENTS:
         return None
-    begin = max(0.0, middle - times * took / 2)
+    since = longest.start - min(event.start for event in drawn.events)
     title = (
-        f"The longest wait of the later half: {human_seconds(times * took)} from "
-        f"{human_seconds(begin)} on"
+        f"The longest wait of the later half: rank {longest.rank} in {longest.kind}, "
+        f"{human_seconds(took)}, from {human_seconds(since)} on"
     )
     return timeline_scene(part, title=title)
 

@@ -91,7 +91,7 @@ class EarlierEvents:
         until: the latest end of one of them. From then on the record lacks nothing.
         waited: seconds in which the program was blocked in a call. Overlapping times count once.
         sums: by line, kind, peer and group.
-        marks: the start and the end of the script, if they are among them.
+        marks: of those that are among them, the start and the end of the script and the first call.
         waits: `waited` over time.
     """
 
@@ -148,6 +148,9 @@ class EarlierEvents:
                 self.waits.add(start, e.end)
                 self.blocked_until = e.end
         self.marks += [e for e in events if e.args and "script" in e.args]
+        calls = [e for e in events if is_call(e)]
+        if calls and not any(map(is_call, self.marks)):
+            self.marks.append(min(calls, key=lambda e: e.posted))
 
     def _add_to(self, key: SumKey, events: Sequence[Event]) -> None:
         if key not in self.sums and len(self.sums) >= MOST_KEYS:
@@ -180,6 +183,11 @@ class EarlierEvents:
             if key.kind in kinds:
                 total = total.plus(sums)
         return total
+
+
+def is_call(event: Event) -> bool:
+    """Whether the program called another rank in it: any event but those of its own spans."""
+    return event.kind != "span" or is_wait(event)
 
 
 def is_wait(event: Event) -> bool:

@@ -73,8 +73,13 @@ def heading(trace: Trace) -> str:
     )
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
     begin, end = run_times(trace)
+    started = min((mark.start for mark in script_marks(trace)), default=begin)
+    since = f" from the first call, {human_seconds(begin - started)} after the script's start"
     kept = f". {kept_text(trace)}" if trace.earlier else ""
-    return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}{kept}"
+    return (
+        f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}"
+        f"{since if started < begin else ''}{kept}"
+    )
 
 
 def kept_text(trace: Trace) -> str:
@@ -144,7 +149,11 @@ def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
         else f"Time of the {MOST_RANKS} ranks that waited longest"
     )
     head = [cell for cell, keep in zip(head, has) if keep]
-    note = _of_kept(trace, "Until others called") if has[-1] else ""
+    lost = [row.rank for row in every if not row.recorded]
+    note = _notes(
+        _of_kept(trace, "Until others called") if has[-1] else "",
+        f"–: the record of {ranks_text(lost)} is lost." if lost else "",
+    )
     return TextTable(title, head, rows, len(head) - has[-1], note)
 
 
@@ -162,6 +171,8 @@ _COUNTS: tuple[Callable[[RankTimes], int], ...] = (
 
 
 def _rank_cells(row: RankTimes) -> list[str]:
+    if not row.recorded:
+        return [str(row.rank), *"–––––––"]
     total = (row.computing + row.waiting) or 1.0
     longest = sorted(row.waited_for.items(), key=lambda entry: -entry[1])[:3]
     return [
@@ -180,7 +191,10 @@ def _slower(trace: Trace) -> TextTable:
     """The ranks that the others wait for: what they do for longer, how much longer and where."""
     rows = []
     for row in slower_ranks(trace)[:MOST_RANKS]:
-        steps = f"{row.slower} of {row.steps}, from {row.first}" if row.first else "one run"
+        share = f"{row.slower} of {row.steps}"
+        if row.width > 1:
+            share = f"about {row.slower / row.steps:.0%} of them"
+        steps = f"{share}, from {row.first}" if row.first else "one run"
         for cause in row.causes:
             more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
             line = _place(cause.where) + more if cause.where else "–"
@@ -215,7 +229,7 @@ def _links(trace: Trace) -> TextTable:
 
 
 def _notes(*notes: str) -> str:
-    return ". ".join(note for note in notes if note)
+    return " ".join(note if note.endswith(".") else f"{note}." for note in notes if note)
 
 
 def _collectives(trace: Trace) -> TextTable:
