@@ -226,6 +226,10 @@ def test_the_index_is_readable_on_a_screen_a_phone_and_paper(browser, index, sch
         view(browser, index, width, scheme=scheme)
         keep(browser, f"page-index-{scheme}-{width}", whole=True)
         assert browser.js("document.documentElement.scrollWidth") <= width
+        image = "document.querySelector('.moving img')"
+        tall = browser.js(f"{image}.naturalHeight > {image}.naturalWidth")
+        assert tall == (width == 375), "on a phone, the parts of the picture are stacked"
+        browser.js("document.querySelector('.dated details').open = true")
         assert cut_off(browser) == []
         assert too_pale(browser) == []
         assert without_a_name(browser) == []
@@ -266,6 +270,7 @@ def test_the_first_line_of_the_index_leads_to_its_sections(browser, index):
 def test_the_index_keeps_the_dates_of_a_term(browser, index):
     first = "document.querySelector('input.date')"
     view(browser, index, 1280)
+    browser.js(f"{first}.closest('details').open = true")
     browser.js(f"{first}.focus()")
     browser.call("Input.insertText", text="Mon 12 October")
     browser.open("about:blank")

@@ -11,6 +11,7 @@ one. A page that would still load something is refused.
 from __future__ import annotations
 
 import base64
+import json
 import os
 import platform
 import re
@@ -55,6 +56,7 @@ def _script(name: str) -> str:
 
 PRESENTER, PAPER, GUESSES = _script("presenter"), _script("paper"), _script("guesses")
 NONE: Mapping = MappingProxyType({})
+PHONE = "(max-width: 640px)"
 
 
 class Lesson(NamedTuple):
@@ -228,11 +230,48 @@ def cropped(image: str) -> str:
 
 
 def moving_picture_of(page: str) -> str:
-    """The same picture as a <picture> that moves, or stands still if the reader prefers that."""
+    """The same picture as a <picture> that moves, or stands still if the reader prefers that.
+
+    On a phone its panels are stacked, as player.js stacks them.
+    """
     found = re.search(
-        r'<figure [^>]*class="p101 cover"[^>]*>\s*(<picture>.*?</picture>)', page, re.DOTALL
+        r'<figure [^>]*class="p101 cover"[^>]*>\s*<picture>(.*?)</picture>'
+        r'.*?"narrow": (.*?), "css"',
+        page,
+        re.DOTALL,
     )
-    return found[1] if found else ""
+    if not found:
+        return ""
+    picture, narrow = found[1], json.loads(found[2])
+    sources = re.findall(r"<source [^>]*>|<img [^>]*>", picture) if narrow else []
+    small = ""
+    for source in sources:
+        media = re.search(r'media="(.*?)"', source)
+        image = re.search(r'"(data:image/svg[^"]+)"', source)
+        assert image is not None, "each has a picture"
+        both = f"{media[1]} and {PHONE}" if media else PHONE
+        small += f'<source media="{both}" srcset="{stacked(image[1], *narrow)}">'
+    return f"<picture>{small}{picture}</picture>"
+
+
+def stacked(image: str, width: int, height: int) -> str:
+    """A picture, as a data URI, in its layout for phones: of this size, and each panel moved."""
+    head, _, data = image.partition(",")
+    svg = base64.b64decode(data).decode()
+    size = re.search(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', svg)
+    assert size is not None, "a scene has a size"
+    svg = svg.replace(
+        size[0], f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"', 1
+    )
+    svg = re.sub(
+        r'(class="card" x=".5" y=".5") width="\d+" height="\d+"',
+        rf'\1 width="{width - 1}" height="{height - 1}"',
+        svg,
+        count=1,
+    )
+    svg = svg.replace('data-narrow="none"', 'display="none"')
+    svg = re.sub(r'data-narrow="([^"]+)"', r'transform="\1"', svg)
+    return f"{head},{base64.b64encode(svg.encode()).decode()}"
 
 
 def lesson_page(

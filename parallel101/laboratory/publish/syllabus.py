@@ -26,14 +26,12 @@ Only `title` and `weeks` are needed. Titles and minutes of lessons come from the
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel101.laboratory.publish.find import homework_notebooks, select_lessons
-from parallel101.laboratory.publish.page import Lesson, page_name, short_title, to_html
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -141,52 +139,8 @@ def _week(entries: Any, folder: Path) -> Week:
     return week
 
 
-def syllabus_table(
-    syllabus: Syllabus, lessons: Mapping[str, Lesson], homework: Mapping[int, Lesson]
-) -> str:
-    """Return the syllabus as HTML: its text, and a table with a row for each week.
-
-    A lesson or homework without a page, such as a lesson that failed, is text and not a link.
-    """
-    rows = "".join(
-        f"<tr><td>{_when(week.date)}</td><td>{_lecture(week, lessons)}</td>"
-        f"<td>{_list([to_html(goal) for goal in week.goals])}</td>"
-        f"<td>{_homework(week, homework)}</td></tr>"
-        for week in syllabus.weeks
-    )
-    heads = "".join(f"<th>{head}</th>" for head in ("Date", "Lecture", "Goals", "Homework"))
-    return (
-        f'<div class="opening">{to_html(syllabus.text)}</div><table class="syllabus">'
-        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    )
-
-
-def _lecture(week: Week, lessons: Mapping[str, Lesson]) -> str:
-    title = f'<div class="title">{to_html(week.title)}</div>' if week.title else ""
-    links = []
-    for name in week.lessons:
-        lesson = lessons.get(name)
-        links.append(_link(lesson, short_title(lesson) if lesson else name))
-    total = sum(int(lessons[name].minutes or 0) for name in week.lessons if name in lessons)
-    links += [f"<small>{total}\u00a0minutes</small>"] if total else []
-    return title + "<br>".join(links)
-
-
-def _homework(week: Week, homework: Mapping[int, Lesson]) -> str:
-    tasks = [_link(homework.get(number), f"Homework {number}") for number in week.homework]
-    due = f"<br><span>due {_when(week.due)}</span>" if tasks and week.due is not None else ""
-    return "<br>".join(tasks) + due
-
-
-def _link(lesson: Lesson | None, text: str) -> str:
-    return f'<a href="{page_name(lesson)}">{escape(text)}</a>' if lesson else escape(text)
-
-
-def _list(items: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>" if items else ""
-
-
-def _when(day: When) -> str:
-    if isinstance(day, date):
-        return f"<span>{day:%a} {day.day} {day:%B %Y}</span>"
-    return escape(day or "")
+def day(when: When) -> str:
+    """Return a day of the syllabus as HTML."""
+    if isinstance(when, date):
+        return f"<span>{when:%a} {when.day} {when:%B %Y}</span>"
+    return escape(when or "")

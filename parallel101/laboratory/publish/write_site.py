@@ -49,7 +49,7 @@ from parallel101.laboratory.publish.search_index import (
 )
 from parallel101.laboratory.publish.specification import with_specifications
 from parallel101.laboratory.publish.syllabus import Syllabus
-from parallel101.laboratory.publish.tools import TOOL_PAGES
+from parallel101.laboratory.publish.tools import TOOL_PAGES, ToolPage
 
 
 class Published(NamedTuple):
@@ -249,7 +249,7 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     return bool(terms)
 
 
-def _listed_tools(course: Course, out: Path) -> Sequence[Listed]:
+def _listed_tools(course: Course, out: Path) -> Sequence[ToolPage]:
     """The tools that are there, if the course is whole."""
     if not course.whole:
         return ()

@@ -26,6 +26,7 @@ class ToolPage(NamedTuple):
     # its body, and what it loads: text by path in the site
     make: Callable[[], tuple[str, Mapping[str, str]]]
     also: str = ""  # other words by which the search finds it
+    invitation: str = ""  # what its button at the top of the index says
 
 
 TOOL_PAGES = (
@@ -35,6 +36,7 @@ TOOL_PAGES = (
         "Play recorded runs of all collectives and algorithms, two side by side.",
         collectives_atlas_page.collectives_atlas,
         "watch animation compare",
+        "Play with an all-reduce",
     ),
     ToolPage(
         schedule_builder_page.ADDRESS,
@@ -49,5 +51,6 @@ TOOL_PAGES = (
         "Choose a model, GPUs and a layout, and see what fills the memory of each GPU.",
         lambda: (memory_page.memory_page(), {}),
         "how much GPU memory do I need, out of memory, OOM, calculator, does my model fit",
+        "Does my model fit?",
     ),
 )

@@ -1,0 +1,45 @@
+"""Fills the templates of the site's pages, which are in the folder templates/.
+
+Values are escaped, unless a filter or a macro has made them HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from parallel101.laboratory.publish.page import to_html
+
+
+def file_text(path: str) -> str:
+    """Return the text of a style sheet or script in this folder."""
+    return files(__package__).joinpath(path).read_text(encoding="utf-8")
+
+
+@cache
+def environment() -> Environment:
+    """The site's templates. {{ file("page.css") }} is the text of a file in this folder."""
+    made = Environment(
+        loader=PackageLoader("parallel101.laboratory.publish"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    made.globals["file"] = as_html(file_text)
+    made.filters["markdown"] = as_html(to_html)
+    return made
+
+
+def render(name: str, **values: object) -> str:
+    """Return the template `name`.html.jinja2, filled with these values."""
+    return environment().get_template(f"{name}.html.jinja2").render(**values)
+
+
+def as_html(function: Callable[..., str]) -> Callable[..., Markup]:
+    """Let a template use what the function returns as HTML."""
+    return lambda *args: Markup(function(*args))
