@@ -73,6 +73,9 @@ def test_any_shape_and_dim(backend, world_size):
 def roots_ops_strides_and_dtypes():
     rank, p = dist.get_rank(), dist.get_world_size()
     wrong = []
+    dtypes = DTYPES if p <= 5 else FLOATS[-1:]
+    if dist.get_backend() == "nccl":  # which has no int16
+        dtypes = tuple(dtype for dtype in dtypes if dtype != torch.int16)
 
     def check(operation, name, function, xs, label, **given):
         given = arguments(operation, **given)
@@ -107,7 +110,7 @@ def roots_ops_strides_and_dtypes():
         check(
             operation, name, function, [x[:1].expand(5, -1) for x in whole], "expanded", root=p - 1
         )
-        for dtype in DTYPES if p <= 5 else FLOATS[-1:]:
+        for dtype in dtypes:
             op = "max" if dtype == torch.bool else "sum"
             check(
                 operation,
@@ -118,7 +121,7 @@ def roots_ops_strides_and_dtypes():
                 op=op,
             )
     for _, name, function in each_algorithm(["all_to_all"]):
-        for dtype in DTYPES if p <= 5 else FLOATS[-1:]:
+        for dtype in dtypes:
             xs = [values(r, (2 * p, p), dtype) for r in range(p)]
             fault = differs(
                 transposed([x.t() for x in xs], rank, 0, 1), function, xs[rank].t(), 0, 1

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.laboratory.ranks.program import unpack_program
 from parallel101.laboratory.ranks.rendezvous import Rendezvous, connect
+from parallel101.laboratory.ranks.wire import pack
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -341,3 +343,14 @@ def test_spawned_ranks_do_the_same(monkeypatch):
     with pytest.raises(p101.RankFailed) as failure:
         p101.launch(lambda: os._exit(7), world_size=1)
     assert (failure.value.rank, failure.value.exitcode) == (0, 7)
+
+
+def test_tensors_reach_the_ranks_whatever_their_default_device_is():
+    """On NCCL it is a GPU; meta shows the same here."""
+    model = torch.nn.Linear(2, 3)
+    packed = pack((max, (torch.arange(4.0), model), {}))
+    with torch.device("meta"):
+        function, (x, copy), _ = unpack_program(*packed)
+    assert function is max
+    assert torch.equal(x, torch.arange(4.0))
+    assert torch.equal(copy.weight, model.weight)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -43,7 +44,9 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
     Raises ImportError or TypeError, with advice, when a rank can't read what could be pickled.
     """
     try:
-        return unpack(body, buffers)
+        # on NCCL the default device is a GPU, and torch would restore a CPU tensor's memory there
+        with torch.device("cpu"):
+            return unpack(body, buffers)
     except ImportError as error:
         advice = (
             "The ranks import it by name, as a script would: add its directory to sys.path before "
