@@ -558,11 +558,24 @@ PRINTED = {
         ],
         "layout-simulate": [r"virtual GPUs: 5\.\d\d s, [+-]0\.\d%"],
         "planner-best": [
-            r"^4\.8\d s, MFU 4[12]%",
+            r"^4\.8\d s, MFU 4[12]%(.|\n)*matmul 3\.4\d memory-bound 0\.8\d tp 0\.4\d",
             r"\(256, 4\),\n.*\(\"dp\", \"tp\"\)(.|\n)*zero_stage=3,\n.*recompute=\"full\"",
             r"^0\.8\d s less: 3[345] days",
         ],
         "domain-run": [r"8 GPUs: 1\.0 ms, 16 GPUs: [56]\.\d ms"],
+        "published-run": [r"(.*: [+-]0\.\d%\n?){3}"],
+        "llama-run": [
+            r" 8192 GPUs .* 430;  sums hidden: \d+, \+10%; .*, -11%\n"
+            r" 16384 GPUs .* 400;  sums hidden: \d+, \+9%; .*, -26%"
+        ],
+        "breaks-run": [
+            "a single node: .* would do is 32$",
+            "a round number: ",
+            "tp over two nodes: .*heads",
+        ],
+    },
+    "12_keep_it_running": {
+        "problem-run": [r"8 GPUs .* 6\d\d\d\.\d h.*\n.* 49\.5 hours\n.* 3\.1 hours"],
         "stragglers-run": ["computed: 24% longer"],
         "stragglers-many-run": [
             r"8 GPUs .* 0\.1% of the steps\n.*1024 GPUs .* 9\.7% .*\n.*16384 GPUs .* 80\.6%"
@@ -574,13 +587,16 @@ PRINTED = {
             r"16384 GPUs, 148\.8 s: every  30 minutes, 16\.3% lost",
             r"16384 GPUs,   6\.3 s: every   6 minutes, 3\.4% lost",
         ],
-        "published-run": [r"(.*: [+-]0\.\d%\n?){3}"],
-        "llama-run": [r" 8192 GPUs .* 430, .*: \+10%\n 16384 GPUs .* 400, .*: \+9%"],
-        "breaks-run": [
-            "a single node: .* would do is 32$",
-            "a round number: ",
-            "tp over two nodes: .*heads",
+        "background-run": [r"988 GB in all, 0\.97 GB .*\ncopy 15 ms, write 494 ms"],
+        "background-check": [r"not right yet: {'first': \[5\.0\], 'second': \[6\.0\]}"],
+        "background-measure": [r"stops for \d+ ms, or for \d+ ms"],
+        "notice-run": ["rank 2 exited with code 7", r"noticed after \d\.\d s", r"5\.4% of 54 days"],
+        "spares-run": [r" 0\.5 nodes in repair, 3 spares\n.* 7\.8 .*, 15 spares"],
+        "replicas-run": [
+            r"False +\[('\de-02', ){2}'\de-01', '\de-02'\]  12\.\d s",
+            rf"True +\[('{TINY}'(, )?){{4}}\]  12\.\d s",
         ],
+        "together-run": [r"70\.2%\n.* 83\.2%\n.* 88\.3%\n.* 95\.8%$"],
     },
 }
 IN_PICTURES = {  # text in a picture
@@ -709,6 +725,9 @@ IN_PICTURES = {  # text in a picture
         "virtual-run": ["Four blocks of a 70B model, on virtual H100s"],
         "planner-run": ["llama-3-70b on 1,024 H100s"],
         "domain-run": ["An all-reduce of activations"],
+    },
+    "12_keep_it_running": {
+        "replicas-run": ["Replica 2 misses four steps"],
         "stragglers-run": ["all equally fast", "a slow GPU in stage 2", "makespan 70.5"],
         "saving-picture": ["Percent of the time lost"],
     },
