@@ -11,6 +11,7 @@ halo.py               HaloExchange                  the entries around a block t
 halo_spatial.py       SpatialParallel               a convolution or pooling over a cut tensor
 batch_norm.py         BatchNorm                     an example: the statistics of a batch that is
                                                     cut over ranks
+regions.py            the exchange behind Repartition and HaloExchange
 axes.py               which axes, and how they cut a tensor: mesh axis i cuts dim i
 
 In torch's words, a mesh axis that cuts dim i holds the tensor as Shard(i); along an axis that cuts

@@ -17,15 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Size, Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.autograd.differentiable import differentiable
-from parallel101.collectives.checks import begin, tensor_of
-from parallel101.collectives.comm import wait_all
 from parallel101.layers.axes import mesh_axes, outside, whole_shape
-from parallel101.layers.halo_sizes import Halo, halos, messages, overlap
+from parallel101.layers.halo_sizes import Halo, halos
+from parallel101.layers.regions import Region, exchange
 from parallel101.mesh import Group
 
 
@@ -100,10 +98,10 @@ class HaloExchange(nn.Module):
 def exchange_halos(
     x: Tensor, dim: int, line: list[Halo], *, group: Group, fill: float = 0.0
 ) -> Tensor:
-    """Exchange halos along one dim, among the ranks of one line of the mesh. Backward: `add_halos`.
+    """Exchange halos along one dim, among the ranks of one line of the mesh.
 
-    Each rank sends the entries of x that others need, each entry straight from the rank that holds
-    it.
+    Each entry comes straight from the rank that holds it. In backward it goes back there, and is
+    added.
 
     Args:
         x: what this rank holds.
@@ -115,85 +113,16 @@ def exchange_halos(
     Returns what this rank needs: padding, entries from the left, own entries, entries from the
     right, padding.
     """
+    others = (*x.shape[:dim], *x.shape[dim + 1 :])
 
-    def forward(x: Tensor) -> Tensor:
-        x = tensor_of(x)
-        comm = begin("halo_exchange", group, x, uneven=dim)
-        mine, (outgoing, incoming) = line[comm.rank], _messages_of(comm.rank, line)
-        first = mine.holds.start  # the entry that x begins with
-        sent = [
-            comm.isend(_entries(x, dim, first, block).contiguous(), to)
-            for to, block in outgoing.items()
-        ]
-        pieces = {
-            source: x.new_empty(_resized(x.shape, dim, len(block)))
-            for source, block in incoming.items()
-        }
-        received = [comm.irecv(piece, source) for source, piece in pieces.items()]
-        pieces[comm.rank] = _entries(x, dim, first, overlap(mine.holds, mine.needs))
-        wait_all(sent + received)
-        before, after = (x.new_full(_resized(x.shape, dim, size), fill) for size in mine.padding)
-        return torch.cat([before, *(pieces[source] for source in sorted(pieces)), after], dim)
+    def region(entries: range) -> Region:
+        return tuple(entries if i == dim else range(n) for i, n in enumerate(x.shape))
 
-    def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return add_halos(g, dim, line, group=group)
-
-    return differentiable("halo_exchange", x, group, forward, backward)
-
-
-def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
-    """Send each halo back to the rank that holds its entries, which adds them up.
-
-    It is the transpose of `exchange_halos`: it takes what that returns, and returns what that
-    takes. Backward: `exchange_halos`, with zeros as padding.
-    """
-
-    def forward(g: Tensor) -> Tensor:
-        g = tensor_of(g)
-        comm = begin("halo_sum", group, g, uneven=dim)
-        mine, (outgoing, incoming) = line[comm.rank], _messages_of(comm.rank, line)
-        first = mine.needs.start - mine.padding[0]  # the entry that g begins with
-        # what came in goes out, and the other way round
-        sent = [
-            comm.isend(_entries(g, dim, first, block).contiguous(), source)
-            for source, block in incoming.items()
-        ]
-        pieces = {
-            to: g.new_empty(_resized(g.shape, dim, len(block))) for to, block in outgoing.items()
-        }
-        received = [comm.irecv(piece, to) for to, piece in pieces.items()]
-        result = g.new_zeros(_resized(g.shape, dim, len(mine.holds)))
-        own = overlap(mine.holds, mine.needs)
-        _entries(result, dim, mine.holds.start, own).copy_(_entries(g, dim, first, own))
-        wait_all(sent + received)
-        for to, piece in pieces.items():
-            _entries(result, dim, mine.holds.start, outgoing[to]).add_(piece)
-        return result
-
-    def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return exchange_halos(g, dim, line, group=group)
-
-    return differentiable("halo_sum", g, group, forward, backward)
-
-
-def _messages_of(me: int, line: list[Halo]) -> tuple[dict[int, range], dict[int, range]]:
-    """Return the entries that I send, by destination, and those that I receive, by source.
-
-    Both are positions in the line.
-    """
-    blocks = messages(line).items()
-    return {to: block for (source, to), block in blocks if source == me}, {
-        source: block for (source, to), block in blocks if to == me
-    }
-
-
-def _entries(x: Tensor, dim: int, first: int, entries: range) -> Tensor:
-    """Return these entries of x along `dim`, where x begins with entry `first`."""
-    return x.narrow(dim, entries.start - first, len(entries)) if entries else x.narrow(dim, 0, 0)
-
-
-def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    return [*shape[:dim], size, *shape[dim + 1 :]]
+    has, needs = [region(halo.holds) for halo in line], [region(halo.needs) for halo in line]
+    y = exchange(x, group, has, needs, "halo_exchange", shape_in_the_other_dims=others)
+    assert group.position is not None
+    inner = [0, 0] * (x.dim() - 1 - dim)  # F.pad counts dims from the last
+    return F.pad(y, [*inner, *line[group.position].padding], value=fill)
 
 
 def _lines(

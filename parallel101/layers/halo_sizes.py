@@ -94,26 +94,6 @@ def halos(
     ]
 
 
-def messages(line: list[Halo]) -> dict[tuple[int, int], range]:
-    """Return who sends which entries to whom: (source, destination) → entries.
-
-    Both are positions in the line. Ranks that need nothing of each other are left out.
-    """
-    blocks = {
-        (source, to): overlap(line[source].holds, line[to].needs)
-        for source in range(len(line))
-        for to in range(len(line))
-        if source != to
-    }
-    return {pair: block for pair, block in blocks.items() if block}
-
-
-def overlap(a: range, b: range) -> range:
-    """Return the entries that are in both."""
-    start = max(a.start, b.start)
-    return range(start, max(start, min(a.stop, b.stop)))
-
-
 def _halo(holds: range, computes: range, n: int, extent: int, stride: int, before: int) -> Halo:
     if not computes:  # more ranks than outputs: the last ranks compute nothing
         return Halo(holds, computes, range(holds.start, holds.start), (0, 0))

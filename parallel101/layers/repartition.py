@@ -13,22 +13,16 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.autograd.differentiable import differentiable
-from parallel101.collectives.blocks import flat_of
-from parallel101.collectives.checks import compare, nothing, tensor_of
-from parallel101.collectives.comm import comm_of, wait_all
 from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside, whole_shape
-from parallel101.mesh import Group, split_ranges
-
-Ranges = tuple[range, ...]  # along each dim of the whole tensor
+from parallel101.layers.regions import Region, blocks, exchange, extent, overlaps
+from parallel101.mesh import Group
 
 
 class Repartition(nn.Module):
@@ -68,24 +62,40 @@ class Repartition(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        if dist.get_rank() not in self.source.ranks + self.target.ranks:
+        me = dist.get_rank()
+        ranks = tuple(sorted({*self.source.ranks, *self.target.ranks}))
+        if me not in ranks:
             return outside(x)
         check_tensor(x)
         whole = self.shape or self.source.equal_blocks(x)
         check_dims(whole, self.target.shape, "x")
-        return repartition(x, self.source, self.target, whole)
+        group = Group(ranks, ranks.index(me), (len(ranks),), None)
+        has, needs = (
+            [blocks_of.get(rank, ()) for rank in ranks]
+            for blocks_of in (self.source.blocks(whole), self.target.blocks(whole))
+        )
+        own = has[ranks.index(me)]
+        if not own:
+            outside(x)
+        elif tuple(x.shape) != extent(own):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but this rank's block of a tensor of shape "
+                f"{tuple(whole)} has shape {extent(own)}"
+            )
+        return exchange(x, group, has, needs, "repartition", whole_shape=tuple(whole))
 
     def elements_sent(self, shape: Sequence[int]) -> dict[tuple[int, int], int]:
         """Return how many elements each rank will send to each other, {(from, to): elements}.
 
         `shape` is that of the whole tensor. These ranks are global.
         """
-        sent = {}
-        for rank in self.source.ranks:
-            for other, region in self.target.overlaps(shape, self.source.block(shape, rank)):
-                if other != rank:
-                    sent[rank, other] = Size(extent(region)).numel()
-        return sent
+        target = self.target.blocks(shape)
+        return {
+            (rank, other): Size(extent(region)).numel()
+            for rank, block in self.source.blocks(shape).items()
+            for position, region in overlaps(block, list(target.values()))
+            if (other := list(target)[position]) != rank
+        }
 
     def extra_repr(self) -> str:
         return " → ".join(
@@ -95,40 +105,14 @@ class Repartition(nn.Module):
 
 
 class Partition(NamedTuple):
-    """The blocks of a tensor, one for each rank of a mesh."""
+    """A mesh that cuts a tensor into blocks."""
 
     ranks: tuple[int, ...]  # row by row
     shape: tuple[int, ...]  # of the mesh
 
-    def cuts(self, whole: Sequence[int]) -> list[list[range]]:
-        """Return the parts into which each dim is cut; a dim without a mesh axis is whole."""
-        return [split_ranges(n, p) for n, p in zip(whole, self.shape)] + [
-            [range(n)] for n in whole[len(self.shape) :]
-        ]
-
-    def block(self, whole: Sequence[int], rank: int) -> Ranges:
-        """Return the block of this rank."""
-        position, region = self.ranks.index(rank), []
-        for parts in reversed(self.cuts(whole)):
-            position, i = divmod(position, len(parts))
-            region.append(parts[i])
-        return tuple(reversed(region))
-
-    def overlaps(self, whole: Sequence[int], region: Ranges) -> Iterator[tuple[int, Ranges]]:
-        """Yield the ranks whose blocks have elements of this region, and which elements."""
-        touching = [
-            [
-                (i, common)
-                for i, part in enumerate(parts)
-                if (common := range(max(part.start, own.start), min(part.stop, own.stop)))
-            ]
-            for parts, own in zip(self.cuts(whole), region)
-        ]
-        for found in product(*touching):
-            position = 0
-            for (i, _), extent in zip(found, self.shape):
-                position = position * extent + i
-            yield self.ranks[position], tuple(common for _, common in found)
+    def blocks(self, whole: Sequence[int]) -> dict[int, Region]:
+        """Return the block of each rank."""
+        return dict(zip(self.ranks, blocks(whole, self.shape), strict=True))
 
     def equal_blocks(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the whole tensor if all blocks are as large as x."""
@@ -140,60 +124,3 @@ def partition_of(mesh: DeviceMesh) -> Partition:
     """Return the blocks of a mesh. Raises TypeError for anything else."""
     shape = mesh_axes(mesh, ()).shape
     return Partition(tuple(mesh.mesh.flatten().tolist()), shape)
-
-
-def repartition(x: Tensor, source: Partition, target: Partition, whole: Sequence[int]) -> Tensor:
-    """Return this rank's block in `target`; x is its block in `source`.
-
-    A rank outside gives or gets a zero-volume tensor. Raises ValueError for an x of another shape.
-    """
-    me = dist.get_rank()
-    ranks = tuple(sorted({*source.ranks, *target.ranks}))
-    group = Group(ranks, ranks.index(me), (len(ranks),), None)
-    old = source.block(whole, me) if me in source.ranks else ()
-    new = target.block(whole, me) if me in target.ranks else ()
-    if not old:
-        outside(x)
-    elif tuple(x.shape) != extent(old):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}, but this rank's block of a tensor of shape "
-            f"{tuple(whole)} has shape {extent(old)}"
-        )
-
-    def forward(x: Tensor) -> Tensor:
-        x, comm = tensor_of(x), comm_of(group, x.device, "repartition")
-        compare("repartition", group, dtype=x.dtype, whole_shape=tuple(whole))
-        result = x.new_empty(extent(new)) if new else nothing(x)
-        inboxes, outboxes, works = [], [], []
-        for rank, region in source.overlaps(whole, new) if new else ():
-            part = result[within(new, region)]
-            if rank == me:
-                part.copy_(x[within(old, region)])
-            else:
-                inboxes.append((part, x.new_empty(part.shape)))
-                works.append(comm.irecv(inboxes[-1][1].view(-1), source=ranks.index(rank)))
-        for rank, region in target.overlaps(whole, old) if old else ():
-            if rank != me:
-                outboxes.append(flat_of(x[within(old, region)]))  # kept until it is sent
-                works.append(comm.isend(outboxes[-1], to=ranks.index(rank)))
-        wait_all(works)
-        for part, inbox in inboxes:
-            part.copy_(inbox)
-        return result
-
-    def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return repartition(g, target, source, whole)
-
-    return differentiable("repartition", x, group, forward, backward)
-
-
-def extent(region: Ranges) -> tuple[int, ...]:
-    """Return the shape of a region."""
-    return tuple(map(len, region))
-
-
-def within(block: Ranges, region: Ranges) -> tuple[slice, ...]:
-    """Return where this region of the whole tensor is in the block."""
-    return tuple(
-        slice(part.start - own.start, part.stop - own.start) for own, part in zip(block, region)
-    )

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import parallel101 as p101
 from parallel101.layers.halo import HaloExchange
-from parallel101.layers.halo_sizes import halos, messages
+from parallel101.layers.halo_sizes import halos
+from parallel101.layers.regions import overlaps
 from parallel101.layers.halo_spatial import SpatialParallel
 from tests.autograd.test_collectives import inner_products, random, unequal
 
@@ -54,20 +55,15 @@ def test_halos_are_what_the_kernel_touches():
         line = halos(n, p, k, s, pad, d)
         assert [i for halo in line for i in halo.holds] == list(range(n))
         assert [i for halo in line for i in halo.computes] == list(range(outputs))
-        sent = messages(line)
+        held = [(halo.holds,) for halo in line]
         for rank, halo in enumerate(line):
             touched = [o * s - pad + d * tap for o in halo.computes for tap in range(k)]
             whole = range(min(touched), max(touched) + 1) if touched else range(0)
             assert list(halo.needs) == [i for i in whole if 0 <= i < n]
             assert halo.padding == (sum(i < 0 for i in whole), sum(i >= n for i in whole))
-            foreign = sorted(i for (_, to), block in sent.items() if to == rank for i in block)
-            assert foreign == [i for i in halo.needs if i not in halo.holds]
-            assert all(
-                i in line[source].holds
-                for (source, to), block in sent.items()
-                if to == rank
-                for i in block
-            )
+            found = {source: block for source, (block,) in overlaps((halo.needs,), held)}
+            assert sorted(i for block in found.values() for i in block) == list(halo.needs)
+            assert all(i in line[source].holds for source, block in found.items() for i in block)
 
 
 def test_padding_may_differ_before_and_after():
@@ -387,7 +383,14 @@ def predicted(lines):
     places = list(itertools.product(*(range(len(line)) for line in lines)))
     found = []
     for dim, line in enumerate(lines):
-        for (source, to), entries in messages(line).items():
+        held = [(halo.holds,) for halo in line]
+        sent = [
+            (source, to, entries)
+            for to, halo in enumerate(line)
+            for source, (entries,) in overlaps((halo.needs,), held)
+            if source != to
+        ]
+        for source, to, entries in sent:
             for place in places:
                 before = [
                     len(lines[d][at].needs) + sum(lines[d][at].padding)
