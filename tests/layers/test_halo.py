@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import parallel101 as p101
 from parallel101.layers.halo import HaloExchange
 from parallel101.layers.halo_sizes import halos
-from parallel101.layers.regions import overlaps
 from parallel101.layers.halo_spatial import SpatialParallel
+from parallel101.layers.regions import overlaps
 from tests.autograd.test_collectives import inner_products, random, unequal
 
 # The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the
@@ -56,7 +56,7 @@ def test_halos_are_what_the_kernel_touches():
         assert [i for halo in line for i in halo.holds] == list(range(n))
         assert [i for halo in line for i in halo.computes] == list(range(outputs))
         held = [(halo.holds,) for halo in line]
-        for rank, halo in enumerate(line):
+        for halo in line:
             touched = [o * s - pad + d * tap for o in halo.computes for tap in range(k)]
             whole = range(min(touched), max(touched) + 1) if touched else range(0)
             assert list(halo.needs) == [i for i in whole if 0 <= i < n]
