@@ -23,6 +23,7 @@ EXTRAS = {
         "ipykernel",
         "ipywidgets",
         "jinja2",
+        "markupsafe",
         "jupyter_client",
         "jupyterlab",
         "latex2mathml",
