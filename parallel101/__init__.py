@@ -11,6 +11,7 @@ run.results, run.animate()
 import ast
 import inspect
 import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from parallel101.laboratory.record.ipython import in_notebook
 
 __version__ = "0.1.0"
 
+# torch says so when it is imported; nothing in the core needs NumPy, and doctor says what does
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101 import cost, keras, layers, models, sharding

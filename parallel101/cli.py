@@ -12,7 +12,6 @@ import errno
 import os
 import sys
 import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,8 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0 for success and 1 for failure. Wrong arguments exit with status 2.
     """
     _escape_unsupported_characters()
-    # torch says so when it is imported; no command needs NumPy, and doctor says what does
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     try:
         try:
             return _run(argv)

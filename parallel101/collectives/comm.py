@@ -130,15 +130,15 @@ class Comm:
                 Batched(self, dist.P2POp(direction, tensor, rank, process_group, self.tag))
             )
             return self._batch[-1]
-        if self.collective is not None:
-            return self._recorded(direction, tensor, rank, process_group, self.tag)
         # as torch's isend and irecv do, without looking up again what is known here: a quarter of
         # the time that Python takes for a small message
         if process_group is not None:
             rank = dist.get_group_rank(process_group, rank)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         start = self.carrier.send if direction is dist.isend else self.carrier.recv
-        return start([values], rank, self.tag)
+        if self.collective is None:
+            return start([values], rank, self.tag)
+        return self._recorded(start, [values], rank, self.tag)
 
     def _recorded(self, post: Callable[..., Any], *args: Any) -> Any:
         """Post messages so that a recorder knows to which collective they belong."""

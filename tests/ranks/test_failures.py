@@ -179,6 +179,18 @@ def test_a_rank_that_dies(death, code, world):
     assert "rank 1" in str(error)
 
 
+def test_the_lines_at_which_the_others_were_when_a_rank_was_killed():
+    def program():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), 9)
+        dist.barrier()
+
+    _, *others = str(fails(p101.RankFailed, program)).splitlines()
+    ranks = [line.strip().partition(" w")[0] for line in others]  # "ranks 0 and 2 were at …"
+    assert sorted(rank for rank in " ".join(ranks) if rank.isdigit()) == ["0", "2", "3"]
+    assert all(line_of(program, "dist.barrier") in line for line in others)
+
+
 @pytest.mark.parametrize("world", ["gloo", "sim"])
 def test_sys_exit_is_an_exception_like_any_other(world):
     error = fails(
@@ -198,7 +210,9 @@ def test_an_abort_of_gloo_is_explained_and_placed():
 
     error = fails(p101.RankFailed, program)
     assert (error.rank, error.exitcode) == (1, -signal.SIGABRT)
-    assert line_of(program, "dist.recv") in str(error)
+    sent, expected = line_of(program, "dist.send"), line_of(program, "dist.recv")
+    assert f"rank 0 sent 4000 bytes to rank 1, at {sent}" in str(error)
+    assert f"rank 1 expected 16 bytes, at {expected}" in str(error)
     assert "trace=True" in str(error)
     assert "4000 bytes arrived, and 16 were expected" in str(error)
     assert "preamble" not in str(error)

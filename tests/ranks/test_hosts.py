@@ -101,9 +101,9 @@ def test_ranks_of_srun_on_four_hosts(starter, tmp_path):
 # The second loop goes on until the test has made the file.
 TRAINING = """
     import os, time, torch, torch.distributed as dist
-    import parallel101.laboratory.ranks.signs_of_life as signs
+    import parallel101.laboratory.ranks.heartbeat as heartbeat
 
-    signs.SILENT_FOR = 2
+    heartbeat.SILENT_FOR = 2
     dist.init_process_group("gloo")
     done = torch.zeros(1)
     for _ in range(20):
@@ -131,7 +131,7 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_
 
         wait_for(lambda: len(list(tmp_path.glob("half way *"))) == 4, 90, said)
         cluster.switch.cut.add(1)
-        wait_for(lambda: "nothing has come from ranks 2 and 3 (on node1)" in jobs[0].text, 30, said)
+        wait_for(lambda: "no heartbeat from ranks 2 and 3 (on node1)" in jobs[0].text, 30, said)
         wait_for(lambda: "the job's store at node0:29500 has not" in jobs[1].text, 30, said)
         line = line_of("dist.all_reduce(done)", TRAINING)
         assert f"script.py:{line}" in jobs[1].text
@@ -150,10 +150,10 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_
 
 RESTARTED = """
     import os, time, torch, torch.distributed as dist
-    import parallel101.laboratory.ranks.signs_of_life as signs
+    import parallel101.laboratory.ranks.heartbeat as heartbeat
     import parallel101.laboratory.record.last_events as last_events
 
-    signs.LOST_AFTER, last_events.WRITE_EVERY = 1.5, 0.5
+    last_events.WRITE_EVERY = 0.5
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     while size > 1:
@@ -182,7 +182,7 @@ def test_a_host_that_dies_and_torchrun_that_restarts_the_others(starter, tmp_pat
         )
         cluster.hosts[1].die()
         assert first.wait() == 0, first.text
-    assert "parallel101 run: rank 1 (on node1) has died" in first.text
+    assert "parallel101 run: lost rank 1 (on node1)" in first.text
     line = line_of("dist.all_reduce", RESTARTED)
     assert f'"script.py", line {line}, in <module>' in first.text
     assert "attempt 1 ends alone" in first.text

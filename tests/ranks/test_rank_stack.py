@@ -93,7 +93,7 @@ def test_seconds_without_a_call_begin_again_with_each_call():
     recorder.count_collective("world", "barrier")
     assert reader.read().quiet < 30.0
     reader.clock.since -= 100.0
-    recorder.next_seq(("send", 1, 0, "world"))
+    recorder.next_seq(("send", 1, 0, "world"), "a.py:1", 4)
     assert reader.read().quiet < 30.0
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 import signal
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -22,18 +21,12 @@ from parallel101.laboratory.ranks.wire import Failure
 from parallel101.laboratory.record.calls import Call, places_of
 from parallel101.laboratory.record.errors import LaunchTimeout, RankFailed, dropped_lines
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.where import is_inside, shown
+from parallel101.laboratory.record.wait_for import RankStatus
+from parallel101.laboratory.record.where import is_inside, is_library, shown
 
 # gloo's words: bytes that arrived, bytes expected
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 RUN_CHECKED = "Run it again with trace=True: a checked run names the two calls that disagree."
-LIBRARIES = tuple(
-    {
-        path
-        for name, path in sysconfig.get_paths().items()
-        if name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
-)
 
 
 def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
@@ -51,11 +44,20 @@ def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
 
 
 def rank_died(
-    rank: int, code: int | None, crash_dump: str = "", stderr: str = "", checked: bool = False
+    rank: int,
+    code: int | None,
+    crash_dump: str = "",
+    stderr: str = "",
+    checked: bool = False,
+    others: Sequence[str] = (),
 ) -> RankFailed:
     """The error for a rank that ended before its function returned.
 
-    `crash_dump` is what faulthandler wrote, if anything.
+    Args:
+        crash_dump: what faulthandler wrote, if anything.
+        stderr: the end of what the rank wrote there.
+        checked: whether its calls were compared with those of other ranks.
+        others: what the other ranks did.
     """
     how = "was lost: its fork server ended" if code is None else how_it_ended(code)
     message = [
@@ -65,19 +67,15 @@ def rank_died(
     last_lines = [line for line in stderr.splitlines() if line.strip()]
     if sizes := TOO_LONG.search(stderr):
         message += [
-            (
-                f"gloo aborts a rank that receives more than it expects: {sizes[1]} bytes arrived, "
-                f"and {sizes[2]} were expected."
-            ),
-            (
-                "Either the receive is smaller than the message sent to it, or the ranks of a "
-                "collective disagree on its size."
-            ),
+            f"gloo aborts a rank that receives more than it expects: {sizes[1]} bytes arrived, and "
+            f"{sizes[2]} were expected.",
+            "Either the receive is smaller than the message sent to it, or the ranks of a "
+            "collective disagree on its size.",
+            *others,
         ]
-        if not checked:
-            message.append(RUN_CHECKED)
+        others = () if checked else [RUN_CHECKED]
         last_lines = [line for line in last_lines if not GLOO_ABORT.match(line)]
-    return RankFailed("\n  ".join([*message, *last_lines[-3:]]), rank, code)
+    return RankFailed("\n  ".join([*message, *others, *last_lines[-3:]]), rank, code)
 
 
 def how_it_ended(code: int) -> str:
@@ -94,7 +92,7 @@ def crash_place(dump: str) -> str:
     """
     found = re.findall(r'^  File "([^"]+)", line (\d+) in ', dump, re.MULTILINE)
     outside = [(name, line) for name, line in found if not is_inside(name)]
-    own = [(name, line) for name, line in outside if not name.startswith(LIBRARIES)]
+    own = [(name, line) for name, line in outside if not is_library(name)]
     return ":".join((own or outside)[0]) if outside else ""
 
 
@@ -111,10 +109,31 @@ def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ())
     return LaunchTimeout("\n  ".join([summary, *ranks, *dropped_lines(dropped)]))
 
 
-def waited(rank: int, call: Call, verb: str = "waited") -> str:
-    """A line of `timed_out` for a rank that was blocked in a call."""
-    peers = ranks_text(call.peers) if call.peers else "any rank"
-    return f"rank {rank} {verb} in {call.kind} for {peers}, at {shown(call.where)}"
+def rank_lines(statuses: Sequence[RankStatus], places: Mapping[int, str]) -> list[str]:
+    """Where the ranks were, as lines of an error. Those that were at the same place share a line.
+
+    `places`: the "file:line" of ranks that were not blocked. Ranks of which nothing is known are
+    left out.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for rank in sorted({*range(len(statuses)), *places}):
+        # on sim there is one status, the process's, and a place for each virtual rank
+        status = statuses[rank] if rank < len(statuses) else RankStatus()
+        if status.returned:
+            text = "had returned"
+        elif (call := status.blocked) is not None:
+            peer = f"rank {call.peers[0]}" if call.peers else "any rank"
+            whom = "" if len(call.peers) > 1 else f" for {peer}"
+            text = f"waited in {call.kind}{whom}, at {shown(call.where)}"
+        elif place := places.get(rank):
+            text = f"was at {shown(place)}"
+        else:
+            continue
+        ranks_at.setdefault(text, []).append(rank)
+    return [
+        f"{ranks_text(ranks)} {text if len(ranks) == 1 else re.sub('^was ', 'were ', text)}"
+        for text, ranks in ranks_at.items()
+    ]
 
 
 SAMPLE = 0.25  # seconds between two looks at the CPU times

@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import warnings
 from typing import Any
 
 MADV_COLLAPSE = getattr(mmap, "MADV_COLLAPSE", 25)
@@ -27,8 +26,6 @@ PIECE = 8 << 20  # bytes put into large pages at a time: 10 ms, for which a requ
 
 def serve(fd: int) -> None:
     """Fork a rank for each request, report its exit code, and end with the launching process."""
-    # torch without NumPy warns once in each process: the launching one has shown it
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     # with everything that a rank needs, so that each fork has it at once
     importlib.import_module("parallel101.laboratory.ranks.worker")
     importlib.import_module("parallel101.autograd")  # and the collectives, which most programs call

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from parallel101.laboratory.ranks.diagnosis import (
+    TOO_LONG,
     IdleDetector,
     rank_died,
+    rank_lines,
     rank_raised,
     timed_out,
-    waited,
 )
 from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
 from parallel101.laboratory.ranks.processes import RankProcess, kill
@@ -61,13 +62,21 @@ from parallel101.laboratory.ranks.wire import (
     unpack,
 )
 from parallel101.laboratory.record.calls import Call, CallChecker
-from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, MisuseError
+from parallel101.laboratory.record.errors import (
+    DeadlockError,
+    LaunchTimeout,
+    MisuseError,
+    RankFailed,
+)
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
-from parallel101.laboratory.record.where import shown
 
 # seconds after a failure in which another rank's failure may turn out to be its cause
 WAIT_FOR_CAUSE = 0.05
+WAIT_FOR_CALLS = (
+    0.3  # the same for other ranks' calls of a collective, to tell which is the odd one
+)
 WAIT_FOR_OTHERS = 1.0  # the same, after an error that only says that another rank has failed
+TO_FAIL = 0.3  # seconds for the other ranks to lose their connection to one that has died
 TO_ANSWER = 2.0  # seconds for a rank to say what it does, before a signal asks it
 # seconds between two readings of the calls that the ranks of a checked run have posted
 READ_CALLS = 0.05
@@ -95,7 +104,7 @@ class MonitoredRank:
     def take_report(self, report: tuple) -> None:
         """Note what the rank has posted (see record.RankRecorder.report)."""
         status = self.status
-        status.posted, status.collectives, status.dropped, status.recent, status.places = report
+        status.posted, status.collectives, status.dropped, status.recent, status.newest = report
 
 
 class Monitor:
@@ -281,6 +290,8 @@ class Monitor:
 
     def _check_call(self, call: Call) -> None:
         if self.call_checker.check(call):
+            self._fail_within(WAIT_FOR_CALLS)
+        if self.call_checker.all_called:
             self._fail_within(WAIT_FOR_CAUSE)
 
     def _fail_within(self, seconds: float) -> None:
@@ -306,10 +317,7 @@ class Monitor:
         if not failures or failures[0].consequence:
             for rank in self.ranks:
                 if rank.ended and rank.result is None and rank.failure is None:
-                    crash_dump = rank.exit_report.decode(errors="replace")
-                    return rank_died(
-                        rank.rank, rank.exitcode, crash_dump, rank.outputs[1].tail, self.checked
-                    )
+                    return self._died(rank)
         failure = failures[0]
         if isinstance(failure.error, DeadlockError):
             return failure.error
@@ -317,19 +325,23 @@ class Monitor:
             return rank_died(failure.rank, failure.error.code)
         return rank_raised(failure, [call for record in self.records() for call in record.unwaited])
 
+    def _died(self, rank: MonitoredRank) -> RankFailed:
+        """The error for a rank whose process has ended, with what the other ranks did."""
+        crash_dump, stderr = rank.exit_report.decode(errors="replace"), rank.outputs[1].tail
+        self._listen_until(
+            lambda: all(r.ended or r.failure or r.status.blocked for r in self.ranks), TO_FAIL
+        )
+        failed = [other.failure for other in self.ranks if other.failure is not None]
+        others = rank_lines(self.wait_for.ranks, {f.rank: f.place for f in failed})
+        if TOO_LONG.search(stderr):
+            self.ask_records()
+            others = self.wait_for.longer_messages(rank.rank) or others
+        return rank_died(rank.rank, rank.exitcode, crash_dump, stderr, self.checked, others)
+
     def _timed_out(self) -> LaunchTimeout:
-        self.ask_stacks()
-        lines = []
-        for rank in self.ranks:
-            if rank.result is not None:
-                lines.append(f"rank {rank.rank} had returned")
-            elif (call := rank.status.blocked) is not None:
-                lines.append(waited(rank.rank, call))
-            else:
-                lines += [
-                    f"rank {stack.rank} was at {shown(stack.place)}"
-                    for stack in rank.stacks or [RankStack(rank.rank, "an unknown place", [])]
-                ]
+        places = dict.fromkeys(range(len(self.ranks)), "an unknown place")
+        places |= {rank: stack.place for rank, stack in self.ask_stacks().items()}
+        lines = rank_lines(self.wait_for.ranks, places)
         self.ask_records()
         return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 

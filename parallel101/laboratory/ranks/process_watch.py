@@ -4,7 +4,7 @@
     rank 0's watch   ── waits for that; the status is there until torchrun has fetched it
 
 Only the parent of a process is sure to learn its exit status, and here that is torchrun. So the
-status may be unknown. Ranks on other hosts are not seen: see signs_of_life.py. Linux only.
+status may be unknown. Ranks on other hosts are not seen: see heartbeat.py. Linux only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel101.laboratory.ranks.diagnosis import how_it_ended
+from parallel101.laboratory.ranks.heartbeat import texts_of
 from parallel101.laboratory.ranks.job_messages import from_json
-from parallel101.laboratory.ranks.signs_of_life import texts_of
 
 LOOK_EVERY = 1.0  # seconds between two looks for ranks that have come
 ON_LINUX = hasattr(os, "pidfd_open") and hasattr(select, "epoll")

@@ -25,7 +25,7 @@ from parallel101.laboratory.ranks.wire import FAILURE, Failure, Wire, pack, unpa
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.errors import broken_connection, one_line, reports_another
 from parallel101.laboratory.record.process_groups import batches_on_nccl
-from parallel101.laboratory.record.where import is_inside
+from parallel101.laboratory.record.where import is_inside, is_library
 
 # What torch imports when an optimizer, a DTensor, FSDP2 or a pipeline is first used, a second each;
 # and what a test file imports.
@@ -214,6 +214,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         one_line(error),
         program_traceback(error),
         broken_connection(error) or reports_another(error, rank),
+        next(reversed(_places(error)), ""),
     )
 
 
@@ -247,6 +248,15 @@ def program_traceback(error: BaseException) -> str:
         if tb is not None
         else ""
     )
+
+
+def _places(error: BaseException) -> list[str]:
+    """The program's lines in a traceback, the innermost last."""
+    return [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not is_library(frame.f_code.co_filename)
+    ]
 
 
 def _raised_here(error: BaseException) -> bool:

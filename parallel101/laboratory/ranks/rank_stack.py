@@ -18,7 +18,6 @@ import platform
 import re
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -26,11 +25,8 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from parallel101.laboratory.record.recorder import RankRecorder
-from parallel101.laboratory.record.where import is_inside, where
+from parallel101.laboratory.record.where import is_inside, is_library, where
 
-INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 MOST_FRAMES = 20  # the innermost ones are kept
 # The launching process asks by this signal for a rank's stack. A program may use SIGUSR1 itself.
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", None)
@@ -121,7 +117,7 @@ class StackReader:
 def program_place(frame: FrameType | None) -> str:
     """The "file:line" of the innermost frame of the program's own, or else of a library's."""
     for f, line in traceback.walk_stack(frame) if frame is not None else ():
-        if _in_program(f.f_code.co_filename):
+        if not is_library(f.f_code.co_filename):
             return f"{f.f_code.co_filename}:{line}"
     return where(frame)
 
@@ -140,10 +136,6 @@ def stack_lines(frame: FrameType | None) -> list[str]:
 
 def _runs_programs(frame: FrameType) -> bool:
     return _is_ours(frame.f_code.co_filename)
-
-
-def _in_program(name: str) -> bool:
-    return not (is_inside(name) or name.startswith(INSTALLED))
 
 
 def _is_ours(name: str) -> bool:
@@ -235,7 +227,8 @@ def stack_of_dump(rank: int, dump: str, pid: int) -> RankStack:
     """The stack that `stack_on_signal` wrote. It has no source lines."""
     dump = dump.rpartition("most recent call first")[2]  # the newest one
     found = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)
-    own = next((place for place in found if _in_program(place[0])), found[0] if found else ("?", 0))
+    places = [place for place in found if not is_library(place[0])] or found or [("?", 0, "")]
+    own = places[0]
     while len(found) > 1 and _is_ours(found[-1][0]):
         found.pop()
     lines = [f'  File "{name}", line {line}, in {function}' for name, line, function in found]

@@ -30,7 +30,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out, waited
+from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_lines, rank_raised, timed_out
+from parallel101.laboratory.ranks.heartbeat import (
+    Heartbeat,
+    StoreWatch,
+    loss_text,
+    lost_after,
+    raised_text,
+    silence_text,
+    store_loss_text,
+    texts_of,
+    write_line,
+)
 from parallel101.laboratory.ranks.job_messages import (
     exchange,
     from_json,
@@ -45,16 +56,6 @@ from parallel101.laboratory.ranks.process_watch import ProcessWatch, ended_text
 from parallel101.laboratory.ranks.program import failure_of, forked_children_exit, own_init_accepted
 from parallel101.laboratory.ranks.rank_stack import USER_SIGNAL
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
-from parallel101.laboratory.ranks.signs_of_life import (
-    SignsOfLife,
-    StoreWatch,
-    death_text,
-    raised_text,
-    silence_text,
-    store_loss_text,
-    texts_of,
-    write_line,
-)
 from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.watcher import TICK, BlockedDetector, recorded
 from parallel101.laboratory.ranks.wire import Failure, RankRecord
@@ -315,13 +316,13 @@ class JobWatcher(threading.Thread):
         self.status_texts = [b""] * size
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
-        self.signs = SignsOfLife(recorder.rank, size, store)
+        self.heartbeat = Heartbeat(recorder.rank, size, store)
         self.processes = ProcessWatch(recorder.rank, size, store)
         self.uncaught = UncaughtInCpp()
         self.fault_since: float | None = None  # since when a rank of this host can't go on
         self.store_watch = StoreWatch(recorder.rank, self._place)
         self._publish(RankStatus())
-        self.signs.give()
+        self.heartbeat.beat()
 
     def run(self) -> None:
         seen: PostedCall | None = None
@@ -343,10 +344,10 @@ class JobWatcher(threading.Thread):
                     published = blocked
                 seen = blocked
                 self._publish_calls()
-                self.signs.give()
+                self.heartbeat.beat()
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
-                    if silent := self.signs.newly_silent():
+                    if silent := self.heartbeat.newly_silent():
                         write_line(0, silence_text(silent, self.statuses))
                 self.reports.look(self.wait_for)
                 self._check_this_host()
@@ -421,14 +422,11 @@ class JobWatcher(threading.Thread):
         self.announce(RankFailed(self._end_text(ended), min(ended)))
 
     def _end_text(self, ended: Mapping[int, int | None]) -> str:
-        """The message for ranks that have ended, with those that wait, and where this one is."""
-        lines, own = [ended_text(ended)], self.recorder.rank
-        for rank, status in enumerate(self._all_statuses()):
-            if status.blocked is not None and rank not in ended:
-                lines.append(waited(rank, status.blocked, "waits"))
-            elif rank == own:
-                lines.append(f"rank {rank} is at {shown(self._place())}")
-        return "\n  ".join(lines)
+        """The message for ranks that have ended, with those that waited, and where this one was."""
+        statuses = self._all_statuses()
+        for rank in ended:
+            statuses[rank] = RankStatus()
+        return "\n  ".join([ended_text(ended), *rank_lines(statuses, self._own_place())])
 
     def _abort_text(self) -> str:
         """The message for this rank, which C++ is about to abort."""
@@ -438,6 +436,9 @@ class JobWatcher(threading.Thread):
             f"catches. Its text is in the rank's output. The program is at {shown(self._place())}",
             "gloo does so if more bytes arrive than a rank expects.",
         ]
+        self.wait_for.ranks = self._all_statuses()
+        self.wait_for.ranks[rank] = RankStatus(None, False, *self.recorder.report())
+        lines += self.wait_for.longer_messages(rank) or rank_lines(self.wait_for.ranks, {})
         if self.recorder.on_call is None:
             lines.append(RUN_CHECKED)
         return "\n  ".join(lines)
@@ -488,11 +489,11 @@ class JobWatcher(threading.Thread):
         None if it is not known.
         """
         try:
-            deadline = time.monotonic() + GRACE
+            deadline, before = time.monotonic() + lost_after(), self.heartbeat.texts()
             while not (ended := self._ended_early()) and time.monotonic() < deadline:
                 if (cause := self.announced(within=TICK)) is not None:
                     return cause
-            lost = {} if ended else self.signs.lost()
+            lost = {} if ended else self.heartbeat.lost(before)
         except dist.DistNetworkError:
             gone = RankFailed(store_loss_text(raised_text(failure)), 0)
             gone.announced_by = failure.rank  # type: ignore[attr-defined]
@@ -500,7 +501,7 @@ class JobWatcher(threading.Thread):
         if not ended and not lost:
             return None
         text = (
-            death_text(lost, failure) if lost else f"{ended_text(ended)}\n  {raised_text(failure)}"
+            loss_text(lost, failure) if lost else f"{ended_text(ended)}\n  {raised_text(failure)}"
         )
         died = RankFailed(text, min(lost or ended))
         self.announce(died)
@@ -590,18 +591,13 @@ class JobWatcher(threading.Thread):
         return list(self.statuses)
 
     def _timed_out(self) -> LaunchTimeout:
-        lines = []
         self.wait_for.ranks = self._all_statuses()
-        for rank, status in enumerate(self.wait_for.ranks):
-            if status.returned:
-                lines.append(f"rank {rank} had returned")
-            elif status.blocked is not None:
-                lines.append(waited(rank, status.blocked))
-            elif not self.store.check([f"status/{rank}"]):
-                lines.append(
-                    f"rank {rank} had not reached this launch: every process of the job must make "
-                    "the same launches"
-                )
+        lines = rank_lines(self.wait_for.ranks, {}) + [
+            f"rank {rank} had not reached this launch: every process of the job must make the same "
+            "launches"
+            for rank, text in enumerate(self.status_texts)
+            if not text
+        ]
         return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 
     def _stop_rank(self, error: BaseException) -> None:
@@ -623,6 +619,9 @@ class JobWatcher(threading.Thread):
 
     def _place(self) -> str:
         return where(sys._current_frames().get(self.recorder.thread))
+
+    def _own_place(self) -> dict[int, str]:
+        return {self.recorder.rank: self._place()}
 
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""

@@ -21,7 +21,8 @@ from types import FrameType
 
 import torch
 
-from parallel101.laboratory.ranks.rank_stack import INSTALLED, RankStack, StackReader
+from parallel101.laboratory.ranks.rank_stack import RankStack, StackReader
+from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
@@ -33,8 +34,8 @@ from parallel101.laboratory.ranks.wire import (
     RankRecord,
     Wire,
 )
-from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
-from parallel101.laboratory.record.where import is_inside, where
+from parallel101.laboratory.record.recorder import NEWEST, PostedCall, RankRecorder
+from parallel101.laboratory.record.where import is_library, where
 
 TICK = 0.1  # seconds between two looks
 IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++ counts as blocked
@@ -93,9 +94,9 @@ class ControlThread(threading.Thread):
 class Watcher(ControlThread):
     """The watcher of a real rank, which reports what the rank is blocked in."""
 
-    def __init__(self, recorder: RankRecorder, wire: Wire):
+    def __init__(self, recorder: RankRecorder, wire: Wire, uncaught: UncaughtInCpp):
         super().__init__(wire)
-        self.recorder = recorder
+        self.recorder, self.uncaught = recorder, uncaught
         self.detector = BlockedDetector(recorder)
         self.stack_reader = StackReader(recorder)
         # where the rank is, if not in the program; else ""
@@ -116,16 +117,13 @@ class Watcher(ControlThread):
                 self.wire.send(BLOCKED, (call, blocked.caught_after, self.recorder.report()))
                 self.reported = blocked
         self.seen = blocked
+        if self.uncaught.thrown.is_set() and not self.uncaught.may_abort.is_set():
+            self.send_record()
+            self.uncaught.may_abort.set()
 
     def send_record(self) -> None:
         recorder = self.recorder
-        self.wire.send(
-            RECORD,
-            (
-                recorded(recorder),
-                recorder.report(),
-            ),
-        )
+        self.wire.send(RECORD, (recorded(recorder), recorder.report(NEWEST)))
 
     def stacks(self) -> list[RankStack]:
         return [self.stack_reader.read(self.outside)]
@@ -209,8 +207,7 @@ def _others_at_work(program: int) -> bool:
 
 def _in_program(frame: FrameType | None) -> bool:
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_inside(name) and not name.startswith(INSTALLED):
+        if not is_library(frame.f_code.co_filename):
             return True
         frame = frame.f_back
     return False

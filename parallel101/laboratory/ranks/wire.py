@@ -112,6 +112,7 @@ class Failure(NamedTuple):
     headline: str  # the exception in one line
     traceback: str
     consequence: bool  # it only says that another rank has failed
+    place: str = ""  # "file:line" of the program's line that raised it
 
 
 class VirtualExit(BaseException):

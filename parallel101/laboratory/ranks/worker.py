@@ -41,6 +41,7 @@ from parallel101.laboratory.ranks.program import (
 )
 from parallel101.laboratory.ranks.rank_stack import stack_on_signal
 from parallel101.laboratory.ranks.rendezvous import connect
+from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
 from parallel101.laboratory.ranks.wire import CALL, IMPORTED, JOB, RESULT, Job, Wire
 from parallel101.laboratory.record import process_groups
@@ -105,7 +106,8 @@ def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) ->
     )
     if status >= 0:
         stack_on_signal(status, 2)
-    watcher = Watcher(recorder, wire)
+    uncaught = UncaughtInCpp()
+    watcher = Watcher(recorder, wire, uncaught)
     watcher.start()
     if job.recording:
         record_into(recorder)
@@ -120,7 +122,7 @@ def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) ->
         del body, buffers
         process_groups.start_together()
         watcher.outside = ""
-        with own_init_accepted(), forked_children_exit():
+        with own_init_accepted(), forked_children_exit(), uncaught.held():
             value = function(*args, **kwargs)
         watcher.outside = "its end, sending back what it returned"
         packed = pack_result(value, job.rank)

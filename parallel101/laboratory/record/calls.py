@@ -23,6 +23,7 @@ from parallel101.spans import COLLECTIVE_TAG, Collective
 
 # kind, peer, tag, group: the calls of a rank with the same key are numbered
 CallKey = tuple[str, "int | None", int, str]
+PostedMessage = tuple[str, int]  # "file:line" and bytes
 CollectiveTerms = tuple[str, tuple[int, ...]]  # operation and ranks
 
 
@@ -456,4 +457,17 @@ class CallChecker:
             (call for call in calls if disagreement(usual, call)),
             key=lambda call: (-same[call.terms], call.rank),
         )
-        return MisuseError(f"{disagreement(usual, odd)}", odd.rank)
+        # a line for each different call, with all the ranks that made it
+        ranks: dict[str, list[int]] = {}
+        for call in sorted(calls, key=lambda call: (call is not usual, call is not odd, call.rank)):
+            same_as = next((c for c in (usual, odd) if not disagreement(c, call)), call)
+            ranks.setdefault(same_as.brief, []).append(call.rank)
+        lines = [f"{ranks_text(who)}: {brief}" for brief, who in ranks.items()]
+        more = [f"and {len(lines) - 8} other calls"] if len(lines) > 8 else []
+        sentence = _difference(usual, odd)
+        return MisuseError("\n  ".join([f"{sentence}", *lines[:8], *more]), odd.rank)
+
+    @property
+    def all_called(self) -> bool:
+        """Whether the calls of all ranks are among those that differ."""
+        return bool(self.differing) and len(self.differing) > len(self.differing[0].peers)

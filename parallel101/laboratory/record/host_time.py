@@ -22,7 +22,6 @@ import contextlib
 import gc
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -32,15 +31,12 @@ from typing import Any, NamedTuple, Protocol
 import torch.utils.data
 
 from parallel101.laboratory.record.events import EventRow, span_event
-from parallel101.laboratory.record.where import is_inside, where
+from parallel101.laboratory.record.where import is_library, where
 from parallel101.spans import HOST_TIME
 
 MOST_WINDOWS = 256  # of a rank, an even number; then two neighbours become one
 MOST_LINES = 12  # of a window
 _DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
-_INSTALLED = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 
 
 class MeasuredRank(Protocol):
@@ -236,10 +232,6 @@ def own_line(frame: FrameType) -> str:
     while own is not None and is_library(own.f_code.co_filename):
         own = own.f_back
     return where(own or frame)
-
-
-def is_library(filename: str) -> bool:
-    return is_inside(filename) or filename.startswith(_INSTALLED)
 
 
 def loads_data(frame: FrameType | None) -> bool:

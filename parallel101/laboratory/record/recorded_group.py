@@ -134,8 +134,9 @@ class RecordedGroup(torch_private.PythonGroup):
         recorder = self.recorder
         peer = None if position is None else rank_at(recorder.rank, kind, position, self.ranks)
         key = (kind, peer, tag, self.label)
-        where = recorder.places[key] = caller()
-        posted = PostedCall(self, key, recorder.next_seq(key), where, limit=self.limit)
+        where = caller()
+        seq = recorder.next_seq(key, where, size(tensors[0]))
+        posted = PostedCall(self, key, seq, where, limit=self.limit)
         if not recorder.recording:
             return WatchedWork(start(tensors, *args), posted)
         tensor = tensors[0]

@@ -28,6 +28,7 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import (
     Call,
     CallKey,
+    PostedMessage,
     call_to_compare,
     tensor_changed,
     waited_twice,
@@ -53,10 +54,11 @@ StatusReport = tuple[
     dict[str, int],
     dict[tuple[CallKey, int], str],
     dict[str, list[str]],
-    dict[CallKey, str],
+    dict[CallKey, list[PostedMessage]],
 ]
 SHORTEST_WAIT = 50e-6  # seconds
 MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
+NEWEST = 8  # messages with a key whose lines and bytes are remembered
 RECENT = 256  # collectives of a group that are remembered by name
 
 
@@ -102,7 +104,8 @@ class RankRecorder:
         # the call in which the program's own thread is blocked
         self.waiting: PostedCall | None = None
         self.posted: dict[CallKey, int] = {}  # how many messages
-        self.places: dict[CallKey, str] = {}  # where the newest of them was posted
+        # where the newest of them were posted, and their bytes
+        self.newest: dict[CallKey, collections.deque[PostedMessage]] = {}
         # messages whose work was dropped without a wait, and where: gloo cancels them
         self.dropped: dict[tuple[CallKey, int], str] = {}
         self.collectives: dict[str, int] = {}  # how many, by group
@@ -183,8 +186,12 @@ class RankRecorder:
 
     # ---- who waits for whom ----
 
-    def next_seq(self, key: CallKey) -> int:
+    def next_seq(self, key: CallKey, where: str, nbytes: int) -> int:
         """Count a message."""
+        messages = self.newest.get(key)
+        if messages is None:
+            messages = self.newest[key] = collections.deque(maxlen=NEWEST)
+        messages.append((where, nbytes))
         count = self.posted[key] = self.posted.get(key, 0) + 1
         return count
 
@@ -213,15 +220,18 @@ class RankRecorder:
         """How many messages and collectives so far. Other threads may ask."""
         return sum(self.posted.values()) + sum(self.collectives.values())
 
-    def report(self) -> StatusReport:
-        """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
+    def report(self, messages: int = 1) -> StatusReport:
+        """What has been posted so far: the last five fields of a RankStatus (see wait_for.py).
+
+        `messages`: how many of the newest ones with a key are in it.
+        """
         recent = {group: list(operations) for group, operations in dict(self.recent).items()}
         return (
             dict(self.posted),
             dict(self.collectives),
             dict(self.dropped),
             recent,
-            dict(self.places),
+            {key: list(newest)[-messages:] for key, newest in dict(self.newest).items()},
         )
 
     # ---- the record ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -55,19 +56,22 @@ def listed(items: Iterable[object]) -> str:
 
 
 def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
-    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; [0, 1, …, 5] -> "ranks 0–5".
+    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; [0, 1, …, 5, 7] -> "ranks 0–5 and 7".
 
-    All of `everyone` gives "every rank". Of more than eight others, the first eight and how many
-    more there are.
+    All of `everyone` gives "every rank". Of a long list, the beginning and how many more there are.
     """
     ranks = sorted(set(numbers))
     if len(ranks) > 1 and ranks == sorted(everyone):
         return "every rank"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}–{ranks[-1]}"
-    return f"ranks {listed(ranks if len(ranks) <= 8 else [*ranks[:8], f'{len(ranks) - 8} more'])}"
+    parts: list[object] = []
+    for _, numbered in itertools.groupby(enumerate(ranks), lambda entry: entry[1] - entry[0]):
+        run = [rank for _, rank in numbered]
+        parts += [f"{run[0]}–{run[-1]}"] if len(run) > 2 else run
+        if len(parts) >= 8 and run[-1] != ranks[-1]:
+            return f"ranks {listed([*parts, f'{len(ranks) - ranks.index(run[-1]) - 1} more'])}"
+    return f"ranks {listed(parts)}"
 
 
 def chunk_letters(names: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.laboratory.record.calls import Call, CallKey, tag_text
+from parallel101.laboratory.record.calls import Call, CallKey, PostedMessage, tag_text
 from parallel101.laboratory.record.errors import DeadlockError, Waiting
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.where import shown
@@ -139,8 +139,8 @@ class RankStatus:
     dropped: Mapping[tuple[CallKey, int], str] = field(default_factory=dict)
     # by group, its last collectives (Call.operation), the newest last
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # where the newest message with a key was posted
-    places: Mapping[CallKey, str] = field(default_factory=dict)
+    # the newest messages with a key, the newest last
+    newest: Mapping[CallKey, Sequence[PostedMessage]] = field(default_factory=dict)
     # seconds after which the blocked call ends with an error that the program handles (see
     # PostedCall.caught_after)
     limit: float | None = None
@@ -149,6 +149,11 @@ class RankStatus:
     def stuck(self) -> bool:
         """Whether it is blocked in a call that no time limit ends."""
         return self.blocked is not None and self.limit is None
+
+    def messages(self, key: CallKey) -> dict[int, PostedMessage]:
+        """By sequence number, the newest messages with a key."""
+        newest = self.newest.get(key, ())
+        return dict(enumerate(newest, self.posted.get(key, 0) - len(newest) + 1))
 
     def operation(self, group: str, seq: int) -> str | None:
         """What this rank called as the seq-th collective of a group.
@@ -385,8 +390,33 @@ class WaitForGraph:
                         f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank {peer} "
                         f"posted no matching {lacking}"
                     )
-                    notes.append((note, status.places.get((kind, peer, tag, group), "")))
+                    where, _ = status.newest.get((kind, peer, tag, group), [("", 0)])[-1]
+                    notes.append((note, where))
         return notes
+
+    def longer_messages(self, rank: int) -> list[str]:
+        """Both sides of messages that are longer than their receives on `rank`, of each peer one.
+
+        Only the newest messages are compared.
+        """
+        senders: dict[tuple[PostedMessage, PostedMessage], list[int]] = {}
+        for key in self.ranks[rank].newest:
+            kind, peer, tag, group = key
+            if kind != "recv" or peer is None:
+                continue
+            sends = self.ranks[peer].messages(("send", rank, tag, group))
+            for seq, receive in self.ranks[rank].messages(key).items():
+                if seq in sends and sends[seq][1] > receive[1]:
+                    senders.setdefault((sends[seq], receive), []).append(peer)
+                    break
+        return [
+            line
+            for ((there, sent), (where, expected)), peers in senders.items()
+            for line in (
+                f"{ranks_text(peers)} sent {sent} bytes to rank {rank}, at {shown(there)}",
+                f"rank {rank} expected {expected} bytes, at {shown(where)}",
+            )
+        ]
 
     @property
     def receive_dropped(self) -> bool:

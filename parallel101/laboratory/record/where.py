@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from types import CodeType, FrameType
 
@@ -20,6 +21,10 @@ from parallel101.laboratory.record.ipython import shell
 
 _PACKAGE = os.path.join(PACKAGE, "")
 _LIBRARIES = (os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""), _PACKAGE)
+_INSTALLED = tuple(
+    os.path.join(sysconfig.get_path(name), "")
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 _PROGRAMS = os.path.join(_PACKAGE, "laboratory", "bench", "")  # these files count as callers
 # frames between a call and its caller: `with span(...)`, decorators; torch deprecates calls with
 # one of the last two
@@ -108,3 +113,8 @@ def is_inside(filename: str) -> bool:
     return (
         filename.startswith(("<frozen", *_LIBRARIES)) and not filename.startswith(_PROGRAMS)
     ) or filename in _PLUMBING
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file is no program's own: of torch, parallel101, Python or an installed package."""
+    return is_inside(filename) or filename.startswith(_INSTALLED)

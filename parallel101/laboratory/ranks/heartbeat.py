@@ -1,10 +1,10 @@
 """Which ranks of a job are alive, and whether its store answers.
 
-    rank 1, every second ──▶ the store: alive/1 = a count, and the name of its host
-    rank 0               ──▶ reads all of them: "nothing has come from rank 1 (on node1) for 10 s"
+    rank 1, twice a second ──▶ the store: heartbeat/1 = a count, and the name of its host
+    rank 0                 ──▶ reads all: "no heartbeat from rank 1 (on node1) for 10 s"
 
-That a rank is silent proves nothing: it may be stopped, or its machine may be gone for a while. So
-this only reports it. A rank that is silent after a connection has broken counts as dead.
+A rank without a heartbeat may be stopped, or its machine may be gone for a while. So this only
+reports it. A rank without one after a connection has broken counts as lost.
 """
 
 from __future__ import annotations
@@ -18,34 +18,37 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
-from parallel101.laboratory.ranks.diagnosis import waited
+from parallel101.laboratory.ranks.diagnosis import rank_lines, work_per_core
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
 from parallel101.laboratory.ranks.wire import Failure
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import RankStatus
 from parallel101.laboratory.record.where import shown
 
-SIGN_EVERY = 1.0  # seconds
-SILENT_FOR = 10  # looks without a sign of life, one a second, after which a rank is reported
-LOST_AFTER = 3.0  # seconds without one, once a connection has broken: then the rank counts as dead
+BEAT_EVERY = 0.4  # seconds
+LOOK_EVERY = 1.0  # seconds
+SILENT_FOR = 10  # looks without a heartbeat after which a rank is reported
+# seconds without one after which a rank is lost, once a connection has broken; longer on a machine
+# that has far more work than cores
+LOST_AFTER = 1.4
 
 
-class SignsOfLife:
-    """A rank's own signs and, on rank 0, the looks at all of them."""
+class Heartbeat:
+    """A rank's own heartbeat and, on rank 0, the looks at those of all ranks."""
 
     def __init__(self, rank: int, size: int, store: dist.Store):
         self.rank, self.size, self.store = rank, size, store
-        self.given, self.due = 0, 0.0
+        self.count, self.due = 0, 0.0
         self.seen = [b""] * size
-        self.unchanged = [0] * size  # by rank: looks since its last sign
-        self.told: set[int] = set()  # silent ranks that have been named
+        self.unchanged = [0] * size  # by rank: looks since its last heartbeat
+        self.reported: set[int] = set()
         self.next_look = 0.0
 
-    def give(self) -> None:
-        """Put a sign into the store, if it is time."""
+    def beat(self) -> None:
+        """Put one into the store, if it is time."""
         if time.monotonic() >= self.due:
-            self.given, self.due = self.given + 1, time.monotonic() + SIGN_EVERY
-            self.store.set(f"alive/{self.rank}", to_json([self.given, socket.gethostname()]))
+            self.count, self.due = self.count + 1, time.monotonic() + BEAT_EVERY
+            self.store.set(f"heartbeat/{self.rank}", to_json([self.count, socket.gethostname()]))
 
     def newly_silent(self) -> dict[int, str]:
         """Ranks that have been silent for SILENT_FOR looks, with their hosts, each silence once.
@@ -54,29 +57,35 @@ class SignsOfLife:
         """
         if time.monotonic() < self.next_look:
             return {}
-        self.next_look = time.monotonic() + SIGN_EVERY
-        texts = texts_of("alive", self.size, self.store)
+        self.next_look = time.monotonic() + LOOK_EVERY
+        texts = self.texts()
         for rank, text in enumerate(texts):
             self.unchanged[rank] = self.unchanged[rank] + 1 if text == self.seen[rank] else 0
         self.seen = texts
         silent = {rank for rank, looks in enumerate(self.unchanged) if looks >= SILENT_FOR}
-        self.told &= silent
-        # a look later than it could be, so that the ranks of one host are told together
-        if all(self.unchanged[rank] == SILENT_FOR for rank in silent - self.told):
+        self.reported &= silent
+        # a look later than it could be, so that the ranks of one host are reported together
+        if all(self.unchanged[rank] == SILENT_FOR for rank in silent - self.reported):
             return {}
-        new, self.told = sorted(silent - self.told), silent
+        new, self.reported = sorted(silent - self.reported), silent
         return {rank: _host(texts[rank]) for rank in new if texts[rank]}
 
-    def lost(self) -> dict[int, str]:
-        """Ranks from which no sign comes in LOST_AFTER seconds, with their hosts."""
-        before = texts_of("alive", self.size, self.store)
-        time.sleep(LOST_AFTER)
-        after = texts_of("alive", self.size, self.store)
+    def texts(self) -> list[bytes]:
+        """The newest heartbeat of each rank."""
+        return texts_of("heartbeat", self.size, self.store)
+
+    def lost(self, before: Sequence[bytes]) -> dict[int, str]:
+        """Ranks without a heartbeat since `before`, which is what `texts` returned, with hosts."""
         return {
             rank: _host(text)
-            for rank, text in enumerate(after)
+            for rank, text in enumerate(self.texts())
             if text and text == before[rank] and rank != self.rank
         }
+
+
+def lost_after() -> float:
+    """Seconds without a heartbeat after which a rank is lost, once a connection has broken."""
+    return LOST_AFTER * max(1.0, work_per_core() / 2)
 
 
 class StoreWatch(threading.Thread):
@@ -96,7 +105,7 @@ class StoreWatch(threading.Thread):
 
     def run(self) -> None:
         seen, unchanged = -1, 0
-        while not self.over.wait(SIGN_EVERY):
+        while not self.over.wait(LOOK_EVERY):
             unchanged = unchanged + 1 if self.answers == seen else 0
             seen = self.answers
             if unchanged == SILENT_FOR:
@@ -110,7 +119,7 @@ class StoreWatch(threading.Thread):
     def stop(self) -> None:
         self.over.set()
         if self.ident is not None:
-            self.join(SIGN_EVERY)
+            self.join(LOOK_EVERY)
 
 
 def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
@@ -123,26 +132,21 @@ def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
 
 def silence_text(silent: Mapping[int, str], statuses: Sequence[RankStatus]) -> str:
     """A report on silent ranks, given their hosts, and on who waits for them."""
-    waiting = [
-        waited(rank, status.blocked, "waits")
-        for rank, status in enumerate(statuses)
-        if status.blocked is not None and rank not in silent
-    ]
+    others = [RankStatus() if rank in silent else status for rank, status in enumerate(statuses)]
     advice = (
         "A machine may have stopped, or lost its network. If its other ranks go on, a process may "
         "be stopped, or be busy in C code that keeps Python from running."
     )
-    first = f"nothing has come from {_who(silent)} for {SILENT_FOR} s"
-    return "\n  ".join([first, *waiting, advice])
+    first = f"no heartbeat from {_who(silent)} for {SILENT_FOR} s"
+    return "\n  ".join([first, *rank_lines(others, {}), advice])
 
 
-def death_text(lost: Mapping[int, str], failure: Failure) -> str:
-    """The message for ranks that have died, found by a rank whose connection broke."""
-    has = "have" if len(lost) > 1 else "has"
+def loss_text(lost: Mapping[int, str], failure: Failure) -> str:
+    """The message for lost ranks, found by a rank whose connection broke."""
     return (
-        f"{_who(lost)} {has} died: a connection broke, and since then no sign of life has come for "
-        f"{LOST_AFTER:g} s. The process was killed (perhaps for want of memory: see the machine's "
-        f"log), or the machine has stopped.\n  {raised_text(failure)}"
+        f"lost {_who(lost)}: a connection broke, and since then no heartbeat has come. The process "
+        "was killed (perhaps out of memory: see the machine's log), or the machine has stopped or "
+        f"lost its network.\n  {raised_text(failure)}"
     )
 
 
@@ -177,5 +181,5 @@ def _names(hosts: Collection[str]) -> str:
     return ", ".join(sorted(set(hosts)))
 
 
-def _host(sign: bytes) -> str:
-    return str(from_json(sign)[1])
+def _host(heartbeat: bytes) -> str:
+    return str(from_json(heartbeat)[1])
