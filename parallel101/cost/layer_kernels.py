@@ -135,9 +135,14 @@ def ring_share(cut: LayerCut) -> float:
 
 
 def flash_attention(shape: ModelShape, cut: LayerCut) -> tuple[float, float]:
-    """Operations of the causal half, and bytes of queries, keys, values and the result."""
+    """Operations of the causal half, and bytes of queries, keys, values and the result; along cp of
+    the slowest rank.
+    """
     of = sizes(shape, cut)
-    return 2 * of.tokens * shape.time * shape.width / cut.tp, 2 * of.e * (of.Q + of.K)
+    ring = cut.cp > 1 and cut.context != "ulysses"
+    half = (2 * cut.cp - 1) / cut.cp if ring and cut.context == "contiguous" else 1.0
+    nbytes = 2 * of.e * (of.Q + of.K) * (cut.cp if ring else 1)
+    return half * 2 * of.tokens * shape.time * shape.width / cut.tp, nbytes
 
 
 def fused_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
@@ -171,7 +176,7 @@ def fused_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
     return MemoryKernels(around, core, after, core_after)
 
 
-def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
+def eager_memory(shape: ModelShape, cut: LayerCut, fused_ring: bool = False) -> MemoryKernels:
     """One for each operation of torch, as models/gpt.py and models/llama.py are written."""
     N, Q, K, F, S, e, tokens = sizes(shape, cut)
     whole = tokens * shape.width  # the input of column layers
@@ -205,7 +210,10 @@ def eager_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
         after += [SMALL] * 2 * ((5 if shape.gated else 4) + (3 if shape.biases else 0))
     core: list[float] = []
     core_after: list[float] = []
-    if cut.cp > 1 and cut.context != "ulysses":
+    if cut.cp > 1 and cut.context != "ulysses" and fused_ring:  # blocks are added up in fp32
+        core += [(e + 8) * Q] * (cut.cp - 1)
+        core_after += [(e + 8) * Q, 2 * (e + 8) * K] * (cut.cp - 1)
+    elif cut.cp > 1 and cut.context != "ulysses":
         blocks = S * ring_share(cut)  # in fp32
         mask = 8 * S / cut.cp  # of the rank's own block
         core += [4 * blocks] + [8 * blocks] * 3 + [mask]  # logsumexp, subtract, exp, a copy

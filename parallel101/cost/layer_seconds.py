@@ -111,18 +111,24 @@ def context_seconds(
 @lru_cache(maxsize=1 << 14)
 def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return forward and backward of one layer for one microbatch."""
-    chip, e = cluster.chip, cut.itemsize
-    memory = (fused_memory if software.fused else eager_memory)(shape, cut)
+    chip, e, launch = cluster.chip, cut.itemsize, cluster.kernels.launch
+    memory = (
+        fused_memory(shape, cut)
+        if software.fused
+        else eager_memory(shape, cut, software.fused_ring)
+    )
     linear = linear_products(shape, cut, joined=software.fused)
     forward = products_seconds(cluster, linear, e)
     weight_gradients = products_seconds(cluster, [p.weight_gradient for p in linear], e)
     backward = weight_gradients + products_seconds(cluster, [p.input_gradient for p in linear], e)
 
-    ring = cut.cp > 1 and cut.context != "ulysses" and not software.fused
-    if shape.attention == "fused" and not ring:
+    ring = cut.cp > 1 and cut.context != "ulysses"
+    if shape.attention == "fused" and not (ring and not software.fused_ring):
         flops, nbytes = flash_attention(shape, cut)
         core = attention_seconds(chip, flops, nbytes, itemsize=e)
         core_after = attention_seconds(chip, 2.5 * flops, 2 * nbytes, backward=True, itemsize=e)
+        if ring:  # a kernel for each block
+            core, core_after = (x + (cut.cp - 1) * launch for x in (core, core_after))
     else:
         squares = square_products(shape, cut)
         gradients = [p.input_gradient for p in squares] + [p.weight_gradient for p in squares]

@@ -1,12 +1,13 @@
 """What a training program does besides its layout: which kernels it fuses, what it overlaps.
 
 The same layout on the same GPUs takes longer with an older program. The published tables were
-measured with Megatron-LM. `TRAINERS` is this package's HybridTrainer, as virtual GPUs run it.
+measured with Megatron-LM. `TRAINERS` is this package's HybridTrainer, as virtual GPUs run it, but
+with a fused ring attention; `OWN_RING` is it with its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class Software:
         fused: kernels as Megatron-LM fuses them: the causal mask, the scale and softmax are one,
             and so are bias, dropout and addition, and bias and GELU; query, key and value are one
             product. False: one kernel for each operation of torch.
+        fused_ring: ring attention computes each block with a fused kernel. False: with plain
+            products in 32 bits, as `p101.ring_attention` does.
         tp_overlap: what is in flight in backward while weight gradients are computed: "none";
             "column": the sums of column layers (and what they gather again with sequence parallel);
             "halves": as this package's, the first half of each of these sums, its reduce-scatter.
@@ -41,6 +44,7 @@ class Software:
 
     name: str
     fused: bool = True
+    fused_ring: bool = True
     tp_overlap: str = "none"
     dp_overlap: bool = True
     pp_overlap: bool = False
@@ -78,6 +82,8 @@ TRAINERS = Software(
     optimizer_launches=3,
     padding=1,
 )
+
+OWN_RING = replace(TRAINERS, name="parallel101's HybridTrainer, its own ring", fused_ring=False)
 
 # "overlap slowed computation down by 19 % on average": arXiv 2507.03114, abstract
 CONTENTION = 0.19

@@ -3,7 +3,7 @@
     weights, gradients, optimizer     model_states.py's bytes, cut by tp, pp, ep and ZeRO
     activations                       layer_activations.py's, for any ModelShape, in every
                                       microbatch that waits for its backward
-    buffers                           what is needed only for a moment, or for messages
+    logits, gradient copy, buffers    what is needed only for a moment, or for messages
 
 What is alive rises and falls, and these have their peaks at different times:
 
@@ -29,6 +29,16 @@ from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
+# field of StageMemory → what it is, as reports, pictures and pages say it
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "logits": "logits",
+    "gradient_copy": "gradient copy",
+    "buffers": "buffers",
+}
 MASTER, MOMENT = 4, 4  # bytes a parameter of the optimizer's copy, and of each of its averages
 
 
@@ -37,9 +47,12 @@ class StageMemory:
     """Bytes on each rank of a position along pp.
 
     Attributes:
-        weights, gradients, optimizer, activations, buffers: the most of each. `optimizer` has the
-            master weights. `activations` are what waits for backward, as `count_activations` counts
-            it. `buffers` is what else is alive at the peak.
+        weights, gradients, optimizer, activations: the most of each. `optimizer` has the master
+            weights. `activations` are what waits for backward, as `count_activations` counts it.
+        logits, gradient_copy, buffers: what else is alive at the peak. Logits are those beside the
+            activations, with their gradient. The second copy of gradients is this trainer's: while
+            microbatches are added up, it also keeps the arrays in which gradients are sent, and its
+            optimizer makes 32-bit gradients of 16-bit ones. Megatron-LM has one array for both.
         total: the most of all together, which is less than the sum of the others if they have their
             peaks at different times.
         moment: when that is: "loss", "backward", "gradients" or "optimizer".
@@ -49,13 +62,15 @@ class StageMemory:
     gradients: float
     optimizer: float
     activations: float
+    logits: float
+    gradient_copy: float
     buffers: float
     total: float
     moment: str
 
 
 def step_memory(
-    shape: ModelShape, layout: ParallelLayout, *, cpu: bool = False
+    shape: ModelShape, layout: ParallelLayout, *, cpu: bool = False, fused_ring: bool = False
 ) -> tuple[StageMemory, ...]:
     """Return the peak bytes of the ranks at each position along pp, in order.
 
@@ -64,10 +79,13 @@ def step_memory(
         layout: of the ranks, and HybridTrainer's options. The number of stages must fit the layers;
             see `stage_layers`.
         cpu: on a CPU torch's RMSNorm is not one kernel, and keeps more.
+        fused_ring: see Software; HybridTrainer's own ring attention isn't fused.
     """
     layers = stage_layers(shape.layers, layout.pp * layout.chunks)
     return tuple(
-        _RankMemory(shape, layout, layers[position :: layout.pp], position, cpu).memory()
+        _RankMemory(
+            shape, layout, layers[position :: layout.pp], position, cpu, fused_ring
+        ).memory()
         for position in range(layout.pp)
     )
 
@@ -82,7 +100,9 @@ class _RankMemory:
         layers: tuple[int, ...],
         position: int,
         cpu: bool,
+        fused_ring: bool,
     ):
+        self.fused_ring = fused_ring
         self.shape, self.layout, self.layers = shape, layout, layers
         self.first, self.last = position == 0, position == layout.pp - 1
         self.position = position
@@ -272,40 +292,52 @@ class _RankMemory:
     # ── moments ──
 
     def memory(self) -> StageMemory:
-        many, waiting, earlier = self.layout.microbatches, self.in_flight, 0.0
-        at_once = waiting
-        if many > 1:
-            earlier = self.earlier
-            if self.warm_up == many:  # the first backward has all of them, the second one fewer
-                at_once, earlier = max(waiting, waiting * (1 - 1 / many) + earlier), 0.0
+        many, waiting = self.layout.microbatches, self.in_flight
+        earlier = self.earlier if many > 1 else 0.0
+        at_once = waiting + earlier
+        if self.warm_up == many:  # the first backward has all of them, the second one fewer
+            fewer = waiting * (1 - 1 / many) + earlier
+            at_once, earlier = max((waiting, 0.0), (fewer, earlier))
         moments = {
-            "backward": at_once + earlier + self.backward(),
+            "backward": at_once + self.backward(),
             "gradients": self.travelling(),
             "optimizer": self.update(),
         }
         if self.last:
-            moments["loss"] = at_once + earlier + self.loss()
+            moments["loss"] = at_once + self.loss()
         moment = max(moments, key=lambda name: moments[name])
         total = self.fixed + moments[moment]
         kept = 4 * self.n * self.shape.vocabulary / self.layout.tp if self.last else 0.0
         alive = self.weights + self.optimizer + self.gradients
+        copied = self.in_32_bits if moment == "optimizer" else 0.0
         if moment in ("loss", "backward"):
             alive += waiting + kept
+            copied = max(0.0, self.room + earlier - self.gradients)
+        rest = max(0.0, total - alive)
+        logits = min(rest, max(0.0, self.at_loss - kept)) if moment == "loss" else 0.0
+        copied = min(rest - logits, copied)
         return StageMemory(
             self.weights,
             self.gradients,
             self.optimizer,
             waiting + kept,
-            max(0.0, total - alive),
+            logits,
+            copied,
+            rest - logits - copied,
             total,
             moment,
         )
+
+    @property
+    def at_loss(self) -> float:
+        """Bytes of the logits and their gradient at the loss."""
+        logits = self.n * self.shape.vocabulary / self.layout.tp
+        return (12 if self.layout.tp == 1 else 8 + (self.e if self.e < 4 else 0)) * logits
 
     def loss(self) -> float:
         """Bytes that are there at the loss, or in the output layer's backward after it."""
         e, layout, table = self.e, self.layout, self.table
         logits = self.n * self.shape.vocabulary / layout.tp
-        at_loss = 12 * logits if layout.tp == 1 else (8 + (e if e < 4 else 0)) * logits
         # the gradients of the logits and of the layer's input and weight
         after = e * (logits + self.shape.width * self.n)
         if layout.microbatches > 1 or e != self.g:
@@ -313,7 +345,7 @@ class _RankMemory:
         if layout.microbatches == 1:
             after += self.g * table
         gathered = e * table if layout.zero_stage == 3 else 0.0
-        return max(at_loss, after) + gathered + (self.message if layout.pp > 1 else 0.0)
+        return max(self.at_loss, after) + gathered + (self.message if layout.pp > 1 else 0.0)
 
     def backward(self) -> float:
         """Bytes that the backward of one layer needs."""
@@ -345,11 +377,15 @@ class _RankMemory:
     def update(self) -> float:
         """Bytes of gradients while the optimizer updates the weights."""
         found = 0.0 if self.room else self.gradients
-        if self.mixed and self.g < 4:
-            found += 4 * self.owned  # in 32 bits
+        found += self.in_32_bits
         if self.shape.tied and self.layout.pp > 1 and (self.first or self.last):
             found += (10 if self.mixed else 2.5 * self.g) * self.table  # summed over two stages
         return found
+
+    @property
+    def in_32_bits(self) -> float:
+        """Bytes of the 32-bit gradients that the optimizer is given, beside those in 16."""
+        return 4 * self.owned if self.mixed and self.g < 4 else 0.0
 
     @property
     def message(self) -> float:
@@ -369,6 +405,10 @@ class _RankMemory:
         shape, layout = self.shape, self.layout
         heads = shape.heads / layout.tp * layout.microbatch
         freed = self.kept["inside the MLP"] + self.kept["input of the MLP"]
+        if layout.cp > 1 and layout.context != "ulysses" and self.fused_ring:
+            # in 32 bits: ∂Q; and ∂K and ∂V of a block, of the next one, and on their way
+            rest = 4 * (shape.width + 6 * shape.kv_width) * self.n / layout.tp
+            return rest - freed
         if layout.cp > 1 and layout.context != "ulysses":
             square = 4 * heads * (shape.time / layout.cp) ** 2
             squares = 2 if shape.kv == shape.heads else 3  # the products of groups need a copy

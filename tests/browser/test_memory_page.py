@@ -42,7 +42,7 @@ from tests.browser.seen import check_on_paper, check_readable, without_scripts
 pytestmark = pytest.mark.browser
 
 MANY = 5000  # settings that are compared
-NUMBERS = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
+NUMBERS = (*PARTS, "total")
 
 
 def some_shape(draw: random.Random) -> dict:

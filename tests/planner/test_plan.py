@@ -18,7 +18,7 @@ from parallel101.cost.stage_layers import entries_of_stages, stage_layers
 from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.layout_rules import why_not
-from parallel101.laboratory.planner.search import NoLayoutError, layout_text
+from parallel101.laboratory.planner.search import NoLayoutError, layout_text, most_of
 from parallel101.laboratory.planner.trainer_call import call_text
 from parallel101.laboratory.planner.training_plan import samples
 
@@ -77,7 +77,7 @@ def all_layouts(shape, gpus, batch):
 
 def test_the_best_is_the_best_of_all_and_the_others_follow():
     accepted = [of for of in all_layouts(GPT, 8, 32) if why_not(GPT, of) is None]
-    most = {of: max(stage.total for stage in step_memory(GPT, of)) for of in accepted}
+    most = {of: most_of(step_memory(GPT, of, fused_ring=True)) for of in accepted}
     memory = sorted(most.values())[len(most) // 3]
     cluster = Cluster("H100", 8, memory=memory)
     fitting = [of for of in accepted if most[of] <= memory]
@@ -208,6 +208,21 @@ def test_trainer_is_the_same_and_needs_its_number_of_ranks():
     assert four == [({"pp": 2, "dp": 1, "tp": 2}, 1.0)] * 4
     two = p101.launch(program, 2, world_size=2, backend="sim", device="H100").results
     assert all("for 4 GPUs, and there are 2 ranks" in text for text in two)
+
+
+def test_long_sequences_are_cut_along_cp_with_a_fused_ring_or_the_trainers_own():
+    """128K tokens: the own ring keeps squares of scores in 32 bits."""
+    long = {"gpus": 8, "time": 131072, "batch_tokens": 2**20, "layout": {"tp": 1, "pp": 1}}
+    fused, own = (
+        planned("llama-3-8b", ring=ring, memory=200e9, **long | {"layout": {"cp": 8}}).best
+        for ring in ("fused", "own")
+    )
+    assert 8 * fused.seconds < fused.own_seconds and own.own_seconds == own.seconds
+    assert planned("llama-3-8b", memory=200e9, **long).best.layout.cp == 8
+    text = str(planned("llama-3-8b", memory=200e9, **long))
+    assert "HybridTrainer's own isn't fused, and layout 1 takes" in text
+    with pytest.raises(ValueError, match="ring='flash': expected 'fused' or 'own'"):
+        planned(ring="flash")
 
 
 # ── errors ──

@@ -64,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="unfused keeps matrices of (time, time) (default: fused)",
     )
     parser.add_argument(
+        "--ring",
+        choices=("fused", "own"),
+        default="fused",
+        help="attention along cp: fused kernels, or HybridTrainer's own, plain products in 32 bits "
+        "(default: fused)",
+    )
+    parser.add_argument(
         "--precision",
         choices=("bf16-mixed", "bf16", "fp16-mixed", "fp32"),
         default="bf16-mixed",
@@ -134,6 +141,7 @@ def main(args: argparse.Namespace) -> int:
             simulate=0,
             top=args.top,
             every=args.all,
+            ring=args.ring,
             time=args.time,
         )
     except NoLayoutError as error:

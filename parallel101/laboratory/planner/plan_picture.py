@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.laboratory.planner.plan_report import MEMORY_WORDS, model_words
+from parallel101.cost.step_memory import PARTS
+from parallel101.laboratory.planner.plan_report import model_words
 from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text, layout_words
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds, listed
@@ -27,7 +28,7 @@ PART_CLASSES = {"matmul": "f0", "memory-bound": "f4", "host": "host", "tp": "f1"
 PART_CLASSES |= {"ep": "f7", "pp": "f3", "dp": "f2", "bubble": "idle", "optimizer": "f5"}
 SHORT = {"matmul": "products", "memory-bound": "memory-bound kernels", "host": "launches"}
 MEMORY_CLASSES = {"weights": "f0", "gradients": "f3", "optimizer": "f1", "activations": "f4"}
-MEMORY_CLASSES |= {"buffers": "f7"}
+MEMORY_CLASSES |= {"logits": "f2", "gradient_copy": "f6", "buffers": "f7"}
 MEMORY_LEFT, MEMORY_RIGHT, MEMORY_ROW = 118.0, 790.0, 30.0
 SQUARE, TALL, NODE_GAP, NODES_LEFT = 32.0, 44.0, 24.0, 92.0
 MOST_STAGES, MOST_NODES = 4, 3
@@ -169,7 +170,7 @@ def _memory(scene: Scene, best: PlannedLayout, y: float, lower: int) -> tuple[fl
     words = f"Memory of layout 1, of {decimal_bytes(have)} on each GPU"
     heading = scene.panel(f"translate(0,{lower})")
     heading.add("text", words, x=LEFT, y=y, font_size=15, class_="b")
-    kinds = {MEMORY_WORDS[name]: kind for name, kind in MEMORY_CLASSES.items()}
+    kinds = {PARTS[name]: kind for name, kind in MEMORY_CLASSES.items()}
     lower = _legend(scene, {**kinds, "headroom": "idle"}, y + 24, lower)
     names, bars, inside, right = _panels(scene, lower, MEMORY_LEFT, MEMORY_RIGHT, 366)
     y += 40
@@ -186,7 +187,7 @@ def _memory(scene: Scene, best: PlannedLayout, y: float, lower: int) -> tuple[fl
             # they don't all have their peaks at the same time
             part = min(nbytes, stage.total - drawn)
             x, width, text = MEMORY_LEFT + drawn * scale, part * scale, decimal_bytes(nbytes)
-            _bar(bars, x, y, width, BAR + 2, kind, f"{MEMORY_WORDS[name]}: {text}")
+            _bar(bars, x, y, width, BAR + 2, kind, f"{PARTS[name]}: {text}")
             if 7 * len(text) + 6 < width:
                 _inside(inside, text, kind, x + width / 2, y + 15)
             drawn += part

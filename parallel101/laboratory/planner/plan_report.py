@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from parallel101.cost.step_memory import StageMemory
+from parallel101.cost.step_memory import PARTS, StageMemory
 from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
@@ -27,14 +27,6 @@ PART_WORDS = {
     "dp": "gradients and weights along dp that nothing hides",
     "bubble": "bubble: waiting for other stages",
     "optimizer": "optimizer",
-}
-# field of StageMemory → what it is
-MEMORY_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-    "buffers": "buffers",
 }
 NOT_MODELLED = (
     (
@@ -100,8 +92,8 @@ def simulated_text(plan: RankedLayouts) -> str:
     rows = [
         [
             str(number),
-            human_seconds(of.seconds),
-            f"{human_seconds(step.seconds)} ({step.seconds / of.seconds - 1:+.1%})",
+            human_seconds(of.own_seconds),
+            f"{human_seconds(step.seconds)} ({of.difference:+.1%})",
             f"{step.mfu:.1%}",
             *(decimal_bytes(step.peak_bytes[stage]) for stage in (0, -1)),
             layout_text(of.layout),
@@ -116,6 +108,7 @@ def simulated_text(plan: RankedLayouts) -> str:
         else (f"The order changes: {', '.join(map(str, order))}.")
     )
     title = "The same steps on virtual GPUs, by the trainer itself, with its memory counted"
+    title += " and its own ring attention" * bool(ring_note(plan))
     parts = [as_text(TextTable(title, head, rows, 6, note if len(rows) > 1 else ""))] * bool(rows)
     parts += [
         f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
@@ -183,8 +176,20 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
         [head[k] for k in kept],
         [[row[k] for k in kept] for row in rows],
         numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
-        note="first, last: the memory that a GPU of the first and of the last stage needs.",
+        note="first, last: the memory that a GPU of the first and of the last stage needs."
+        + ring_note(plan),
     )
+
+
+def ring_note(plan: RankedLayouts) -> str:
+    """What the first layout along cp would take with HybridTrainer's own ring attention."""
+    for number, of in enumerate(plan, 1):
+        if of.own_seconds != of.seconds:
+            return (
+                f" cp: with a fused ring attention. HybridTrainer's own isn't fused, and layout "
+                f"{number} takes {human_seconds(of.own_seconds)} with it (see --ring)."
+            )
+    return ""
 
 
 def time_table(of: PlannedLayout) -> TextTable:
@@ -215,7 +220,7 @@ def memory_table(of: PlannedLayout) -> TextTable:
     def row(words: str, count: Any) -> list[str]:
         return [*(decimal_bytes(count(stage)) for stage in (first, last)), words]
 
-    rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in MEMORY_WORDS.items()]
+    rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in PARTS.items()]
     rows.append(row("at the peak of all together", lambda stage: stage.total))
     rows.append(row(f"headroom of {decimal_bytes(have)}", lambda stage: have - stage.total))
     return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2)
@@ -300,4 +305,4 @@ def as_json(of: PlannedLayout) -> dict[str, Any]:
 
 
 def memory_json(stages: Sequence[StageMemory]) -> list[dict[str, float]]:
-    return [{**{n: getattr(s, n) for n in MEMORY_WORDS}, "total": s.total} for s in stages]
+    return [{**{n: getattr(s, n) for n in PARTS}, "total": s.total} for s in stages]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.software import OWN_RING
 from parallel101.cost.step_memory import StageMemory
-from parallel101.cost.step_time import StepTime
+from parallel101.cost.step_time import StepTime, step_time
 from parallel101.laboratory.planner.search import most_of
 from parallel101.laboratory.planner.trainer_call import build_trainer, call_text
 
@@ -81,9 +82,14 @@ class PlannedLayout:
         return self.cluster.memory_bytes - most_of(self.memory)
 
     @property
+    def own_seconds(self) -> float:
+        """Of a step with HybridTrainer's own ring attention along cp, as virtual GPUs run it."""
+        return step_time(self.shape, self.layout, self.cluster, software=OWN_RING).seconds
+
+    @property
     def difference(self) -> float | None:
-        """The simulated step over the quick model's, minus one; None if it was not run."""
-        return self.simulated.seconds / self.seconds - 1 if self.simulated else None
+        """The simulated step over `own_seconds`, minus one; None if it was not run."""
+        return self.simulated.seconds / self.own_seconds - 1 if self.simulated else None
 
     @property
     def call(self) -> str:

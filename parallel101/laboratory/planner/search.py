@@ -19,6 +19,7 @@ from tqdm import tqdm
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.step_memory import StageMemory, step_memory
 from parallel101.cost.step_time import StepTime, step_time
@@ -83,6 +84,7 @@ def search(
     *,
     top: int,
     every: bool = False,
+    software: Software = TRAINERS,
     progress: bool = True,
 ) -> Found:
     """Return the `top` fastest layouts that fit, one of each mesh, and why others were refused.
@@ -94,12 +96,13 @@ def search(
         batch: samples of a step.
         fixed: fields of ParallelLayout that are not searched.
         every: several layouts of a mesh, too.
+        software: TRAINERS, or OWN_RING.
         progress: show a bar, if it takes longer than a second.
     """
     found = Found()
     meshes = list(meshes_of(shape, cluster, batch, fixed, found.meshes))
     timed = [
-        (step_time(shape, layout, cluster), layout)
+        (step_time(shape, layout, cluster, software=software), layout)
         for mesh in bar(meshes, "layouts of each mesh", progress)
         for layout in layouts_of(shape, mesh, batch, fixed, found.layouts)
     ]
@@ -113,7 +116,8 @@ def search(
         key = layout if every else layout.mesh
         if key in best and time.seconds > best[key].time.seconds:
             continue
-        evaluated = Evaluated(layout, time, step_memory(shape, layout))
+        memory = step_memory(shape, layout, fused_ring=software.fused_ring)
+        evaluated = Evaluated(layout, time, memory)
         if evaluated.most <= cluster.memory_bytes:
             slowest = time.seconds
             if key not in best or evaluated.most < best[key].most:

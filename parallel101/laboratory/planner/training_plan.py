@@ -22,6 +22,7 @@ from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.software import OWN_RING, TRAINERS
 from parallel101.laboratory.planner.known_models import batch_of_model, shape_of_model
 from parallel101.laboratory.planner.layout_rules import KEYS, check_fixed
 from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts, WhyNot
@@ -32,6 +33,7 @@ from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, R
 if TYPE_CHECKING:
     from parallel101.laboratory.viz.scene import Scene
 
+RINGS = {"fused": TRAINERS, "own": OWN_RING}
 BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
 
 
@@ -95,6 +97,7 @@ def plan(
     simulate: int = 3,
     top: int = 10,
     every: bool = False,
+    ring: str = "fused",
     time: int | None = None,
     progress: bool = True,
 ) -> TrainingPlan:
@@ -114,6 +117,8 @@ def plan(
         simulate: how many of the best are run on virtual GPUs.
         top: how many are returned.
         every: return several layouts of one mesh, too, if they are that fast.
+        ring: how attention along cp is computed: "fused", as in Megatron-LM and torch's context
+            parallel, or "own": with plain products in 32 bits, as HybridTrainer does.
         time: tokens of a sample; None: the model's own.
         progress: show bars for what takes longer than a second.
 
@@ -144,10 +149,15 @@ def plan(
     for what, count, least in (("simulate", simulate, 0), ("top", top, 1)):
         if type(count) is not int or count < least:
             raise ValueError(f"{what}={count!r}: expected a whole number, {least} or more")
+    if ring not in RINGS:
+        raise ValueError(f"ring={ring!r}: expected {' or '.join(map(repr, RINGS))}")
     fixed = {"precision": precision, **fixed_fields(layout)}
     fixed = check_fixed(fixed)
     batch = samples(shape, name, batch_tokens, fixed)
-    found = search(shape, cluster, batch, fixed, top=top, every=every, progress=progress)
+    software = RINGS[ring]
+    found = search(
+        shape, cluster, batch, fixed, top=top, every=every, software=software, progress=progress
+    )
     fixed = {key: value for key, value in fixed.items() if key != "precision"}
     if not found.best:
         raise nothing_fits(shape, cluster, batch, fixed, found)

@@ -1,8 +1,7 @@
 /* The answer as the reader sees it: whether the model fits, the bars, what takes the most, the
    changes that would make it fit, and the table; and what happens when a field is changed. */
 
-const PARTS = { weights: "weights", gradients: "gradients", optimizer: "optimizer state",
-  activations: "activations", buffers: "buffers" };
+const { PARTS } = GIVEN.constants;
 const MOMENTS = { loss: "at the loss", backward: "in the backward pass",
   gradients: "while the last gradients are sent", optimizer: "in the optimizer's step" };
 const AVERAGES = { adamw: "AdamW's two averages", momentum: "SGD's momentum", sgd: "" };
@@ -79,6 +78,10 @@ function atPeak(stage) {
   let rest = stage.total;
   for (const name of ["weights", "optimizer", "activations", "gradients"]) {
     found[name] = name === "activations" && !inStep ? 0 : Math.min(stage[name], rest);
+    rest -= found[name];
+  }
+  for (const name of ["logits", "gradient_copy"]) {
+    found[name] = Math.min(stage[name], rest);
     rest -= found[name];
   }
   found.buffers = rest;
@@ -177,15 +180,21 @@ function because(name, stage) {
       : layout.microbatches === 1 ? "The step has one microbatch."
         : `${count(forwards)} of ${all} ${forwards === 1 ? "waits" : "wait"} for backward then.`;
   }
+  if (name === "logits")
+    return "They are in 32 bits, and so are their gradients.";
+  if (name === "gradient_copy")
+    return stage.moment === "optimizer"
+      ? "The optimizer is given them in 32 bits, beside those in 16."
+      : "This trainer adds up microbatches beside the arrays in which it sends gradients.";
   return `They are ${buffersOf(stage.moment)}.`;
 }
 
 /* What is needed only for a moment, at that moment. */
 function buffersOf(moment) {
   const { recompute, zero_stage: zero } = state.layout;
-  if (moment === "loss") return "mostly the logits and their gradients";
+  if (moment === "loss") return "gradients of the output layer, and messages";
   if (moment === "gradients") return "gradients on their way to other GPUs";
-  if (moment === "optimizer") return "gradients in 32 bits, beside those in 16";
+  if (moment === "optimizer") return "what the update needs besides its gradients";
   return "what the backward pass of one layer needs"
     + (recompute === "none" ? "" : ", which computes activations again")
     + (zero === 3 ? ", with the gathered weights of two layers" : "");

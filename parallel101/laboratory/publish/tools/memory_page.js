@@ -151,7 +151,8 @@ function python() {
     `shape = ${shape}`, `layout = ${call("ParallelLayout", [], ofLayout)}`,
     `have = CHIPS["${gpu}"].hbm_bytes`,
     "for position, stage in enumerate(step_memory(shape, layout)):",
-    "    parts = stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.buffers",
+    "    parts = stage.weights, stage.gradients, stage.optimizer, stage.activations",
+    "    parts += stage.logits, stage.gradient_copy, stage.buffers",
     '    print(f"stage {position}:", *map(decimal_bytes, parts), sep="  ")',
     '    print(f"  at its peak {decimal_bytes(stage.total)} of {decimal_bytes(have)}")', ""]
     .join("\n");

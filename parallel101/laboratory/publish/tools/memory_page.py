@@ -22,7 +22,7 @@ from parallel101.cost.layer_activations import RECOMPUTE
 from parallel101.cost.model_shape import KNOWN, ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import TRAINERS
-from parallel101.cost.step_memory import BUCKET, MASTER, MOMENT, step_memory
+from parallel101.cost.step_memory import BUCKET, MASTER, MOMENT, PARTS, step_memory
 from parallel101.laboratory.planner.known_models import KNOWN_MODELS
 from parallel101.laboratory.planner.layout_rules import CHOICES
 from parallel101.laboratory.record.units import decimal_bytes
@@ -35,13 +35,6 @@ OWN = ModelShape(width=768, layers=12, heads=12, vocabulary=50257, time=1024)
 KINDS = {"GPT": "gpt3-175b", "Llama": "llama-3-8b"}  # a model of each kind
 KIND_FIELDS = "gated", "norm", "biases", "positions"
 FLAGS = "gated", "biases", "tied", "dropout"
-PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-    "buffers": "buffers",
-}
 
 
 def _file(name: str) -> str:
@@ -78,6 +71,7 @@ def _given() -> str:
             "BUCKET": BUCKET,
             "MASTER": MASTER,
             "MOMENT": MOMENT,
+            "PARTS": PARTS,
             "AVERAGES": AVERAGES,
             "OPTIMIZER_BYTES": TRAINERS.optimizer_bytes,
         },
@@ -131,10 +125,12 @@ here. The table is for {model} on {layout.gpus} {gpu} with dp {layout.dp}. Each 
 <div class="scroll"><table class="stages"><thead><tr><td></td>{_head()}</tr></thead>
 <tbody>{_rows()}</tbody></table></div>
 <p class="text small">The parts have their peaks at different times, so they can add up to more than
-the peak of all together. Buffers are what else is alive at that peak, such as buckets of gradients
-on their way. The formulas are those of <code>parallel101.cost.step_memory</code>, for optimizers
-with <code>fused=True</code>. They count tensors. The CUDA context, NCCL's buffers and what the
-allocator loses to fragmentation come on top, so leave some headroom.</p></section>
+the peak of all together. The last three are what else is alive at that peak. The gradient copy is
+this trainer's own: it adds gradients up beside the arrays in which it sends them, and Megatron-LM,
+for example, doesn't. Buffers are, for example, buckets of gradients on their way. The formulas are
+those of <code>parallel101.cost.step_memory</code>, for optimizers with <code>fused=True</code>.
+They count tensors. The CUDA context, NCCL's buffers and what the allocator loses to fragmentation
+come on top, so leave some headroom.</p></section>
 <section class="code found" aria-label="As Python" hidden><h2>As Python</h2>
 <p class="text">The address of this page holds your settings, so a bookmark keeps them. This
 program prints the same numbers. <code>parallel101 plan</code> searches for the fastest layout that

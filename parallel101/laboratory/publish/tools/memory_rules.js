@@ -293,27 +293,32 @@ const memoryRules = (() => {
     if (zero === 3) travelling += 2 * e * ofLayer;
 
     let update = room ? 0 : gradients;
-    if (mixed && g < 4) update += 4 * owned;  // in 32 bits
+    const in32Bits = mixed && g < 4 ? 4 * owned : 0;
+    update += in32Bits;
     if (shape.tied && pp > 1 && (first || last)) update += (mixed ? 10 : 2.5 * g) * table;
 
-    let earlier = 0, atOnce = waiting;
-    if (microbatches > 1) {  // the gradients of earlier microbatches
+    let earlier = 0;  // the gradients of earlier microbatches
+    if (microbatches > 1)
       earlier = zero < 2 ? g * count
         : 2 * g * (zero === 2 ? bucket : first ? ofEmbedding : ofLayer);
-      if (warmUp === microbatches) {
-        atOnce = Math.max(waiting, waiting * (1 - 1 / microbatches) + earlier);
-        earlier = 0;
-      }
+    let atOnce = waiting + earlier;
+    if (warmUp === microbatches) {  // the first backward has all of them, the second one fewer
+      atOnce = Math.max(waiting, waiting * (1 - 1 / microbatches) + earlier);
+      if (atOnce === waiting) earlier = 0;
     }
-    const moments = { backward: atOnce + earlier + backward, gradients: travelling,
-      optimizer: update };
-    if (last) moments.loss = atOnce + earlier + loss;
+    const moments = { backward: atOnce + backward, gradients: travelling, optimizer: update };
+    if (last) moments.loss = atOnce + loss;
     const moment = Object.keys(moments).reduce((a, b) => moments[b] > moments[a] ? b : a);
     const total = fixed + moments[moment], activations = waiting + (last ? 4 * logits : 0);
     const inStep = moment === "loss" || moment === "backward";
     const alive = weights + optimizer + gradients + (inStep ? activations : 0);
-    return { weights, gradients, optimizer, activations, buffers: Math.max(0, total - alive),
-      total, moment, parameters: count, owned, forwards: warmUp };
+    const others = Math.max(0, total - alive), ofLoss = moment === "loss";
+    const atPeak = ofLoss ? Math.min(others, Math.max(0, atLoss - (last ? 4 * logits : 0))) : 0;
+    const copied = Math.min(others - atPeak, inStep ? Math.max(0, room + earlier - gradients)
+      : moment === "optimizer" ? in32Bits : 0);
+    return { weights, gradients, optimizer, activations, logits: atPeak, gradient_copy: copied,
+      buffers: others - atPeak - copied, total, moment, parameters: count, owned,
+      forwards: warmUp };
   }
 
   /* How many forwards a rank computes before its first backward, and so how many wait. */
