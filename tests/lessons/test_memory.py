@@ -78,6 +78,22 @@ def test_attention_and_logits_of_the_text() -> None:
     assert math.isclose(2**-8 * math.sqrt((1024 + 3) / 12), 0.036, rel_tol=1e-2)
 
 
+@pytest.mark.parametrize("block", [32, 64])
+def test_a_packed_block_is_off_by_a_sixteenth_at_most_and_costs_a_byte_for_its_scale(block) -> None:
+    x = torch.randn(40 * block, generator=torch.Generator().manual_seed(0))
+    x *= 10.0 ** torch.arange(-20, 20).repeat_interleave(block)
+    message = LESSON["pack"](x, block)
+    far = (LESSON["unpack"](message, block) - x).abs() / x.abs()
+    largest = x.view(-1, block).abs().amax(dim=1).repeat_interleave(block)
+    assert len(message) == len(x) * (block + 1) // block
+    assert far[x.abs() > 2**-12 * largest].max() <= 1 / 16
+
+
+def test_nvfp4_is_exact_for_its_own_numbers() -> None:
+    x = torch.tensor([0.0, 0.5, -1, 1.5, 2, -3, 4, 6] * 2 + [448.0 * 6] + [0.0] * 15)
+    assert torch.equal(LESSON["nvfp4"](x), x)
+
+
 def test_the_first_stage_holds_as_much_as_all_layers_of_one_microbatch() -> None:
     shape = LayerShape(width=64, heads=4, time=64, batch=4, dropout=False)
     whole = 8 * sum(layer_activations(shape).values())

@@ -460,7 +460,19 @@ PRINTED = {
             r"none +rank 0: 5\.29 MB +rank 1: 3\.97 MB +rank 2: 2\.65 MB +rank 3: 1\.52 MB",
             r"full +rank 0: 0\.89 MB",
         ],
-        "sums-run": [r"bfloat16 +2 ranks: 2\.4e-03(.*)32 ranks: 7\.1e-03"],
+        "sums-run": [
+            r"bfloat16 +2 ranks: 2\.4e-03(.*)32 ranks: 7\.1e-03",
+            "thousand ones in bfloat16: 256$",
+        ],
+        "fp8-run": [
+            r"gradient +one scale 2\.6%, MXFP8 2\.6%, NVFP4 9\.[3-5]%",
+            r"outlier +one scale [89]\.\d%, MXFP8 2\.6%, NVFP4 9\.\d%",
+        ],
+        "fp8-sum-run": [
+            r" 2 ranks: packed by every rank 1\.[78]%, packed once 2\.[45]%",
+            r"16 ranks: packed by every rank [56]\.\d%, packed once 1\.[456]%",
+            r"packed_once: 224,730 bytes, in bfloat16 435,840\ngathered: 224,730 ",
+        ],
         "breaks-fp16": [r"0\.0\]\n\[.*, 9\.9\d+e-09\]"],
         "breaks-norm-run": ["'blocks.0.1' is a BatchNorm1d", "running statistics"],
     },
