@@ -23,19 +23,13 @@ import torch.distributed as dist
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
 from parallel101.laboratory.ranks.rank_stack import (
     STACK_SIGNAL,
-    RankStack,
     StackReader,
     no_stack_on_signal,
     stack_of_dump,
     stack_on_signal,
 )
-from parallel101.laboratory.ranks.stuck import (
-    REPORTS,
-    StuckDetector,
-    append_report,
-    report_lines,
-    stuck_text,
-)
+from parallel101.laboratory.ranks.run_diagnosis import RunDiagnosis
+from parallel101.laboratory.ranks.stuck import REPORTS, report_lines
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 
@@ -50,25 +44,16 @@ class JobReports:
     Args:
         recorder: of the rank.
         store: of the launch.
-        size: ranks of the job.
-        after: seconds without progress until the first report; infinity: none.
-        folder: where reports are written to, besides stderr; or None.
+        diagnosis: on rank 0, with the status of all ranks.
     """
 
-    def __init__(
-        self,
-        recorder: RankRecorder,
-        store: dist.Store,
-        size: int,
-        after: float,
-        folder: Path | None,
-    ):
-        self.recorder, self.store, self.size, self.folder = recorder, store, size, folder
+    def __init__(self, recorder: RankRecorder, store: dist.Store, diagnosis: RunDiagnosis):
+        self.recorder, self.store, self.diagnosis = recorder, store, diagnosis
+        self.size = len(diagnosis.graph.ranks)
         self.rank = recorder.rank
         self.said = False  # that this rank was interrupted
         self.returned = False  # its program has returned
         self.reader = StackReader(recorder)
-        self.detector = StuckDetector(after)
         self.answered = self.reported = 0  # requests, by number
         self.own = 0  # how many of them came from the detector
         self.by_hand = 0  # how many of the others were reported
@@ -79,11 +64,11 @@ class JobReports:
         self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
         stack_on_signal(stderr if self.dump is None else self.dump, stderr)
         store.set(f"process/{self.rank}", to_json([socket.gethostname(), os.getpid(), self.dump]))
-        if folder is not None and self.rank == 0:
-            (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
+        if diagnosis.folder is not None and self.rank == 0:
+            (diagnosis.folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
 
-    def look(self, graph: WaitForGraph) -> None:
-        """To be called ten times a second. `graph`: on rank 0, with the status of all ranks."""
+    def look(self) -> None:
+        """To be called ten times a second."""
         self.reader.look()
         now = time.monotonic()
         if now >= self.next_look:
@@ -92,8 +77,8 @@ class JobReports:
         if self.rank:
             return
         if self.answered > self.reported:
-            self._collect(now, graph)
-        elif now >= self.detector.due(now, graph):
+            self._collect(now)
+        elif now >= self.diagnosis.stuck.due(now, self.diagnosis.graph):
             self.own += 1
             self.ask()
             self._answer()
@@ -102,14 +87,6 @@ class JobReports:
         """Ask for a report of what all ranks do."""
         self.next_look = 0.0
         self.store.add("stacks/asked", 1)
-
-    def say(self, text: str) -> None:
-        """Write a report."""
-        with contextlib.suppress(OSError, ValueError):  # nobody may read stderr any more
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
-        if self.folder is not None:
-            append_report(self.folder, text)
 
     def interrupted(self, frame: FrameType | None = None) -> None:
         """Ctrl-C has come: write what this rank does, once.
@@ -128,7 +105,7 @@ class JobReports:
             peer = f" for rank {call.peers[0]}" if len(call.peers) == 1 else ""
             stack = stack._replace(waits=f"in {call.kind}{peer}")
         lines = report_lines(graph, {self.rank: stack}, [self.rank])
-        self.say("\n  ".join([f"[rank {self.rank}] interrupted", *lines]))
+        self.diagnosis.say("\n  ".join([f"[rank {self.rank}] interrupted", *lines]))
 
     def close(self) -> None:
         """The launch is over."""
@@ -142,7 +119,7 @@ class JobReports:
             self.store.set(f"stacks/{asked}/{self.rank}", to_json(self.reader.read()))
             self.until = time.monotonic() + TO_ANSWER
 
-    def _collect(self, now: float, graph: WaitForGraph) -> None:
+    def _collect(self, now: float) -> None:
         """On rank 0: report as soon as all ranks have answered, or have had the time to."""
         keys = {rank: f"stacks/{self.answered}/{rank}" for rank in range(self.size)}
         there = {rank: key for rank, key in keys.items() if self.store.check([key])}
@@ -163,19 +140,8 @@ class JobReports:
         # a rank may have asked in the same moment as the detector
         by_hand, self.by_hand = self.by_hand, self.answered - self.own
         self.reported, self.silent = self.answered, []
-        self._report(time.monotonic(), graph, stacks, self.by_hand > by_hand)
-
-    def _report(
-        self, now: float, graph: WaitForGraph, stacks: dict[int, RankStack], by_hand: bool
-    ) -> None:
-        if by_hand:
-            lines = report_lines(graph, stacks)
-            self.say("\n  ".join(["parallel101: what the ranks do now (SIGUSR1)", *lines]))
-            return
-        quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
-        if ranks := self.detector.stuck(now, graph, quiet):
-            lines = report_lines(graph, stacks, ranks)
-            self.say(stuck_text(lines, self.detector.waited(now), self.detector.pause))
+        asked = "parallel101: what the ranks do now (SIGUSR1)" if self.by_hand > by_hand else ""
+        self.diagnosis.report(stacks, asked)
 
     def _processes_here(self, ranks: Sequence[int]) -> dict[int, tuple[int, int | None]]:
         """Of those ranks that run on this host, the process id and the file for its stack."""
@@ -186,6 +152,13 @@ class JobReports:
                 if host == socket.gethostname():
                     found[rank] = pid, file
         return found
+
+
+def write_report(text: str) -> None:
+    """Write a report on stderr."""
+    with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _dump_of(pid: int, file: int | None) -> str:

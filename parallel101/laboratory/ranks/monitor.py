@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,17 +36,11 @@ from parallel101.laboratory.ranks.diagnosis import (
 from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
 from parallel101.laboratory.ranks.processes import RankProcess, kill
 from parallel101.laboratory.ranks.rank_stack import STACK_SIGNAL, RankStack, stack_of_dump
-from parallel101.laboratory.ranks.stuck import (
-    REPORTS,
-    StuckDetector,
-    append_report,
-    report_lines,
-    stuck_text,
-)
+from parallel101.laboratory.ranks.run_diagnosis import WAIT_FOR_CAUSE, RunDiagnosis
+from parallel101.laboratory.ranks.stuck import REPORTS
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
-    BLOCKED,
     CALL,
     EXIT,
     FAILURE,
@@ -54,28 +48,23 @@ from parallel101.laboratory.ranks.wire import (
     RECORD,
     RESULT,
     STACKS,
-    UNBLOCKED,
+    STATUS,
     Failure,
     RankRecord,
     VirtualExit,
     Wire,
     unpack,
 )
-from parallel101.laboratory.record.calls import Call, CallChecker
+from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.errors import (
     DeadlockError,
     LaunchTimeout,
     MisuseError,
     RankFailed,
 )
-from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 
-# seconds after a failure in which another rank's failure may turn out to be its cause
-WAIT_FOR_CAUSE = 0.05
-WAIT_FOR_CALLS = (
-    0.3  # the same for other ranks' calls of a collective, to tell which is the odd one
-)
-WAIT_FOR_OTHERS = 1.0  # the same, after an error that only says that another rank has failed
+# seconds after an error that only says that another rank has failed, as WAIT_FOR_CAUSE
+WAIT_FOR_OTHERS = 1.0
 TO_FAIL = 0.3  # seconds for the other ranks to lose their connection to one that has died
 TO_ANSWER = 2.0  # seconds for a rank to say what it does, before a signal asks it
 # seconds between two readings of the calls that the ranks of a checked run have posted
@@ -90,7 +79,6 @@ class MonitoredRank:
     process: RankProcess
     wire: Wire
     outputs: tuple[RankOutput, RankOutput]
-    status: RankStatus
     result: tuple[bytes, list] | None = None
     failure: Failure | None = None
     record: RankRecord | None = None
@@ -100,11 +88,6 @@ class MonitoredRank:
     exitcode: int | None = None
     ended: bool = False
     partial_call: bytes = b""  # the beginning of a call whose end has not come yet
-
-    def take_report(self, report: tuple) -> None:
-        """Note what the rank has posted (see record.RankRecorder.report)."""
-        status = self.status
-        status.posted, status.collectives, status.dropped, status.recent, status.newest = report
 
 
 class Monitor:
@@ -128,8 +111,13 @@ class Monitor:
         on_gloo: bool = False,
         stuck_after: float = math.inf,
     ):
-        self.wait_for = WaitForGraph(len(processes))
         self.screen = Screen()
+        self.diagnosis = RunDiagnosis(
+            len(processes),
+            stuck_after,
+            lambda text: self.screen.lines("stderr", text.splitlines()),
+            self.reports_folder,
+        )
         self.ranks = [
             MonitoredRank(
                 rank,
@@ -139,17 +127,14 @@ class Monitor:
                     RankOutput(prefixes[rank], "stdout", self.screen),
                     RankOutput(prefixes[rank], "stderr", self.screen),
                 ),
-                self.wait_for.ranks[rank],
             )
             for rank, process in enumerate(processes)
         ]
         self.timeout = timeout
         self.checked = checked and all(process.calls is not None for process in processes)
-        self.call_checker = CallChecker()
         self.idle_detector = (
             IdleDetector([process.pid for process in processes]) if on_gloo else None
         )
-        self.stuck_detector = StuckDetector(stuck_after)
         self.report_wanted = False  # somebody has sent this process SIGUSR1
         self.fail_at: float | None = None  # the moment when the cause of a failure is chosen
         self.imported: set[str] = set()  # slow modules that ranks had to import
@@ -177,22 +162,20 @@ class Monitor:
             now = time.monotonic()
             if self.fail_at is not None and now >= self.fail_at:
                 raise self._root_cause()
-            if (deadlock := self.wait_for.confirmed_deadlock(now)) is not None:
-                raise self.call_checker.error() or deadlock
-            if (report := self.wait_for.report_of_limits(now)) is not None:
-                self._say(f"parallel101: {report}".splitlines())
-            all_wait = all(status.stuck or status.returned for status in self.wait_for.ranks)
-            if idle is not None and idle.stuck(now, all_wait, self.wait_for.receive_dropped):
-                raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
+            if (fault := self.diagnosis.fault(now)) is not None:
+                raise self._root_cause() if isinstance(fault, MisuseError) else fault
+            all_wait = all(status.stuck or status.returned for status in self.diagnosis.graph.ranks)
+            if idle is not None and idle.stuck(now, all_wait, self.diagnosis.graph.receive_dropped):
+                raise self.diagnosis.calls.error() or self.diagnosis.graph.stall_error(self.checked)
             if self.report_wanted:
                 self.report_wanted = False
                 self.report("parallel101: what the ranks do now (SIGUSR1)")
-            if now >= (stuck_due := self.stuck_detector.due(now, self.wait_for)):
-                self._report_stuck()
+            if now >= self.diagnosis.stuck.due(now, self.diagnosis.graph):
+                self.diagnosis.report(self.ask_stacks(TO_ANSWER))
                 continue
             if now >= deadline:
-                raise self.call_checker.error() or self._timed_out()
-            next_look = [deadline, self.wait_for.next_look, stuck_due]
+                raise self.diagnosis.calls.error() or self._timed_out()
+            next_look = [deadline, self.diagnosis.next_look(now)]
             if self.fail_at is not None:
                 next_look.append(self.fail_at)
             if idle is not None and idle.idle_since is not None:
@@ -202,7 +185,7 @@ class Monitor:
             self._listen(min(next_look) - now)
             self._read_calls()
         self._read_calls()
-        if (misuse := self.call_checker.error()) is not None:
+        if (misuse := self.diagnosis.calls.error()) is not None:
             raise misuse
 
     def _listen(self, seconds: float) -> None:
@@ -251,27 +234,30 @@ class Monitor:
         except (EOFError, OSError):
             self.selector.unregister(wire)
             return
+        ranks = self.diagnosis.graph.ranks
+        status = ranks[rank.rank]
         if kind == RESULT:
-            rank.result, rank.status.returned = (body, buffers), True
+            rank.result = body, buffers
+            ranks[rank.rank] = replace(status, returned=True, blocked=None, limit=None)
             return
         value = unpack(body, buffers)
         if kind == CALL:
-            self._check_call(Call(*value))
-        elif kind == BLOCKED:
-            call, limit, report = value
-            rank.take_report(report)
-            rank.status.blocked, rank.status.limit = Call(*call), limit
-        elif kind == UNBLOCKED:
-            rank.status.blocked = rank.status.limit = None
+            self.diagnosis.check(Call(*value))
+        elif kind == STATUS:
+            if rank.result is None and rank.failure is None:
+                ranks[rank.rank] = value
         elif kind == RECORD:
-            rank.record, report = value
-            rank.take_report(report)
+            rank.record, posted = value
+            ranks[rank.rank] = replace(
+                posted, blocked=status.blocked, limit=status.limit, returned=status.returned
+            )
         elif kind == IMPORTED:
             self.imported.update(value)
         elif kind == STACKS:
             rank.stacks = value
         elif kind == FAILURE:
-            rank.failure, rank.status.blocked, rank.status.limit = value, None, None
+            rank.failure = value
+            ranks[rank.rank] = replace(status, blocked=None, limit=None)
             others_may_fail = value.consequence and len(self.ranks) > 1
             self._fail_within(WAIT_FOR_OTHERS if others_may_fail else WAIT_FOR_CAUSE)
 
@@ -284,15 +270,9 @@ class Monitor:
                 while len(data) - start >= 4 and len(data) - start >= 4 + (
                     size := int.from_bytes(data[start : start + 4], "little")
                 ):
-                    self._check_call(Call(*marshal.loads(data[start + 4 : start + 4 + size])))
+                    self.diagnosis.check(Call(*marshal.loads(data[start + 4 : start + 4 + size])))
                     start += 4 + size
                 rank.partial_call = data[start:]
-
-    def _check_call(self, call: Call) -> None:
-        if self.call_checker.check(call):
-            self._fail_within(WAIT_FOR_CALLS)
-        if self.call_checker.all_called:
-            self._fail_within(WAIT_FOR_CAUSE)
 
     def _fail_within(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
@@ -311,7 +291,7 @@ class Monitor:
         for failure in failures:  # a rank may have found the misuse before anything broke
             if isinstance(failure.error, MisuseError):
                 return failure.error
-        if (misuse := self.call_checker.error()) is not None:
+        if (misuse := self.diagnosis.calls.error()) is not None:
             return misuse
         failures.sort(key=lambda failure: (failure.consequence, failure.rank))
         if not failures or failures[0].consequence:
@@ -328,42 +308,27 @@ class Monitor:
     def _died(self, rank: MonitoredRank) -> RankFailed:
         """The error for a rank whose process has ended, with what the other ranks did."""
         crash_dump, stderr = rank.exit_report.decode(errors="replace"), rank.outputs[1].tail
+        statuses = self.diagnosis.graph.ranks
         self._listen_until(
-            lambda: all(r.ended or r.failure or r.status.blocked for r in self.ranks), TO_FAIL
+            lambda: all(r.ended or r.failure or statuses[r.rank].stuck for r in self.ranks), TO_FAIL
         )
         failed = [other.failure for other in self.ranks if other.failure is not None]
-        others = rank_lines(self.wait_for.ranks, {f.rank: f.place for f in failed})
+        others = rank_lines(statuses, {f.rank: f.place for f in failed})
         if TOO_LONG.search(stderr):
             self.ask_records()
-            others = self.wait_for.longer_messages(rank.rank) or others
+            others = self.diagnosis.graph.longer_messages(rank.rank) or others
         return rank_died(rank.rank, rank.exitcode, crash_dump, stderr, self.checked, others)
 
     def _timed_out(self) -> LaunchTimeout:
         places = dict.fromkeys(range(len(self.ranks)), "an unknown place")
         places |= {rank: stack.place for rank, stack in self.ask_stacks().items()}
-        lines = rank_lines(self.wait_for.ranks, places)
+        lines = rank_lines(self.diagnosis.graph.ranks, places)
         self.ask_records()
-        return timed_out(self.timeout, lines, self.wait_for.dropped_works())
-
-    # ---- ranks that keep others waiting ----
-
-    def _report_stuck(self) -> None:
-        stacks = self.ask_stacks(TO_ANSWER)
-        detector, now = self.stuck_detector, time.monotonic()
-        quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
-        if ranks := detector.stuck(now, self.wait_for, quiet):
-            lines = report_lines(self.wait_for, stacks, ranks)
-            self._say(stuck_text(lines, detector.waited(now), detector.pause).splitlines())
+        return timed_out(self.timeout, lines, self.diagnosis.graph.dropped_works())
 
     def report(self, head: str) -> None:
         """Write what each rank waits for, or where it is, with its stack."""
-        lines = report_lines(self.wait_for, self.ask_stacks())
-        self._say([head, *(f"  {line}" for line in lines)])
-
-    def _say(self, lines: list[str]) -> None:
-        self.screen.lines("stderr", lines)
-        if self.reports_folder is not None:
-            append_report(self.reports_folder, "\n".join(lines))
+        self.diagnosis.report(self.ask_stacks(), head)
 
     @contextlib.contextmanager
     def _reports_on_signal(self) -> Iterator[None]:

@@ -46,16 +46,13 @@ from parallel101.laboratory.ranks.wire import (
     pack,
 )
 from parallel101.laboratory.record.events import EventRow
-from parallel101.laboratory.record.recorder import StatusReport
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.wait_for import WaitForGraph
+from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 from parallel101.laboratory.record.where import where
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import SharedState
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.laboratory.sim.virtual_gpu import GpuCount, VirtualGPU, virtual_gpu
-
-NO_REPORT: StatusReport = ({}, {}, {}, {}, {})  # the sim itself knows who waits for whom
 
 
 def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
@@ -107,7 +104,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     wire.send(IMPORTED, slow_imports(loaded))
     of_gpus = [gpus[rank] for rank in sorted(gpus)] if job.device is not None else None
     record = RankRecord(run.events, run.unfinished, run.unwaited, of_gpus, run.warnings)
-    wire.send(RECORD, (record, NO_REPORT))
+    wire.send(RECORD, (record, RankStatus()))
     if run.error is None:
         wire.send_packed(RESULT, *pack(run.results), release=True)
     else:
@@ -184,7 +181,8 @@ class SimWatcher(ControlThread):
             # the ranks go on meanwhile, and may change what is being read
             with contextlib.suppress(RuntimeError):
                 unfinished = shared.unfinished()
-            self.wire.send(RECORD, (RankRecord(list(shared.world.events), unfinished), NO_REPORT))
+            record = RankRecord(list(shared.world.events), unfinished)
+            self.wire.send(RECORD, (record, RankStatus()))
 
     def stacks(self) -> list[RankStack]:
         if self.shared is None:

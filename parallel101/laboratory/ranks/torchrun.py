@@ -51,16 +51,17 @@ from parallel101.laboratory.ranks.job_messages import (
     unpack_from,
     unpack_record,
 )
-from parallel101.laboratory.ranks.job_reports import JobReports
+from parallel101.laboratory.ranks.job_reports import JobReports, write_report
 from parallel101.laboratory.ranks.process_watch import ProcessWatch, ended_text
 from parallel101.laboratory.ranks.program import failure_of, forked_children_exit, own_init_accepted
 from parallel101.laboratory.ranks.rank_stack import USER_SIGNAL
+from parallel101.laboratory.ranks.run_diagnosis import RunDiagnosis
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.watcher import TICK, BlockedDetector, recorded
 from parallel101.laboratory.ranks.wire import Failure, RankRecord
 from parallel101.laboratory.record import process_groups
-from parallel101.laboratory.record.calls import Call, CallChecker
+from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.errors import (
     DeadlockError,
     LaunchTimeout,
@@ -68,9 +69,9 @@ from parallel101.laboratory.record.errors import (
     RankFailed,
     one_line,
 )
-from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
-from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
-from parallel101.laboratory.record.where import shown, where
+from parallel101.laboratory.record.recorder import RankRecorder
+from parallel101.laboratory.record.wait_for import RankStatus
+from parallel101.laboratory.record.where import shown
 from parallel101.spans import record_into
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
@@ -139,8 +140,9 @@ def join_job(
     )
     # a call blocks its connection, so the watcher needs its own
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
-    reports = JobReports(recorder, watcher_store, size, stuck_after, folder)
-    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, reports, keep_record)
+    diagnosis = RunDiagnosis(size, stuck_after, write_report, folder)
+    reports = JobReports(recorder, watcher_store, diagnosis)
+    watcher = JobWatcher(recorder, watcher_store, timeout, calls, reports, keep_record)
     watcher.start()
     if recording:
         record_into(recorder)
@@ -273,7 +275,6 @@ class JobWatcher(threading.Thread):
     Args:
         recorder: of the rank that it watches.
         store: a connection of its own to the store of this launch.
-        size: ranks of the job.
         timeout: seconds the launch may take.
         calls: the list to which a checked run appends what this rank posts.
         reports: writes the reports of stuck ranks.
@@ -285,21 +286,15 @@ class JobWatcher(threading.Thread):
         self,
         recorder: RankRecorder,
         store: dist.Store,
-        size: int,
         timeout: float,
         calls: list[Call],
         reports: JobReports,
         on_record: Callable[[RankRecord], None] | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 job watcher")
-        self.recorder, self.store, self.size, self.timeout, self.calls = (
-            recorder,
-            store,
-            size,
-            timeout,
-            calls,
-        )
-        self.reports = reports
+        self.recorder, self.store, self.timeout, self.calls = recorder, store, timeout, calls
+        self.reports, self.diagnosis = reports, reports.diagnosis
+        self.size = size = reports.size
         self.on_record = on_record
         self.termination = None if on_record is None else TerminationSignal(reports)
         self.detector = BlockedDetector(recorder)
@@ -307,8 +302,6 @@ class JobWatcher(threading.Thread):
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
         self.done = threading.Event()  # this rank's function has returned
         self.over = threading.Event()  # so is the launch
-        self.wait_for = WaitForGraph(size)
-        self.call_checker = CallChecker()
         self.batches_published = 0
         self.batches_read = [0] * size  # by rank
         self.batches = threading.Lock()  # of calls: the program's thread passes on the last ones
@@ -320,36 +313,26 @@ class JobWatcher(threading.Thread):
         self.processes = ProcessWatch(recorder.rank, size, store)
         self.uncaught = UncaughtInCpp()
         self.fault_since: float | None = None  # since when a rank of this host can't go on
-        self.store_watch = StoreWatch(recorder.rank, self._place)
+        self.store_watch = StoreWatch(recorder.rank, self.detector.place)
         self._publish(RankStatus())
         self.heartbeat.beat()
 
     def run(self) -> None:
-        seen: PostedCall | None = None
-        published: PostedCall | None = None
         self.store_watch.start()
         self.processes.start()
         while not self.over.wait(TICK):
             self.store_watch.answers += 1
             try:
-                blocked = self.detector.blocked_in()
-                if (
-                    not self.done.is_set()
-                    and blocked is not published
-                    and (blocked is None or blocked is seen)
-                ):
-                    call = None if blocked is None else blocked.call(self._place())
-                    limit = None if blocked is None else blocked.caught_after
-                    self._publish(RankStatus(call, False, *self.recorder.report(), limit=limit))
-                    published = blocked
-                seen = blocked
+                status = self.detector.changed()
+                if status is not None and not self.done.is_set():
+                    self._publish(status)
                 self._publish_calls()
                 self.heartbeat.beat()
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
                     if silent := self.heartbeat.newly_silent():
                         write_line(0, silence_text(silent, self.statuses))
-                self.reports.look(self.wait_for)
+                self.reports.look()
                 self._check_this_host()
                 self._heed_signals()
                 if time.monotonic() > self.deadline:
@@ -431,14 +414,16 @@ class JobWatcher(threading.Thread):
     def _abort_text(self) -> str:
         """The message for this rank, which C++ is about to abort."""
         rank = self.recorder.rank
+        graph = self.diagnosis.graph
+        graph.ranks = self._all_statuses()
+        graph.ranks[rank] = self.recorder.status()
         lines = [
             f"C++ aborts rank {rank}: one of its threads has thrown an exception that nothing "
-            f"catches. Its text is in the rank's output. The program is at {shown(self._place())}",
+            "catches. Its text is in the rank's output. The program is at "
+            f"{shown(self.detector.place())}",
             "gloo does so if more bytes arrive than a rank expects.",
+            *(graph.longer_messages(rank) or rank_lines(graph.ranks, {})),
         ]
-        self.wait_for.ranks = self._all_statuses()
-        self.wait_for.ranks[rank] = RankStatus(None, False, *self.recorder.report())
-        lines += self.wait_for.longer_messages(rank) or rank_lines(self.wait_for.ranks, {})
         if self.recorder.on_call is None:
             lines.append(RUN_CHECKED)
         return "\n  ".join(lines)
@@ -531,13 +516,13 @@ class JobWatcher(threading.Thread):
         """
         self.done.set()
         self.reports.returned = True
-        self._publish(RankStatus(None, True, *self.recorder.report()))
+        self._publish(self.recorder.status(returned=True))
         self._publish_calls()
         self.store.add("returned", 1)
         self._wait_for(lambda: self.store.add("returned", 0) >= self.size)
         if self.recorder.rank == 0:
             self._check_calls()
-            if (misuse := self.call_checker.error()) is not None:
+            if (misuse := self.diagnosis.calls.error()) is not None:
                 self.announce(misuse)
             self.store.set("checked", "")
         self._wait_for(lambda: self.store.check(["checked"]))
@@ -567,19 +552,15 @@ class JobWatcher(threading.Thread):
             for rank in range(self.size) if self.recorder.on_call is not None else ():
                 while self.store.check([place := f"calls/{rank}/{self.batches_read[rank]}"]):
                     for call in from_json(self.store.get(place)):
-                        self.call_checker.check(call)
+                        self.diagnosis.check(call)
                     self.store.delete_key(place)
                     self.batches_read[rank] += 1
 
     def _check_all_ranks(self) -> None:
         """On rank 0: look for misuse and deadlocks."""
-        self.wait_for.ranks = self._all_statuses()
-        if (misuse := self.call_checker.error()) is not None:
-            self.announce(misuse)
-        elif (deadlock := self.wait_for.confirmed_deadlock(time.monotonic())) is not None:
-            self.announce(deadlock)
-        elif (report := self.wait_for.report_of_limits(time.monotonic())) is not None:
-            self.reports.say(f"parallel101: {report}")
+        self.diagnosis.graph.ranks = self._all_statuses()
+        if (fault := self.diagnosis.fault(time.monotonic())) is not None:
+            self.announce(fault)
         self._check_calls()
 
     def _all_statuses(self) -> list[RankStatus]:
@@ -591,14 +572,14 @@ class JobWatcher(threading.Thread):
         return list(self.statuses)
 
     def _timed_out(self) -> LaunchTimeout:
-        self.wait_for.ranks = self._all_statuses()
-        lines = rank_lines(self.wait_for.ranks, {}) + [
+        self.diagnosis.graph.ranks = self._all_statuses()
+        lines = rank_lines(self.diagnosis.graph.ranks, {}) + [
             f"rank {rank} had not reached this launch: every process of the job must make the same "
             "launches"
             for rank, text in enumerate(self.status_texts)
             if not text
         ]
-        return timed_out(self.timeout, lines, self.wait_for.dropped_works())
+        return timed_out(self.timeout, lines, self.diagnosis.graph.dropped_works())
 
     def _stop_rank(self, error: BaseException) -> None:
         """End this rank, because the run has failed.
@@ -613,21 +594,18 @@ class JobWatcher(threading.Thread):
             sys.stderr.write(f"[rank {rank}] {one_line(error)}\n")
         self._let_others_hear()
         if isinstance(error, LaunchTimeout):
-            sys.stderr.write(f"[rank {rank}] was at {shown(self._place())}\n")
+            sys.stderr.write(f"[rank {rank}] was at {shown(self.detector.place())}\n")
         sys.stderr.flush()
         os._exit(1)
 
-    def _place(self) -> str:
-        return where(sys._current_frames().get(self.recorder.thread))
-
     def _own_place(self) -> dict[int, str]:
-        return {self.recorder.rank: self._place()}
+        return {self.recorder.rank: self.detector.place()}
 
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""
         if self.over.wait(STORE_ENDS_LATER):
             return
-        place = f"This rank was at {shown(self._place())}"
+        place = f"This rank was at {shown(self.detector.place())}"
         write_line(self.recorder.rank, store_loss_text(place))
         if not self.over.wait(2 * GRACE):
             self.keep_record()

@@ -26,15 +26,15 @@ from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
-    BLOCKED,
     EXIT,
     RECORD,
     STACKS,
-    UNBLOCKED,
+    STATUS,
     RankRecord,
     Wire,
 )
 from parallel101.laboratory.record.recorder import NEWEST, PostedCall, RankRecorder
+from parallel101.laboratory.record.wait_for import RankStatus
 from parallel101.laboratory.record.where import is_library, where
 
 TICK = 0.1  # seconds between two looks
@@ -101,35 +101,21 @@ class Watcher(ControlThread):
         self.stack_reader = StackReader(recorder)
         # where the rank is, if not in the program; else ""
         self.outside = "its start, before the program"
-        self.seen: PostedCall | None = None
-        self.reported: PostedCall | None = None
 
     def look(self) -> None:
         self.stack_reader.look()
-        blocked = self.detector.blocked_in()
-        if self.reported is not None and blocked is not self.reported:
-            self.wire.send(UNBLOCKED)
-            self.reported = None
-        if blocked is not None and blocked is self.seen and self.reported is None:
-            # another thread posted while the counts were copied: report at the next look
-            with contextlib.suppress(RuntimeError):
-                call = tuple(blocked.call(self._place()))
-                self.wire.send(BLOCKED, (call, blocked.caught_after, self.recorder.report()))
-                self.reported = blocked
-        self.seen = blocked
+        if (status := self.detector.changed()) is not None:
+            self.wire.send(STATUS, status)
         if self.uncaught.thrown.is_set() and not self.uncaught.may_abort.is_set():
             self.send_record()
             self.uncaught.may_abort.set()
 
     def send_record(self) -> None:
         recorder = self.recorder
-        self.wire.send(RECORD, (recorded(recorder), recorder.report(NEWEST)))
+        self.wire.send(RECORD, (recorded(recorder), recorder.status(messages=NEWEST)))
 
     def stacks(self) -> list[RankStack]:
         return [self.stack_reader.read(self.outside)]
-
-    def _place(self) -> str:
-        return where(sys._current_frames().get(self.recorder.thread))
 
 
 # ---- what the program's thread is blocked in, as another thread of the process sees it ----
@@ -149,6 +135,32 @@ class BlockedDetector:
         # of the thread in C++: frame, instruction, CPU time used
         self.position: tuple[int, int, float] | None = None
         self.since = 0.0
+        # what `blocked_in` returned at the last look, and at the last change
+        self.seen: PostedCall | None = None
+        self.reported: PostedCall | None = None
+
+    def place(self) -> str:
+        """The "file:line" at which the program is."""
+        return where(sys._current_frames().get(self.recorder.thread))
+
+    def changed(self) -> RankStatus | None:
+        """This rank's status, if what it is blocked in has changed since the last one.
+
+        A call counts from the second look on.
+        """
+        blocked = self.blocked_in()
+        seen, self.seen = self.seen, blocked
+        if blocked is self.reported or (blocked is not None and blocked is not seen):
+            return None
+        call, limit = None, None
+        if blocked is not None:
+            call, limit = blocked.call(self.place()), blocked.caught_after
+        # another thread posts while the counts are copied: the next look reports
+        with contextlib.suppress(RuntimeError):
+            status = self.recorder.status(call, limit)
+            self.reported = blocked
+            return status
+        return None
 
     def blocked_in(self) -> PostedCall | None:
         """The call in which the program is blocked.

@@ -47,15 +47,9 @@ from parallel101.laboratory.record.last_events import BatchWriter, LastEvents
 from parallel101.laboratory.record.overloads import own_limit
 from parallel101.laboratory.record.signatures import snapshot, unchanged
 from parallel101.laboratory.record.totals import EarlierEvents
+from parallel101.laboratory.record.wait_for import RankStatus
 from parallel101.laboratory.record.where import caller
 
-StatusReport = tuple[
-    dict[CallKey, int],
-    dict[str, int],
-    dict[tuple[CallKey, int], str],
-    dict[str, list[str]],
-    dict[CallKey, list[PostedMessage]],
-]
 SHORTEST_WAIT = 50e-6  # seconds
 MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
 NEWEST = 8  # messages with a key whose lines and bytes are remembered
@@ -65,7 +59,7 @@ RECENT = 256  # collectives of a group that are remembered by name
 class RankRecorder:
     """What is known of one rank.
 
-    Its watcher, in a thread of its own, reads `waiting` and `report()` while the program runs.
+    Its watcher, in a thread of its own, reads `waiting` and `status()` while the program runs.
 
     Args:
         rank: of the world.
@@ -220,18 +214,28 @@ class RankRecorder:
         """How many messages and collectives so far. Other threads may ask."""
         return sum(self.posted.values()) + sum(self.collectives.values())
 
-    def report(self, messages: int = 1) -> StatusReport:
-        """What has been posted so far: the last five fields of a RankStatus (see wait_for.py).
+    def status(
+        self,
+        blocked: Call | None = None,
+        limit: float | None = None,
+        *,
+        returned: bool = False,
+        messages: int = 1,
+    ) -> RankStatus:
+        """What this rank reports: what it is blocked in, and all that it has posted so far.
 
-        `messages`: how many of the newest ones with a key are in it.
+        `messages`: how many of the newest ones with a key are in it. Raises RuntimeError if another
+        thread posts meanwhile.
         """
-        recent = {group: list(operations) for group, operations in dict(self.recent).items()}
-        return (
+        return RankStatus(
+            blocked,
+            returned,
             dict(self.posted),
             dict(self.collectives),
             dict(self.dropped),
-            recent,
+            {group: list(operations) for group, operations in dict(self.recent).items()},
             {key: list(newest)[-messages:] for key, newest in dict(self.newest).items()},
+            limit,
         )
 
     # ---- the record ----
