@@ -157,6 +157,8 @@ def test_both_play_together(browser, page):
     browser.until(f"{COUNTS}.join() === '1 / 6,1 / 2'")
     browser.click("at('play-both')")
     browser.until(f"{COUNTS}.join() === '2 / 6,2 / 2'")
+    top = browser.js("document.querySelector('.shown figure').getBoundingClientRect().top")
+    assert 0 <= top < 100, "what plays is in sight"
     assert "takes" in browser.js(SAID) and "as long as" in browser.js(SAID)
 
 
@@ -184,6 +186,8 @@ def test_what_a_choice_rules_out_is_said(browser, page):
     is_shown(browser, "ring", "recursive_doubling")
     assert browser.js(SAID).startswith("Torus needs a grid of two axes, which 5 ranks")
     assert browser.js("[...at('algorithm').options].find(o => o.value === 'torus').disabled")
+    choose(browser, "algorithm", "recursive_doubling")
+    is_shown(browser, "recursive_doubling", "ring")
     choose(browser, "ranks", "64")
     is_shown(browser, "recursive_doubling")
 

@@ -281,6 +281,20 @@ def test_the_index_keeps_the_dates_of_a_term(browser, index):
     )
 
 
+@pytest.mark.parametrize("width", [1280, 1600])
+def test_the_contents_stay_in_sight(browser, lesson, width):
+    view(browser, lesson, width)
+    browser.js("scrollTo(0, document.documentElement.scrollHeight)")
+    contents, last = "document.querySelector('.toc')", ".querySelector('li:last-child a')"
+    assert browser.js(f"{contents}.open") == (width == 1600), "where there is room beside the text"
+    browser.until(f"{contents}{last}.hasAttribute('aria-current')")
+    if width == 1280:
+        browser.click(f"{contents}.querySelector('summary')")
+    browser.click(f"{contents}.querySelector('a')")
+    browser.until("document.querySelector('#A-run').getBoundingClientRect().top > -5")
+    assert browser.js(f"{contents}.open") == (width == 1600)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_is_cut_off_or_pale_and_everything_has_a_name(browser, page, scheme, keep):
     view(browser, page, 1280, scheme=scheme)

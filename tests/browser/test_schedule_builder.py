@@ -206,6 +206,10 @@ def test_keys_build_the_same(opened):
         for key in keys:
             opened.key(key, text=key)
     assert opened.js(LISTS) == [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    for key in ("ArrowDown", "ArrowUp", "ArrowUp"):  # to rank 1 and back; above it is no rank
+        opened.key(key)
+        assert opened.js("document.activeElement.dataset.rank") == str(int(key == "ArrowDown"))
+    opened.key("ArrowRight")
     opened.key("s", text="s")
     opened.key("ArrowLeft")
     assert "input gradient" in opened.js(SAID)

@@ -150,8 +150,8 @@ def test_index_and_pages_link_to_each_other_without_the_lesson_that_failed(site)
     out, _, said, _ = site
     index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
     assert [a["href"] for a in index.select(".lessons a")] == ["00_first.html", "01_second.html"]
-    assert index.find("h2").get_text() == "00 Ranks & messages"
-    assert index.find("li").find("p").get_text().startswith("One process of many")
+    assert index.select_one(".lessons h2").get_text() == "00 Ranks & messages"
+    assert index.select_one(".lessons p").get_text().startswith("One process of many")
     assert (
         BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find("a", rel="next")[
             "href"

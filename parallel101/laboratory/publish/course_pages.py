@@ -27,7 +27,7 @@ from bs4 import BeautifulSoup, Tag
 from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import name_headings
 from parallel101.laboratory.publish.citation_page import citation
-from parallel101.laboratory.publish.page import to_html
+from parallel101.laboratory.publish.markdown import to_html
 from parallel101.laboratory.publish.repository import Repository
 
 TEACHING, ERRORS, CITATION = "docs/teaching.md", "lessons/errors.md", "CITATION.cff"

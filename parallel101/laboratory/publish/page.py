@@ -17,9 +17,7 @@ import platform
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from html import escape
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,15 +25,16 @@ from urllib.parse import quote
 
 from bs4 import BeautifulSoup, Tag
 from jinja2 import pass_context
-from latex2mathml.converter import convert as to_mathml
+from markupsafe import Markup
 from nbconvert import HTMLExporter
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 
 from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import arrange
+from parallel101.laboratory.publish.markdown import to_html
 from parallel101.laboratory.publish.offline_page import offline_html
 from parallel101.laboratory.publish.repository import Repository
+from parallel101.laboratory.publish.templates import render
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTEBOOK = re.compile(r"^(\w+)\.ipynb(#.*)?$")  # a link to another lesson
@@ -46,15 +45,6 @@ NEEDS_KERNEL = (
     "This explorer runs again after each change, so it needs a kernel. Open the lesson with "
     "<code>make lab</code>."
 )
-
-
-def _script(name: str) -> str:
-    return (
-        files("parallel101.laboratory.publish").joinpath(f"{name}.js").read_text(encoding="utf-8")
-    )
-
-
-PRESENTER, PAPER, GUESSES = _script("presenter"), _script("paper"), _script("guesses")
 NONE: Mapping = MappingProxyType({})
 PHONE = "(max-width: 640px)"
 
@@ -94,26 +84,6 @@ class Lesson(NamedTuple):
         )
 
 
-class _OfflineRenderer(IPythonRenderer):
-    """Markdown as JupyterLab shows it, with formulas as MathML."""
-
-    def block_html(self, html: str) -> str:
-        """Keep HTML without images as it is.
-
-        nbconvert parses each block alone, and closes a <details> that spans several blocks.
-        """
-        return super().block_html(html) if "<img" in html else html + "\n"
-
-    def inline_math(self, body: str) -> str:
-        return _formula(body, "inline")
-
-    def block_math(self, body: str) -> str:
-        return _formula(body, "block")
-
-    def latex_environment(self, name: str, body: str) -> str:
-        return _formula(f"\\begin{{{name}}}{body}\\end{{{name}}}", "block")
-
-
 class _OfflineExporter(HTMLExporter):
     """nbconvert's HTML for cells and outputs, with our Markdown."""
 
@@ -121,28 +91,6 @@ class _OfflineExporter(HTMLExporter):
     def markdown2html(self, context, source):
         path = context["resources"]["metadata"].get("path", "")
         return to_html(source, context.get("cell", {}).get("attachments"), path)
-
-
-def to_html(source: str, attachments: dict | None = None, path: str = "") -> str:
-    """Return Markdown as HTML that loads nothing."""
-    renderer = _OfflineRenderer(
-        escape=False,
-        embed_images=True,
-        exclude_anchor_links=True,
-        attachments=attachments or {},
-        path=path,
-    )
-    return MarkdownWithMath(renderer=renderer).render(source)
-
-
-def _formula(tex: str, display: str) -> str:
-    mathml = to_mathml(tex, display=display)
-    if unknown := re.search(r"\\[A-Za-z]+", mathml):
-        raise ValueError(
-            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to MathML; "
-            "write it with simpler commands"
-        )
-    return mathml
 
 
 def lesson_body(
@@ -287,65 +235,33 @@ def lesson_page(
     repository, Colab opens the notebook from its folder lessons/.
     """
     at = lessons.index(lesson)
-    before = [
-        f'<a rel="prev" href="{page_name(e)}">← {escape(_short(e))}</a>' for e in lessons[:at][-1:]
-    ]
-    after = [
-        f'<a rel="next" href="{page_name(e)}">{escape(_short(e))} →</a>'
-        for e in lessons[at + 1 : at + 2]
-    ]
-    present = (
-        '<button class="present" title="One section at a time, in large type (p)" '
-        'hidden>Present</button><button class="handout" title="Print the page without its answers" '
-        "hidden>Handout</button>"
+    html = render(
+        "lesson",
+        before=lessons[at - 1] if at else None,
+        after=lessons[at + 1] if at + 1 < len(lessons) else None,
+        colab=repository.in_colab(f"lessons/{lesson.name}.ipynb") if repository else None,
+        body=Markup(body),
+        seconds=seconds,
+        machine=_machine(),
+        page_name=page_name,
+        name_of=lambda one: one.title.partition(":")[0],
     )
-    links = (
-        '<nav aria-label="Lessons"><a href="index.html">All lessons</a>'
-        + "".join(before + after)
-        + "</nav>"
-    )
-    if repository is not None:
-        colab = repository.in_colab(f"lessons/{lesson.name}.ipynb")
-        present = f'<a class="colab" href="{colab}">Open in Colab</a>{present}'
-    top = links.replace("</nav>", f"{present}</nav>")
-    ran = (
-        f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with "
-        f"{_machine()}.</footer>"
-    )
-    return offline_html(
-        lesson.title,
-        f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n"
-        f"<script>{PRESENTER}{PAPER}{GUESSES}</script>",
-    )
+    return offline_html(lesson.title, html)
 
 
-def homework_page(homework: Lesson, body: str) -> str:
-    """Return the page of a homework as it is handed out: what is to be written."""
-    how = (
-        "<p class='needs-kernel'>To write and check it, open it with <code>make "
-        "homework</code>.</p>"
-    )
-    return offline_html(
-        homework.title,
-        f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{how}{body}\n</main>\n'
-        f"<script>{PAPER}{GUESSES}</script>",
-    )
+def course_page(
+    title: str, body: str, *, homework: bool = False, terms: Sequence[glossary.Term] = ()
+) -> str:
+    """Return a page of the course that isn't a lesson.
 
-
-def course_page(title: str, body: str) -> str:
-    """Return a page of the course that is neither a lesson nor homework."""
-    return offline_html(
-        title, f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{body}\n</main>'
-    )
-
-
-def glossary_page(terms: Sequence[glossary.Term]) -> str:
-    """Return the page of the glossary."""
-    rows = "".join(
-        f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{to_html(term.definition)}</dd>'
-        for term in terms
-    )
-    return course_page("Glossary", f'<h1>Glossary</h1><dl class="glossary">{rows}</dl>')
+    Args:
+        title: of the page.
+        body: HTML.
+        homework: whether it is a homework as it is handed out, with what is to be written.
+        terms: those of the glossary, if it is the glossary.
+    """
+    html = render("course_page", body=Markup(body), homework=homework, terms=terms)
+    return offline_html(title, html)
 
 
 def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:
@@ -401,11 +317,6 @@ def numbered(lesson: Lesson) -> str:
 def short_title(lesson: Lesson) -> str:
     """The number and the title up to its colon, such as "00 Ranks"."""
     return numbered(lesson).partition(":")[0]
-
-
-def _short(lesson: Lesson) -> str:
-    """The title up to its colon."""
-    return lesson.title.partition(":")[0]
 
 
 def _machine() -> str:

@@ -27,8 +27,8 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from parallel101.laboratory.publish.index import REFERENCE
+from parallel101.laboratory.publish.markdown import to_html
 from parallel101.laboratory.publish.offline_page import offline_html
-from parallel101.laboratory.publish.page import to_html
 from parallel101.laboratory.publish.search_index import SearchEntry, search_box
 
 ADDRESS, TITLE = REFERENCE.address, REFERENCE.title

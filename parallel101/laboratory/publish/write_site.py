@@ -30,8 +30,6 @@ from parallel101.laboratory.publish.page import (
     Lesson,
     course_page,
     cover_of,
-    glossary_page,
-    homework_page,
     lesson_body,
     lesson_page,
     moving_picture_of,
@@ -245,7 +243,7 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
         links = re.findall(rf'"{re.escape(PAGE)}#([^"]+)"', "".join([*lessons, *homework]))
         terms = [term for term in terms if term.anchor in links]
     if terms:
-        _write(out / PAGE, glossary_page(terms))
+        _write(out / PAGE, course_page("Glossary", "", terms=terms))
     return bool(terms)
 
 
@@ -292,7 +290,8 @@ def _write_homework(course: Course, folder: Path, out: Path) -> None:
     found = homework_notebooks(folder)
     for number, homework in course.homework.items():
         path = found[number]
-        _write(out / f"{homework.name}.html", homework_page(homework, homework_body(path)))
+        page = course_page(homework.title, homework_body(path), homework=True)
+        _write(out / f"{homework.name}.html", page)
 
 
 def _write_reference(out: Path) -> list[SearchEntry]:

@@ -59,7 +59,12 @@ function settle() {
     if (gone) words.push(`${gone} needs a grid of two axes, which ${state.ranks} ranks don't ` +
       `have. ${capital(names[state.algorithm])} is shown instead.`);
   }
-  if (!all.includes(state.beside) || state.beside === state.algorithm) state.beside = "";
+  if (!all.includes(state.beside)) {
+    if (state.beside && facts[state.operation][state.beside])
+      words.push(`${capital(names[state.beside])} needs a grid of two axes, so it isn't shown.`);
+    state.beside = "";
+  }
+  if (state.beside === state.algorithm) state.beside = "";
   return words.join(" ");
 }
 
@@ -75,6 +80,8 @@ function fillMenus() {
   const others = all.filter(({ value }) => value !== state.algorithm);
   at("algorithm").replaceChildren(...all);
   at("beside").replaceChildren(option("", "nothing"), ...others.map((o) => o.cloneNode(true)));
+  for (const one of at("ranks").options)
+    one.textContent = one.value + (anyRun(one.value, state.network) ? "" : " (on a switch)");
   for (const one of at("network").options) one.disabled = !anyRun(state.ranks, one.value);
   for (const name of MENUS) at(name).value = state[name];
 }
@@ -214,12 +221,14 @@ const players = () => [...document.querySelectorAll(".shown figure > div")]
   .map((host) => host.shadowRoot);
 
 for (const name of MENUS) at(name).onchange = () => {
+  if (name === "algorithm" && at(name).value === state.beside) state.beside = state.algorithm;
   state[name] = name === "ranks" ? Number(at(name).value) : at(name).value;
   const words = settle();
   history.replaceState(null, "", address());
   show(words);
 };
 at("play-both").onclick = () => {
+  document.querySelector(".shown figure").scrollIntoView();
   for (const root of players()) {
     const home = new KeyboardEvent("keydown", { key: "Home", bubbles: true });
     root.querySelector(".stage").dispatchEvent(home);

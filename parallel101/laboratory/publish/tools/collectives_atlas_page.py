@@ -12,16 +12,16 @@ because a page that was opened from a disk can load scripts only.
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from html import escape
-from importlib.resources import files
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from markupsafe import Markup
+
+from parallel101.laboratory.publish.templates import render, script_json
 from parallel101.laboratory.publish.tools.recorded_collectives import (
     BANDWIDTH,
     INSIDE_BANDWIDTH,
@@ -56,10 +56,6 @@ class Atlas(NamedTuple):
     records: dict[str, str]  # by the path of the file, from the page
 
 
-def _file(name: str) -> str:
-    return files("parallel101.laboratory.publish.tools").joinpath(name).read_text(encoding="utf-8")
-
-
 def collectives_atlas(chosen: Sequence[Choice] | None = None) -> Atlas:
     """Record these runs, and return the page and the files beside it.
 
@@ -85,13 +81,12 @@ def record_script(name: str, pictures: Mapping[str, Scene]) -> str:
         tags = re.split("(?=<)", scene.svg(smil=True))
         numbers = [elements.setdefault(tag, len(elements)) for tag in tags]
         runs[key] = {"svg": numbers, "alt": scene.alt, "setup": scene.player_setup()}
-    text = _json({"elements": list(elements), "runs": runs})
+    text = script_json({"elements": list(elements), "runs": runs})
     return f'atlasRecord("{name}","{b64encode(zlib.compress(text.encode())).decode()}");\n'
 
 
 def collectives_atlas_page(facts: Facts) -> str:
     """Return the body of the page, for these runs."""
-    large, small = sizes = [human_bytes(LARGE), human_bytes(SMALL)]
     given = {
         "operations": {name: OPERATIONS[name] for name in facts},
         "networks": NETWORKS,
@@ -99,46 +94,22 @@ def collectives_atlas_page(facts: Facts) -> str:
         "what": {name: {a: what(name, a) for a in of} for name, of in facts.items()},
         "facts": facts,
         "start": START._asdict() | {"beside": BESIDE},
-        "sizes": sizes,
+        "sizes": [human_bytes(LARGE), human_bytes(SMALL)],
         "css": PLAYER_CSS,
     }
-    opening = facts.get(START.operation, {})
-    return f"""<nav><a href="index.html">All lessons</a></nav>
-<style>{_file("collectives_atlas.css")}</style>
-<main class="atlas">
-<h1>{TITLE}</h1>
-<p class="text">In a collective, all ranks work together to copy, add or exchange arrays. Several
-algorithms reach the same result with different messages. Choose one and watch a recorded run. Then
-put another beside it: which is faster with a large array, and which with a small one?</p>
-<noscript><p class="needs-kernel">Choosing and playing needs JavaScript, which is switched off
-here. The table shows one choice.</p></noscript>
-<form class="choice" hidden>
-<label>Operation <select id="operation">{_options(given["operations"])}</select></label>
-<label>Algorithm <select id="algorithm"></select></label>
-<label>Beside it <select id="beside"></select></label>
-<label>Ranks <select id="ranks">{_options({n: n for n in RANKS})}</select></label>
-<label>Network <select id="network">{_options(NETWORKS)}</select></label>
-</form>
-<p id="said" role="status" hidden></p>
-<div class="both" role="group" aria-label="Both pictures" hidden>
-<button id="play-both">Play both from the start</button>
-<button id="next-both">Next step in both</button></div>
-<div class="shown" hidden></div>
-<h2 id="all">All algorithms for this choice</h2>
-<p class="text" id="chosen">{chosen_words(START)}</p>
-<div class="scroll"><table class="algorithms"><thead><tr><th>Algorithm</th>
-<th class="number">Steps</th><th class="number">Time, {large}</th>
-<th class="number">Time, {small}</th><th class="number">Busiest rank sends</th>
-<th class="number">All ranks send</th></tr></thead><tbody>{_rows(opening)}</tbody></table></div>
-{_notes(large, small)}
-<h2>The algorithms</h2>
-<p class="text">Here p is the number of ranks, n the bytes of the array, and lg the logarithm to
-base 2. Each name leads to its run.</p>
-{_catalogue(facts)}
-</main>
-<script>{PLAYER}
-const GIVEN = {_json(given)};
-{_file("collectives_atlas.js")}</script>"""
+    return render(
+        "collectives_atlas",
+        title=TITLE,
+        given=given,
+        ranks=RANKS,
+        chosen=chosen_words(START),
+        opening={name: runs[_key(START)] for name, runs in facts.get(START.operation, {}).items()},
+        seconds=human_seconds,
+        bytes=human_bytes,
+        link=f"{human_seconds(LATENCY)} and {BANDWIDTH / 1e9:g} GB/s",
+        inside=f"{human_seconds(INSIDE_LATENCY)} and {INSIDE_BANDWIDTH / 1e9:g} GB/s",
+        player=Markup(PLAYER),
+    )
 
 
 def chosen_words(choice: Choice) -> str:
@@ -156,68 +127,3 @@ def what(operation: str, algorithm: str) -> str:
 
 def _key(choice: Choice) -> str:
     return f"{choice.ranks},{choice.network}"
-
-
-def _json(value: Any) -> str:
-    """JSON that is safe inside a <script>."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
-
-
-def _options(names: Any) -> str:
-    return "".join(f'<option value="{value}">{name}</option>' for value, name in names.items())
-
-
-def _rows(of: Mapping[str, Mapping[str, RecordedRun]]) -> str:
-    rows = []
-    for name, run in [(name, runs[_key(START)]) for name, runs in of.items()]:
-        cells = (
-            f"{run.steps}",
-            human_seconds(run.seconds),
-            human_seconds(run.seconds_small),
-            human_bytes(run.busiest),
-            human_bytes(run.total),
-        )
-        numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        rows.append(f"<tr><td>{algorithm_name(name)}</td>{numbers}</tr>")
-    return "".join(rows)
-
-
-def _notes(large: str, small: str) -> str:
-    link = f"{human_seconds(LATENCY)} and {BANDWIDTH / 1e9:g} GB/s"
-    inside = f"{human_seconds(INSIDE_LATENCY)} and {INSIDE_BANDWIDTH / 1e9:g} GB/s"
-    return f"""<h2>What is counted</h2>
-<dl class="text notes">
-<dt>Steps</dt><dd>The number of messages that follow one another, each of which pays the latency.
-The picture's steps can differ, because it plays one message per rank at a time, or one per
-neighbour along a ring. On a torus, the links of a rank work at once, so there are fewer steps than
-in the picture. Where messages wait for a link, there are more.</dd>
-<dt>Bytes</dt><dd>Sent with an array of {large}. The array is the result of a gather or an
-all-gather, and the input of every other operation. Why 105? It is 3 · 5 · 7, so all these numbers
-of ranks can cut the array into equal blocks. A barrier has no array and sends single bytes.</dd>
-<dt>Time</dt><dd>In seconds of the simulator's virtual clock. Messages take time, additions
-don't.</dd>
-<dt>Pictures</dt><dd>The run with {large}. Up to 8 ranks, a picture shows whose data is where: each
-block then has a few numbers, and the network takes each of them for an equal share of the {large}.
-With 16 and 64 ranks, a picture sums up each step. A pipelined chain cuts its array into as many
-segments as there are ranks, and at least 8.</dd>
-<dt>Switch</dt><dd>Each rank has a link of {link} to a switch. A link carries one message at a time
-in each direction.</dd>
-<dt>Ring, torus</dt><dd>Each rank has such links to the ranks on its left and right, and on a torus
-also to those above and below. The torus is the most square grid. A message to a rank further away
-occupies every link on its way.</dd>
-<dt>Two nodes</dt><dd>Each node has half of the ranks, with links of {inside} inside it. All ranks
-of a node share one link of {link} to the other node.</dd>
-</dl>"""
-
-
-def _catalogue(facts: Facts) -> str:
-    parts = []
-    for operation, of in facts.items():
-        links = "".join(
-            f'<dt><a href="#operation={operation}&amp;algorithm={name}">{algorithm_name(name)}</a>'
-            f"</dt><dd>{escape(what(operation, name))}</dd>"
-            for name in of
-        )
-        parts.append(f"<h3>{OPERATIONS[operation]}</h3><dl>{links}</dl>")
-    return f'<div class="catalogue">{"".join(parts)}</div>'

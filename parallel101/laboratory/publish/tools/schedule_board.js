@@ -193,11 +193,23 @@ function onKey(event) {
       choose(rank, items[Math.max(0, Math.min(to, items.length - 1))].id);
     }
   }
+  else if (key === "ARROWUP" || key === "ARROWDOWN") changeRank(strip, key === "ARROWUP" ? -1 : 1);
   else if (key === "DELETE" || key === "BACKSPACE") remove();
   else if (key === "S") split();
   else if (key === "U" || key === "Z") undo();
   else return;
   event.preventDefault();
+}
+
+/* The row above or below, and its item that is nearest to the chosen one. */
+function changeRank(strip, by) {
+  const other = document.querySelector(`.strip[data-rank="${Number(strip.dataset.rank) + by}"]`);
+  if (!other) return;
+  const from = document.getElementById(chosen?.id)?.offsetLeft ?? 0;
+  const far = ({ offsetLeft }) => Math.abs(offsetLeft - from);
+  const nearest = [...other.children].sort((a, b) => far(a) - far(b))[0];
+  if (nearest) choose(Number(other.dataset.rank), nearest.id);
+  other.focus({ preventScroll: true });
 }
 
 /* Drag with the mouse, or with a finger once the action is chosen. */

@@ -10,11 +10,10 @@ a script, with the score of three ranks and six microbatches, is written here.
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
+from parallel101.laboratory.publish.templates import file_text, render
 from parallel101.trainers.schedules.actions import ScheduleError
 from parallel101.trainers.schedules.schedule import Schedule, schedule
 
@@ -29,13 +28,7 @@ NAMES = {
     "zb-h1": "ZB-H1",
     "zb-h2": "ZB-H2",
 }
-
-
-def _file(name: str) -> str:
-    return files("parallel101.laboratory.publish.tools").joinpath(name).read_text(encoding="utf-8")
-
-
-RULES = _file("schedule_rules.js")
+RULES = file_text("tools/schedule_rules.js")
 
 
 class ScheduleScore(NamedTuple):
@@ -81,81 +74,17 @@ def schedule_builder_page() -> str:
         for ranks in RANKS
         for microbatches in MICROBATCHES
     }
-    given = json.dumps({"names": NAMES, "chunks": CHUNKS, "lists": lists}, separators=(",", ":"))
-    return f"""<nav><a href="index.html">All lessons</a></nav>
-<style>{_file("schedule_builder.css")}</style>
-<main class="builder">
-<h1>{TITLE}</h1>
-<p class="text">A pipeline cuts a model into stages and puts them on different ranks. Every
-microbatch passes forward through all stages, and its gradient passes back. Which order should each
-rank work in? Published answers trade idle time against memory. Find your own.</p>
-<ul class="text kinds">
-<li><b class="kind F">F</b> <span>the forward of a microbatch on a stage. Its
-activations stay in memory until its backward is complete.</span></li>
-<li><b class="kind B">B</b> <span>its backward, which takes I and W together.</span></li>
-<li><b class="kind I">I</b> <span>half of it: the gradient of the input, which the stage
-before needs.</span></li>
-<li><b class="kind W">W</b> <span>the other half: the gradient of the weights. No other
-rank waits for it.</span></li>
-</ul>
-<p class="text"><code>1F2</code> is the forward of microbatch 2 on stage 1. Microbatches and stages
-count from 0.</p>
-<noscript><p class="needs-kernel">Placing actions needs JavaScript, which is switched off
-here.</p></noscript>
-<form class="settings" hidden>
-<label>Ranks <select id="ranks">{_options(RANKS, START[0])}</select></label>
-<label>Microbatches <select id="microbatches">{_options(MICROBATCHES, START[1])}</select></label>
-<label>Stages <select id="stages"><option value="one">one a rank</option>
-<option value="loop">two a rank, in a loop</option><option value="v">two a rank, in a V</option>
-</select></label>
-<label>Start from <select id="from"></select></label>
-<details><summary>Times</summary><p>What a rank's share of one microbatch takes, and how long a
-result travels to another rank. With two stages a rank, each stage takes half.</p>
-{_time("F", "F", 1)}{_time("I", "I", 1)}{_time("W", "W", 1)}{_time("communication", "message", 0)}
-</details></form>
-<section class="work" aria-label="The schedule" hidden>
-<ol class="goals" aria-label="Goals"></ol>
-<p id="said" role="status"></p>
-<div class="scroll"><div class="board"></div></div>
-<p class="board-note">Under each rank: the microbatches in flight over time. Dashed: the most that a
-rank holds with 1F1B. Hatched: a bubble. Choose it to see what the rank waits for.
-<span id="second" hidden>Paler: the second stage of a rank.</span></p>
-<div class="next" role="group" aria-label="Place the next action"></div>
-<div class="edit" role="group" aria-label="Change the chosen action">
-<button id="earlier">◀ Earlier</button><button id="later">Later ▶</button>
-<button id="split">Split B into I and W</button><button id="remove">Remove</button>
-<span></span><button id="undo">Undo</button><button id="clear">Clear</button></div>
-<p class="keys-of-board">Keys, in a rank's row: F, B, I or W places the next one; ← and → choose;
-Shift with ← or → moves; S splits a backward; Delete removes; U undoes. With a bubble chosen, the
-next action goes there. With the mouse, or a finger on a chosen action, drag it.</p>
-</section>
-<h2>Score</h2>
-<div class="scroll"><table class="score"><thead><tr><th>Schedule</th><th class="number">Step</th>
-<th class="number">Idle</th><th class="number">Bubble rate</th><th class="number">In flight</th>
-</tr></thead><tbody>{_rows()}</tbody></table></div>
-<p class="text score-note"><b>Step</b>: time from the first start to the last end. <b>Idle</b>: the
-longest that a rank takes from its own first start to its last end, minus the time for which it
-computes. <b>In flight</b>: the most microbatches whose activations one rank holds. A microbatch on
-one of a rank's two stages counts half.</p>
-<section class="code" aria-label="As Python" hidden><h2>As Python</h2>
-<p class="text">The address of this page holds your schedule, so a bookmark keeps it. In Python, a
-trainer runs it: <code>PipelineTrainer(…, schedule=schedule)</code>.</p>
-<p><button id="copy-python">Copy as Python</button> <button id="copy-address">Copy the
-address</button> <span id="copied" role="status"></span></p>
-<pre class="python" tabindex="0" aria-label="The schedule as Python"></pre>
-<details class="paste"><summary>Check lists with sends and receives</summary>
-<p class="text">Paste lists with one line for each rank and commas between actions, as
-torch.distributed.pipelining writes them. Under gloo's rules, each message starts by itself. Under
-NCCL's, the sends and receives of a rank start one by one. The example runs on gloo and hangs on
-NCCL.</p>
-<textarea id="lists" rows="4" spellcheck="false" aria-label="Lists, one line for each rank">
-{HANGS}</textarea>
-<p><button id="check-gloo">Check under gloo's rules</button>
-<button id="check-nccl">Check under NCCL's rules</button></p>
-<p id="verdict" role="status"></p></details></section>
-</main>
-<script>{RULES}const GIVEN = {given};
-{_file("schedule_builder.js")}{_file("schedule_board.js")}</script>"""
+    return render(
+        "schedule_builder",
+        title=TITLE,
+        ranks=RANKS,
+        microbatches=MICROBATCHES,
+        start=START,
+        names=NAMES,
+        scores={name: score(of, CHUNKS.get(name, 1)) for name, of in published(*START).items()},
+        hangs=HANGS,
+        given={"names": NAMES, "chunks": CHUNKS, "lists": lists},
+    )
 
 
 # pytorch issue 172668: stages 0 and 2 on rank 0, 1 and 3 on rank 1
@@ -165,25 +94,3 @@ HANGS = (
     "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,3RECV_F0,3F0,3B0,3SEND_B0,3RECV_F1,3F1,3B1,3SEND_B1,"
     "1RECV_B0,1B0,1SEND_B0,1RECV_B1,1B1,1SEND_B1"
 )
-
-
-def _options(values: range, chosen: int) -> str:
-    return "".join(f"<option{' selected' * (v == chosen)}>{v}</option>" for v in values)
-
-
-def _time(name: str, label: str, value: int) -> str:
-    least = 0 if name == "communication" else 0.25
-    return (
-        f'<label>{label} <input id="time-{name}" type="number" value="{value}" min="{least}" '
-        'max="8" step="0.25"></label>'
-    )
-
-
-def _rows() -> str:
-    rows = []
-    for name, made in published(*START).items():
-        of = score(made, CHUNKS.get(name, 1))
-        cells = f"{of.step:g}", f"{of.idle:.3g}", f"{100 * of.bubble_rate:.1f} %", f"{of.held:g}"
-        numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        rows.append(f"<tr><td>{NAMES[name]}</td>{numbers}</tr>")
-    return "".join(rows)
