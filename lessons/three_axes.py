@@ -263,12 +263,11 @@ class Trainer:
 def connect():
     """Join the ranks that torchrun has started, or be the only one. Return this rank's device."""
     local, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if gpus := torch.cuda.device_count() >= ranks:
+        torch.cuda.set_device(local)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if torch.cuda.device_count() >= ranks else "gloo", **alone)
-    if dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    dist.init_process_group("nccl" if gpus else "gloo", **alone)
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def main():
