@@ -30,10 +30,10 @@ from parallel101.models.text import CharTokenizer, TextBatches, read_text
 
 # ── The mesh: a grid of ranks ───────────────────────────────────────────────────────────────────
 def make_axes(dp, pp, tp):
-    """This rank's group on each axis, of the ranks from which it differs only on that axis."""
+    """Return this rank's group on each axis: the ranks that differ from it on that axis only."""
     grid = torch.arange(dp * pp * tp).view(dp, pp, tp)  # tp is last: it needs the fastest links
-    # NCCL carries out a group's messages in order. A gradient that goes back must not wait behind
-    # an activation, so the pipeline has two groups of the same ranks.
+    # NCCL carries out a group's messages in order. Gradients must not wait behind activations, so
+    # pp has two groups. They are described as DeviceMesh does it: pictures then name the axis.
     groups = {}
     for name, axis in (("dp", 0), ("pp", 1), ("pp_back", 1), ("tp", 2)):
         lines = grid.movedim(axis, -1).flatten(0, 1).tolist()  # for tp: [[0, 1], [2, 3], …]
@@ -57,8 +57,8 @@ class Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, W = ctx.saved_tensors
-        dx = p101.all_reduce_async(g @ W, group=ctx.tp)  # of this rank's part of ∂x. Meanwhile:
-        dW, db = torch.einsum("bto,bti->oi", g, x), g.sum((0, 1))
+        dx = p101.all_reduce_async(g @ W, group=ctx.tp)  # the sum of all ranks' parts is in flight
+        dW, db = torch.einsum("bto,bti->oi", g, x), g.sum((0, 1))  # while these are computed
         return dx.wait(), dW, db, None
 
 
@@ -117,7 +117,7 @@ class Block(nn.Module):  # attention, then an MLP; each rank of tp has some head
 
 
 def gpt(config, tp):
-    """Every rank draws the same whole model, and keeps its blocks."""
+    """Draw the whole model, the same on every rank, and keep this rank's blocks."""
     torch.manual_seed(0)
     blocks = [Block(config, tp) for _ in range(config.layers)]
     head = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, config.vocabulary))
@@ -139,7 +139,7 @@ class Pipeline:
         self.first, self.last = self.rank == 0, self.rank == self.stages - 1
 
     def run(self, inputs, targets, samples):
-        """Add up the gradients of all microbatches. Return their part of the mean loss."""
+        """Add up the gradients of all microbatches. Return this rank's part of the mean loss."""
         self.inputs, self.targets, self.samples = inputs, targets, samples
         self.loss = torch.zeros((), device=inputs[0].device)  # only the last stage adds to it
         self.held, self.sending = {}, []
@@ -174,7 +174,7 @@ class Pipeline:
             self.send(x.grad, self.axes.pp_back, self.rank - 1)
 
     def send(self, x, group, to):
-        """Begin to send. With a blocking send, both of two stages could wait for a receive."""
+        """Begin to send. Blocking sends deadlock when two stages send to each other at once."""
         self.sending.append((dist.isend(x, group=group, group_dst=to), x))
 
     def receive(self, i, group, source):
@@ -281,8 +281,9 @@ def main():
     config.batch, config.microbatches, config.lr, config.clip = 32, 4, 3e-3, 1.0
     if args.dp * args.pp * args.tp != dist.get_world_size():
         parser.error(f"expected dp × pp × tp = {dist.get_world_size()}, the number of ranks")
-    if args.dp > 8 or args.pp > 8 or config.heads % args.tp:
-        parser.error("expected dp and pp of at most 8, and tp that divides the 4 heads")
+    dp, pp = config.batch // config.microbatches, config.layers + 2
+    if args.dp > dp or args.pp > pp or config.heads % args.tp:
+        parser.error(f"expected dp ≤ {dp}, pp ≤ {pp}, and a tp that divides {config.heads} heads")
     tokenizer = CharTokenizer(text)
     config.vocabulary = tokenizer.vocabulary
     batches = TextBatches(tokenizer.encode(text), config.batch, config.context)

@@ -4,10 +4,15 @@ the lesson again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import cloudpickle
 import pytest
+
+from tests.lessons.lesson import LESSONS
+
+sys.path.append(str(LESSONS))  # lesson 08 imports three_axes.py
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -505,8 +505,10 @@ PRINTED = {
     "08_three_axes": {
         "pain-run": [r" 2 +16\.0 +3\d +11%\n +4 +16\.0 +10\d +27%\n +8 +16\.0 +25\d +47%"],
         "mesh-run": [r"rank 5 = dp 1, pp 0, tp 1: +dp \[1, 5\] +pp \[5, 7\] +tp \[4, 5\]"],
-        "cut-run": [r"rank 5 .* 128\nrank 7 .* 72"],
-        "by-hand-run": [rf"\[('{TINY}'(, )?){{8}}\]"],
+        "file-held": [r"1\.qkv\.weight 48 32 cut\n(.|\n)*1\.out\.bias 32 $"],
+        "file-run": [
+            rf"(step \d: loss \d\.\d+, apart by {TINY}; norm \d\.\d+, apart by {TINY}\n?){{3}}"
+        ],
         "trainer-run": [EQUAL, rf"^norm +{TINY} +{TINY} "],
         "describe-run": [
             "embedding.token.weight: on stages 0, 1 over pp and sharded along dim 0 over tp",
@@ -546,7 +548,7 @@ PRINTED = {
             r"tp: 0\.53 s on NVLink, 4\.74 s between nodes",
             r"H100: NVLink connects 8 GPUs\nGB200: NVLink connects 72 GPUs",
         ],
-        "break-share-run": [r"\[('\de-0[1-5]'(, )?){8}\]"],
+        "break-share-run": [r"step 2: loss 4\.\d+, apart by \de-0[12]; norm"],
         "break-order-run": ["src=0 is this rank's own position"],
     },
     "11_a_thousand_gpus": {
