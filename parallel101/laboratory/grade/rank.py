@@ -48,8 +48,7 @@ from parallel101.laboratory.ranks.watcher import exit_process
 from parallel101.laboratory.ranks.worker import inherited, open_streams
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import rank_at
-from parallel101.laboratory.record.overloads import as_torch_calls_it
-from parallel101.laboratory.record.signatures import COLLECTIVES, flat, op_name
+from parallel101.laboratory.record.signatures import COLLECTIVES, flat, op_name, with_collectives
 from parallel101.laboratory.record.where import caller, is_inside
 from parallel101.spans import record_into
 
@@ -434,6 +433,7 @@ class RelayWork(dist.Work):
         return self.future
 
 
+@with_collectives
 class RelayGroup(torch_private.PythonGroup):
     """A process group whose messages pass through the grader."""
 
@@ -530,19 +530,6 @@ class RelayGroup(torch_private.PythonGroup):
         return RelayWork(
             self.connection, call, outputs, spec.kind, [] if spec.kind == "barrier" else tensors
         )
-
-
-def _collective_method(method: str) -> Any:
-    def call(self: RelayGroup, *args: Any, **options: Any) -> dist.Work:
-        return self._collective(method, as_torch_calls_it(method, args, options))
-
-    call.__name__ = method
-    return call
-
-
-for _method in COLLECTIVES:
-    if _method != "monitored_barrier":
-        setattr(RelayGroup, _method, _collective_method(_method))
 
 
 def join(connection: Connection) -> None:

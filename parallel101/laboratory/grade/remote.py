@@ -42,7 +42,6 @@ from parallel101.laboratory.grade.users import (
 from parallel101.laboratory.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.laboratory.record import where
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError, one_line
-from parallel101.laboratory.record.overloads import SIGNATURES
 from parallel101.laboratory.record.signatures import COLLECTIVES, flat
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.simulate import simulate
@@ -492,7 +491,7 @@ class VirtualEnd:
         if method not in COLLECTIVES:
             raise KeyError(method)
         self._check(COLLECTIVES[method].kind, place)
-        options = SIGNATURES[method].options()
+        options = COLLECTIVES[method].options()
         if "rootRank" in text["options"]:
             options.rootRank = int(text["options"]["rootRank"])
         with self._calls_of_the_learner(place):

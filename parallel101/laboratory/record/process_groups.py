@@ -24,9 +24,9 @@ import torch.distributed as dist
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import operation_name
 from parallel101.laboratory.record.clocks import GpuClock
-from parallel101.laboratory.record.overloads import own_limit
 from parallel101.laboratory.record.recorded_group import RecordedGroup
 from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
+from parallel101.laboratory.record.signatures import own_limit
 
 # the time limits of gloo and NCCL would make the group unusable: launch has its own limit
 FOREVER = timedelta(days=7)

@@ -24,7 +24,6 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call, collective_terms, rank_at
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup
-from parallel101.laboratory.record.overloads import as_torch_calls_it, own_limit
 from parallel101.laboratory.record.recorder import (
     Ended,
     Inputs,
@@ -34,11 +33,20 @@ from parallel101.laboratory.record.recorder import (
     WatchedWork,
     values,
 )
-from parallel101.laboratory.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, unfit
+from parallel101.laboratory.record.signatures import (
+    COLLECTIVES,
+    bytes_by_rank,
+    flat,
+    own_limit,
+    size,
+    unfit,
+    with_collectives,
+)
 from parallel101.laboratory.record.where import caller
 from parallel101.spans import Collective, current_collective
 
 
+@with_collectives
 class RecordedGroup(torch_private.PythonGroup):
     """A process group that passes every call on to torch's own backend, and tells the recorder.
 
@@ -190,7 +198,7 @@ class RecordedGroup(torch_private.PythonGroup):
 
     # ---- collectives: the same for all, after the table in signatures.py ----
 
-    def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
+    def _collective(self, method: str, args: tuple, **kwargs: Any) -> dist.Work:
         spec = COLLECTIVES[method]
         run = next(
             (getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None
@@ -260,22 +268,9 @@ class RecordedGroup(torch_private.PythonGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        work = self._collective("monitored_barrier", timeout, wait_all_ranks=wait_all_ranks)
+        work = self._collective("monitored_barrier", (timeout,), wait_all_ranks=wait_all_ranks)
         # it has no work of torch's own: when it returns, it is over
         if isinstance(work, RecordedWork):
             if self.recorder.record_waits:
                 self.recorder.add_wait(work.posted, work.start)
             work.ended()
-
-
-def _passing(method: str) -> Callable[..., dist.Work]:
-    def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._collective(method, *as_torch_calls_it(method, args, kwargs))
-
-    call.__name__ = method
-    return call
-
-
-for _method in COLLECTIVES:
-    if _method != "monitored_barrier":
-        setattr(RecordedGroup, _method, _passing(_method))

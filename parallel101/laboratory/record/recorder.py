@@ -44,8 +44,7 @@ from parallel101.laboratory.record.events import (
 )
 from parallel101.laboratory.record.host_time import HostTime
 from parallel101.laboratory.record.last_events import BatchWriter, LastEvents
-from parallel101.laboratory.record.overloads import own_limit
-from parallel101.laboratory.record.signatures import snapshot, unchanged
+from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
 from parallel101.laboratory.record.totals import EarlierEvents
 from parallel101.laboratory.record.wait_for import RankStatus
 from parallel101.laboratory.record.where import caller

@@ -1,26 +1,33 @@
 """How c10d calls its collectives: the arguments of each method, on gloo, NCCL and sim alike.
 
-    allreduce([x], options)
-        ──▶  kind all_reduce, payload x, shape (4,), dtype float32, reduction sum
+    g.allreduce(x)               ──▶  g.allreduce([x], AllreduceOptions())   torch's default: sum
+    g.gather([a, b], x, root=1)  ──▶  g.gather([[a, b]], [x], opts)
+        ──▶  kind gather, payload x, shape (4,), dtype float32, root 1
 
-`COLLECTIVES` is the only place that knows these signatures. torch 2.13 renamed some methods
-(all_gather_single was _allgather_base), and ProcessGroup has both names, the gloo of 2.13 the old
-ones only, so an entry lists all of them. Also here: which tensors can be sent as they are, and
-whether one has changed since.
+`COLLECTIVES` is the only place that knows these signatures, which are those of
+torch/csrc/distributed/c10d/init.cpp. torch 2.13 renamed some methods (all_gather_single was
+_allgather_base), and ProcessGroup has both names, the gloo of 2.13 the old ones only, so an entry
+lists all of them. `with_collectives` makes them all one method of a process group in Python. Also
+here: which tensors can be sent as they are, and whether one has changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 # bytes up to which a tensor that is being sent is copied, to see whether it changes; of a larger
 # one, a sample
 WHOLE = 1 << 20
 SAMPLE = 1024
+# what may be passed instead of options, and its name in them
+OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
@@ -37,31 +44,35 @@ class CollectiveArguments(NamedTuple):
 
 
 class CollectiveSpec(NamedTuple):
-    """How a c10d method is called.
-
-    It has the positions of its inputs, of its outputs, and of the tensors whose shape all ranks
-    must share.
-    """
+    """How the methods of a collective are called, whichever of its names one has."""
 
     kind: str
     names: tuple[str, ...]
-    inputs: int | None = 0
-    outputs: int | None = None
-    compared: int | None = 0
+    options: type
+    # how deep the lists of tensors are nested: of the outputs, then of the inputs; one number if
+    # the tensors are both
+    depths: tuple[int, ...]
+    instead: tuple[str, ...] = ()  # what may be passed instead of options
+    splits: bool = False  # whether the tensors are followed by two lists of split sizes
+
+    @property
+    def inputs(self) -> int | None:
+        """The position of the argument with the inputs."""
+        return len(self.depths) - 1 if self.depths else None
+
+    @property
+    def outputs(self) -> int | None:
+        return 0 if len(self.depths) == 2 else None
+
+    @property
+    def compared(self) -> int | None:
+        """The position of the tensors whose shape all ranks must share."""
+        return {"scatter": 0, "all_to_all": None}.get(self.kind, self.inputs)
 
     def arguments(self, args: tuple) -> CollectiveArguments:
-        inputs = (
-            flat(args[self.inputs]) if self.inputs is not None and len(args) > self.inputs else []
-        )
-        outputs = (
-            flat(args[self.outputs])
-            if self.outputs is not None and len(args) > self.outputs
-            else []
-        )
-        compared = (
-            flat(args[self.compared])
-            if self.compared is not None and len(args) > self.compared
-            else []
+        inputs, outputs, compared = (
+            flat(args[position]) if position is not None and len(args) > position else []
+            for position in (self.inputs, self.outputs, self.compared)
         )
         options = args[-1] if args else None
         op = getattr(options, "reduceOp", None)
@@ -115,51 +126,138 @@ class CollectiveSpec(NamedTuple):
         return problem
 
 
-_SPECS = [
-    CollectiveSpec("broadcast", ("broadcast",)),
-    CollectiveSpec("all_reduce", ("allreduce",)),
-    CollectiveSpec("all_reduce", ("allreduce_coalesced",)),
-    CollectiveSpec("reduce", ("reduce",)),
-    CollectiveSpec("all_gather", ("allgather",), inputs=1, outputs=0, compared=1),
-    CollectiveSpec(
-        "all_gather", ("all_gather_single", "_allgather_base"), inputs=1, outputs=0, compared=1
-    ),
-    CollectiveSpec("all_gather", ("allgather_coalesced",), inputs=1, outputs=0, compared=1),
-    CollectiveSpec(
-        "all_gather",
-        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-        inputs=1,
-        outputs=0,
-        compared=1,
-    ),
-    CollectiveSpec("gather", ("gather",), inputs=1, outputs=0, compared=1),
-    # from torch 2.14 on
-    CollectiveSpec("gather", ("gather_single",), inputs=1, outputs=0, compared=1),
-    CollectiveSpec("scatter", ("scatter",), inputs=1, outputs=0, compared=0),
-    CollectiveSpec("reduce_scatter", ("reduce_scatter",), inputs=1, outputs=0, compared=1),
-    CollectiveSpec(
-        "reduce_scatter",
-        ("reduce_scatter_single", "_reduce_scatter_base"),
-        inputs=1,
-        outputs=0,
-        compared=1,
-    ),
-    CollectiveSpec(
-        "reduce_scatter",
-        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-        inputs=1,
-        outputs=0,
-        compared=1,
-    ),
-    CollectiveSpec(
-        "all_to_all", ("all_to_all_single", "alltoall_base"), inputs=1, outputs=0, compared=None
-    ),
-    CollectiveSpec("all_to_all", ("alltoall",), inputs=1, outputs=0, compared=None),
-    CollectiveSpec("barrier", ("barrier",), inputs=None, compared=None),
-    CollectiveSpec("barrier", ("monitored_barrier",), inputs=None, compared=None),
-]
-COLLECTIVES: dict[str, CollectiveSpec] = {name: spec for spec in _SPECS for name in spec.names}
+def _specs() -> list[CollectiveSpec]:
+    spec, gather, scatter = CollectiveSpec, AllgatherOptions, dist.ReduceScatterOptions
+    to_all, barrier, limit = dist.AllToAllOptions, dist.BarrierOptions, ("timeout",)
+    coalesced = dist.AllreduceCoalescedOptions
+    rooted, reduced = ("root", *limit), ("op", *limit)
+    gather_names = ("all_gather_single", "_allgather_base")
+    gather_many = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    scatter_names = ("reduce_scatter_single", "_reduce_scatter_base")
+    scatter_many = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    return [
+        spec("broadcast", ("broadcast",), dist.BroadcastOptions, (1,), rooted),
+        spec("all_reduce", ("allreduce",), dist.AllreduceOptions, (1,), reduced),
+        spec("all_reduce", ("allreduce_coalesced",), coalesced, (1,)),
+        spec("reduce", ("reduce",), dist.ReduceOptions, (1,), ("root", *reduced)),
+        spec("all_gather", ("allgather",), gather, (2, 1), limit),
+        spec("all_gather", ("allgather_coalesced",), gather, (2, 1)),
+        spec("all_gather", gather_names, gather, (0, 0)),
+        spec("all_gather", gather_many, gather, (1, 1)),
+        spec("gather", ("gather",), dist.GatherOptions, (2, 1), rooted),
+        spec("gather", ("gather_single",), dist.GatherOptions, (0, 0)),  # from torch 2.14 on
+        spec("scatter", ("scatter",), dist.ScatterOptions, (1, 2), rooted),
+        spec("reduce_scatter", ("reduce_scatter",), scatter, (1, 2), reduced),
+        spec("reduce_scatter", scatter_names, scatter, (0, 0)),
+        spec("reduce_scatter", scatter_many, scatter, (1, 1)),
+        spec("all_to_all", ("alltoall",), to_all, (1, 1)),
+        spec("all_to_all", ("all_to_all_single", "alltoall_base"), to_all, (0, 0), limit, True),
+        spec("barrier", ("barrier",), barrier, (), limit),
+        spec("barrier", ("monitored_barrier",), barrier, ()),
+    ]
+
+
+COLLECTIVES: dict[str, CollectiveSpec] = {name: spec for spec in _specs() for name in spec.names}
 """By c10d's name of the method, old names and new ones."""
+
+Group = TypeVar("Group", bound=type)
+
+
+def with_collectives(group: Group) -> Group:
+    """Let each method of COLLECTIVES call `_collective(method, args)` of a process group's class.
+
+    It gets the arguments as torch.distributed passes them. The class has its own monitored_barrier.
+    """
+
+    def calling(method: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
+            return self._collective(method, as_torch_calls_it(method, args, kwargs))
+
+        call.__name__ = method
+        return call
+
+    for method in COLLECTIVES.keys() - {"monitored_barrier"}:
+        setattr(group, method, calling(method))
+    return group
+
+
+def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
+    """The arguments of a group's method, in the form in which torch.distributed passes them.
+
+    Tensors are in nested lists; split sizes and options follow.
+
+    Raises TypeError for arguments that the method does not take.
+    """
+    spec = COLLECTIVES[method]
+    if not kwargs and args and isinstance(args[-1], spec.options):
+        return tuple(args)
+    tensors = ["tensors"] if len(spec.depths) == 1 else ["outputs", "inputs"][: len(spec.depths)]
+    names = [*tensors, *(["output_split_sizes", "input_split_sizes"] if spec.splits else [])]
+    rest = list(args[len(names) :])
+    given = dict(zip(names, args))
+    if rest and isinstance(rest[0], spec.options):
+        given["opts"] = rest.pop(0)
+    given |= dict(zip(spec.instead, rest))
+    named = {_plain_name(name): value for name, value in kwargs.items()}
+    allowed = {*names, "opts", *spec.instead}
+    if (
+        len(rest) > len(spec.instead)
+        or given.keys() & named
+        or not {*named} <= allowed
+        or not {*names} <= {*given, *named}
+    ):
+        raise TypeError(
+            f"{method}() of a process group takes {', '.join([*names, 'opts'])}"
+            + (f", or {' and '.join(spec.instead)} instead of opts" if spec.instead else "")
+            + f"; got {len(args)} arguments"
+            + (f" and {', '.join(kwargs)}" if kwargs else "")
+        )
+    given |= named
+    options = given.get("opts") or spec.options()
+    for name in spec.instead:
+        if given.get(name) is not None:
+            setattr(options, OPTIONS[name], given[name])
+    nested = [_nested(given[name], depth) for name, depth in zip(tensors, spec.depths)]
+    return (*nested, *(given[name] for name in names[len(tensors) :]), options)
+
+
+def _plain_name(name: str) -> str:
+    """torch's keywords for tensors are many: output_tensors, output, outputTensor, …"""
+    if name.endswith("split_sizes"):
+        return name
+    return next(
+        (plain for plain in ("tensors", "outputs", "inputs") if name.startswith(plain[:-1])), name
+    )
+
+
+def _nested(tensors: Any, depth: int) -> Any:
+    """The tensors in lists of the given depth.
+
+    A single tensor, or the one list, is put into a list of its own.
+    """
+    found, first = 0, tensors
+    while isinstance(first, list | tuple):
+        found, first = found + 1, next(iter(first), None)
+    if first is None:  # empty lists, as ranks other than the root pass them
+        return tensors
+    for _ in range(depth - found):
+        tensors = [tensors]
+    return tensors
+
+
+def own_limit(timeout: timedelta | None) -> float | None:
+    """A program's own time limit, in seconds.
+
+    None for torch's defaults, and for what torch takes as no limit (zero and less).
+    """
+    if (
+        timeout is None
+        or timeout <= timedelta(0)
+        or timeout in (default_pg_timeout, default_pg_nccl_timeout)
+    ):
+        return None
+    return timeout.total_seconds()
+
 
 _OPS = {
     getattr(dist.ReduceOp, name): name.lower()

@@ -12,7 +12,7 @@ change is in queues.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +29,13 @@ from parallel101.laboratory.record.calls import (
 )
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventRow
-from parallel101.laboratory.record.overloads import as_torch_calls_it, own_limit
-from parallel101.laboratory.record.signatures import COLLECTIVES, CollectiveArguments, flat
+from parallel101.laboratory.record.signatures import (
+    COLLECTIVES,
+    CollectiveArguments,
+    flat,
+    own_limit,
+    with_collectives,
+)
 from parallel101.laboratory.record.where import caller
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.laboratory.sim.message_matching import (
@@ -129,6 +134,7 @@ class SharedState:
         return [call for work, call in known if work() is None]
 
 
+@with_collectives
 class SimGroup(PointToPointGroup):
     """One rank's view of a group of virtual ranks."""
 
@@ -246,19 +252,6 @@ class SimGroup(PointToPointGroup):
     def _collective_with(self, key: tuple) -> RunningCollective:
         """The collective of the group that `key` numbers. The first rank that calls it makes it."""
         return self.shared.incomplete.setdefault(key, RunningCollective(self, key))
-
-
-def _collective_method(method: str) -> Callable[..., dist.Work]:
-    def call(self: SimGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._collective(method, as_torch_calls_it(method, args, kwargs))
-
-    call.__name__ = method
-    return call
-
-
-for _method in COLLECTIVES:
-    if _method != "monitored_barrier":
-        setattr(SimGroup, _method, _collective_method(_method))
 
 
 class NewGroupCall:

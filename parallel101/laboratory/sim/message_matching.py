@@ -37,8 +37,7 @@ from parallel101.laboratory.record.calls import (
 )
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup, EventRow
-from parallel101.laboratory.record.overloads import own_limit
-from parallel101.laboratory.record.signatures import unfit
+from parallel101.laboratory.record.signatures import own_limit, unfit
 from parallel101.laboratory.record.where import where as where_from
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.laboratory.sim.work import SimFuture, SimWork

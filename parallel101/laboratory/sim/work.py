@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call
-from parallel101.laboratory.record.overloads import own_limit
+from parallel101.laboratory.record.signatures import own_limit
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.spans import recorder
 
