@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import parallel101 as p101
 from tests.lessons.lesson import answer, definitions
@@ -91,41 +90,11 @@ def test_which_loss_counts(n):
     )
 
 
-def test_the_batch_norm_equals_that_of_one_process():
-    batch, weights = random(10, 4), random(10, 4, seed=1)
-    one = batch.clone().requires_grad_()
-    (F.batch_norm(one, None, None, training=True) * weights).sum().backward()
-    for whole_batch in (True, False):
-        gradient = torch.cat(on_sim(LESSON["normalise"], batch, weights, whole_batch, n=3).results)
-        assert close(gradient, one.grad) == whole_batch
-
-
 def test_the_four_cases_are_right_and_cost_what_the_plan_says():
     A, B = random(8, 12), random(12, 8, seed=1)
     for text in definitions("03_adjoints", "CASES")["CASES"].values():
         ran = p101.sharding.run(text, A, B, mesh={"X": 4})
         assert not ran.wrong and ran.run.trace.bytes_sent == ran.plan.bytes_sent, text
-
-
-def test_a_layer_gathers_along_one_axis_of_the_mesh():
-    gather = LESSON["along"](p101.layers.AllGather, (2, 3), 1)
-    run = on_sim(lambda: gather(torch.full((3, 4), float(dist.get_rank()))), n=6)
-    assert [result[0, ::4].tolist() for result in run.results] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
-
-
-@pytest.mark.parametrize("layer", [p101.layers.AllGather, p101.layers.ReduceScatter])
-def test_a_layer_passes_the_adjoint_test_along_both_axes(layer):
-    left, right = adjoint_test(LESSON["along"](layer, (2, 3), 0, 1), n=6, shape=(4, 6))
-    assert left == pytest.approx(right, rel=1e-12)
-
-
-def test_uneven_blocks_and_ranks_outside_the_mesh():
-    run = on_sim(LESSON["uneven"], n=6)
-    shapes, values, products = zip(*run.results)
-    assert shapes == ((2, 2), (2, 2), (2, 2), (2, 1), (0,), (0,))
-    assert values == ([4.0],) * 4 + ([],) * 2 and run.trace.bytes_sent[4:] == [0, 0]
-    left, right = map(sum, zip(*products))
-    assert left == pytest.approx(right, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -72,11 +72,6 @@ PRINTED = {
         "isend-changed": ["rank 0 changed a tensor that was still being sent"],
         "dies-run": [r"rank 2 raised ZeroDivisionError(.|\n)*in careless"],
         "dies-killed": ["rank 2 exited with code 7"],
-        "sizes-run": ["rank 1 was killed by SIGABRT", "trace=True"],
-        "sizes-checked": [
-            r"rank 0: send\(shape \(8,\), float32\)",
-            r"rank 1: recv\(shape \(4,\), float32\)",
-        ],
         "sim-run": [r"the virtual clock: 64\.0 s(.|\n)*the token counted: 64 ranks"],
         "sim-gloo": [r"^\[4, 1, 2, 3\]$"],
         "nccl-run": [
@@ -129,12 +124,6 @@ PRINTED = {
             r"fit: α = \d+ µs, [\d.]+ GB/s",
             r"4,194,304 bytes: +\d+ µs \(\d+ to \d+\), \d+\.\d\d × the line",
         ],
-        "work": [
-            r"tree +4 +4\.00 +6 +6\.00",
-            r"doubling +2 +2\.00 +8 +8\.00",
-            r"ring +6 +1\.50 +24 +6\.00",
-        ],
-        "turns": [r"4 MiB +measured / the line above", r"ring +\d+\.\d +\d+\.\d"],
         "bus-run": [
             r"all_reduce +50\.0 +33\.3 +28\.6 +50\.0 +50\.0 +50\.0",
             r"all_to_all +100\.0 +66\.7 +57\.1 +50\.0 +50\.0 +50\.0",
@@ -147,15 +136,6 @@ PRINTED = {
                 ("8 ×  50 GB/s", "ring", r"5\.25", "(0 ){7}1.88"),
                 ("8 ×  50 GB/s", "hierarchical", r"0\.89", "(0.125 ?){8}"),
             )
-        ],
-        "both-ways-run": [
-            r"ring .*\n.*one_way: .'steps': 7, .*: 3584, .*\n.*two_way: .'steps': 4, .*: 2048,",
-            r"line .*\n.*one_way: .'steps': 7, .*: 3584, .*\n.*two_way: .'steps': 7, .*: 3584,",
-        ],
-        "axes-run": [
-            r"4 × 4 .*\n.* 8 steps,  8\.00 .*\n.* 4 steps, 10\.00 .*\n.* 6 steps,  3\.75 blocks",
-            r"5 × 5 .*\n.*12 steps, 12\.00 .*\n.* 4 steps, 12\.00 .*\n.* 8 steps,  6\.00 blocks",
-            "93.2 µs, bandwidth-bound",
         ],
         "nccl-run": [
             "1 KiB .* tree LL; .* tree LL\n",
@@ -188,11 +168,6 @@ PRINTED = {
         "loss-run": [r"measured: 4\.000"],
         "loss-once": [r"factor: 1\.000\nall_reduce +480 bytes .*\nreduce_from_group +240 bytes "],
         "pair-run": [r"clone .* \de[-+]0\d\ncopy_to_group .* (\de-1[567]|0e\+00)"],
-        "norm-compare": [
-            r" 10 samples, .* False +distance \de\+00 +0 bytes",
-            r" 10 samples, .* True +distance \de-1[4-6]  272 bytes",
-            r"1000 samples, .* True +distance \de-1[4-6]  272 bytes",
-        ],
         "products-run": [
             (
                 r" multiply: 0 .*\n.* AllGather_X, then multiply: 576 .*\n.* multiply, then "
@@ -203,17 +178,6 @@ PRINTED = {
             r"samples cut +nothing +AllReduce W +nothing\nweights cut too +AllGather W "
             r"+ReduceScatter W +AllGather W\n"
             r"outputs cut +nothing +nothing +AllReduce X\ninputs cut +AllReduce Y +nothing +nothing"
-        ],
-        "mesh-run": [r"\(0,\) .* \(6, 4\)\n.*\(1,\) .* \(3, 12\)\n.*\(0, 1\) .* \(6, 12\)"],
-        "cube-run": [
-            r"(All(Gather|SumReduce) .* equal\n?){16}",
-            r"AllSumReduce \(\) .* of  1 ",
-            r"AllSumReduce \(1, 2\) .* of  6 ",
-        ],
-        "uneven-run": [
-            r"rank 0: gradient \(2, 2\) of \[4\.0\]",
-            r"rank 3: gradient \(2, 1\) of \[4\.0\]",
-            r"(rank [45]: gradient \(0,\) .*, 0 bytes sent\n){2}adjoint test: .* equal",
         ],
         "break-place-run": [
             r"clone +\[1\.0, 2\.0, 3\.0, 4\.0\]\nexp +\[4\.0, 8\.0, 12\.0, 16\.0\]"
@@ -295,10 +259,6 @@ PRINTED = {
             "the update of '.*' differs by (.|\\n)*looks at whole matrices",
             "DataParallelTrainer",
         ],
-        "keras-run": [
-            rf"{options}}}: \[{count}, {count}\] parameters, losses (\de-(0[6-9]|1\d)|0e\+00) "
-            for options, count in (("'zero_stage': 3", 8613), ("'plan': 'auto'", 8645))
-        ],
     },
     "06_tensor_parallel": {
         "pain-run": [r"measured: 1\.00"],
@@ -330,7 +290,6 @@ PRINTED = {
         ],
         "overlap-run": [r"{'wait at once': 2\.8, 'overlapped': 2\.0}"],
         "forward-run": [r"{'pieces = 1': 3\.6, 'pieces = 4': 2\.4}"],
-        "real-check": [r"(rank \d: sends posted \d+\.\d, -\d+\.\d ms before dW is ready\n?){2}"],
         "attention-run": [
             rf"shared=False: 3 in .* {TINY} from(.|\n)*shared=True: 1 in .* {TINY} from"
         ],
@@ -351,10 +310,6 @@ PRINTED = {
             r"mlp.down \(2 modules\): row",
             "head: vocabulary",
         ],
-        "train-run": [
-            rf"2 ranks{how}: largest difference {TINY}$" for how in ("", ", sequence parallel")
-        ]
-        + [EQUAL],
         "memory-run": ["the same bytes with one sample: True"],
         "cost-check": ["counted: 393,216 bytes"],
         "cost-theory": [
@@ -369,7 +324,6 @@ PRINTED = {
             rf"(second pair, .: {TINY} .*\n){{2}}",
             r"with the all-reduce of dX: loss ([\d.]+) → [\d.]+\nwithout .* loss \1 → (?!\1)",
         ],
-        "break-seed-run": [r"same seed: matrix rank 16\nown seed: +matrix rank 32"],
         "exercise-1-check": ["dW: not right yet\ndX: not right yet not right yet "],
     },
     "07_pipeline": {
@@ -387,18 +341,10 @@ PRINTED = {
         ],
         "loop-time": [r"33\.0 \[4, 3, 2, 1\] 27\.3%"],
         "interleaved-check": [r"9\.0 and 4\.5 s", r"48 and 112", r"4 and 11 half as large"],
-        "split-count": [r"counted: 4 \+ 7 = 11 instead of 8"],
-        "split-later": [r"counted: 4 \+ 4 = 8"],
         "split-run": [rf"(zb-h\d: {TINY} from one process\n?){{2}}"],
         "split-check": [r"'1F1B': '9 s', 'ZB-H1': '3 s', 'ZB-H2': '0 s'}"],
         "published-run": [r"ours: 0\.2431(.|\n)*ours: 0\.1585(.|\n)*ours: 0\.1083"],
         "trainer-run": [rf"(\S+ +largest difference: {TINY}\n?){{5}}", EQUAL],
-        "real-check": [
-            (
-                r"(rank \d posts the receive of the next \w+ (\d+\.\d ms before(, )?){3} the end "
-                r"of this \w+\n?){2}"
-            )
-        ],
         "tied-run": [r"embedding\.token\.weight: on stages 0, 1"],
         "tied-check": [
             (
@@ -421,14 +367,6 @@ PRINTED = {
             "rank 2's receive from rank 3 waits in the queue behind its send to rank 3",
         ],
         "hang-two-groups": [rf"direction: {TINY} from"],
-        "hang-lists": [
-            r"gloo: fine",
-            (
-                r"rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for "
-                r"2RECV_F0 of rank 0"
-            ),
-        ],
-        "hang-executor": [r"losses: \[(\d\.\d{10})\d*, \1\d*\]; one process: \1"],
     },
     "09_memory": {
         "problem-run": [
@@ -647,7 +585,6 @@ IN_PICTURES = {  # text in a picture
         "chain-plot": ["Broadcast of 4 MiB on 8 virtual ranks"],
         "node-picture": ["450 GB/s per GPU", "64 GB/s. Each card", "rail: 50 GB/s"],
         "fit-picture": ["A message between two processes"],
-        "both-ways-watch": ["Bidirectional ring all-gather"],
         "explorer-run": ["Recursive-doubling all-reduce"],
         "nccl-picture": ["model of an all-reduce on 4 nodes"],
     },
@@ -670,7 +607,6 @@ IN_PICTURES = {  # text in a picture
             "AllGather_X, B[J, K]: rank 0 abcd",
             "multiply, C[I_X, K]: rank 0 a, rank 1 b",
         ],
-        "mesh-watch": ["Forward: messages on a grid of 6 ranks", "Backward, step 2 of 2"],
     },
     "04_data_parallel": {
         "lanes-sim": ["naive: 17.8 s", "bucketed: 17.0 s", "overlapped: "],
@@ -689,12 +625,10 @@ IN_PICTURES = {  # text in a picture
         "ways-picture": ["AllGather_R, Y[B, F]: rank 0 ab"],
         "overlap-run": ["wait at once: 2.80 s", "overlapped: 2 s"],
         "forward-run": ["pieces = 1: 3.60 s", "pieces = 4: 2.40 s"],
-        "real-run": ["step: "],
         "plan-picture": [
             "query.weight: 64 × 64, columns cut into 4 × 16 (column)",
             "down.weight: 256 × 64, rows cut into 4 × 64 (row)",
         ],
-        "train-run": ["one process: 4.", "2 ranks: 4.", "2 ranks, sequence parallel: 4."],
         "memory-run": ["Memory per rank"],
     },
     "07_pipeline": {
@@ -704,8 +638,6 @@ IN_PICTURES = {  # text in a picture
         "loop-run": ["GPipe", "1F1B", "makespan 33 s", "bubble rate 27.3 %"],
         "interleaved-run": ["makespan 33 · ", "makespan 28.5 · bubble rate 15.8 %"],
         "split-run": ["ZB-H1", "bubble rate 11.1 %", "ZB-H2", "bubble rate 0.0 %"],
-        "explorer-run": ["zb-h1 on 4 ranks"],
-        "real-run": ["1F1B on two processes"],
         "break-send-picture": ["Deadlock: who waits for whom"],
     },
     "08_three_axes": {
@@ -807,7 +739,7 @@ def test_a_lesson_is_committed_with_ids_and_short_cells_and_all_its_parts(name):
     launches = [cell.source for cell in notebook.cells if "p101.launch(" in cell.source]
     assert (
         "\nBACKEND = " in setup
-        or "They use gloo even if you have GPUs" in prose
+        or "gloo even if you have GPUs" in prose
         or all('backend="sim"' in source for source in launches)
     ), "a lesson chooses its backend, says why it has none, or has no real ranks"
     assert "**Predict.**" in prose and "## What breaks" in prose and "## Exercises" in prose

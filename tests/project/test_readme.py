@@ -98,8 +98,9 @@ def test_the_readmes_program_prints_what_the_readme_shows(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_programs_of_the_library_page_and_the_readmes_table_run(tmp_path):
-    program = "\n".join(programs(ROOT / "docs/library.md"))
+def test_the_programs_of_the_library_pages_and_the_readmes_table_run(tmp_path):
+    pages = (ROOT / "docs" / f"{name}.md" for name in ("library", "mesh_layers"))
+    program = "\n".join(code for page in pages for code in programs(page))
     rows = re.findall(r"^\|[^|]*\| `(p101\..*?)` \|", README, re.MULTILINE)
     assert len(rows) >= 5
     program += "\nfn = lambda: None\nmodel, loss_fn = torch.nn.Linear(2, 1), None\n"
@@ -109,6 +110,7 @@ def test_the_programs_of_the_library_page_and_the_readmes_table_run(tmp_path):
     program += "".join(f"    {row}\n" for row in on_ranks)
     printed = run_program(tmp_path, program + "p101.launch(layers, world_size=2)")
     assert "rank 3 of 4\n0.03" in printed and "[0, 0, 0, 1, 1, 1]" in printed
+    assert "(0, 1) (6, 12)" in printed and "3 (2, 1) [4.0]" in printed
 
 
 def words_of(svg: str) -> set[str]:
