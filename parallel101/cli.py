@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="NAME",
-        help="lessons to run, e.g. 01 or 01_collectives (default: all)",
+        help="lessons to run, e.g. 01 or 01_collectives (default: all that have changed)",
     )
     lessons.add_argument(
         "--only",
@@ -306,7 +306,7 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
     from jupyterlab.labapp import LabApp
 
     from parallel101.laboratory.grade.homework import find_homework
-    from parallel101.laboratory.publish.find import find_lessons
+    from parallel101.laboratory.publish.find import find_lessons, found_or_copied
 
     folder, options = (
         (find_homework, extra[1:])
@@ -314,11 +314,14 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
         else (lambda: find_lessons(args.lessons, to_edit=True), extra)
     )
     try:
-        LabApp.launch_instance(
-            argv=[str(folder()), *(option for option in options if option != "--")]
-        )
-    except FileNotFoundError as error:
+        shown = found_or_copied(folder) if args.lessons is None else folder()
+    except (FileNotFoundError, ValueError) as error:
         args.parser.error(str(error))
+    no_news = [
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
+    LabApp.launch_instance(argv=[str(shown), *no_news, *(o for o in options if o != "--")])
     return 0
 
 
@@ -367,6 +370,7 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         args.out,
         only=args.only is not None,
         syllabus=syllabus,
+        again=bool(args.names),
         repository=repository,
         timeout=args.timeout,
     )

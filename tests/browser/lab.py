@@ -35,11 +35,6 @@ def jupyterlab(folder: Path, scratch: Path) -> Iterator[str]:
         **{name: str(scratch / name) for name in folders},
         "PYTHONPATH": str(ROOT),
     }
-    settings = scratch / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab" / "apputils-extension"
-    settings.mkdir(parents=True)  # no question about news, which would lie over the notebook
-    (settings / "notification.jupyterlab-settings").write_text(
-        '{"fetchNews": "false", "checkForUpdates": false}'
-    )
     options = [
         "--no-browser",
         "--allow-root",
@@ -47,7 +42,7 @@ def jupyterlab(folder: Path, scratch: Path) -> Iterator[str]:
         f"--IdentityProvider.token={TOKEN}",
         "--LabApp.expose_app_in_browser=True",
     ]
-    command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={folder}"]
+    command = [sys.executable, "-m", "parallel101", "lab", "--lessons", str(folder), *options]
     server = subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )

@@ -58,6 +58,8 @@ def notebook(name, lab, chromium) -> Iterator[Browser]:
             "globalThis.finished = true; }), true)"
         )
         browser.until("globalThis.finished", 170)
+        settings = "JSON.parse(document.querySelector('#jupyter-config-data').textContent)"
+        assert browser.js(f"{settings}.news.disabled"), "no question about news"
         yield browser
         assert browser.errors == []
 

@@ -10,7 +10,7 @@ from parallel101.laboratory.publish.tools import collectives_atlas_page
 from parallel101.laboratory.publish.tools.recorded_collectives import Choice
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def one_recorded_run() -> Iterator[None]:
     choice = Choice("broadcast", "flat", 8, "switch")
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,13 @@ from bs4 import BeautifulSoup
 from nbformat import v4, write
 
 from parallel101 import cli
-from parallel101.laboratory.publish import LessonFailed, find_lessons, publish, select_lessons
+from parallel101.laboratory.publish import (
+    LessonFailed,
+    find,
+    find_lessons,
+    publish,
+    select_lessons,
+)
 from parallel101.laboratory.publish.execute import run_notebook
 from parallel101.laboratory.publish.offline_page import POLICY
 from parallel101.laboratory.publish.page import Lesson, external_addresses, lesson_body, lesson_page
@@ -335,6 +341,21 @@ def test_the_lessons_folder_is_found_from_a_folder_inside_it_and_a_missing_one_i
     assert find_lessons() == tmp_path / "lessons"
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
         find_lessons("nowhere")
+
+
+def test_with_a_wheel_the_notebooks_are_copied_before_they_are_edited(tmp_path, monkeypatch):
+    wheel, here = tmp_path / "wheel", tmp_path / "here"
+    for folder in (wheel / "lessons", wheel / "homework", here):
+        folder.mkdir(parents=True)
+    (wheel / "lessons" / "glossary.md").touch()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(find, "CLONE", here)
+    with pytest.raises(FileNotFoundError, match="parallel101 notebooks"):
+        find.found_or_copied(lambda: find_lessons(to_edit=True))
+    monkeypatch.setattr(find, "IN_WHEEL", wheel)
+    for _ in range(2):  # the second time they are there
+        copied = find.found_or_copied(lambda: find_lessons(to_edit=True))
+        assert copied == here / "lessons"
 
 
 @pytest.mark.browser

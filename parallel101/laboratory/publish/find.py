@@ -7,7 +7,7 @@ them or to write homework, `copy_notebooks` copies them to a folder of one's own
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
@@ -34,7 +34,7 @@ def find_lessons(folder: Path | str | None = None, to_edit: bool = False) -> Pat
         )
     here = Path.cwd()
     for place in (here, *here.parents, CLONE):
-        known = place / "parallel101", place / "lessons" / "routes.json"
+        known = place / "parallel101", place / "lessons" / "glossary.md"
         if (place / "lessons").is_dir() and any(file.exists() for file in known):
             return place / "lessons"
     if IN_WHEEL.is_dir() and not to_edit:
@@ -43,6 +43,23 @@ def find_lessons(folder: Path | str | None = None, to_edit: bool = False) -> Pat
         f"there is no lessons/ in {here} or above it; to copy the lessons and the homework to this "
         "folder, run: parallel101 notebooks"
     )
+
+
+def found_or_copied(find: Callable[[], Path]) -> Path:
+    """Return the folder that `find` finds; with a wheel, after a copy of the notebooks to here.
+
+    Raises:
+        FileNotFoundError: there are no such notebooks, here or in a wheel.
+        ValueError: they can't be copied.
+    """
+    try:
+        return find()
+    except FileNotFoundError:
+        if not IN_WHEEL.is_dir():
+            raise
+        lessons, homework = copy_notebooks(Path())
+        print(f"Copied the lessons and the homework to {lessons} and {homework}.")
+        return find()
 
 
 def copy_notebooks(out: Path) -> list[Path]:

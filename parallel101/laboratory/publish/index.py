@@ -5,7 +5,7 @@
     lessons, homework                             the notebooks
     errors explained, teach with it, cite         course_pages.py
 
-lessons/routes.json holds what the lessons themselves don't say:
+routes.json holds what the lessons themselves don't say:
 
     {"opening": "why to start, as Markdown",
      "picture": "01_collectives",                     the lesson whose picture moves at the top
@@ -14,7 +14,8 @@ lessons/routes.json holds what the lessons themselves don't say:
 
 A part with `"short": true` takes the short way through its lessons. A route with `"dates": true`
 becomes a folded table with fields for dates, which the browser keeps (dates.js). Titles and
-minutes come from the lessons. A route appears if all its lessons have a page.
+minutes come from the lessons. A route appears if all its lessons have a page. A folder of other
+lessons may have a routes.json of its own.
 """
 
 from __future__ import annotations
@@ -97,25 +98,29 @@ NO_OPENING = Opening()
 
 
 def read_opening(folder: Path) -> Opening:
-    """Return what the folder's routes.json says; an empty opening if there is no such file.
+    """Return what the folder's own routes.json says, or that of the course.
+
+    If the folder has neither the file nor the course's lessons, the opening is empty.
 
     Raises:
         ValueError: the file isn't JSON, or has an entry that routes don't have.
     """
-    if not (folder / FILE).exists():
-        return NO_OPENING
+    own = folder / FILE
+    file = own if own.exists() else Path(__file__).with_name(FILE)
     try:
-        said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        said = json.loads(file.read_text(encoding="utf-8"))
         routes = [
             CourseRoute(**{**route, "parts": tuple(_part(**part) for part in route["parts"])})
             for route in said["routes"]
         ]
-        return Opening(said["opening"], said["picture"], tuple(routes))
+        opening = Opening(said["opening"], said["picture"], tuple(routes))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{folder / FILE} is not a list of routes ({error}); "
+            f"{file} is not a list of routes ({error}); "
             "parallel101/laboratory/publish/index.py shows what it looks like"
         ) from error
+    there = (folder / f"{opening.picture}.ipynb").exists()
+    return opening if own.exists() or there else NO_OPENING
 
 
 def _part(lessons: Sequence[str], homework: Sequence[int] = (), **others) -> CoursePart:

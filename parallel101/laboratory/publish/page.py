@@ -242,11 +242,18 @@ def lesson_page(
         colab=repository.in_colab(f"lessons/{lesson.name}.ipynb") if repository else None,
         body=Markup(body),
         seconds=seconds,
-        machine=_machine(),
+        machine=machine(),
         page_name=page_name,
         name_of=lambda one: one.title.partition(":")[0],
     )
     return offline_html(lesson.title, html)
+
+
+def parts_of_page(page: str) -> tuple[str, float]:
+    """Return the body of a lesson's page, and how many seconds the lesson ran."""
+    found = re.search(r"<main>\n(.*)\n</main>\n<footer>.*? one run of ([\d.]+) s", page, re.DOTALL)
+    assert found is not None, "the template lesson.html.jinja2 has these"
+    return found[1], float(found[2])
 
 
 def course_page(
@@ -319,7 +326,8 @@ def short_title(lesson: Lesson) -> str:
     return numbered(lesson).partition(":")[0]
 
 
-def _machine() -> str:
+def machine() -> str:
+    """What the lessons ran on, in words."""
     return (
         f"Python {platform.python_version()} and torch {version('torch')} on {platform.system()} "
         f"with {os.cpu_count()} cores"

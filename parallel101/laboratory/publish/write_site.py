@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.extras import needs_extra
-from parallel101.laboratory.publish.course_pages import CoursePage, course_pages
+from parallel101.laboratory.publish.course_pages import CITATION, CoursePage, course_pages
 from parallel101.laboratory.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.laboratory.publish.find import homework_notebooks, select_lessons
 from parallel101.laboratory.publish.glossary import PAGE, read_terms
@@ -32,9 +32,11 @@ from parallel101.laboratory.publish.page import (
     cover_of,
     lesson_body,
     lesson_page,
+    machine,
     moving_picture_of,
     offline_html,
     page_name,
+    parts_of_page,
 )
 from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.search_index import FILE as SEARCH
@@ -48,6 +50,13 @@ from parallel101.laboratory.publish.search_index import (
 from parallel101.laboratory.publish.specification import with_specifications
 from parallel101.laboratory.publish.syllabus import Syllabus
 from parallel101.laboratory.publish.tools import TOOL_PAGES, ToolPage
+from parallel101.laboratory.publish.unchanged import (
+    digest,
+    digest_of_package,
+    files_of_module,
+    is_unchanged,
+    marked,
+)
 
 
 class Published(NamedTuple):
@@ -97,11 +106,13 @@ def publish(
     syllabus: Syllabus | None = None,
     repository: Repository | None = None,
     timeout: float = 600.0,
+    again: bool = False,
     report: Callable[[str], None] = print,
 ) -> Published:
     """Run each notebook from top to bottom and write it as a page.
 
-    If a lesson fails, the others still run.
+    If a lesson fails, the others still run. A lesson with a page in `out` doesn't run again as long
+    as its notebook, the files beside it and this package are the same.
 
     Args:
         notebooks: the lessons to run, all from one folder.
@@ -114,6 +125,7 @@ def publish(
         repository: the one that has the lessons. Their pages then have a link that opens them in
             Colab.
         timeout: time limit for each cell, in seconds.
+        again: run the lessons even if nothing has changed.
         report: called with one line of progress per lesson. Progress bars go to standard error if
             that is a terminal.
 
@@ -124,28 +136,38 @@ def publish(
     """
     make_output_folder(out)
     folder = notebooks[0].parent
+    given = _digest_of_site(notebooks, folder, only, syllabus, repository)
+    if not again and is_unchanged(out / "index.html", given):
+        report("Nothing has changed since these pages were written.")
+        return Published([*(out / f"{p.stem}.html" for p in notebooks), out / "index.html"], [])
     course = _course(notebooks, folder, only, syllabus)._replace(repository=repository)
     _write_homework(course, folder, out)
     # a folder of some notebooks, without an opening, has no need of a reference and a search
     everything = course.whole and bool(course.opening.text) and {*notebooks} == {*course.lessons}
     reference = _write_reference(out) if everything else []
     names = None if course.whole else {path.stem for path in course.lessons}
-    ran: dict[Path, tuple[str, float]] = {}
+    ran: dict[Path, tuple[str, float, str]] = {}  # body, seconds, and what it was made from
     failed = []
     try:
         for path in notebooks:
             began = time.perf_counter()
+            page, made_from = out / f"{path.stem}.html", _digest_of_lesson(path, course)
+            if not again and is_unchanged(page, made_from):
+                ran[path] = (*parts_of_page(page.read_text(encoding="utf-8")), made_from)
+                report(f"✓ {path.stem} has not changed")
+                continue
             try:
                 notebook = run_notebook(path, timeout=timeout)
                 seconds = time.perf_counter() - began
-                ran[path] = lesson_body(notebook, path.parent, course.homework, names), seconds
+                body = lesson_body(notebook, path.parent, course.homework, names)
+                ran[path] = body, seconds, made_from
             except (LessonFailed, ValueError) as error:
                 failed.append(
                     error
                     if isinstance(error, LessonFailed)
                     else LessonFailed(path.stem, str(error))
                 )
-                (out / f"{path.stem}.html").unlink(missing_ok=True)
+                page.unlink(missing_ok=True)
                 report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
             else:
                 _write_pages(course, out, {path: ran[path]})
@@ -160,7 +182,27 @@ def publish(
     if ran and course.whole:
         _write_tools(out, {*notebooks} >= {*course.lessons}, report)
         _write_pages(course, out, {})  # the index, with links to the tools
+    if not failed:
+        index = out / "index.html"
+        _write(index, marked(index.read_text(encoding="utf-8"), given))
     return Published(written, failed)
+
+
+def _digest_of_lesson(path: Path, course: Course) -> str:
+    """What a lesson's page is made from: the package, the notebook and the files beside it."""
+    beside = [file for file in path.parent.iterdir() if file.is_file() and file.suffix != ".ipynb"]
+    names = [lesson.stem for lesson in course.lessons]
+    facts = course.homework, course.whole or names, machine()
+    return digest([path, *beside], digest_of_package(), facts)
+
+
+def _digest_of_site(notebooks: Sequence[Path], folder: Path, *facts: object) -> str:
+    """What the whole site is made from, also the homework and the pages around the lessons."""
+    around = [folder, folder.parent / "homework", folder.parent / "docs"]
+    files = [file for place in around for file in place.rglob("*") if file.is_file()]
+    files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    citation = [file for file in (folder.parent / CITATION,) if file.exists()]
+    return digest([*files, *citation], digest_of_package(), notebooks, facts, machine())
 
 
 def _course(
@@ -185,7 +227,9 @@ def _course(
     return Course(lessons, homework, whole, read_opening(folder), syllabus)
 
 
-def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]]) -> list[Path]:
+def _write_pages(
+    course: Course, out: Path, ran: Mapping[Path, tuple[str, float, str]]
+) -> list[Path]:
     """Write the pages of the lessons that ran, the glossary and the index; return the paths.
 
     The index lists all lessons of the course that have a page.
@@ -196,12 +240,10 @@ def _write_pages(course: Course, out: Path, ran: Mapping[Path, tuple[str, float]
             # a notebook that did not run now and that has become unreadable
             with suppress(LessonFailed):
                 lessons[path] = Lesson.of(path.stem, read_notebook(path))
-    pages = {
-        out / f"{path.stem}.html": lesson_page(
-            lessons[path], *ran[path], [*lessons.values()], course.repository
-        )
-        for path in ran
-    }
+    pages = {}
+    for path, (body, seconds, made_from) in ran.items():
+        html = lesson_page(lessons[path], body, seconds, [*lessons.values()], course.repository)
+        pages[out / f"{path.stem}.html"] = marked(html, made_from)
     for page, html in pages.items():
         _write(page, html)
     shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
@@ -255,19 +297,27 @@ def _listed_tools(course: Course, out: Path) -> Sequence[ToolPage]:
 
 
 def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
-    """Write the pages that play without Python.
+    """Write the pages that play without Python, unless they are made from the same files.
 
-    What they record takes a while. If not `anew`, a page that is there stays.
+    If not `anew`, a page that is there stays.
     """
+    frame = [
+        file for file in Path(__file__).parent.rglob("*") if file.suffix in (".css", ".jinja2")
+    ]
     for tool in TOOL_PAGES:
         if (out / tool.address).exists() and not anew:
+            continue
+        made_from = digest([*files_of_module(tool.module.__name__), *frame], machine())
+        if is_unchanged(out / tool.address, made_from):
+            report(f"✓ {tool.title} has not changed")
             continue
         began = time.perf_counter()
         body, files = tool.make()
         for path, text in files.items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             _write(out / path, text)
-        _write(out / tool.address, offline_html(tool.title, body, scripts_beside=bool(files)))
+        html = offline_html(tool.title, body, scripts_beside=bool(files))
+        _write(out / tool.address, marked(html, made_from))
         report(f"✓ {tool.title} took {time.perf_counter() - began:.1f} s")
 
 

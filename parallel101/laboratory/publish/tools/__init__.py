@@ -8,6 +8,7 @@ lists it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import NamedTuple
 
 from parallel101.laboratory.publish.tools import (
@@ -25,6 +26,7 @@ class ToolPage(NamedTuple):
     text: str  # what the reader does there, in a sentence
     # its body, and what it loads: text by path in the site
     make: Callable[[], tuple[str, Mapping[str, str]]]
+    module: ModuleType  # that makes it
     also: str = ""  # other words by which the search finds it
     invitation: str = ""  # what its button at the top of the index says
 
@@ -35,6 +37,7 @@ TOOL_PAGES = (
         collectives_atlas_page.TITLE,
         "Play recorded runs of all collectives and algorithms, two side by side.",
         collectives_atlas_page.collectives_atlas,
+        collectives_atlas_page,
         "watch animation compare",
         "Play with an all-reduce",
     ),
@@ -43,6 +46,7 @@ TOOL_PAGES = (
         schedule_builder_page.TITLE,
         "Order the work of a pipeline by hand, and compare your schedule with published ones.",
         lambda: (schedule_builder_page.schedule_builder_page(), {}),
+        schedule_builder_page,
         "pipeline schedules zero bubble editor",
     ),
     ToolPage(
@@ -50,6 +54,7 @@ TOOL_PAGES = (
         memory_page.TITLE,
         "Choose a model, GPUs and a layout, and see what fills the memory of each GPU.",
         lambda: (memory_page.memory_page(), {}),
+        memory_page,
         "how much GPU memory do I need, out of memory, OOM, calculator, does my model fit",
         "Does my model fit?",
     ),

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from markupsafe import Markup
+from tqdm import tqdm
 
 from parallel101.laboratory.publish.templates import render, script_json
 from parallel101.laboratory.publish.tools.recorded_collectives import (
@@ -63,13 +64,16 @@ def collectives_atlas(chosen: Sequence[Choice] | None = None) -> Atlas:
     """
     facts: Facts = {}
     records = {}
-    of_algorithm = groupby(chosen or all_choices(), lambda choice: choice[:2])
-    for (operation, algorithm), runs in of_algorithm:
-        recorded = {_key(choice): record(choice) for choice in runs}
-        facts.setdefault(operation, {})[algorithm] = {k: run for k, (run, _) in recorded.items()}
-        name = f"{operation}.{algorithm}"
-        pictures = {key: scene for key, (_, scene) in recorded.items()}
-        records[f"{FOLDER}/{name}.js"] = record_script(name, pictures)
+    choices = list(chosen or all_choices())
+    with tqdm(total=len(choices), desc=TITLE, unit="run", leave=False, disable=None) as bar:
+        for (operation, algorithm), runs in groupby(choices, lambda choice: choice[:2]):
+            pictures, found = {}, {}
+            for choice in runs:
+                found[_key(choice)], pictures[_key(choice)] = record(choice)
+                bar.update()
+            facts.setdefault(operation, {})[algorithm] = found
+            name = f"{operation}.{algorithm}"
+            records[f"{FOLDER}/{name}.js"] = record_script(name, pictures)
     return Atlas(collectives_atlas_page(facts), records)
 
 
