@@ -434,7 +434,7 @@ def _release(args: argparse.Namespace, extra: list[str]) -> int:
     try:
         return command.release_set(args.path, args.out, args.seed_file, args.library)
     except (FileNotFoundError, ValueError) as error:
-        return args.parser.error(str(error))  # exits
+        return args.parser.exit(2, f"{error}\n")  # exits
 
 
 def _plan(args: argparse.Namespace, extra: list[str]) -> int:

@@ -12,6 +12,7 @@ points; `check` then says so.
 """
 
 import torch
+import torch.distributed as dist
 
 
 def ring_shift(x: torch.Tensor) -> torch.Tensor:

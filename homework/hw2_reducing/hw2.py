@@ -13,6 +13,7 @@ points; `check` then says so.
 """
 
 import torch
+import torch.distributed as dist
 
 
 def reduce(x: torch.Tensor, root: int, op: str) -> torch.Tensor | None:

@@ -151,10 +151,20 @@ def leaders_only(trials: Sequence[Trial]) -> bool:
 
 
 def whole_between_nodes(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends much more than its share to other nodes."""
+    """Right, but every rank sends much more than its share to other nodes, on its own rail."""
     large = several_nodes(trials)
+
+    def on_rails(trial: Trial) -> bool:
+        k = trial.case.facts["k"]
+        return all(
+            event.peer // k == event.rank // k or event.peer % k == event.rank % k
+            for event in trial.trace.events
+            if event.kind == "send" and event.peer is not None
+        )
+
     return bool(large) and all(
-        right(t) and min(sent_between(t)) >= 1.5 * between_bytes(t.case) for t in large
+        right(t) and on_rails(t) and min(sent_between(t)) >= 1.5 * between_bytes(t.case)
+        for t in large
     )
 
 

@@ -162,6 +162,7 @@ def sharded_case(
             "width": width,
             "state": torch.cat([values.flatten() for values in momentum.values()]),
             "norm": min(norm, max_norm),
+            "norm before": norm,
             "max_norm": max_norm,
             "clipped locally": norm_of(_mean([clipped(own, max_norm) for own in local])),
         },
@@ -324,6 +325,18 @@ def local_norm(trials: Sequence[Trial]) -> bool:
     return all(map(shows, wrong))
 
 
+def never_clipped(trials: Sequence[Trial]) -> bool:
+    """Wrong only where gradients are clipped, and there the optimizers got the unclipped ones."""
+    wrong = failed(trials)
+    return bool(wrong) and all(
+        trial.error is None
+        and not math.isinf(trial.case.facts["max_norm"])
+        and (norms := first_norms(trial)) is not None
+        and math.isclose(math.hypot(*norms), trial.case.facts["norm before"], rel_tol=1e-4)
+        for trial in wrong
+    )
+
+
 def summed(trials: Sequence[Trial]) -> bool:
     """In the first step, n times the right gradients where nothing is clipped."""
     free = [trial for trial in ended(trials, 2) if math.isinf(trial.case.facts["max_norm"])]
@@ -413,6 +426,14 @@ LOCAL_NORM = Misconception(
     ),
     local_norm,
 )
+NEVER_CLIPPED = Misconception(
+    "gradients never clipped",
+    (
+        "The optimizer gets the gradients as they are, also where the norm of the whole gradient "
+        "is larger than max_norm."
+    ),
+    never_clipped,
+)
 SUM_FOR_MEAN = Misconception(
     "sum for mean",
     "A reduce-scatter adds the ranks' gradients. Each belongs to a mean over one share, so the sum "
@@ -469,7 +490,14 @@ def sharded(
         bytes_sent(shared_bytes(2), "2(n−1)/n of the weights' bytes per step", slack),
         optimizer_is_sharded(),
     )
-    misconceptions = (*MESSAGES, WHOLE_OPTIMIZER, LOCAL_NORM, SUM_FOR_MEAN, ALL_REDUCED)
+    misconceptions = (
+        *MESSAGES,
+        WHOLE_OPTIMIZER,
+        NEVER_CLIPPED,
+        LOCAL_NORM,
+        SUM_FOR_MEAN,
+        ALL_REDUCED,
+    )
     return Exercise(
         number=number,
         function=function,

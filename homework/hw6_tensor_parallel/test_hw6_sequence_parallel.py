@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
     Case,
+    Check,
     Draw,
     Exercise,
     Misconception,
     Question,
+    Trial,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
 
@@ -118,12 +121,24 @@ def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> C
     )
 
 
+def own_positions() -> Check:
+    """Between the layers, a rank has its own positions: it keeps no others, and sums no others."""
+    kept = keeps_at_most("a rank has time / n positions, besides the gathered input of w1")
+
+    def wrong(trial: Trial) -> str | None:
+        if trial.world_size > 1 and sent_in(trial, "forward") > 1.2 * trial.case.facts["forward"]:
+            return "in forward, the ranks sent as much as it takes to have all positions on each"
+        return kept.wrong(trial)
+
+    return replace(kept, wrong=wrong)
+
+
 SEQUENCE_PARALLEL = Exercise(
     number="17",
     function="sequence_parallel_mlp",
     title="Sequence parallel: the norm on its own positions",
     points=10,
-    weights={"value": 0.3, "bytes": 0.3, "memory": 0.4},
+    weights={"value": 0.25, "bytes": 0.25, "memory": 0.5},
     cases=lambda draw: [
         block_case(draw, n, *sizes)
         for n, sizes in ((1, (3, 6, 8)), (2, (2, 6, 5)), (3, (1, 5, 4)), (4, (3, 8, 4)))
@@ -144,7 +159,7 @@ SEQUENCE_PARALLEL = Exercise(
             "backward",
             "backward: the same, besides the norm's and b2's gradients (or gathering once more)",
         ),
-        keeps_at_most("a rank keeps time / n positions, besides the gathered input of w1"),
+        own_positions(),
     ),
     least_received=least_received,
     misconceptions=(

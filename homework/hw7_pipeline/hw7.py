@@ -12,6 +12,7 @@ of P = world size stages.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Loss = Callable[[Tensor, Tensor], Tensor]

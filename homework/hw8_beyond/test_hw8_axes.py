@@ -240,6 +240,7 @@ def mesh_case(draw: Draw, dp: int, cp: int, tp: int, clips: bool, steps: int = S
         facts={
             "sizes": sizes,
             "clips": clips,
+            "times": free["norms"][0] / max_norm,  # the clipped gradients, unclipped
             "program": __file__,
             "tokens": SAMPLES * TIME,
             "replicated": 3 * WIDTH * ITEM,

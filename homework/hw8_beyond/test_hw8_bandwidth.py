@@ -174,8 +174,10 @@ def early(trials: Sequence[Trial]) -> bool:
 
     def launches(trial: Trial, rank: int) -> bool:
         facts = trial.case.facts
-        seconds = facts["nbytes"] * facts["factor"] / trial.results[rank]
-        return seconds <= 3 * LAUNCH
+        found = trial.results[rank]
+        if not isinstance(found, float) or not math.isfinite(found):
+            return False
+        return 0 < facts["nbytes"] * facts["factor"] / found <= 3 * LAUNCH
 
     found = ended(trials, 2)
     return bool(found) and all(launches(t, r) for t in found for r in range(t.world_size))
@@ -230,6 +232,22 @@ EXERCISES = [
                 early,
             ),
             *MESSAGES,
+            Misconception(
+                "bits for bytes",
+                "The result is in bits per second. Links and nccl-tests give bytes per second.",
+                shows(lambda t: 8.0),
+            ),
+            Misconception(
+                "all-reduce with the factor of a reduce-scatter",
+                (
+                    "(n − 1)/n is what a rank sends in a reduce-scatter. In an all-reduce, an "
+                    "all-gather follows, which sends as much again."
+                ),
+                lambda trials: (
+                    shows(lambda t: 0.5, ("all_reduce",))(trials)
+                    or shows(lambda t: (1 - 1 / t.world_size) / t.case.facts["factor"])(trials)
+                ),
+            ),
             Misconception(
                 "first call counted",
                 (

@@ -186,6 +186,27 @@ def all_to_everyone(trials: Sequence[Trial]) -> bool:
     )
 
 
+def padded(trials: Sequence[Trial]) -> bool:
+    """All is right, and no block of rows that is sent is shorter than the longest of them."""
+    large = [trial for trial in trials if trial.world_size > 1 and not trial.case.facts["equal"]]
+    sizes = [
+        [event.nbytes for event in t.trace.events if event.kind == "send" and event.nbytes >= ROW]
+        for t in large
+    ]
+    collectives = any(e.kind == "all_to_all" for t in large for e in t.trace.events)
+    return (
+        bool(large)
+        and not failed(trials)
+        and any(bytes_sent(lambda case: case.facts["bytes"], "", few).wrong(t) for t in large)
+        and (collectives or all(len(set(own)) == 1 for own in sizes))
+    )
+
+
+def few(case: Case) -> int:
+    """The bytes of counts, and of acknowledgements."""
+    return 64 + 8 * case.world_size**2
+
+
 EXERCISES = [
     Exercise(
         number="22a",
@@ -204,7 +225,7 @@ EXERCISES = [
             bytes_sent(
                 lambda case: case.facts["bytes"],
                 "each row goes where it must, once forward and once back",
-                lambda case: 64 + 8 * case.world_size**2,
+                few,
             ),
         ),
         least_received=lambda case: case.facts["least"],
@@ -240,6 +261,12 @@ EXERCISES = [
                 "Every rank has the right rows, but not those of rank 0 first, then those of rank "
                 "1, and so on.",
                 another_order,
+            ),
+            Misconception(
+                "blocks padded to the longest",
+                "Every block is filled up to the length of the longest, so that all are equally "
+                "long. With a popular expert, most of what is sent is padding.",
+                padded,
             ),
             Misconception(
                 "whole tensor shipped",

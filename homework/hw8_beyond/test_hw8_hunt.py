@@ -47,6 +47,7 @@ def case_of(found: Hunt) -> Case:
         [list(found.answer)],
         note=f"the record of {found.world_size} ranks",
         facts=facts,
+        computes=True,
     )
 
 

@@ -12,6 +12,7 @@ from parallel101.laboratory.exercises.attention_exercises import (
     Cut,
     Partial,
     all_gathered,
+    attend,
     block_a_second,
     block_bytes,
     few_blocks,
@@ -90,6 +91,10 @@ def forward_mistakes(cut: Cut) -> dict[str, list]:
         """The neighbour's block comes in every step."""
         return merge([parts[rank][rank], *[whole[rank][(rank - 1) % n]] * rank])
 
+    def own_v(rank: int) -> list[Partial]:
+        """Blocks of other ranks' keys and this rank's own values."""
+        return [attend(cut.q[rank], cut.k[o], cut.v[rank], False) for o in range(rank)]
+
     return {
         "averaged": [
             [(torch.stack([out for out, _ in blocks]).mean(0),) for blocks in seen],
@@ -111,6 +116,10 @@ def forward_mistakes(cut: Cut) -> dict[str, list]:
         "again": [
             [again(rank) for rank in ranks],
             [others(rank, lambda other: True, [whole[rank][rank - 1]] * n) for rank in ranks],
+        ],
+        "own v": [
+            [merge([parts[rank][rank], *own_v(rank)]) for rank in ranks]
+            for _ in range(len(set(cut.sizes)) == 1)
         ],
         "last lse": [
             [(blocks[-1][1],) for blocks in seen],
@@ -223,7 +232,7 @@ EXERCISES = [
         points=10,
         cases=forward_cases,
         program=run_forward,
-        weights={"value": 0.3, "bytes": 0.2, "steps": 0.2, "memory": 0.1, "overlap": 0.2},
+        weights={"value": 0.15, "bytes": 0.1, "steps": 0.05, "memory": 0.5, "overlap": 0.2},
         checks=(
             value(
                 "out and lse are those of one process with the whole sequence",
@@ -273,6 +282,12 @@ EXERCISES = [
                 "A rank sends its own K and V in each step, so its neighbour gets the same block "
                 "again and again: nothing is passed on.",
                 gives("again", 0, 1, equal=True),
+            ),
+            Misconception(
+                "V left at home",
+                "Only K travels. The weights belong to another rank's keys, and are applied to "
+                "this rank's own values.",
+                gives("own v", 0, 1, equal=True),
             ),
             Misconception(
                 "maximum not carried",

@@ -154,7 +154,7 @@ def choose_layout(
         evaluate: evaluate(dp=…, tp=…, pp=…, microbatch=…, microbatches=…, …) predicts a step, and
             returns a dict: "seconds"; "mfu"; "bytes", at the peak, on the fullest GPU. Its
             arguments are Layout's fields. For what can't be a layout it raises a ValueError that
-            says why; that doesn't count. Everything else counts: at most 500 calls.
+            says why; that doesn't count. Everything else counts: at most 400 calls.
 
     Returns:
         A Layout, or a dict with its fields. "bytes" of it is at most `memory`. Its MFU is compared

@@ -45,6 +45,7 @@ def choice_case(
             "shape": tuple(shape[name] for name in SHAPE),
         },
         seconds=SECONDS,
+        computes=True,
     )
 
 

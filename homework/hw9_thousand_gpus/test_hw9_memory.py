@@ -87,7 +87,9 @@ def cases(draw: Draw) -> list[Case]:
 WEIGHTS = EstimatePart("weights", "bytes of the weights")
 GRADIENTS = EstimatePart("gradients", "bytes of the gradients")
 OPTIMIZER = EstimatePart("optimizer", "bytes of the optimizer's state")
-ACTIVATIONS = EstimatePart("activations", "bytes of the activations", weight=2)
+ACTIVATIONS = EstimatePart(
+    "activations", "bytes of the activations", weight=2, also="activations_input_once"
+)
 STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
 
 # ---- mistakes ----

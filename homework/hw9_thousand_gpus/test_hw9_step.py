@@ -74,9 +74,9 @@ def cases(draw: Draw) -> list[Case]:
 
 MATMUL = EstimatePart("matmul", "matrix products")
 TP = EstimatePart("tp", "all-reduces along tp")
-BUBBLE = EstimatePart("bubble", "the bubble, given your first two")
+BUBBLE = EstimatePart("bubble", "the bubble, given your first two", uses=("matmul", "tp"))
 DP = EstimatePart("dp", "the all-reduce along dp")
-MFU = EstimatePart("mfu", "MFU, given your four times")
+MFU = EstimatePart("mfu", "MFU, given your four times", uses=("matmul", "tp", "bubble", "dp"))
 PARTS = (MATMUL, TP, BUBBLE, DP, MFU)
 
 # ---- mistakes: the factor by which a part is wrong ----
@@ -212,6 +212,25 @@ MISTAKES = (
         off_by(MATMUL, lambda f: f["pp"]),
     ),
     Misconception(
+        "ring's factor",
+        (
+            "In a ring all-reduce of S bytes over n ranks, each rank sends 2(n − 1)/n · S bytes: "
+            "a reduce-scatter and an all-gather."
+        ),
+        either(
+            lambda trials: all(off_by(part, lambda f: 0.5)(trials) for part in (TP, DP)),
+            *(
+                off_by(
+                    part,
+                    ring(name, lambda n: 1),
+                    ring(name, lambda n: 2),
+                    ring(name, lambda n: 2 * (n - 1)),
+                )
+                for part, name in ((DP, "dp"), (TP, "tp"))
+            ),
+        ),
+    ),
+    Misconception(
         "all-reduces counted once",
         (
             "A layer has two all-reduces along tp in forward, one after the attention and one "
@@ -257,24 +276,6 @@ MISTAKES = (
         "network inside the node",
         "All GPUs of the group are in one node, where NVLink connects them.",
         either(off_by(DP, network_everywhere(DP)), off_by(TP, network_everywhere(TP))),
-    ),
-    Misconception(
-        "ring's factor",
-        (
-            "In a ring all-reduce of S bytes over n ranks, each rank sends 2(n − 1)/n · S bytes: "
-            "a reduce-scatter and an all-gather."
-        ),
-        either(
-            *(
-                off_by(
-                    part,
-                    ring(name, lambda n: 1),
-                    ring(name, lambda n: 2),
-                    ring(name, lambda n: 2 * (n - 1)),
-                )
-                for part, name in ((DP, "dp"), (TP, "tp"))
-            )
-        ),
     ),
     Misconception(
         "gradients of the whole model",

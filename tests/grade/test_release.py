@@ -62,6 +62,16 @@ def test_a_solved_set_is_refused_with_the_names_of_its_functions(clone, tmp_path
     said = " ".join(capsys.readouterr().err.split())
     assert "ring_shift is filled in" in said and "git checkout" in said
     assert "flat_broadcast" not in said and not (tmp_path / "out").exists()
+    assert "usage" not in said
+
+
+def test_cells_that_were_added_to_a_notebook_are_named(clone, tmp_path, capsys):
+    copy = clone(SETS[0])
+    for cell, name in (("shift-check", "f0a1b2c3"), ("tree-check", "also-mine")):
+        change_cell(copy / "hw1.ipynb", cell, id=name, source=f"print({name!r})")
+    assert cli.main(["release", str(copy), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "cells that you added" in said and "print('f0a1b2c3')" in said and "mine" not in said
 
 
 STUB = "def ring_shift(x):\n    raise NotImplementedError\n"
@@ -113,6 +123,8 @@ def test_answers_in_the_notebook_are_found_and_its_outputs_stay_at_home(clone, t
     assert sorted(file.name for file in (github / "hw1_moving").iterdir()) == names
     change_cell(copy / "hw1.ipynb", "shift-guess", source="predict(hw1.ring_shift, sent=4000)")
     assert found(copy) == ["hw1.ipynb, cell shift-guess: sent is answered"]
+    change_cell(copy / "hw1.ipynb", "shift-check", source="#     y = torch.empty_like(x)\n1 + 1")
+    assert any("shift-check: a comment is code" in place for place in found(copy))
     change_cell(copy / "hw1.ipynb", "shift-check", source="def gather(x, root):\n    return x")
     assert "hw1.ipynb, cell shift-check: gather is filled in" in found(copy)
 

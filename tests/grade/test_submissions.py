@@ -16,10 +16,12 @@ import psutil
 import pytest
 
 from parallel101.laboratory.grade import command, grading, submissions, users
+from parallel101.laboratory.grade.exercise import Draw
 from parallel101.laboratory.grade.exercise_report import ExerciseReport
 from parallel101.laboratory.grade.gradescope import gradescope_results
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.release import release
+from parallel101.laboratory.grade.remote import SubmissionRanks
 from parallel101.laboratory.grade.submissions import (
     NoSubmission,
     class_table,
@@ -45,7 +47,10 @@ def exercise(name):
 
 EXERCISES = [exercise("swap"), exercise("swap_again")]
 """
-STUB = """def swap(x):
+STUB = """class Given:
+    '''One (this is given).'''
+    ONE = 1
+def swap(x):
     raise NotImplementedError
 def swap_again(x):
     raise NotImplementedError
@@ -116,7 +121,18 @@ def test_a_result_for_each_exercise_with_points_misconception_and_text(homework,
     assert "not graded" in gradescope_results(written[1])["tests"][1]["output"]
 
 
+OFFICIAL = notebook("import hw9", HEAD, RIGHT + "    # hw9", "check(hw9.swap)")
 HANDED_IN = {
+    "a renamed notebook": {"kim.ipynb": OFFICIAL},
+    "a notebook that a browser has renamed": {"hw9 (1).ipynb": OFFICIAL},
+    "a copy of a notebook": {"hw9-Copy1.ipynb": OFFICIAL, ".ipynb_checkpoints/hw9.ipynb": "{"},
+    "a notebook beside the untouched stub": {"hw9.py": STUB, "hw9.ipynb": OFFICIAL},
+    "a notebook beside a program without the functions": {"a.ipynb": OFFICIAL, "b.py": "x = 1"},
+    "a notebook that uses what is given": {
+        "kim.ipynb": notebook(
+            "from hw9 import swap", "import hw9", HEAD, RIGHT.replace("1 -", "hw9.Given.ONE -")
+        )
+    },
     "line endings of Windows": {"hw9.py": (HEAD + RIGHT).replace("\n", "\r\n")},
     "in a folder of a folder": {"final/hw9.py": HEAD + RIGHT},
     "another name": {"hw9_alice (1).py": HEAD + RIGHT},
@@ -146,6 +162,43 @@ HANDED_IN = {
 def test_it_is_found_and_read(homework, tmp_path, content):
     result = grade_submission(handed_in(tmp_path / "bob", content), homework, "a seed")
     assert result["exercises"][0]["points"] == 4, result["exercises"][0]
+
+
+@pytest.mark.parametrize("top", ["while True: pass\n", "def f():\n  while True: pass\nf()\n"])
+def test_a_file_that_never_ends_loading_is_tried_once(homework, tmp_path, top, monkeypatch):
+    case = homework.exercises[0].cases(Draw("a seed"))[0]
+    once = replace(case, seconds=0.5)
+    exercises = [replace(one, cases=lambda draw: [once]) for one in homework.exercises]
+    runs, run = [], SubmissionRanks.run
+    monkeypatch.setattr(SubmissionRanks, "run", lambda *a: runs.append(a) or run(*a))
+    path = handed_in(tmp_path / "eve", {"hw9.py": HEAD + RIGHT + top})
+    result = grade_submission(path, replace(homework, exercises=tuple(exercises)), "a seed")
+    assert [entry["reason"] for entry in result["exercises"]] == ["time", "time"]
+    assert "at hw9.py:" in result["exercises"][1]["problem"] and len(runs) == 1
+
+
+def test_a_class_is_told_which_of_two_files_was_graded(homework, tmp_path):
+    content = {
+        "ann/hw9.py": HEAD + RIGHT,
+        "ann/hw9.ipynb": notebook(FIRST),
+        "bob/hw9.py": STUB,
+        "bob/my.ipynb": OFFICIAL,
+        "cem/a.py": "",
+        "cem/b.py": "",
+        "dan/hw9.py": HEAD + RIGHT,
+    }
+    folder, names = handed_in(tmp_path / "all", content), tmp_path / "names.txt"
+    names.write_text("Dan\ndan\nEva\neva\n")
+    command.handed_in(homework.folder, folder, json=tmp_path, class_list=names)
+    results = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    assert set(results) == {"ann", "bob", "cem", "dan", "Eva"}
+    notes = {name: result["note"] for name, result in results.items()}
+    assert notes["ann"] == "hw9.py is graded. hw9.ipynb has swap_again, which isn't graded."
+    assert notes["bob"] == "my.ipynb is graded. hw9.py has none of the functions."
+    assert notes["bob"] in gradescope_results(results["bob"])["output"] and not notes["dan"]
+    assert f"ann: {notes['ann']}" in class_table([*results.values()])
+    reasons = {name: results[name]["exercises"][0]["reason"] for name in ("cem", "Eva")}
+    assert reasons == {"cem": "wrong file name", "Eva": "not handed in"}
 
 
 REFUSED = {
@@ -502,8 +555,6 @@ def test_a_link_is_not_followed(homework, tmp_path):
 
 
 def test_another_seed_draws_other_cases(homework):
-    from parallel101.laboratory.grade.exercise import Draw
-
     exercise = homework.exercises[0]
     first, second = (
         exercise.cases(Draw(seed, exercise.function))[0].arguments[0][0] for seed in ("a", "b")

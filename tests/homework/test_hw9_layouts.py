@@ -220,7 +220,8 @@ def test_the_tool_says_what_is_wrong_and_counts_what_it_answers():
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(**layout)
-    for _ in range(500):
+    for _ in range(400):
+        evaluate.left = 10**9  # it is counted where nobody can change it
         assert 0 < evaluate(dp=16, microbatches=2)["mfu"] < 1
-    with pytest.raises(RuntimeError, match="more than 500 times"):
+    with pytest.raises(RuntimeError, match="more than 400 times"):
         evaluate(dp=16, microbatches=2)

@@ -1,7 +1,7 @@
 """What the estimates of homework 9 should be: a function for each number, by its name.
 
-No rank imports this file: whoever has it has the answers. estimate_exercises.py imports it in the
-grader.
+These answers are open: learners have this file, since their own check needs it. No rank imports it,
+so a program can't ask it. estimate_exercises.py imports it in the grader.
 
 Sources: parallel101/cost/model_states.py, "mixed, fp32 gradients"; Korthikanti et al. (arXiv
 2205.05198), section 4, without dropout and with fused attention; Narayanan et al. (arXiv
@@ -62,8 +62,17 @@ def layers_kept(facts: Facts) -> float:
 def activations(facts: Facts, _: Said) -> float:
     if facts["recompute"] == "none":
         return layers_kept(facts) * of_layer(facts)
-    inputs = 2 * facts["time"] * facts["microbatch"] * facts["width"] / outside(facts)
-    return layers_kept(facts) * inputs + of_layer(facts)
+    return layers_kept(facts) * layer_input(facts) + of_layer(facts)
+
+
+def activations_input_once(facts: Facts, _: Said) -> float:
+    """The same, if the layer that is computed again uses the input that it has kept."""
+    twice = layer_input(facts) if facts["recompute"] == "full" else 0.0
+    return activations(facts, _) - twice
+
+
+def layer_input(facts: Facts) -> float:
+    return 2 * facts["time"] * facts["microbatch"] * facts["width"] / outside(facts)
 
 
 # ---- 25b: a step on paper ----

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from parallel101.laboratory.exercises.training_exercises import ended
+from parallel101.laboratory.grade.compared_values import told_apart
 from parallel101.laboratory.grade.exercise import Case, Check, Trial
 
 Facts = Mapping[str, Any]
@@ -36,26 +37,47 @@ class EstimatePart:
         says: what it is, as the report shows it.
         weight: against the other parts.
         tolerance: relative.
+        uses: the names of the learner's other numbers that its formula uses. They must be positive,
+            and if there are several, one of them right: constants earn nothing.
+        also: the name of another formula that is accepted.
     """
 
     name: str
     says: str
     weight: float = 1.0
     tolerance: float = TOLERANCE
+    uses: tuple[str, ...] = ()
+    also: str = ""
 
     def right(self, facts: Facts, said: Said) -> float:
         """Its value, from the case's facts and the learner's other numbers. In the grader only."""
-        return getattr(answers(), self.name)(facts, said)
+        return formula(self.name)(facts, said)
+
+    def is_right(self, found: float, facts: Facts, said: Said) -> bool:
+        return any(
+            about(found, formula(name)(facts, said), self.tolerance)
+            for name in (self.name, self.also)
+            if name
+        )
 
     def check(self) -> Check:
         def wrong(trial: Trial) -> str | None:
             said = numbers(trial)
             if self.name not in said:
                 return f"the function returned {_short(trial.results[0])}; {self._expected()}"
-            found, right = said[self.name], self.right(trial.case.facts, said)
-            if about(found, right, self.tolerance):
-                return None
-            return f"{self.name!r} is {found:.6g}; expected {right:.6g}"
+            found, facts = said[self.name], trial.case.facts
+            if not self.is_right(found, facts, said):
+                right = self.right(facts, said)
+                return f"{self.name!r} is {told_apart(found, right, '; ')}"
+            inputs = [(name, said.get(name, 0.0)) for name in self.uses]
+            agree = [about(mine, formula(name)(facts, said)) for name, mine in inputs]
+            for name, mine in inputs:
+                if mine <= 0 < formula(name)(facts, said):
+                    return f"{self.name!r} counts only if {name!r} is positive"
+            if len(inputs) > 1 and not any(agree):
+                used = " or ".join(map(repr, self.uses))
+                return f"{self.name!r} counts only if {used} is right"
+            return None
 
         return Check("value", self.says, wrong, weight=self.weight)
 
@@ -73,6 +95,10 @@ def answers() -> types.ModuleType:
     from parallel101.laboratory.exercises import estimate_answers
 
     return estimate_answers
+
+
+def formula(name: str) -> Callable[[Facts, Said], float]:
+    return getattr(answers(), name)
 
 
 def about(found: float, right: float, tolerance: float = TOLERANCE) -> bool:
@@ -107,7 +133,7 @@ def named(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def estimate_case(arguments: Sequence[Any], note: str, **facts: Any) -> Case:
     """One call of the learner's function, on one rank. Its checks look at the facts."""
-    return Case([tuple(arguments)], [{}], note=note, facts=facts)
+    return Case([tuple(arguments)], [{}], note=note, facts=facts, computes=True)
 
 
 # ---- misconceptions ----
@@ -122,12 +148,13 @@ def off_by(part: EstimatePart, *factors: Factor) -> Callable[[Sequence[Trial]], 
     """
 
     def seen(trials: Sequence[Trial]) -> bool:
-        found = [
-            (part.ratio(trial), trial.case.facts)
-            for trial in ended(trials)
-            if part.right(trial.case.facts, numbers(trial)) != 0
-        ]
-        if all(about(ratio, 1, part.tolerance) for ratio, _ in found):
+        several = [t for t in ended(trials) if part.right(t.case.facts, numbers(t)) != 0]
+        found = [(part.ratio(trial), trial.case.facts) for trial in several]
+        if all(
+            part.is_right(said.get(part.name, math.nan), t.case.facts, said)
+            for t in several
+            for said in [numbers(t)]
+        ):
             return False
         return any(
             all(about(ratio, factor(facts), max(part.tolerance, 1e-4)) for ratio, facts in found)

@@ -21,9 +21,10 @@ from parallel101.cost.step_time import StepTime, step_time
 from parallel101.laboratory.exercises.training_exercises import ended
 from parallel101.laboratory.grade.exercise import Trial
 
-ASKED = 500  # times that a learner's function may ask what a layout costs
+ASKED = 400  # times that a learner's function may ask what a layout costs
 SHAPE = ("width", "layers", "heads", "vocabulary", "time")
 NUMBERS = ("dp", "tp", "pp", "microbatch", "microbatches", "chunks", "zero_stage")
+Evaluate = Callable[..., dict[str, float]]
 KEYS = (*NUMBERS, "recompute", "sequence_parallel")
 
 
@@ -59,20 +60,21 @@ def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLa
     return layout
 
 
-class Evaluate:
+def evaluator(shape: ModelShape, cluster: Cluster, batch: int) -> Evaluate:
     """evaluate(dp=…, tp=…, …): what a step with this layout costs; the tool that learners get."""
+    left = ASKED
 
-    def __init__(self, shape: ModelShape, cluster: Cluster, batch: int):
-        self.shape, self.cluster, self.batch, self.left = shape, cluster, batch, ASKED
-
-    def __call__(self, **said: Any) -> dict[str, float]:
-        if self.left == 0:
+    def evaluate(**said: Any) -> dict[str, float]:
+        nonlocal left
+        if left == 0:
             raise RuntimeError(f"evaluate was called more than {ASKED} times for one choice")
-        layout = layout_of(self.shape, self.cluster.gpus, self.batch, said)
-        self.left -= 1
-        found = step_time(self.shape, layout, self.cluster)
-        nbytes = max(stage.total for stage in step_memory(self.shape, layout))
+        layout = layout_of(shape, cluster.gpus, batch, said)
+        left -= 1
+        found = step_time(shape, layout, cluster)
+        nbytes = max(stage.total for stage in step_memory(shape, layout))
         return {"seconds": found.seconds, "mfu": found.mfu, "bytes": nbytes}
+
+    return evaluate
 
 
 def layout_evaluator(
@@ -86,7 +88,7 @@ def layout_evaluator(
         batch: samples of a step.
     """
     sizes: dict[str, Any] = {name: getattr(shape, name) for name in SHAPE}
-    return Evaluate(ModelShape(**sizes), Cluster(chip_of(device), gpus, memory=memory), batch)
+    return evaluator(ModelShape(**sizes), Cluster(chip_of(device), gpus, memory=memory), batch)
 
 
 def choose_on(
@@ -98,7 +100,7 @@ def choose_on(
     batch: int,
 ) -> Any:
     """What the rank runs. A Layout reaches the grader as a dict."""
-    evaluate = Evaluate(ModelShape(**shape), Cluster(chip_of(device), gpus, memory=memory), batch)
+    evaluate = evaluator(ModelShape(**shape), Cluster(chip_of(device), gpus, memory=memory), batch)
     found = function(SimpleNamespace(**shape), gpus, memory, batch, evaluate)
     return dict(vars(found)) if hasattr(found, "__dict__") else found
 

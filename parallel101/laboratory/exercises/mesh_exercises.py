@@ -425,6 +425,23 @@ def norm_of_one_part(trials: Sequence[Trial]) -> bool:
     )
 
 
+def never_clipped(trials: Sequence[Trial]) -> bool:
+    """The norms are right, and where they clip, the optimizers got unclipped gradients."""
+    found = [trial for trial in ended(trials) if trial.case.facts["clips"]]
+
+    def unclipped(trial: Trial, rank: int) -> bool:
+        expected = trial.case.expected[rank]
+        k = scale(first_step(trial, rank), expected["gradients"][0])
+        norm = first_norms(trial)[rank]
+        return (
+            k is not None
+            and math.isclose(k, trial.case.facts["times"], rel_tol=1e-6)
+            and math.isclose(norm, expected["norms"][0], rel_tol=1e-6)
+        )
+
+    return bool(found) and all(unclipped(t, rank) for t in found for rank in range(t.world_size))
+
+
 MISCONCEPTIONS = (
     *MESSAGES,
     Misconception(
@@ -511,6 +528,14 @@ MISCONCEPTIONS = (
         partial_averaged,
     ),
     Misconception(NO_ZERO_GRAD.name, NO_ZERO_GRAD.says, not_cleared),
+    Misconception(
+        "gradients never clipped",
+        (
+            "The norm is right, but no gradient is multiplied by max_norm / norm before the "
+            "optimizer's step."
+        ),
+        never_clipped,
+    ),
     Misconception(
         "norm before the sum",
         (

@@ -24,11 +24,13 @@ from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, fi
 from parallel101.laboratory.grade.learner import check_file
 from parallel101.laboratory.grade.plain_text import plain_name
 from parallel101.laboratory.grade.release import left_out, release
+from parallel101.laboratory.grade.stubs import scratch_cells
 from parallel101.laboratory.grade.submissions import (
     Result,
     class_table,
     grade_class,
     grade_submission,
+    read,
     student,
     submissions_in,
     write_csv,
@@ -50,8 +52,9 @@ def main(path: Path | None = None) -> int:
     rows: list[ExerciseRow] = []
     for homework in sets:
         print(f"Grading {homework.folder.name} …", flush=True)
+        submission = read(homework.code, homework)
         for exercise in homework.exercises:
-            report = check_file(exercise, homework)
+            report = check_file(exercise, homework, submission=submission)
             rows.append(row(report, homework.folder.name, os.path.relpath(homework.code)))
             if whole:
                 print(f"\n{report}\n", flush=True)
@@ -147,14 +150,15 @@ def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> lis
 
     Raises ValueError for a name that can't be that of a file.
     """
-    there = {student(entry) for entry in entries}
+    there = {student(entry).casefold() for entry in entries}
     names = [line.strip() for line in class_list.read_text(encoding="utf-8-sig").splitlines()]
     for name in names:
         if name != Path(name).name:
             raise ValueError(
                 f"{class_list} has the line {name!r}; expected a name, as submissions are named"
             )
-    return [submissions / name for name in dict.fromkeys(names) if name and name not in there]
+    once = {name.casefold(): name for name in reversed(names) if name}  # Ben is ben
+    return [submissions / name for key, name in reversed(once.items()) if key not in there]
 
 
 def _grade_one(
@@ -179,6 +183,7 @@ def _grade_one(
             f"{points if entry['out_of'] else 'optional practice'}"
         )
         print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
+    print(result["note"], end="\n" * bool(result["note"]))
     print(f"{result['points']:g} of {result['out_of']:g} points")
     return result
 
@@ -254,6 +259,9 @@ def release_set(
     homework = one_set(path)
     for written in release(homework, out, seed, library):
         print(f"  {written}")
+    if cells := scratch_cells(homework):
+        print(f"Handed out with cells that you added to {homework.notebook.name}:")
+        print("".join(f"  {line}\n" for line in cells), end="")
     if kept := left_out(homework):
         print(f"Not handed out: {', '.join(kept)}.")
     print("seed.txt draws the cases of the Gradescope autograder. Keep it to yourself.")

@@ -157,7 +157,7 @@ def _kind(value: Any) -> str:
 
 def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
     if expected.numel() == 1:
-        return f"{found.item():.6g}; expected {expected.item():.6g}"
+        return told_apart(found.item(), expected.item(), "; ")
     k = factor(found, expected)
     if found.numel() and not bool(found.any()):
         return f"zeros only; expected values up to {expected.abs().max().item():.4g}"
@@ -177,5 +177,12 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
     place = [int(i) for i in torch.unravel_index(torch.tensor(first), expected.shape)]
     return (
         f"{len(wrong)} wrong of {expected.numel()} values; the first is element "
-        f"{place if len(place) > 1 else first}: {mine:.6g}, expected {theirs:.6g}"
+        f"{place if len(place) > 1 else first}: {told_apart(mine, theirs)}"
     )
+
+
+def told_apart(found: Any, expected: Any, separator: str = ", ") -> str:
+    """Two numbers as "1.5, expected 2"; of two that look the same, also the difference."""
+    mine, theirs = f"{found:.6g}", f"{expected:.6g}"
+    same_looks = f" (a difference of {abs(found - expected):.1g})" if mine == theirs else ""
+    return f"{mine}{separator}expected {theirs}{same_looks}"

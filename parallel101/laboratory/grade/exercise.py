@@ -75,6 +75,7 @@ class Case:
         network: the links of the virtual clock. By default each message takes one second.
         seconds: the time limit, in wall time.
         seed: of torch's and Python's random numbers, the same on all ranks.
+        computes: the function sends nothing, so the label doesn't say how many ranks there are.
     """
 
     arguments: Sequence[tuple]
@@ -84,6 +85,7 @@ class Case:
     network: Network = STEPS
     seconds: float = 10.0
     seed: int = 0
+    computes: bool = False
 
     @property
     def world_size(self) -> int:
@@ -92,6 +94,8 @@ class Case:
     @property
     def label(self) -> str:
         """The case in a few words: "4 ranks, 7 elements of int64"."""
+        if self.computes:
+            return self.note
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
         return f"{ranks}, {self.note}" if self.note else ranks
 

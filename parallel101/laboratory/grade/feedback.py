@@ -45,7 +45,7 @@ class Feedback:
         report = ExerciseReport(verdict, submission.path.name)
         if not verdict.not_written:
             with suppress(Exception):  # a picture that can't be drawn costs no points
-                report.picture = draw(exercise, verdict.shown, watched)
+                report.picture = draw(verdict, watched)
         self.reports[exercise.function] = report._repr_html_()
         return verdict
 
@@ -71,7 +71,8 @@ def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]
         reports: by function, its verdict and picture as HTML; none if nothing could be graded.
     """
     student, total = str(result["student"]), f"{number(result['points'])} of {result['out_of']:g}"
-    problem = "" if reports else f"<p>{escape(result['exercises'][0]['problem'])}</p>"
+    said = result["note"] if reports else result["exercises"][0]["problem"]
+    problem = f"<p>{escape(said)}</p>" if said else ""
     head = "".join(
         f"<th{kind}>{text}</th>"
         for text, kind in (("", ""), ("Exercise", ""), ("Points", ' class="number"'), ("", ""))

@@ -17,7 +17,7 @@ def gradescope_results(result: Result) -> dict[str, Any]:
     An exercise that is not graded yet has no points.
     """
     return {
-        "output": f"{result['points']:g} of {result['out_of']:g} points",
+        "output": f"{result['points']:g} of {result['out_of']:g} points\n{result['note']}".rstrip(),
         "stdout_visibility": "hidden",
         "tests": [_test(entry) for entry in result["exercises"]],
     }

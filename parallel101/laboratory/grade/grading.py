@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from parallel101.laboratory.grade.exercise import (
     KINDS,
@@ -133,12 +134,17 @@ def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -
 def grade_on(ranks: SubmissionRanks, seed: str = PUBLIC_SEED) -> ExerciseVerdict:
     """The same on processes that exist already."""
     began, exercise = time.monotonic(), ranks.exercise
-    trials = run_cases(
-        ranks, exercise.cases(Draw(seed, exercise.function)), began + EXERCISE_SECONDS
-    )
+    cases = drawn(exercise.cases, seed, exercise.function)
+    trials = run_cases(ranks, cases, began + EXERCISE_SECONDS)
     verdict = judge(exercise, trials)
     verdict.seconds = time.monotonic() - began
     return verdict
+
+
+@lru_cache(maxsize=64)
+def drawn(cases: Callable[[Draw], Sequence[Case]], seed: str, function: str) -> Sequence[Case]:
+    """The cases of an exercise: for a whole class, they are made once."""
+    return cases(Draw(seed, function))
 
 
 def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> list[Trial]:
@@ -146,6 +152,8 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
     trials: list[Trial] = []
     if (error := syntax_error(ranks.submission)) is not None:
         return [not_run(case, error) for case in cases[:1]]
+    if ranks.submission.endless is not None:
+        return [not_run(case, ranks.submission.endless) for case in cases[:1]]
     for case in cases:
         if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
             trials.append(
@@ -158,6 +166,8 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
             )
             break
         trials.append(ranks.run(case))
+        if isinstance(ended := trials[-1].error, TimeOver) and ended.loading:
+            ranks.submission.endless = ended
         if _ends_all(trials[-1].error):
             break
     return trials

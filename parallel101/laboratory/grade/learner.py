@@ -18,20 +18,26 @@ from parallel101.laboratory.grade.exercise_report import ExerciseReport, Predict
 from parallel101.laboratory.grade.grading import ExerciseVerdict, grade_on, run_cases
 from parallel101.laboratory.grade.homework import HomeworkSet, Progress, set_name
 from parallel101.laboratory.grade.picture import SHOWN_SECONDS, draw
-from parallel101.laboratory.grade.remote import SubmissionRanks
+from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 from parallel101.laboratory.grade.submissions import read
 
 FAILURES = 2  # of different versions of the code, before a hint is suggested
 
 
-def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> ExerciseReport:
-    """Grade one exercise as its file is now, and draw it.
+def check_file(
+    exercise: Exercise,
+    homework: HomeworkSet,
+    note: str = "",
+    submission: Submission | None = None,
+) -> ExerciseReport:
+    """Grade one exercise as its file is now, or as it was when it was read, and draw it.
 
     The progress and the picture are written beside the file.
 
     Raises NoSubmission, a ValueError, if the file can't be read.
     """
-    submission, progress = read(homework.code, homework), Progress(homework.folder)
+    submission = submission or read(homework.code, homework)
+    progress = Progress(homework.folder)
     with SubmissionRanks(exercise, submission) as ranks:
         verdict = grade_on(ranks)
         report = ExerciseReport(verdict, homework.code.name, note)
@@ -40,8 +46,7 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Exe
             watched = exercise.watch() if exercise.watch is not None else None
             report.predictions, watched_trial = predicted(ranks, progress, watched)
     if not verdict.not_written:
-        failed = verdict.shown if verdict.points_lost("value") else None
-        report.picture = draw(exercise, verdict.shown, watched_trial, failed)
+        report.picture = draw(verdict, watched_trial)
         report.saved = _save(report, progress)
     others = {other.function for other in homework.exercises} - {exercise.function}
     report.suggestion = suggestion(verdict, progress, version(submission.source, others))

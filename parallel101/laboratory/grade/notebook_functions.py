@@ -2,6 +2,7 @@
 
 import torch                      kept
 def ring_shift(x): …              kept, with its decorators
+from hw1 import ring_shift        left out: the program takes the place of hw1
 SCALE = 2                         kept if a function uses SCALE
 ring_shift?     %timeit …         not Python: left out, like cells of another language
 check(ring_shift)                 left out, as are all other calls
@@ -16,6 +17,9 @@ import symtable
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from parallel101.laboratory.grade.homework import HomeworkSet
+from parallel101.laboratory.grade.stubs import given_in, is_stub
+
 DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NAMED = (ast.Assign, ast.AnnAssign)
 # what a text that was handed in may raise when it is parsed: it is no program, has a null byte, or
@@ -26,19 +30,16 @@ PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%writefile", "%%prun")
 # a line for IPython: %timeit f(), !ls, f?, ?f, files = !ls
 FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
 
-NOT_HANDED_IN, NOT_READABLE = "not handed in", "not readable"  # why there are no points
-
 
 class NoSubmission(ValueError):
-    """What was handed in has no file that can be graded. The message says what was expected."""
+    """What was handed in has no file that can be graded. The message says what was expected.
 
-    reason = NOT_READABLE
+    `reason` says in a few words why there are no points.
+    """
 
-
-class NothingHandedIn(NoSubmission):
-    """There is no file at all."""
-
-    reason = NOT_HANDED_IN
+    def __init__(self, message: str, reason: str = "not readable"):
+        super().__init__(message)
+        self.reason = reason
 
 
 class _Cell(NamedTuple):
@@ -46,11 +47,12 @@ class _Cell(NamedTuple):
     nodes: list[ast.stmt]
 
 
-def functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
-    """The imports, functions and constants of a notebook's cells.
+def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
+    """The imports, functions and constants of a notebook's cells, below what its set gives.
 
-    Raises NoSubmission if it is no notebook, or defines none of the functions `wanted`.
+    Raises NoSubmission if it is no notebook, or defines none of the functions of the set.
     """
+    wanted = [exercise.function for exercise in homework.exercises]
     try:
         cells = json.loads(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -68,7 +70,7 @@ def functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
     parts: list[str] = []
     for cell in read:
         if isinstance(cell, _Cell):
-            parts.append(_kept(cell, used))
+            parts.append(_kept(cell, used, homework.code.stem))
         elif re.search(rf"^\s*def\s+({'|'.join(wanted)})\b", cell, re.MULTILINE):
             parts.append(cell)  # a mistake in one of the functions: the learner is shown where
             found |= set(wanted)
@@ -77,7 +79,28 @@ def functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
             f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside "
             "the notebook: hand in that file"
         )
-    return "\n\n".join(part for part in parts if part.strip()) + "\n"
+    given = given_in(homework.code)
+    return "\n\n".join(part for part in (given, *parts) if part.strip()) + "\n"
+
+
+def bound(text: str, wanted: Sequence[str]) -> set[str]:
+    """Which of the names `wanted` a program defines or imports, except for stubs.
+
+    A program that can't be parsed has those that it seems to define.
+    """
+    try:
+        nodes = ast.parse(text).body
+    except UNREADABLE:
+        return {name for name in wanted if re.search(rf"^\s*def\s+{name}\b", text, re.MULTILINE)}
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, DEFINED):
+            names |= {node.name} if not is_stub(node) else set()
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, NAMED):
+            names |= _targets(node)
+    return set(wanted) if "*" in names else names & set(wanted)
 
 
 def _parsed(source: str) -> _Cell | str:
@@ -148,9 +171,9 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
     return {name for target in targets for name in _names(target)}
 
 
-def _kept(cell: _Cell, used: set[str]) -> str:
-    """The text of the statements that belong to the program."""
-    kept = [node for node in cell.nodes if _belongs(node, used)]
+def _kept(cell: _Cell, used: set[str], module: str) -> str:
+    """The text of the statements that belong to the program, which is this module itself."""
+    kept = [node for node in cell.nodes if _belongs(node, used, module)]
     rows = {row for node in kept for row in _rows(node)}
     others = {id(node) for node in cell.nodes} - {id(node) for node in kept}
     if any(rows.intersection(_rows(node)) for node in cell.nodes if id(node) in others):
@@ -159,9 +182,10 @@ def _kept(cell: _Cell, used: set[str]) -> str:
     return "\n".join(line for row, line in lines if row in rows)
 
 
-def _belongs(node: ast.stmt, used: set[str]) -> bool:
+def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return "parallel101" not in ast.unparse(node)
+        from_itself = isinstance(node, ast.ImportFrom) and node.module == module
+        return "parallel101" not in ast.unparse(node) and not from_itself
     if isinstance(node, NAMED):
         return bool(_targets(node) & used)
     return isinstance(node, DEFINED)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from parallel101.laboratory.grade.exercise import Exercise, Trial
+from parallel101.laboratory.grade.exercise import Trial
 from parallel101.laboratory.grade.exercise_checks import right
+from parallel101.laboratory.grade.grading import ExerciseVerdict
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.lanes import lanes_scene
@@ -48,20 +49,15 @@ class Picture(NamedTuple):
         return f"Your run with {label}. Not right yet is the one with {self.failed.case.label}:"
 
 
-def draw(
-    exercise: Exercise,
-    shown: Trial | None,
-    watched: Trial | None,
-    failed: Trial | None = None,
-) -> Picture | None:
+def draw(verdict: ExerciseVerdict, watched: Trial | None) -> Picture | None:
     """The picture that shows most, or None if there is nothing to draw.
 
     Args:
-        exercise: says how its runs are drawn.
-        shown: the run on which the verdict rests: the first that failed, or the last.
+        verdict: of the runs that counted.
         watched: the run of the exercise's `watch` case, if it has one.
-        failed: the run for which the value got no points, if there is one.
     """
+    exercise, shown = verdict.exercise, verdict.shown
+    failed = shown if verdict.points_lost("value") else None
     for trial in (shown, watched):
         if trial is not None and isinstance(trial.error, DeadlockError):
             return Picture(trial.error.picture(), trial)

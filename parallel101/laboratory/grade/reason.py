@@ -1,7 +1,8 @@
 """Why an exercise lacks points, in a word or two, for the table of a class.
 
-not handed in      there is no file           time        a rank was still running at the limit
-not readable       a file that can't be read  exit        a rank's process ended without a result
+not handed in      no Python file, notebook   time        a rank was still running at the limit
+wrong file name    none has the functions     exit        a rank's process ended without a result
+not readable       a file that can't be read
 not written        still the stub, or missing deadlock    ranks wait for each other
 syntax error       the file doesn't compile   wrong call  an operation not allowed, or misused
 NameError, …       an exception               wrong value; bytes, steps, …: these fail

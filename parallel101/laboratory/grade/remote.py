@@ -88,7 +88,9 @@ class CalledFromThread(GradedRunFailed):
 
 
 class TimeOver(GradedRunFailed):
-    """A rank was still running at the time limit."""
+    """A rank was still running at the time limit; `loading`: at the top level of its file."""
+
+    loading = False
 
 
 class RankDied(GradedRunFailed):
@@ -109,16 +111,21 @@ class PrintedTooMuch(GradedRunFailed):
 
 @dataclass
 class Submission:
-    """The file that a learner handed in."""
+    """The file that a learner handed in.
+
+    Attributes:
+        files: the Python files beside it, which it may import: module -> source.
+        module: the name under which it is imported; "": that of the file.
+        note: what the learner must know about the choice of the file.
+        endless: how loading the file ended, once that has taken too long: it is not tried again.
+    """
 
     path: Path
     source: str
-    # the Python files beside it, which it may import: module -> source
     files: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def module(self) -> str:
-        return self.path.stem
+    module: str = ""
+    note: str = ""
+    endless: TimeOver | None = None
 
 
 @dataclass
@@ -142,7 +149,7 @@ class RemoteRank:
                 [control, *streams], [], [], max(0.0, until - time.monotonic())
             )
             if not ready:
-                raise TimeOver("", self.number, self._where())
+                raise self._time_over()
             for stream in ready:
                 if stream is not control and not self._read_output(stream, streams[stream]):
                     del streams[stream]
@@ -150,7 +157,7 @@ class RemoteRank:
                 try:
                     return frames.receive(control, until)
                 except TimeoutError:
-                    raise TimeOver("", self.number, self._where()) from None
+                    raise self._time_over() from None
                 except (EOFError, OSError, frames.BrokenFrame) as error:
                     self.read_rest()
                     raise RankDied(str(error), self.number) from None
@@ -177,20 +184,22 @@ class RemoteRank:
                     if not self._read_output(stream, streams[stream]):
                         del streams[stream]
 
-    def _where(self) -> str:
-        """Where in the code the rank is.
-
-        It is asked by a signal, and answers on its status pipe.
-        """
+    def _time_over(self) -> TimeOver:
+        """With the line where the rank is: a signal asks it, and it answers on its status pipe."""
+        calls: list[tuple[str, str, str]] = []
         with contextlib.suppress(OSError, AttributeError):
             os.kill(self.process.pid, signal.SIGUSR1)
             if select.select([self.process.status], [], [], 1.0)[0]:
                 text = os.read(self.process.status.fileno(), 1 << 16).decode(errors="replace")
-                places = re.findall(r'File "([^"]+)", line (\d+)', text)
-                return next(
-                    (f"{file}:{line}" for file, line in places if not where.is_inside(file)), "?"
-                )
-        return "?"
+                calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
+        own = [call for call in calls if not where.is_inside(call[0])]
+        error = TimeOver("", self.number, f"{own[0][0]}:{own[0][1]}" if own else "?")
+        # the files of a submission have no folder: see Submission
+        error.loading = any(
+            name == "<module>" and not os.path.isabs(file) and file[0] != "<"
+            for file, _, name in own
+        )
+        return error
 
 
 def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
@@ -307,7 +316,7 @@ class SubmissionRanks:
             "exercise_source": exercise.source,
             "path": str(submission.path),
             "source": submission.source,
-            "module": submission.module,
+            "module": submission.module or submission.path.stem,
             "files": submission.files,
             "library": library_copy(),
             "closed": users.CLOSED,

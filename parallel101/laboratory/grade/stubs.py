@@ -14,8 +14,10 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 import tokenize
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from parallel101.laboratory.grade.homework import HomeworkSet
@@ -32,6 +34,32 @@ def filled_in(homework: HomeworkSet) -> list[str]:
     if homework.notebook.is_file():
         said += _in_notebook(homework.notebook, functions)
     return said
+
+
+def scratch_cells(homework: HomeworkSet) -> list[str]:
+    """The notebook's cells of code that were added to it in Jupyter, which gives them such ids."""
+    if not homework.notebook.is_file():
+        return []
+    cells = json.loads(homework.notebook.read_text(encoding="utf-8"))["cells"]
+    return [
+        "".join(cell["source"]).strip().partition("\n")[0]
+        for cell in cells
+        if cell["cell_type"] == "code"
+        and re.fullmatch(r"[0-9a-f]{8}[0-9a-f-]*", cell.get("id", "00000000"))
+        and "".join(cell["source"]).strip()
+    ]
+
+
+def given_in(code: Path) -> str:
+    """The imports of a set's file, and the functions and classes in it that are given."""
+    nodes = ast.parse(code.read_text(encoding="utf-8-sig")).body
+    definitions = ast.FunctionDef | ast.ClassDef
+    return "\n".join(
+        ast.unparse(node)
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, definitions) and GIVEN in (ast.get_docstring(node) or ""))
+    )
 
 
 def without_outputs(notebook: str) -> str:
@@ -66,9 +94,17 @@ def _in_code(file: Path, functions: set[str]) -> Iterator[str]:
             yield f"{place}: runs code: {ast.unparse(node).splitlines()[0]}"
     written = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     yield from (f"{file.name} has no stub of {name}" for name in sorted(functions - written))
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and _is_code(token.string.lstrip("# ")):
-            yield f"{file.name}, line {token.start[0]}: a comment is code: {token.string}"
+    for line, comment in _code_in_comments(source):
+        yield f"{file.name}, line {line}: a comment is code: {comment}"
+
+
+def _code_in_comments(source: str) -> Iterator[tuple[int, str]]:
+    """The comments that are Python, such as a solution that is commented out; not # hint(…)."""
+    with suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            text = token.string.lstrip("# ")
+            if token.type == tokenize.COMMENT and _is_code(text) and not text.startswith("hint("):
+                yield token.start[0], token.string
 
 
 def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
@@ -129,6 +165,8 @@ def _in_notebook(file: Path, functions: set[str]) -> Iterator[str]:
             nodes = [*ast.walk(ast.parse(plain))]
         except SyntaxError:
             nodes = []
+        for _, comment in _code_in_comments(plain):
+            yield f"{place}: a comment is code: {comment}"
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in functions:
                 if not is_stub(node):

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from parallel101.laboratory.grade.grading import ExerciseVerdict, grade
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.notebook_functions import (
     NoSubmission,
-    NothingHandedIn,
+    bound,
     functions_in_notebook,
 )
 from parallel101.laboratory.grade.plain_text import cell, plain, plain_name
@@ -42,21 +43,26 @@ from parallel101.laboratory.grade.reason import NOT_GRADED, reason
 from parallel101.laboratory.grade.remote import Submission
 from parallel101.laboratory.grade.users import RANKS, end_processes_of, user_of
 
-# of one submission, as JSON: student, file, hash, exercises, points, out_of, complete
+# of one submission, as JSON: student, set, hash, points, out_of, complete, exercises, and a note on
+# the choice of its file
 Result = dict[str, Any]
 MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
 MOST_NOTEBOOK = 1 << 25  # of a notebook, which may have pictures
+MOST_FILES = 20  # that are read
+TESTS = ("test_", "conftest")
+NOT_HANDED_IN = "not handed in"
 
 
 # ---- one submission ----
 
 
 def read(path: Path, homework: HomeworkSet) -> Submission:
-    """What was handed in: hw1.py, a notebook hw1.ipynb, or a folder with one of them.
+    """What was handed in: a Python file or a notebook, or a folder with one.
+
+    In a folder it is the first file that has one of the functions written: hw1.py, then hw1*.py,
+    hw1*.ipynb, and then any other. Messages call it by its file name, and quote its lines.
 
     Raises NoSubmission, with what was expected.
-
-    Messages call it by its file name, and quote its lines.
     """
     try:
         return _read(path, homework)
@@ -68,7 +74,45 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
 def _read(path: Path, homework: HomeworkSet) -> Submission:
     if path.is_symlink():
         raise NoSubmission(f"{plain_name(path)} is a link; hand in the file or the folder itself")
-    file = _file_in(path, homework.code.name)
+    wanted = [exercise.function for exercise in homework.exercises]
+    files = _files_in(path, homework.code)
+    programs: dict[Path, str] = {}
+    errors: dict[Path, Exception] = {}
+    for file in files:
+        try:
+            programs[file] = _program(file, path, homework)
+        except (NoSubmission, OSError, RuntimeError) as error:
+            errors[file] = error
+    written = {file: bound(program, wanted) for file, program in programs.items()}
+    chosen = next((file for file in programs if written[file]), files[0])
+    if chosen in errors:
+        raise errors[chosen]
+    name, text = plain_name(chosen), programs[chosen]
+    if not written[chosen] and len(files) > 1 and not name.startswith(homework.code.stem):
+        raise NoSubmission(
+            f"there is no {homework.code.name}, and none of {', '.join(map(plain_name, files))} "
+            f"defines one of {', '.join(wanted)}",
+            "wrong file name",
+        )
+    # None: not read from disk again
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    # a file with another name may be among other learners' files
+    own_folder = path.is_dir() or chosen.name == homework.code.name
+    note = "" if chosen == files[0] else f"{plain_name(files[0])} has none of the functions. "
+    for other in programs:
+        if more := written[other] - written[chosen]:
+            note += f"{plain_name(other)} has {', '.join(sorted(more))}, which isn't graded. "
+    return Submission(
+        Path(name),
+        text,
+        dict(_neighbours(chosen, path)) if own_folder else {},
+        homework.code.stem,
+        note and f"{name} is graded. {note.strip()}",
+    )
+
+
+def _program(file: Path, path: Path, homework: HomeworkSet) -> str:
+    """The text of a Python file, or the program in a notebook."""
     name = plain_name(file)
     _refuse_links(file, path)
     most = MOST_SOURCE if file.suffix == ".py" else MOST_NOTEBOOK
@@ -80,15 +124,7 @@ def _read(path: Path, homework: HomeworkSet) -> Submission:
         raise NoSubmission(
             f"{name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
         ) from None
-    if file.suffix == ".ipynb":
-        text = functions_in_notebook(
-            name, text, [exercise.function for exercise in homework.exercises]
-        )
-    # None: not read from disk again
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    # a file with another name may be among other learners' files
-    own_folder = path.is_dir() or file.name == homework.code.name
-    return Submission(Path(name), text, dict(_neighbours(file, path)) if own_folder else {})
+    return functions_in_notebook(name, text, homework) if file.suffix == ".ipynb" else text
 
 
 def _refuse_links(file: Path, path: Path) -> None:
@@ -101,35 +137,51 @@ def _refuse_links(file: Path, path: Path) -> None:
         raise NoSubmission(f"{plain_name(file)} is a link to another file; hand in the file itself")
 
 
-def _file_in(path: Path, name: str) -> Path:
+def _files_in(path: Path, code: Path) -> list[Path]:
+    """The files that may be the submission, the likeliest first.
+
+    Raises NoSubmission if there is none.
+    """
+    name = code.name
     if not path.exists():
-        raise NothingHandedIn(
-            f"{plain(str(path))} does not exist; expected {name}, or a folder with it"
+        raise NoSubmission(
+            f"{plain(str(path))} does not exist; expected {name}, or a folder with it",
+            NOT_HANDED_IN,
         )
     if not path.is_dir():
         if path.suffix not in (".py", ".ipynb") or not path.is_file():
             raise NoSubmission(f"{plain_name(path)} is not a Python file; expected {name}")
-        return path
-    stem = Path(name).stem
-    for pattern in (name, f"{stem}*.py", f"{stem}*.ipynb"):
-        found = sorted(
-            (file for file in path.rglob(pattern) if file.is_file()),
-            key=lambda file: (len(file.parts), file),
+        return [path]
+    found = [
+        file
+        for file in path.rglob("*")
+        if file.suffix in (".py", ".ipynb")
+        and file.is_file()
+        and not any(part[0] == "." for part in file.relative_to(path).parts)
+        and not file.name.startswith(TESTS)
+    ]
+    if not found:
+        there = ", ".join(sorted(plain_name(file) for file in path.iterdir())[:8]) or "nothing"
+        raise NoSubmission(
+            f"there is no {name} in what was handed in; there is {there}", NOT_HANDED_IN
         )
-        if found:
-            return found[0]
-    python = sorted(file for file in path.rglob("*.py") if file.is_file())
-    if len(python) == 1:
-        return python[0]
-    there = ", ".join(sorted(plain_name(file) for file in path.iterdir())[:8]) or "nothing"
-    raise NothingHandedIn(f"there is no {name} in what was handed in; there is {there}")
+    return sorted(
+        found,
+        key=lambda file: (
+            file.name != name,
+            not file.name.startswith(code.stem),
+            file.suffix == ".ipynb",
+            len(file.parts),
+            file,
+        ),
+    )[:MOST_FILES]
 
 
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
     """Other Python files beside it, which it may import: (module, source)."""
     left = MOST_SOURCE  # bytes of all of them
     for other in sorted(file.parent.glob("*.py"))[:50]:
-        if other == file or other.name.startswith(("test_", "conftest")):
+        if other == file or other.name.startswith(TESTS):
             continue
         try:
             _refuse_links(other, path if path.is_dir() else other)
@@ -165,6 +217,7 @@ def grade_submission(
     complete = True
     try:
         submission = read(path, homework)
+        result["note"] = submission.note
     except Exception as error:
         complete = isinstance(error, NoSubmission)
         for entry in result["exercises"]:
@@ -203,6 +256,7 @@ def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
         "points": 0.0,
         "out_of": out_of,
         "complete": False,
+        "note": "",
         "exercises": exercises,
     }
 
@@ -399,15 +453,22 @@ def _grade_into(path: Path, tests: Path, file: Path, seed: str, page: Path | Non
     if _told_to_end:
         raise SystemExit(1)
     try:
-        (homework,) = find_sets(tests)
+        homework = _set_of(tests)
         return grade_submission(path, homework, seed, lambda result: write_json(file, result), page)
     except Exception as error:
         return _not_graded(path, tests, file, error)
 
 
+@lru_cache(maxsize=1)
+def _set_of(tests: Path) -> HomeworkSet:
+    """The set, which is loaded once in each process."""
+    (homework,) = find_sets(tests)
+    return homework
+
+
 def _not_graded(path: Path, tests: Path, file: Path, error: Exception) -> Result:
     """The result of a submission with which the grader failed. It will be graded again."""
-    (homework,) = find_sets(tests)
+    homework = _set_of(tests)
     result = empty_result(path, homework) | {"hash": ""}
     for entry in result["exercises"]:
         entry["problem"] = _grader_failed(error)
@@ -534,6 +595,8 @@ def class_table(results: Sequence[Result]) -> str:
             f"{len(who[name]):>6} of {learners} learners: {name} "
             f"(exercise{'s' * (len(found) > 1)} {', '.join(found)})"
         )
+    notes = [f"{r['student']}: {r['note']}" for r in results if r.get("note")]
+    lines += ["", *notes] if notes else []
     return "\n".join(lines)
 
 

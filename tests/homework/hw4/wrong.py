@@ -37,7 +37,7 @@ EXPECTED = {
 
 
 POINTS = {
-    "average_in_buckets__one_by_one": 6,
+    "average_in_buckets__one_by_one": 5,
     "train_overlapped__waits_at_once": 5,
     "train_overlapped__after_backward": 5,
 }

@@ -8,8 +8,8 @@ import math
 import torch
 import torch.distributed as dist
 
+# 21b
 EXPECTED = {
-    # 21b
     "ring_attention_forward__mean": "softmaxes averaged",
     "ring_attention_forward__halves": "softmaxes averaged",
     "ring_attention_forward__sum": "softmaxes averaged",

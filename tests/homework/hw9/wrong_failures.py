@@ -6,7 +6,7 @@ EXPECTED = {
     "checkpoint_interval__one_gpu": "failures of one GPU",
     "checkpoint_interval__one_gpu_in_both": "failures of one GPU",
     "checkpoint_interval__in_hours": "hours taken for seconds",
-    "checkpoint_interval__no_two": "whole interval lost",
+    "checkpoint_interval__no_two": None,
     "checkpoint_interval__whole_interval": "whole interval lost",
     "checkpoint_interval__whole_in_lost": "whole interval lost",
     "checkpoint_interval__between_failures": "as many failures as writes",
@@ -15,6 +15,8 @@ EXPECTED = {
     "checkpoint_interval__failures_only": "half of the loss forgotten",
     "checkpoint_interval__nothing_again": "half of the loss forgotten",
     "checkpoint_interval__an_hour": None,
+    "checkpoint_interval__zeros": None,
+    "stragglers__constants": None,
     "stragglers__added": "probabilities added",
     "stragglers__added_at_most_one": "probabilities added",
     "stragglers__all_at_once": "all GPUs slow at once",
@@ -25,7 +27,12 @@ EXPECTED = {
     "stragglers__slow_steps": "only the slow steps",
     "stragglers__always_slow": "only the slow steps",
 }
-POINTS = {"checkpoint_interval__an_hour": 2.0, "stragglers__mean_gpu": 1.0}
+POINTS = {
+    "checkpoint_interval__an_hour": 2.0,
+    "checkpoint_interval__zeros": 0.0,
+    "stragglers__constants": 0.0,
+    "stragglers__mean_gpu": 1.0,
+}
 
 
 # ---- 25d ----
@@ -108,6 +115,14 @@ def checkpoint_interval__an_hour(gpus, hours_between_failures, write, restart):
 
 
 # ---- 25e ----
+
+
+def stragglers__constants(gpus, q, slowdown):
+    return {"slow": 0.0, "step": 1.0}
+
+
+def checkpoint_interval__zeros(gpus, hours_between_failures, write, restart):
+    return {"interval": 0.0, "lost": 0.0}
 
 
 def stragglers__added(gpus, q, slowdown):

@@ -34,6 +34,8 @@ EXPECTED = {
     "step_seconds__hfu": "recomputation counted in MFU",
     "step_seconds__one_replica": "one replica's work over all GPUs",
     "step_seconds__of_what_is_reached": "relative to what products reach",
+    "step_seconds__zeros": None,
+    "step_seconds__half_ring": "ring's factor",
     "step_seconds__constant": None,
     "step_seconds__asks_the_grader": None,
     "step_seconds__six_n_d": "attention's scores forgotten",
@@ -43,6 +45,7 @@ EXPECTED = {
 POINTS = {
     "step_seconds__hfu": 8.0,
     "step_seconds__bits": 6.0,
+    "step_seconds__zeros": 0.0,
     "step_seconds__constant": 0.0,
     "step_seconds__asks_the_grader": 0.0,
 }
@@ -250,6 +253,14 @@ def step_seconds__of_what_is_reached(shape, layout, cluster):
         return cluster.flops * cluster.efficiency
 
     return estimate(shape, layout, cluster, peak=peak)
+
+
+def step_seconds__half_ring(shape, layout, cluster):
+    return estimate(shape, layout, cluster, ring=lambda n: (n - 1) / n)
+
+
+def step_seconds__zeros(shape, layout, cluster):
+    return dict.fromkeys(("matmul", "tp", "bubble", "dp", "mfu"), 0.0)
 
 
 def step_seconds__constant(shape, layout, cluster):
