@@ -61,7 +61,15 @@ class Recorder(Protocol):
         ...
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    """What this thread has of its own."""
+
+    recorder: Recorder | None = None
+    listener: Listener | None = None
+    collective: Collective | None = None
+
+
+_thread = _Thread()
 _process: list[Recorder | None] = [None]
 
 
@@ -70,7 +78,7 @@ def recorder() -> Recorder | None:
 
     None outside a recorded run.
     """
-    return getattr(_thread, "recorder", None) or _process[0]
+    return _thread.recorder or _process[0]
 
 
 def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> None:
@@ -93,7 +101,7 @@ def listening(listener: Listener) -> Iterator[None]:
     """Inside, the listener is called with the name and the labels of each span of this thread, and
     so are those of the blocks around this one.
     """
-    before = getattr(_thread, "listener", None)
+    before = _thread.listener
     _thread.listener = listener if before is None else partial(_each, before, listener)
     try:
         yield
@@ -106,7 +114,7 @@ def current_collective() -> Collective | None:
 
     None: the program posts a message of its own.
     """
-    return getattr(_thread, "collective", None)
+    return _thread.collective
 
 
 def axis_described(description: str) -> str | None:
@@ -155,7 +163,7 @@ def wait_span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def _span(name: str, labels: dict[str, Any], waiting: bool) -> Iterator[None]:
-    target, listener = recorder(), getattr(_thread, "listener", None)
+    target, listener = recorder(), _thread.listener
     if target is None and listener is None:
         yield
         return
@@ -225,7 +233,7 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     one exception). On real ranks the time that passes inside is real: it is between the events
     before and after the block, and counts as computing.
     """
-    target, listener = recorder(), getattr(_thread, "listener", None)
+    target, listener = recorder(), _thread.listener
     inside = contextlib.nullcontext() if target is None else target.unrecorded()
     return inside if listener is None else _both(listener(None, {}), inside)
 

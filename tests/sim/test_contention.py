@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.laboratory.sim.network import Network
+from parallel101.spans import unrecorded
 
 from . import programs
 from .programs import makespan, run, trace, wait_for
@@ -44,6 +45,51 @@ def test_two_flows_over_one_link_take_twice_as_long_as_one(bidirectional):
     assert flows((0, 2), (1, 3)) == 4  # both need the link from 1 to 2
     assert flows((0, 2), (2, 4)) == 2
     assert flows((0, 3), (1, 3), (2, 3)) == 6
+
+
+OVERLAPPING = {
+    "switch": Network(latency=1.0, bandwidth=8.0, latency_overlaps=True),
+    "ring": Network.ring(latency=1.0, bandwidth=8.0, latency_overlaps=True),
+    "torus": Network.torus((2, 4), latency=1.0, bandwidth=8.0, latency_overlaps=True),
+    "nodes": Network.two_level(2, latency=1.0, bandwidth=8.0, latency_overlaps=True),
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING)
+@pytest.mark.parametrize(("apart", "count"), [(2, 1), (2, 5), (3, 4)])
+def test_where_latencies_overlap_messages_follow_each_other_after_their_bytes(kind, apart, count):
+    """One way, and both ways at once, also when the sender leaves unrecorded() meanwhile."""
+
+    def program(rank, back=False):
+        pair = (0, apart)
+        if rank not in pair:
+            return
+        other = pair[1 - pair.index(rank)]
+        works = [dist.isend(torch.zeros(4), other) for _ in range(count) if back or rank == 0]
+        with unrecorded():
+            pass
+        wait_for(works + [dist.irecv(torch.zeros(4), other) for _ in range(count) if back or rank])
+
+    expected = 1 + count * 16 / 8
+    assert makespan(program, 8, OVERLAPPING[kind]) == expected
+    assert makespan(lambda rank: program(rank, back=True), 8, OVERLAPPING[kind]) == expected
+
+
+@pytest.mark.parametrize("rules", ["gloo", "nccl"])
+@pytest.mark.parametrize("n", [3, 8])
+def test_direct_beats_the_ring_only_where_latencies_overlap(n, rules):
+    def steps(algorithm, overlaps):
+        network = Network(latency=1.0, bandwidth=math.inf, latency_overlaps=overlaps)
+        return p101.launch(
+            lambda: p101.all_gather(torch.ones(2), algorithm=algorithm),
+            world_size=n,
+            backend="sim",
+            rules=rules,
+            network=network,
+        ).trace.makespan
+
+    assert steps("ring", overlaps=True) == steps("ring", overlaps=False) == n - 1
+    assert steps("direct", overlaps=False) >= n - 1 and steps("direct", overlaps=True) == 1
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])

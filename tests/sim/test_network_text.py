@@ -13,6 +13,7 @@ GOOD = {
     "ring": Network.ring(),
     "torus=4x2,bidirectional=no": Network.torus((4, 2), bidirectional=False),
     "ring,wraparound=no": Network.ring(wraparound=False),
+    "torus=2x2,latency_overlaps=yes": Network.torus((2, 2), latency_overlaps=True),
     "two_level=8,inside_bandwidth=1e12": Network.two_level(8, inside_bandwidth=1e12),
     "two_level=8,rails=4,bandwidth=400e9": Network.two_level(8, rails=4, bandwidth=400e9),
 }

@@ -170,7 +170,7 @@ class World:
         self.round = 0  # how often ranks have run at this time before
         numbers = range(size) if mirrors is None else mirrors.present
         self.ranks = [VirtualRank(number, index, self) for index, number in enumerate(numbers)]
-        self.links = Links(self.schedule)
+        self.links = Links(self.schedule, network.latency_overlaps)
         self.limits = TimeLimits(self)
         self.events: list[EventRow] = []
         self.recording = True  # whether anybody will read them
@@ -278,11 +278,7 @@ class World:
     def keep_holds(self) -> None:
         """Note from now on which links are held, so that time may go back."""
         events = ((time, event) for time, events in self._scheduled.items() for event in events)
-        self.links.held = [
-            (self.now, time, hop)
-            for time, event in events
-            for hop in getattr(event, "hops", ())[-1:]
-        ]
+        self.links.keep_holds(self.now, events)
 
     def wake(self, rank: VirtualRank) -> None:
         """Let a rank run at the present time."""

@@ -219,6 +219,7 @@ class SendWork(MessageWork):
         "duration",
         "ended",
         "hops",
+        "latency",
         "order",
         "payload",
         "receive",
@@ -229,7 +230,8 @@ class SendWork(MessageWork):
     kind = "send"
     receive: RecvWork | None
     hops: tuple[tuple[int, ...], ...]
-    duration: float
+    duration: float  # with its latency
+    latency: float
     order: int  # its number among the messages that its sender has in flight
     seq: int  # its number among the messages on its channel: see UnmatchedMessages
     started: float
@@ -267,9 +269,9 @@ class SendWork(MessageWork):
 
     def fire(self) -> None:
         """End the message: free its links, and give the bytes to a receive that is posted."""
-        if self.hops:
-            self.world.links.free(self.hops[-1])
-        rank = self.rank
+        links, rank = self.world.links, self.rank
+        if self.hops and not links.latency_overlaps:
+            links.free(self.hops[-1])
         rank.in_flight -= 1
         self.ended = True
         if self.receive is not None:
@@ -457,8 +459,8 @@ class PointToPointGroup(torch_private.PythonGroup):
             else None
         )
         work.receive = None
-        latency, bandwidth, work.hops = world.route(rank.number, peer)
-        work.duration = latency + nbytes / bandwidth
+        work.latency, bandwidth, work.hops = world.route(rank.number, peer)
+        work.duration = work.latency + nbytes / bandwidth
         work.order = rank.send_order = rank.send_order + 1 if rank.in_flight else 0
         rank.in_flight += 1
         unmatched.number = work.number = unmatched.number + 1

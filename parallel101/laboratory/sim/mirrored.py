@@ -133,6 +133,11 @@ class MirroredAxes:
                 "switch (Network(…)) or nodes (Network.two_level(…)), on which a message holds a "
                 "link of its sender and one of its receiver"
             )
+        if network.latency_overlaps:
+            raise ValueError(
+                "mirrored ranks, and the network has latency_overlaps=True: expected False, as the "
+                "messages of the ranks without a thread are added up to one that holds the link"
+            )
         of_node = topology.ranks_per_node if isinstance(topology, TwoLevelTopology) else 1
 
         @functools.lru_cache(maxsize=1 << 16)

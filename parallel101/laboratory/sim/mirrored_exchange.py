@@ -56,6 +56,7 @@ class ExchangeTransfer:
     """
 
     __slots__ = ("done", "duration", "ends", "first", "hops", "posted", "seconds", "started")
+    latency = 0.0  # mirrored.py refuses networks on which latencies overlap
 
     def __init__(
         self, posted: PostedExchange, hops: tuple[tuple[int, ...], ...], first: int, count: int

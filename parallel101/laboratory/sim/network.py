@@ -7,7 +7,8 @@
                a node has one slow link each way, or several, its rails
 
 Each link carries one message at a time. Once a message has its links, it takes latency + bytes /
-bandwidth. Messages that need the same link take turns, first come first served. This file has only
+bandwidth. It holds them all that time, or with `latency_overlaps` for bytes / bandwidth only.
+Messages that need the same link take turns, first come first served. This file has only
 the times; message_matching.py moves the bytes. torch's own collectives do not use the links: their
 times are in torch_collectives.py.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
@@ -154,6 +155,10 @@ class Network:
             none does, as on gloo.
         topology: `SwitchTopology()`, or what `Network.ring`, `Network.torus` and
             `Network.two_level` put here.
+        latency_overlaps: whether a link is free for the next message after bytes / bandwidth, as
+            on real networks, where the latencies of small messages overlap: then `direct` can beat
+            `ring`. By default a message occupies its links for its latency too, as in the usual
+            cost model, in which a rank takes one step after another.
 
     The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. With
     `Network(latency=1.0, bandwidth=math.inf)` a run's makespan is its number of steps. With
@@ -171,6 +176,7 @@ class Network:
     bandwidth: float = 50e9
     eager: float = 0
     topology: Topology = field(default_factory=SwitchTopology)
+    latency_overlaps: bool = False
 
     def __post_init__(self) -> None:
         _check_latency("latency", self.latency)
@@ -180,6 +186,7 @@ class Network:
                 "eager must be a size in bytes, 0 or more: messages up to it do not wait for "
                 f"their receive; got {self.eager!r}"
             )
+        _check_flag("latency_overlaps", self.latency_overlaps)
         topology: object = self.topology
         if isinstance(topology, Network) or not hasattr(topology, "router"):
             raise ValueError(
@@ -196,13 +203,15 @@ class Network:
         latency: float = 5e-6,
         bandwidth: float = 50e9,
         eager: float = 0,
+        latency_overlaps: bool = False,
     ) -> Network:
         """A network in which every rank has a link to its right neighbour.
 
         If `bidirectional`, it has one to its left neighbour too. Without `wraparound` the last rank
         has none to the first: a line.
         """
-        return cls(latency, bandwidth, eager, _checked_torus(None, bidirectional, wraparound))
+        topology = _checked_torus(None, bidirectional, wraparound)
+        return cls(latency, bandwidth, eager, topology, latency_overlaps)
 
     @classmethod
     def torus(
@@ -214,6 +223,7 @@ class Network:
         latency: float = 5e-6,
         bandwidth: float = 50e9,
         eager: float = 0,
+        latency_overlaps: bool = False,
     ) -> Network:
         """A ring along each axis of `shape`, or without `wraparound` a line.
 
@@ -228,9 +238,8 @@ class Network:
                 "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, 4); "
                 f"got {shape!r}"
             )
-        return cls(
-            latency, bandwidth, eager, _checked_torus(tuple(shape), bidirectional, wraparound)
-        )
+        topology = _checked_torus(tuple(shape), bidirectional, wraparound)
+        return cls(latency, bandwidth, eager, topology, latency_overlaps)
 
     @classmethod
     def two_level(
@@ -243,6 +252,7 @@ class Network:
         inside_bandwidth: float = 450e9,
         rails: int = 1,
         eager: float = 0,
+        latency_overlaps: bool = False,
     ) -> Network:
         """Nodes of `ranks_per_node` ranks.
 
@@ -264,12 +274,8 @@ class Network:
             )
         _check_latency("inside_latency", inside_latency)
         _check_bandwidth("inside_bandwidth", inside_bandwidth)
-        return cls(
-            latency,
-            bandwidth,
-            eager,
-            TwoLevelTopology(ranks_per_node, inside_latency, inside_bandwidth, rails),
-        )
+        topology = TwoLevelTopology(ranks_per_node, inside_latency, inside_bandwidth, rails)
+        return cls(latency, bandwidth, eager, topology, latency_overlaps)
 
     def router(self, world_size: int) -> Router:
         """The route between any two of `world_size` ranks.
@@ -288,15 +294,19 @@ class Network:
 def _checked_torus(
     shape: tuple[int, ...] | None, bidirectional: bool, wraparound: bool
 ) -> TorusTopology:
-    for name, flag in (("bidirectional", bidirectional), ("wraparound", wraparound)):
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name} must be True or False; got {flag!r}")
+    _check_flag("bidirectional", bidirectional)
+    _check_flag("wraparound", wraparound)
     if not bidirectional and not wraparound:
         raise ValueError(
             "bidirectional=False, wraparound=False: on a line with links to the right only, no "
             "message gets to the left. Leave one of them True"
         )
     return TorusTopology(shape, bidirectional, wraparound)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False; got {value!r}")
 
 
 def _is_number(value: object) -> bool:
@@ -332,7 +342,8 @@ class LinkTransfer(TimedEvent, Protocol):
     """A message as the links see it."""
 
     hops: tuple[tuple[int, ...], ...]
-    duration: float  # how long it holds each of its links, in seconds
+    duration: float  # how long it holds each of its links, in seconds, and its latency is a part
+    latency: float  # of that, for which it doesn't hold them if latencies overlap
 
     def start(self, now: float) -> None: ...
 
@@ -345,8 +356,11 @@ Request = tuple[float, int, int, int, LinkTransfer, int, int]
 class Links:
     """Which links are busy, and which messages queue for each."""
 
-    def __init__(self, schedule: Callable[[float, TimedEvent], None]):
+    def __init__(
+        self, schedule: Callable[[float, TimedEvent], None], latency_overlaps: bool = False
+    ):
         self.schedule = schedule  # schedule(time, event): event.fire() is called at that time
+        self.latency_overlaps = latency_overlaps
         self.requests: list[Request] = []
         self.freed: list[int] = []
         self.busy: set[int] = set()
@@ -369,7 +383,10 @@ class Links:
         ]
 
     def free(self, hop: tuple[int, ...]) -> None:
-        """A message has left the links of a hop."""
+        """A message has left the links of a hop.
+
+        A message calls it when it arrives, unless latencies overlap: then they are free before.
+        """
         for link in hop:
             self.busy.discard(link)
             if link in self.queues:
@@ -404,15 +421,29 @@ class Links:
                     break
             else:
                 busy.update(hop)
-                if self.held is not None:
-                    self.held.append((now, now + message.duration, hop))
                 if place == 0:
                     message.start(now)
-                if place + 1 >= len(hops):
-                    self.schedule(now + message.duration, message)
+                free_again = now + message.duration
+                last = place + 1 >= len(hops)
+                if last:
+                    self.schedule(free_again, message)
                 else:
-                    self.schedule(now + message.duration, _LinkRelease(self, (hop,)))
                     heappush(more, (now, order, sender, number, message, place + 1, -1))
+                if self.latency_overlaps:
+                    free_again = now + (message.duration - message.latency)
+                if self.latency_overlaps or not last:
+                    self.schedule(free_again, _LinkRelease(self, (hop,)))
+                if self.held is not None:
+                    self.held.append((now, free_again, hop))
+
+    def keep_holds(self, now: float, scheduled: Iterable[tuple[float, TimedEvent]]) -> None:
+        """Note from now on which links are held, so that time may go back."""
+        self.held = [
+            (now, time, hop)
+            for time, event in scheduled
+            if not self.latency_overlaps or isinstance(event, _LinkRelease)
+            for hop in getattr(event, "hops", ())[-1:]
+        ]
 
     def go_back(self, now: float, before: float) -> None:
         """Set the time back to `now`.

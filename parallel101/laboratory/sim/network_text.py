@@ -87,7 +87,7 @@ def _shape(kind: str, value: str, text: str) -> dict[str, Any]:
 
 
 def _value(name: str, value: str, text: str) -> Any:
-    if name in ("bidirectional", "wraparound"):
+    if name in ("bidirectional", "wraparound", "latency_overlaps"):
         if value not in ("yes", "no"):
             raise ValueError(f"the network {text!r} has {name}={value}; expected yes or no")
         return value == "yes"

@@ -324,13 +324,13 @@ class Transfer:
     When it ends, the queues move on.
     """
 
-    __slots__ = ("duration", "hops", "queues", "send")
+    __slots__ = ("duration", "hops", "latency", "queues", "send")
 
     def __init__(self, queues: Queues, send: SendWork):
         self.queues = queues
         self.send = send
         self.hops = send.hops
-        self.duration = send.duration
+        self.duration, self.latency = send.duration, send.latency
 
     def start(self, now: float) -> None:
         self.send.start(now)
