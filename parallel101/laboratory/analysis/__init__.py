@@ -12,6 +12,7 @@ verdict.py              which collective it was, and what is wrong with its resu
 unwritten.py            elements of a result that nothing was written to
 held_blocks.py          which blocks each rank of a sharded product held
 terms.py                which terms of its sum are in a block
+rank_sums.py            what each rank did, in sums
 waiting.py              how long ranks waited, for whom, and in which lines
 run_window.py           when a run took place, and a part of its record
 critical_path.py        what the run time depended on

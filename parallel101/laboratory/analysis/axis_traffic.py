@@ -13,13 +13,18 @@ them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import TimeWindow, time_windows
+from parallel101.laboratory.analysis.rank_sums import (
+    is_collective,
+    posted_within,
+    rank_sums,
+    total,
+)
 from parallel101.laboratory.record.events import P2P, Event, Message
-from parallel101.laboratory.record.totals import NOTHING, WAIT, Sums
+from parallel101.laboratory.record.totals import SumKey, Sums
 from parallel101.laboratory.record.trace import Trace
 
 # of the usual axes; others follow, and what has no axis is last
@@ -32,22 +37,15 @@ class AxisTraffic(NamedTuple):
     axis: str | None  # several joined by "_"; None: no axis
     messages: list[Message]  # in the order in which they arrived
     collectives: list[Event]  # torch's own: one event on each rank, with its payload
-    # by rank, in a record of the last events of a run: sums of the others, and of sends whose
-    # receive is not among them
-    others: Mapping[int, Sums] = MappingProxyType({})
+    sums: list[Sums]  # by rank, over its sends and those collectives
 
     def count(self, rank: int) -> int:
         """Messages that the rank sent, and collectives of torch's own that it took part in."""
-        return len(self._sizes(rank)) + self.others.get(rank, NOTHING).events
+        return self.sums[rank].events
 
     def sent(self, rank: int) -> int:
         """Bytes that the rank sent in messages, and the payload of those collectives."""
-        return sum(self._sizes(rank)) + self.others.get(rank, NOTHING).nbytes
-
-    def _sizes(self, rank: int) -> list[int]:
-        return [m.nbytes for m in self.messages if m.src == rank] + [
-            e.nbytes for e in self.collectives if e.rank == rank
-        ]
+        return self.sums[rank].nbytes
 
 
 def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, list[AxisTraffic]]:
@@ -62,16 +60,7 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
         ValueError: no span has that name.
     """
     (window,) = time_windows(trace, [within] if within else [])
-    last = {e.rank: (e.start, e.end) for e in trace.spans(within)} if within else {}
-
-    def inside(event: Event) -> bool:
-        begin, end = (
-            last.get(event.rank, (window.begin, window.begin))
-            if within
-            else (window.begin, window.end)
-        )
-        return begin <= event.posted <= end
-
+    inside = posted_within(trace, within)
     messages: dict[str | None, list[Message]] = defaultdict(list)
     collectives: dict[str | None, list[Event]] = defaultdict(list)
     for m in trace.messages():
@@ -80,33 +69,30 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
     for e in trace.events:
         if e.kind != "span" and e.kind not in P2P and inside(e):
             collectives[e.group.axis].append(e)
-    others = _others(trace) if within is None else {}
+    sums = rank_sums(trace, within)
+    counted = [key for of_rank in sums.values() for key in of_rank if _is_sent(key)]
     axes = sorted(
-        {*messages, *collectives, *others},
+        {*messages, *collectives, *(key.group.axis for key in counted)},
         key=lambda axis: (
             axis is None,
             ORDER.index(axis) if axis in ORDER else len(ORDER),
             axis or "",
         ),
     )
+
+    def along(axis: str | None) -> Callable[[SumKey], bool]:
+        return lambda key: _is_sent(key) and key.group.axis == axis
+
     return window, [
-        AxisTraffic(axis, messages[axis], collectives[axis], others.get(axis, {})) for axis in axes
+        AxisTraffic(
+            axis,
+            messages[axis],
+            collectives[axis],
+            [total(of_rank, along(axis)) for of_rank in sums.values()],
+        )
+        for axis in axes
     ]
 
 
-def _others(trace: Trace) -> dict[str | None, dict[int, Sums]]:
-    """By axis and rank, the sums of what a record of the last events of a run does not list."""
-    found: dict[str | None, dict[int, Sums]] = defaultdict(dict)
-
-    def add(axis: str | None, rank: int, sums: Sums) -> None:
-        found[axis][rank] = found[axis].get(rank, NOTHING).plus(sums)
-
-    for rank, earlier in trace.earlier.items():
-        for key, sums in earlier.sums.items():
-            if key.kind not in ("recv", "span", WAIT):
-                add(key.group.axis, rank, sums)
-    paired = {id(m.send) for m in trace.messages()} if trace.earlier else set()
-    for e in trace.events if trace.earlier else ():
-        if e.kind == "send" and id(e) not in paired:
-            add(e.group.axis, e.rank, Sums(1, e.nbytes, 0.0, 0.0))
-    return found
+def _is_sent(key: SumKey) -> bool:
+    return key.kind == "send" or is_collective(key)

@@ -8,14 +8,14 @@ It needs a record in which each wait is a span, as `parallel101 run` makes it.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from parallel101.laboratory.analysis.overlap import seconds, time_windows, union
+from parallel101.laboratory.analysis.overlap import seconds, union
+from parallel101.laboratory.analysis.rank_sums import is_collective, rank_sums, total
 from parallel101.laboratory.analysis.run_window import first_call, run_times
 from parallel101.laboratory.record.events import P2P, Event, span_event
 from parallel101.laboratory.record.totals import NOTHING, WAIT, EarlierEvents, Sums
@@ -82,10 +82,6 @@ class CollectiveTotals(NamedTuple):
     nbytes: int  # of each rank's payload, summed over its calls
 
 
-# of a call that the program is blocked in, and of all else that isn't a collective
-NO_COLLECTIVE = P2P | {"span", WAIT}
-
-
 class CallTimes(NamedTuple):
     """All waits at one line, in calls of one kind."""
 
@@ -127,33 +123,30 @@ def _never_ended(trace: Trace) -> list[Event]:
 
 def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     """How each rank spent the run, and what it sent."""
-    mine: dict[int, list[Event]] = defaultdict(list)
-    for event in [*trace.events, *trace.unfinished]:
-        mine[event.rank].append(event)
+    recorded = {event.rank for event in [*trace.events, *trace.unfinished]} | trace.earlier.keys()
+    own_waits: dict[int, list[Wait]] = defaultdict(list)
+    for wait in waited:
+        own_waits[wait.rank].append(wait)
     rows = []
-    for rank in range(trace.world_size):
-        events = mine[rank]
-        collectives = [e for e in events if e.kind not in P2P and e.kind != "span"]
-        begin, end = run_times(trace, rank)
-        earlier = trace.earlier.get(rank, EarlierEvents())
-        summed = earlier.sum_of(*({key.kind for key in earlier.sums} - NO_COLLECTIVE))
-        summed_sends = earlier.sum_of("send")
-        waiting = seconds(union((wait.start, wait.end) for wait in waited if wait.rank == rank))
-        waiting += earlier.waited
+    for rank, sums in rank_sums(trace, unfinished=True).items():
+        sends = total(sums, lambda key: key.kind == "send")
+        collectives = total(sums, is_collective)
+        waiting = seconds(union((wait.start, wait.end) for wait in own_waits[rank]))
+        if rank in trace.earlier:
+            waiting += trace.earlier[rank].waited
         waited_for: dict[int, float] = defaultdict(float)
-        for wait in waited:
-            if wait.rank == rank and wait.last is not None and wait.late > 0:
+        for wait in own_waits[rank]:
+            if wait.last is not None and wait.late > 0:
                 waited_for[wait.last] += wait.late
-        sent = [e.nbytes for e in events if e.kind == "send"]
-        nbytes = sum(e.nbytes for e in collectives)
+        begin, end = run_times(trace, rank)
         rows.append(
             RankTimes(
                 rank,
-                bool(events) or rank in trace.earlier,
-                len(sent) + summed_sends.events,
-                sum(sent) + summed_sends.nbytes,
-                len(collectives) + summed.events,
-                nbytes + summed.nbytes,
+                rank in recorded,
+                sends.events,
+                sends.nbytes,
+                collectives.events,
+                collectives.nbytes,
                 end - begin - waiting,
                 waiting,
                 dict(waited_for),
@@ -180,21 +173,11 @@ def traffic(trace: Trace, within: str | None = None) -> Traffic:
     """
     n = trace.world_size
     sent = Traffic([[0] * n for _ in range(n)], [[0] * n for _ in range(n)])
-    if within is not None:
-        time_windows(trace, [within])  # raises
-    for rank, earlier in trace.earlier.items() if within is None else ():
-        for key, sums in earlier.sums.items():
+    for rank, sums in rank_sums(trace, within).items():
+        for key, of_key in sums.items():
             if key.kind == "send" and key.peer is not None:
-                sent.nbytes[rank][key.peer] += sums.nbytes
-                sent.messages[rank][key.peer] += sums.events
-    last = {span.rank: (span.start, span.end) for span in trace.spans(within)}
-    for event in trace.events:
-        if event.kind == "send" and event.peer is not None:
-            begin, end = last.get(event.rank, (math.inf, math.inf))
-            # not at its end: on a virtual clock, what comes next is posted at the same time
-            if within is None or begin == event.posted or begin < event.posted < end:
-                sent.nbytes[event.rank][event.peer] += event.nbytes
-                sent.messages[event.rank][event.peer] += 1
+                sent.nbytes[rank][key.peer] += of_key.nbytes
+                sent.messages[rank][key.peer] += of_key.events
     return sent
 
 
@@ -205,80 +188,47 @@ def late_for(rows: Sequence[RankTimes]) -> list[list[float]]:
 
 def slowest_links(trace: Trace) -> list[LinkTimes]:
     """The links between ranks that sent messages, the one that took most time first."""
-    links: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+    timed: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
     for message in trace.messages():
-        if message.src != message.dst:
-            links[message.src, message.dst].append((message.end - message.start, message.nbytes))
-    counts = {link: (len(sent), sum(n for _, n in sent)) for link, sent in links.items()}
-    if trace.earlier:  # a send may be there without its receive
-        sent_in_all = traffic(trace)
-        ranks = range(trace.world_size)
-        counts = {
-            (src, dst): (count, sent_in_all.nbytes[src][dst])
-            for src in ranks
-            for dst in ranks
-            if src != dst and (count := sent_in_all.messages[src][dst])
-        }
-    rows = []
-    for (src, dst), (count, nbytes) in counts.items():
-        timed = links[src, dst]
-        rows.append(
-            LinkTimes(
-                src,
-                dst,
-                count,
-                nbytes,
-                sum(t for t, _ in timed),
-                max((t for t, _ in timed), default=0.0),
-                sum(n for _, n in timed),
-            )
+        timed[message.src, message.dst].append((message.end - message.start, message.nbytes))
+    sent = traffic(trace)
+    rows = [
+        LinkTimes(
+            src,
+            dst,
+            count,
+            sent.nbytes[src][dst],
+            sum(t for t, _ in timed[src, dst]),
+            max((t for t, _ in timed[src, dst]), default=0.0),
+            sum(n for _, n in timed[src, dst]),
         )
+        for src, counts in enumerate(sent.messages)
+        for dst, count in enumerate(counts)
+        if count and src != dst
+    ]
     return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
 
 
 def collective_totals(trace: Trace) -> list[CollectiveTotals]:
     """torch's own collectives by operation and ranks, the one with most bytes first.
 
-    Of each call, the largest payload of a rank counts. If the record has the last events of the run
-    only, that is the largest sum of a rank, which is the same unless the root changes.
+    Calls and bytes are those of the rank that has most.
     """
-    if trace.earlier:
-        return _collective_sums(trace)
-    payloads: dict[tuple, int] = defaultdict(int)
-    for event in trace.events:
-        if event.kind not in P2P and event.kind != "span":
-            call = event.kind, event.group, event.seq
-            payloads[call] = max(payloads[call], event.nbytes)
-    totals: dict[tuple, list[int]] = defaultdict(list)
-    for (kind, group, _), nbytes in payloads.items():
-        totals[kind, group.ranks, group.axis].append(nbytes)
-    rows = [
-        CollectiveTotals(kind, ranks, axis, len(of), sum(of))
-        for (kind, ranks, axis), of in totals.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
-
-
-def _collective_sums(trace: Trace) -> list[CollectiveTotals]:
-    of_rank: dict[tuple, dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: NOTHING))
-    for rank, earlier in trace.earlier.items():
-        for key, sums in earlier.sums.items():
-            if key.kind not in NO_COLLECTIVE:
-                ranks = of_rank[key.kind, key.group.ranks, key.group.axis]
-                ranks[rank] = ranks[rank].plus(sums)
-    for e in trace.events:
-        if e.kind not in NO_COLLECTIVE:
-            ranks = of_rank[e.kind, e.group.ranks, e.group.axis]
-            ranks[e.rank] = ranks[e.rank].plus(Sums(1, e.nbytes, 0.0, 0.0))
+    by_rank: dict[tuple, dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: NOTHING))
+    for rank, sums in rank_sums(trace).items():
+        for key, of_key in sums.items():
+            if is_collective(key):
+                among = by_rank[key.kind, key.group.ranks, key.group.axis]
+                among[rank] = among[rank].plus(of_key)
     rows = [
         CollectiveTotals(
             kind,
-            among,
+            ranks,
             axis,
-            max(s.events for s in ranks.values()),
-            max(s.nbytes for s in ranks.values()),
+            max(sums.events for sums in of_call.values()),
+            max(sums.nbytes for sums in of_call.values()),
         )
-        for (kind, among, axis), ranks in of_rank.items()
+        for (kind, ranks, axis), of_call in by_rank.items()
     ]
     return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
 
@@ -380,32 +330,28 @@ def slowest_calls(
 
     `earlier`: of the trace. Who called last is known of the waits in `waited` only.
     """
-    lines: dict[tuple[str, str], list[Wait]] = defaultdict(list)
-    for wait in waited:
-        lines[wait.where, wait.kind].append(wait)
-    summed: dict[tuple[str, str], dict[int, Sums]] = defaultdict(dict)
-    for rank, of in earlier.items():
-        for key, sums in of.sums.items():
+    by_rank: dict[tuple[str, str], dict[int, Sums]]
+    by_rank = defaultdict(lambda: defaultdict(lambda: NOTHING))
+    last: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    for rank, of_rank in earlier.items():
+        for key, sums in of_rank.sums.items():
             if key.kind == WAIT:
-                summed[key.where, key.name or "?"][rank] = sums
-    rows = []
-    for where, kind in [*lines, *(line for line in summed if line not in lines)]:
-        here, before = lines[where, kind], summed[where, kind]
-        times = [(wait.end - wait.start, wait.rank) for wait in here]
-        took = sum(t for t, _ in times) + sum(s.seconds for s in before.values())
-        longest, longest_on = max(times + [(s.longest, rank) for rank, s in before.items()])
-        last = Counter(wait.last for wait in here if wait.last is not None and wait.late > 0)
-        rows.append(
-            CallTimes(
-                where,
-                kind,
-                len(here) + sum(s.events for s in before.values()),
-                took,
-                longest,
-                longest_on,
-                dict(last),
-            )
+                by_rank[key.where, key.name or "?"][rank] = sums
+    for wait in waited:
+        line, took = (wait.where, wait.kind), wait.end - wait.start
+        by_rank[line][wait.rank] = by_rank[line][wait.rank].plus(Sums(1, 0, took, took))
+        if wait.last is not None and wait.late > 0:
+            last[line][wait.last] += 1
+    rows = [
+        CallTimes(
+            *line,
+            sum(s.events for s in of.values()),
+            sum(s.seconds for s in of.values()),
+            *max((s.longest, rank) for rank, s in of.items()),
+            dict(last[line]),
         )
+        for line, of in by_rank.items()
+    ]
     return sorted(rows, key=lambda call: (-call.seconds, call.where, call.kind))
 
 
