@@ -8,16 +8,16 @@ from types import ModuleType
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.sim.class_states import CLASSES, ClassStates
-
-NAME = "accelerate.state"
+from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.sim.process_state import ACCELERATE as NAME
+from parallel101.laboratory.sim.process_state import ITS_CLASSES, ProcessStates
 
 
 def library():
     """accelerate's module, as far as it matters here; loaded once for all ranks."""
     if NAME not in sys.modules:
         sys.modules[NAME] = ModuleType(NAME)
-        for name in CLASSES[NAME]:
+        for name in ITS_CLASSES:
             kind = type(name, (), {"_shared_state": {}, "__init__": shares_its_state})
             setattr(sys.modules[NAME], name, kind)
     return sys.modules[NAME]
@@ -58,10 +58,11 @@ def test_the_state_from_before_the_run_comes_back(monkeypatch):
     try:
         state = library().PartialState()
         state.index = 7
-        states = ClassStates(2)
+        states = ProcessStates([torch_private.RankWorld() for _ in range(2)])
         assert library().PartialState().__dict__ == {}, "a fresh process has none"
-        states.switch(0, 1)
+        states.switcher()(0, 1)
         library().PartialState().index = 1
+        states.switcher()(1, 0)
         states.restore()
         assert library().PartialState().index == 7 == state.index
     finally:

@@ -9,15 +9,22 @@ first is put away, and the state of the second is put in its place:
                         (record/torch_private.RankWorld)
     modules             those that the program imports from its own files, with their globals, and
                         `__main__` (modules.py)
-    os.environ          with RANK, WORLD_SIZE, … (ranks/program.py sets them)
-    logging             the root logger and the loggers that the program makes, with handlers and
-                        levels (logging_states.py)
-    print, sys.stdout, sys.stderr
-                        if a rank replaces them, as programs do to silence all ranks but one
     random numbers      torch's, Python's and NumPy's, and torch's default dtype (random_states.py)
-    accelerate          what it keeps in its classes (class_states.py)
+    attributes          of which each rank has its own value (RankAttributes):
+      os.environ        with RANK, WORLD_SIZE, … (ranks/program.py sets them)
+      logging           the root logger and the loggers that the program makes, with handlers and
+                        levels. There is one root logger object, since the loggers of libraries hold
+                        it as their parent. Loggers from before the run, as torch's, are shared.
+      print, sys.stdout, sys.stderr
+                        if a rank replaces them, as programs do to silence all ranks but one
+      accelerate        the dict that all instances of PartialState and two other classes have in a
+                        process: the rank, the device, whether gradients are synchronised, …
 
 A thread has its own no_grad, autocast and default device anyway, and ranks are threads.
+
+A rank's own copy of each module would be one mechanism for all of this. It is only for the
+program's own files: a library would be imported once a rank, for seconds, and torch, which can't be
+loaded twice, holds on to objects of logging, random and os.
 
 Still shared by all ranks, unlike in processes:
 
@@ -35,16 +42,62 @@ Still shared by all ranks, unlike in processes:
 from __future__ import annotations
 
 import builtins
+import logging
 import os
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from parallel101.laboratory.record import torch_private
-from parallel101.laboratory.sim.class_states import ClassStates
-from parallel101.laboratory.sim.logging_states import LoggingStates
 from parallel101.laboratory.sim.modules import RankModules
 from parallel101.laboratory.sim.random_states import RandomStates
+
+ACCELERATE = "accelerate.state"
+ITS_CLASSES = ("PartialState", "AcceleratorState", "GradientState")
+
+
+class RankAttributes:
+    """Attributes of modules, classes and objects, of which each rank has its own value.
+
+    Rank 0's are in use first. `restore()` brings back those from before the run.
+    """
+
+    def __init__(self, size: int):
+        self.owners: list[Any] = []
+        self.names: list[str] = []
+        self.before_run: list[Any] = []
+        self.own: list[list[Any]] = [[] for _ in range(size)]
+
+    def add(
+        self, owner: Any, name: str, fresh: Callable[[], Any], keeps: int | None = None
+    ) -> None:
+        """Give each rank its own value of an attribute, which `fresh` makes.
+
+        The rank `keeps` has the present value, which it has made in the run.
+        """
+        present, values = getattr(owner, name), [fresh() for _ in self.own]
+        if keeps is not None:
+            present, values[keeps] = values[keeps], present
+        self.owners.append(owner)
+        self.names.append(name)
+        self.before_run.append(present)
+        for of_rank, value in zip(self.own, values):
+            of_rank.append(value)
+        setattr(owner, name, values[keeps or 0])
+
+    def switch(self, old: int, new: int) -> None:
+        """Rank `old` stops running, and rank `new` runs."""
+        owners, names, coming = self.owners, self.names, self.own[new]
+        self.own[old] = leaving = [*map(getattr, owners, names)]
+        for owner, name, value, present in zip(owners, names, coming, leaving):
+            if value is not present:
+                setattr(owner, name, value)
+
+    def restore(self) -> None:
+        for owner, name, value in zip(self.owners, self.names, self.before_run):
+            setattr(owner, name, value)
 
 
 class ProcessStates:
@@ -60,47 +113,46 @@ class ProcessStates:
         size = len(worlds)
         self.worlds = worlds
         self.world_before_run = torch_private.use_world(worlds[0])
-        self.random = RandomStates(size)
+        self.attributes = RankAttributes(size)
+        self.random = RandomStates(size, self.attributes.add)
         self.modules = RankModules(size)
-        self.logging = LoggingStates(size)
-        self.classes = ClassStates(size)
-        self.environ_before_run: dict = os.environ._data  # type: ignore[attr-defined]
-        self.environs = [dict(self.environ_before_run) for _ in range(size)]
-        # the program may have imported os.environ itself by name
-        os.environ._data = self.environs[0]  # type: ignore[attr-defined]
+        for owner, name, fresh in own_attributes():
+            self.attributes.add(owner, name, fresh)
+        self.knows_accelerate = self.add_accelerate()
         self.profiled: int | None = None  # the rank whose profiler is running
-        self.output_before_run = (builtins.print, sys.stdout, sys.stderr)
-        self.outputs: list[tuple[Any, Any, Any]] = [self.output_before_run] * size
+
+    def add_accelerate(self, importer: int | None = None) -> bool:
+        """Let each rank have its own state of accelerate. False if it isn't imported.
+
+        `importer`: the rank that has imported it in the run.
+        """
+        module = sys.modules.get(ACCELERATE)
+        for kind in (getattr(module, name, None) for name in ITS_CLASSES):
+            if isinstance(kind, type) and type(vars(kind).get("_shared_state")) is dict:
+                self.attributes.add(kind, "_shared_state", dict, importer)
+        return module is not None
 
     def switcher(self) -> Callable[[int, int], None]:
         """The function switch(old, new), to call when rank `old` stops running and rank `new` runs.
 
         It takes a microsecond.
         """
-        worlds, random_states, modules, environs, outputs = (
+        worlds, random_states, modules, loaded = (
             self.worlds,
             self.random,
             self.modules,
-            self.environs,
-            self.outputs,
+            sys.modules,
         )
-        use_logging, use_classes = self.logging.switch, self.classes.switch
-        environ: Any = os.environ
-        loaded = sys.modules
+        switch_attributes = self.attributes.switch
 
         def switch(old: int, new: int) -> None:
             torch_private.use_world(worlds[new])
             random_states.switch(old, new)
             if modules.in_use or loaded["__main__"] is not modules.main:
                 modules.switch(old, new)
-            environ._data = environs[new]
-            use_logging(new)
-            use_classes(old, new)
-            printing, out, err = outputs[old]
-            if builtins.print is not printing or sys.stdout is not out or sys.stderr is not err:
-                outputs[old] = (builtins.print, sys.stdout, sys.stderr)
-            if outputs[old] is not outputs[new]:
-                builtins.print, sys.stdout, sys.stderr = outputs[new]
+            if not self.knows_accelerate and ACCELERATE in loaded:
+                self.knows_accelerate = self.add_accelerate(old)
+            switch_attributes(old, new)
 
         return switch
 
@@ -125,7 +177,26 @@ class ProcessStates:
         torch_private.use_world(self.world_before_run)
         self.random.restore()
         self.modules.restore()
-        self.logging.restore()
-        self.classes.restore()
-        os.environ._data = self.environ_before_run  # type: ignore[attr-defined]
-        builtins.print, sys.stdout, sys.stderr = self.output_before_run
+        self.attributes.restore()
+
+
+def own_attributes() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
+    """The attributes of which each rank has its own value, and what makes a rank's first value."""
+    environ: Any = os.environ  # not the name in os: the program may have imported it by name
+    yield environ, "_data", lambda: dict(environ._data)
+    for owner, name in ((builtins, "print"), (sys, "stdout"), (sys, "stderr")):
+        yield owner, name, partial(getattr, owner, name)
+    root, manager = logging.root, logging.root.manager
+    yield (
+        root,
+        "__dict__",
+        lambda: {
+            **vars(root),
+            "handlers": [*root.handlers],
+            "filters": [*root.filters],
+            "_cache": {},
+        },
+    )
+    yield manager, "__dict__", lambda: {**vars(manager), "loggerDict": {**manager.loggerDict}}
+    yield logging, "_handlers", weakref.WeakValueDictionary
+    yield logging, "_handlerList", list

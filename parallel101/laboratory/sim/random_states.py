@@ -24,9 +24,13 @@ class RandomStates:
     `restore()` brings back the states from before the run.
 
     `torch.set_default_dtype` is switched too, as torch keeps one per process.
+
+    Args:
+        size: how many ranks.
+        own: own(owner, name, fresh) gives each rank its own attribute (RankAttributes.add).
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, own: Callable[..., None]):
         self.before_run = (torch.default_generator.get_state(), torch.get_default_dtype())
         fresh = torch.Generator().get_state()
         torch.default_generator.set_state(fresh)
@@ -39,20 +43,18 @@ class RandomStates:
         # modules, and the functions they had before
         self.replaced: list[tuple[ModuleType, dict[str, Any]]] = []
         generators = [random.Random(rank) for rank in range(size)]
-        own = random.random.__self__  # type: ignore[attr-defined]
-        self._give_each_rank(random, own, generators)
-        self.mtrand: Any = None
+        hidden = random.random.__self__  # type: ignore[attr-defined]
+        self._give_each_rank(random, hidden, generators)
         # np.random is imported here, as a rank that imported it later would share one generator
         # with all
         if "numpy" in sys.modules:
             import numpy as np
 
             # its `_rand` is the global generator: SciPy, scikit-learn and NumPy's own seed() use it
-            self.mtrand = np.random.mtrand
-            self.numpy = [np.random.RandomState(rank) for rank in range(size)]
-            self._give_each_rank(np.random, self.mtrand._rand, self.numpy)
-            self.replaced.append((self.mtrand, {"_rand": self.mtrand._rand}))
-            self.mtrand._rand = self.numpy[0]
+            mtrand: Any = np.random.mtrand
+            numpy = [np.random.RandomState(rank) for rank in range(size)]
+            self._give_each_rank(np.random, mtrand._rand, numpy)
+            own(mtrand, "_rand", iter(numpy).__next__)
 
     def switch(self, old: int, new: int) -> None:
         """Rank `old` stops running, and rank `new` runs."""
@@ -67,8 +69,6 @@ class RandomStates:
         dtype = self.dtype[old] = torch.get_default_dtype()
         if self.dtype[new] is not dtype:
             torch.set_default_dtype(self.dtype[new])
-        if self.mtrand is not None:
-            self.mtrand._rand = self.numpy[new]
 
     def restore(self) -> None:
         state, dtype = self.before_run

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel101.laboratory.record.signatures import layout
+from parallel101.laboratory.record.overloads import SIGNATURES
+from parallel101.laboratory.record.signatures import COLLECTIVES, flat, layout
 from parallel101.laboratory.sim.network import Router
 
 
@@ -63,48 +64,28 @@ class Buffers(NamedTuple):
 
 def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
     """The buffers of one rank's call of the process group's `method`."""
-    if method in ("broadcast", "allreduce", "allreduce_coalesced", "reduce"):
-        return [Buffers([whole(tensor)], [whole(tensor)]) for tensor in args[0]]
-    if method == "barrier":
+    kind, signature = COLLECTIVES[method].kind, SIGNATURES[method]
+    if kind == "barrier":
         return []
-    if method == "alltoall":
-        return [Buffers([whole(t) for t in args[1]], [whole(t) for t in args[0]])]
-    if method in ("all_to_all_single", "alltoall_base"):
-        return [Buffers(pieces(args[1], p, args[3]), pieces(args[0], p, args[2]))]
-    if method in ("all_gather_single", "_allgather_base", "gather_single"):
-        return [Buffers([whole(args[1])], pieces(args[0], p))]
-    if method in ("reduce_scatter_single", "_reduce_scatter_base"):
-        return [Buffers(pieces(args[1], p), [whole(args[0])])]
-    if method in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
-        return [
-            Buffers([whole(given)], pieces(wanted, p))
-            for wanted, given in zip(*args[:2], strict=True)
-        ]
-    if method in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
-        return [
-            Buffers(pieces(given, p), [whole(wanted)])
-            for wanted, given in zip(*args[:2], strict=True)
-        ]
-    if method == "allgather":
-        return [
-            Buffers([whole(given)], [whole(t) for t in wanted])
-            for wanted, given in zip(*args[:2], strict=True)
-        ]
-    if method == "allgather_coalesced":  # the outputs are ordered by rank, then by tensor
-        return [
-            Buffers([whole(given)], [whole(row[i]) for row in args[0] if i < len(row)])
-            for i, given in enumerate(args[1])
-        ]
-    if method == "gather":
-        return [Buffers([whole(args[1][0])], [whole(t) for wanted in args[0] for t in wanted])]
-    if method == "scatter":
-        return [Buffers([whole(t) for given in args[1] for t in given], [whole(args[0][0])])]
-    if method == "reduce_scatter":
-        return [
-            Buffers([whole(t) for t in given], [whole(wanted)])
-            for wanted, given in zip(*args[:2], strict=True)
-        ]
-    raise NotImplementedError(f"the sim backend does not have the collective {method}")
+    if len(signature.depths) == 1:  # in place
+        return [Buffers([whole(tensor)], [whole(tensor)]) for tensor in args[0]]
+    calls: Iterable[tuple[Any, Any]] = zip(*args[:2], strict=True)  # one, or several coalesced
+    if signature.depths == (0, 0) or kind == "all_to_all":
+        calls = [(args[0], args[1])]
+    elif kind in ("gather", "scatter"):  # on ranks other than the root, a list may be empty
+        calls = [(flat(args[0]), flat(args[1]))]
+    elif method == "allgather_coalesced":  # the outputs are ordered by rank, then by tensor
+        outputs, inputs = args[:2]
+        calls = [([row[i] for row in outputs if i < len(row)], x) for i, x in enumerate(inputs)]
+    out_rows, in_rows = args[2:4] if signature.splits else ((), ())
+    spread = _SPREAD[kind]
+
+    def side(name: str, tensors: Any, rows: Sequence[int]) -> list[Buffer]:
+        if isinstance(tensors, torch.Tensor) and name in spread:
+            return pieces(tensors, p, rows)
+        return [whole(tensor) for tensor in flat(tensors)]
+
+    return [Buffers(side("inputs", x, in_rows), side("outputs", y, out_rows)) for y, x in calls]
 
 
 def check_counts(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) -> None:
