@@ -16,7 +16,6 @@ from parallel101.laboratory.sim.simulate import simulate
 from tests.ranks.failing import line_of
 
 from .programs import run, trace, wait_for
-from .test_torch import batch, model, one_process, train
 
 
 def under_nccl(program, n=2, network=None):
@@ -464,92 +463,6 @@ def test_a_forgotten_message_of_three_names_the_cycle():
 
     assert under_nccl(program, 3) == [2.0, 0.0, 1.0]
     assert deadlock(program, 2).cycle == [0, 1]
-
-
-@pytest.mark.parametrize("way", ["plain", "hook", "static graph"])
-def test_torchs_data_parallel(way):
-    def program(rank):
-        net = torch.nn.parallel.DistributedDataParallel(
-            model(), bucket_cap_mb=0.0001, static_graph=way == "static graph"
-        )
-        if way == "hook":
-            net.register_comm_hook(
-                None,
-                lambda _, bucket: (
-                    dist.all_reduce(bucket.buffer().div_(3), async_op=True)
-                    .get_future()
-                    .then(lambda f: f.value()[0])
-                ),
-            )
-        train(net, lambda m: m(batch(rank)).square().mean())
-        return [p.detach() for p in net.parameters()]
-
-    for parameters in under_nccl(program, 3):
-        for ours, theirs in zip(parameters, one_process(3), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
-
-
-def one_step_of_a_pipeline(schedules, microbatches=4):
-    """The loss of a step by each of torch's schedules on the last rank, and by one process."""
-    from torch.distributed import pipelining
-
-    rank, n, last = dist.get_rank(), dist.get_world_size(), dist.get_world_size() - 1
-    found = {}
-    for name in schedules:
-        chunks = 2 if "Interleaved" in name else 1
-        torch.manual_seed(0)
-        layers = [
-            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double()
-            for _ in range(n * chunks)
-        ]
-        x, y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
-        indices = range(rank, n * chunks, n)
-        stages = [
-            pipelining.PipelineStage(layers[i], i, n * chunks, torch.device("cpu")) for i in indices
-        ]
-        schedule = getattr(pipelining, name)(
-            stages if chunks > 1 else stages[0], microbatches, loss_fn=torch.nn.functional.mse_loss
-        )
-        losses: list[torch.Tensor] = []
-        schedule.step(
-            *([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == last else {})
-        )
-        whole = torch.nn.functional.mse_loss(torch.nn.Sequential(*layers)(x), y)
-        found[name] = (torch.stack(losses).mean().item(), whole.item()) if rank == last else None
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_torchs_pipeline_schedules(world_size):
-    names = (
-        "ScheduleGPipe",
-        "Schedule1F1B",
-        "ScheduleInterleaved1F1B",
-        "ScheduleInterleavedZeroBubble",
-    )
-    for name, (ours, whole) in (
-        p101.launch(
-            one_step_of_a_pipeline, names, world_size=world_size, backend="sim", rules="nccl"
-        )
-        .results[-1]
-        .items()
-    ):
-        assert ours == pytest.approx(whole, rel=1e-12), name
-
-
-def test_torchs_fully_shard():
-    from torch.distributed.fsdp import fully_shard
-
-    def program(rank):
-        net = model()
-        for layer in (net[0], net[2], net):
-            fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
-        train(net, lambda m: m(batch(rank)).square().mean())
-        return [p.full_tensor().detach() for p in net.parameters()]
-
-    for parameters in under_nccl(program, 2):
-        for ours, theirs in zip(parameters, one_process(2), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
 
 
 # ---- launch ----

@@ -69,18 +69,6 @@ def test_megatrons_parallel_state(scripts):
     ]
 
 
-@pytest.mark.parametrize("grid", [(2, 2, 1), (1, 2, 2)], ids=["tp 2, pp 2", "pp 2, dp 2"])
-def test_picotrons_process_group_manager(scripts, grid):
-    def program():
-        import picotron_style
-
-        return picotron_style.train(*grid)
-
-    results = on_gloo_and_sim(program)
-    assert sum(loss is not None for loss, _, _ in results) == 2  # the last stage's ranks
-    assert all(messages == 4 for _, _, messages in results)
-
-
 def logs():
     """What a rank's handlers get: the one of an imported module, and those that it adds to the
     root logger, some of them on rank 0 only.
@@ -123,26 +111,6 @@ def test_torchs_record_finds_the_file_of_what_a_rank_prints():
         return [str(warning.message) for warning in said], sys.stderr.fileno(), sys.stdout.encoding
 
     assert on_gloo_and_sim(program, 2) == [([], 2, "utf-8")] * 2
-
-
-def nanogpt_style():
-    import nanogpt_style
-
-    return (
-        nanogpt_style.ddp,
-        nanogpt_style.losses,
-        nanogpt_style.weights,
-        nanogpt_style.master_process,
-    )
-
-
-def test_nanogpts_script_trains_one_model_on_all_ranks(scripts):
-    results = on_gloo_and_sim(nanogpt_style, 2)
-    assert [ddp for ddp, _, _, _ in results] == [True, True]
-    assert results[0][2] == results[1][2] and results[0][1] != results[1][1]
-    assert [master for _, _, _, master in results] == [True, False]
-    _, _, alone, _ = nanogpt_style()
-    torch.testing.assert_close(results[0][2], alone, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -1,5 +1,5 @@
-"""torch's own DDP, FSDP2, DTensor and differentiable collectives run unchanged on the sim, with
-the results of one process or of gloo.
+"""torch's own DDP and differentiable collectives run unchanged on the sim, with the results of one
+process or of gloo. (FSDP2, DTensor and pipelining: tests/ranks/test_torchs_programs.py.)
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 
@@ -67,44 +66,6 @@ def test_torchs_data_parallel_gives_what_one_process_does(n, way):
     for parameters in result.results:
         for ours, theirs in zip(parameters, one_process(n), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_torchs_fully_shard_gives_what_one_process_does(n):
-    from torch.distributed.fsdp import fully_shard
-
-    def program(rank):
-        mesh = init_device_mesh("cpu", (n,))
-        net = model()
-        for layer in (net[0], net[2], net):
-            fully_shard(layer, mesh=mesh)
-        train(net, lambda m: m(batch(rank)).square().mean())
-        return [p.full_tensor().detach() for p in net.parameters()]
-
-    result = run(program, n)
-    assert {"all_gather", "reduce_scatter"} <= {e.kind for e in trace(result).events}
-    for parameters in result.results:
-        for ours, theirs in zip(parameters, one_process(n), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_torchs_dtensor(n):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    def program(rank):
-        gen = torch.Generator().manual_seed(1)
-        a, b = (
-            torch.randn(7, 6, generator=gen, dtype=torch.float64),
-            torch.randn(6, 5, generator=gen, dtype=torch.float64),
-        )
-        mesh = init_device_mesh("cpu", (n,))
-        product = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
-        torch.testing.assert_close(product.redistribute(mesh, [Shard(0)]).full_tensor(), a @ b)
-        rows = distribute_tensor(a, mesh, [Shard(0)]) @ distribute_tensor(b, mesh, [Replicate()])
-        torch.testing.assert_close(rows.full_tensor(), a @ b)
-
-    assert {"reduce_scatter", "all_gather"} <= {e.kind for e in trace(run(program, n)).events}
 
 
 def differentiable_collectives():

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel101.laboratory.record.overloads import SIGNATURES
 from parallel101.laboratory.record.signatures import COLLECTIVES, flat, layout
 from parallel101.laboratory.sim.network import Router
 
@@ -64,20 +63,21 @@ class Buffers(NamedTuple):
 
 def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
     """The buffers of one rank's call of the process group's `method`."""
-    kind, signature = COLLECTIVES[method].kind, SIGNATURES[method]
+    spec = COLLECTIVES[method]
+    kind = spec.kind
     if kind == "barrier":
         return []
-    if len(signature.depths) == 1:  # in place
+    if len(spec.depths) == 1:  # in place
         return [Buffers([whole(tensor)], [whole(tensor)]) for tensor in args[0]]
     calls: Iterable[tuple[Any, Any]] = zip(*args[:2], strict=True)  # one, or several coalesced
-    if signature.depths == (0, 0) or kind == "all_to_all":
+    if spec.depths == (0, 0) or kind == "all_to_all":
         calls = [(args[0], args[1])]
     elif kind in ("gather", "scatter"):  # on ranks other than the root, a list may be empty
         calls = [(flat(args[0]), flat(args[1]))]
     elif method == "allgather_coalesced":  # the outputs are ordered by rank, then by tensor
         outputs, inputs = args[:2]
         calls = [([row[i] for row in outputs if i < len(row)], x) for i, x in enumerate(inputs)]
-    out_rows, in_rows = args[2:4] if signature.splits else ((), ())
+    out_rows, in_rows = args[2:4] if spec.splits else ((), ())
     spread = _SPREAD[kind]
 
     def side(name: str, tensors: Any, rows: Sequence[int]) -> list[Buffer]:
