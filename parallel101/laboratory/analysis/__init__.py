@@ -11,7 +11,7 @@ results.py              what is wrong with the values that ranks returned
 verdict.py              which collective it was, and what is wrong with its result
 unwritten.py            elements of a result that nothing was written to
 held_blocks.py          which blocks each rank of a sharded product held
-terms.py                which terms of its sum are in a block
+sum_terms.py                which terms of its sum are in a block
 rank_sums.py            what each rank did, in sums
 waiting.py              how long ranks waited, for whom, and in which lines
 run_window.py           when a run took place, and a part of its record

@@ -129,18 +129,18 @@ def _placed(
     tensor: Sequence[ElementOrigin], meant_for: Mapping[Mark, Element]
 ) -> list[tuple[Element, Counts]]:
     """The elements of a tensor that hold data or are meant for it, each with whose data it is."""
-    found: list[tuple[Element, Counts]] = []
+    elements: list[tuple[Element, Counts]] = []
     for term in tensor:
         if any(term.counts):
-            found.append(
+            elements.append(
                 (
                     (next(rank for rank, count in enumerate(term.counts) if count), term.position),
                     term.counts,
                 )
             )
         elif term.mark is not None and term.mark in meant_for:
-            found.append((meant_for[term.mark], term.counts))
-    return found
+            elements.append((meant_for[term.mark], term.counts))
+    return elements
 
 
 def _key(element: Element, by_origin: bool) -> Element:

@@ -116,20 +116,20 @@ def _backwards(record: _Record) -> Iterator[Segment]:
     """The path from its last segment to its first."""
     t, rank = record.last_end, record.last_rank
     while t > record.first or not record.used:
-        found = record.before(rank, t)
-        if found is None:  # the rank computed since the run began
+        activity = record.before(rank, t)
+        if activity is None:  # the rank computed since the run began
             yield _between_calls(rank, record.first, t)
             return
-        yield _between_calls(rank, found.end, t)
-        t = found.end
-        while found is not None:
-            record.used.add(found.key)
-            yield found.segment._replace(start=min(found.start, t), end=t)
-            t = min(found.start, t)
-            when, rank = found.posted
-            found = (
-                record.before_it_on_a_link(found.message, t)
-                if when < t and found.message is not None
+        yield _between_calls(rank, activity.end, t)
+        t = activity.end
+        while activity is not None:
+            record.used.add(activity.key)
+            yield activity.segment._replace(start=min(activity.start, t), end=t)
+            t = min(activity.start, t)
+            when, rank = activity.posted
+            activity = (
+                record.before_it_on_a_link(activity.message, t)
+                if when < t and activity.message is not None
                 else None
             )
         if when < t:
@@ -171,8 +171,10 @@ class _Record:
         A piece of compute that goes on counts up to t.
         """
         calls, pieces = self.calls[rank], self.pieces.get(rank, [])
-        place = bisect_right(calls, t, key=lambda activity: activity.end)
-        ended = [a for a in calls[max(0, place - 64) : place] if a.key not in self.used]
+        ended_before = bisect_right(calls, t, key=lambda activity: activity.end)
+        ended = [
+            a for a in calls[max(0, ended_before - 64) : ended_before] if a.key not in self.used
+        ]
         if not self.exact:
             ended = _without_those_that_had_ended(ended)
         # the first piece that starts at t or later

@@ -4,7 +4,7 @@
         [ a₀b₀ ]  →  the block "a", with the terms (1, 0) of its sum
 
 So a forgotten sum or a wrong dim shows up as it happened. How a block's terms are counted is in
-terms.py. `laboratory.viz.sharded_product` draws the blocks.
+sum_terms.py. `laboratory.viz.sharded_product` draws the blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, einsum
 
-from parallel101.laboratory.analysis.terms import places, term_counts
+from parallel101.laboratory.analysis.sum_terms import positions, term_counts
 from parallel101.laboratory.record.trace import Trace
 
 MOST_ELEMENTS = 4096  # of a block whose elements are looked up one by one
@@ -84,8 +84,8 @@ def parts_of(run: RecordedProduct, column: BlockColumn, rank: int) -> list[HeldR
     for array in [column.array, *([run.found] if last and run.found is not None else [])]:
         region = array.block(plan.sizes, plan.mesh, at)
         expected = [
-            int(all(place.get(axis, at[axis]) == at[axis] for axis in array.partial))
-            for place, _ in terms
+            int(all(coordinates.get(axis, at[axis]) == at[axis] for axis in array.partial))
+            for coordinates, _ in terms
         ]
         counts = term_counts(block, [term[region] for _, term in terms], expected)
         if counts is not None:
@@ -106,8 +106,8 @@ def strange_parts(
         return []
     block, whole = (x if x.dim() == 2 else x[None] for x in (block, whole))
     cells = [
-        [None if place is None else cell_of(cuts, *place) for place in row]
-        for row in places(block, whole)
+        [None if coordinates is None else cell_of(cuts, *coordinates) for coordinates in row]
+        for row in positions(block, whole)
     ]
     rows = [0, *(r for r in range(1, len(cells)) if cells[r] != cells[r - 1]), len(cells)]
     across = list(zip(*cells))
@@ -130,8 +130,8 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
             if not operand.partial:
                 return [({}, whole)]
             ways = [
-                dict(zip(operand.partial, place))
-                for place in product(*(range(plan.mesh[axis]) for axis in operand.partial))
+                dict(zip(operand.partial, coordinates))
+                for coordinates in product(*(range(plan.mesh[axis]) for axis in operand.partial))
             ]
             # as `plan.shard` makes them
             return [(at, whole if not any(at.values()) else whole * 0) for at in ways]
@@ -152,8 +152,8 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
     axes = list(dict.fromkeys(axis for of_dim in summed.values() for axis in of_dim))
     pieces = a.replace({d: summed[dim] for d, dim in enumerate(a.dims) if dim in summed})
     terms = []
-    for place in product(*(range(plan.mesh[axis]) for axis in axes)):
-        at = dict.fromkeys(plan.mesh, 0) | dict(zip(axes, place))
+    for coordinates in product(*(range(plan.mesh[axis]) for axis in axes)):
+        at = dict.fromkeys(plan.mesh, 0) | dict(zip(axes, coordinates))
         parts = {
             dim: part
             for dim, part in zip(pieces.dims, pieces.block(plan.sizes, plan.mesh, at))
@@ -164,7 +164,7 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
         )
         terms.append(
             (
-                dict(zip(axes, place)),
+                dict(zip(axes, coordinates)),
                 einsum(equation, run.operands[0][index_a], run.operands[1][index_b]),
             )
         )

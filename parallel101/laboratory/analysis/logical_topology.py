@@ -70,13 +70,13 @@ class LogicalTopology:
         The lines are rows or columns, as on a torus.
         """
         last_row, last_column = len(self.order) // self.columns - 1, self.columns - 1
-        places = [
+        coordinates = [
             [divmod(self.order.index(rank), self.columns) for rank in link]
             for link in self.wrap_around
         ]
         return all(
             (abs(r0 - r1), abs(c0 - c1)) in ((last_row, 0), (0, last_column))
-            for (r0, c0), (r1, c1) in places
+            for (r0, c0), (r1, c1) in coordinates
         )
 
     def _adjacent(self, a: int, b: int) -> bool:
@@ -218,8 +218,8 @@ def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
 def _in_row(order: list[int], ranks: Sequence[int], columns: int) -> bool | None:
     """True if these ranks are in one row, False if in one column, None if in neither."""
     rows, across = (
-        {place(order.index(rank)) for rank in ranks}
-        for place in (lambda i: i // columns, lambda i: i % columns)
+        {coordinate(order.index(rank)) for rank in ranks}
+        for coordinate in (lambda i: i // columns, lambda i: i % columns)
     )
     return True if len(rows) == 1 else False if len(across) == 1 else None
 
@@ -236,14 +236,17 @@ def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
     the wider one first.
     """
     n = len(order)
-    place = {rank: i for i, rank in enumerate(order)}
+    position = {rank: i for i, rank in enumerate(order)}
 
     def fits(columns: int) -> bool:
         rows = n // columns
         kinds = set()
         for rank, others in neighbours.items():
             for other in others:
-                (r0, c0), (r1, c1) = divmod(place[rank], columns), divmod(place[other], columns)
+                (r0, c0), (r1, c1) = (
+                    divmod(position[rank], columns),
+                    divmod(position[other], columns),
+                )
                 across, down = (c1 - c0) % columns, (r1 - r0) % rows
                 if not (
                     (down == 0 and across in (1, columns - 1))

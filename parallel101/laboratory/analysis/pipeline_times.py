@@ -133,11 +133,11 @@ class PipelineTimes(NamedTuple):
     def held(self, rank: int) -> list[tuple[float, int]]:
         """(time, activations held from then on) of each change."""
         changes = []
-        for place, slot in enumerate(self.of(rank)):
+        for order, slot in enumerate(self.of(rank)):
             if slot.kind == "F":
-                changes.append((slot.start, 2 * place, 1))
+                changes.append((slot.start, 2 * order, 1))
             elif slot.kind in "BW":
-                changes.append((slot.end, 2 * place + 1, -1))
+                changes.append((slot.end, 2 * order + 1, -1))
         count, steps = 0, []
         for time, _, change in sorted(changes):
             count += change
@@ -197,15 +197,15 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
         )
         for rank, of in steps.items()
     }
-    found = [event for step in last.values() for event in step.values()]
-    if not found:
+    events = [event for step in last.values() for event in step.values()]
+    if not events:
         names = ", ".join(sorted({e.name or "" for e in trace.spans()})) or "none"
         raise ValueError(
             f"the record has no pipeline: expected spans named {', '.join(KINDS)}, with a label "
             f"microbatch=…; its spans are: {names}. Launch with trace=True and train with a "
             "pipeline, or use run.timeline()"
         )
-    begin, end = min(e.start for e in found), max(e.end for e in found)
+    begin, end = min(e.start for e in events), max(e.end for e in events)
     slots = [
         TimedAction(rank, key[1], key[0], key[2], e.start - begin, e.end - begin)
         for rank, step in last.items()

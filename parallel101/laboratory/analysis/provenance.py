@@ -131,23 +131,23 @@ def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | No
         An ElementOrigin for each value. A zero holds nothing, nor does memory that was never
         written: position None, all counts 0.
     """
-    found: dict[float, ElementOrigin] = {}
+    origins: dict[float, ElementOrigin] = {}
     for value in values:
-        if value not in found:
+        if value not in origins:
             term = _term(value, world_size)
             if term is None or term.mixed:
                 term = _marked(value, world_size) or term
             if term is None:
                 return None
-            found[value] = term
-    divisors = {term.divisor for term in found.values() if term.divisor > 1}
+            origins[value] = term
+    divisors = {term.divisor for term in origins.values() if term.divisor > 1}
     # what looks like a mixture may be a mean, like its neighbours
-    for value, term in found.items() if divisors else ():
+    for value, term in origins.items() if divisors else ():
         if term.mixed:
-            found[value] = next(
+            origins[value] = next(
                 (mean for divisor in divisors for mean in _sums(value, divisor, world_size)), term
             )
-    return [found[value] for value in values]
+    return [origins[value] for value in values]
 
 
 def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:

@@ -88,10 +88,10 @@ class Replay:
 
     @cached_property
     def _by_step(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        by_step: dict[int, list[int]] = {}
         for i, step in enumerate(self.step):
-            found.setdefault(step, []).append(i)
-        return found
+            by_step.setdefault(step, []).append(i)
+        return by_step
 
     def adds(self, step: int) -> bool:
         """Whether a rank adds data that arrives in this step to its own."""
@@ -230,9 +230,9 @@ def _fill_in(
 ) -> None:
     """Fill in the chunks, and what each rank held of them."""
     meant_for: dict[Mark, Element] = {}
-    for rank, places in enumerate(watched.places if watched is not None else ()):
+    for rank, buffers in enumerate(watched.places if watched is not None else ()):
         elements = _meant_for(replay, rank)
-        for buffer, start in places.items():
+        for buffer, start in buffers.items():
             meant_for |= {
                 (rank, buffer, i - start): element
                 for i, element in elements.items()
@@ -240,27 +240,27 @@ def _fill_in(
             }
         meant_for |= {(rank, RESULT, i): element for i, element in elements.items()}
     results = [None if r is None else _numbered(rank, r) for rank, r in enumerate(returned)]
-    found = chunks_of(payloads, [*results, *(given or [])], replay.ranks, meant_for)
-    if not found.chunks:
+    parts = chunks_of(payloads, [*results, *(given or [])], replay.ranks, meant_for)
+    if not parts.chunks:
         return
     n = replay.trace.world_size
     replay.known, replay.sums, replay.chunks, replay.number = (
         True,
-        found.sums,
-        found.chunks,
-        found.number,
+        parts.sums,
+        parts.chunks,
+        parts.number,
     )
-    replay.returned = found.in_results[:n]
+    replay.returned = parts.in_results[:n]
     landed: dict[tuple[int, int], Landing] = {}
     for rank in replay.ranks:
-        for number, chunk in enumerate(found.chunks):
-            begin = found.in_results[n + rank] if given else None
+        for number, chunk in enumerate(parts.chunks):
+            begin = parts.in_results[n + rank] if given else None
             first = _own_part(replay, chunk, rank) if begin is None else begin.get(number, (0,) * n)
             replay.cells[rank, number] = _follow(
-                replay, found.in_messages, landed, rank, number, first
+                replay, parts.in_messages, landed, rank, number, first
             )
     replay.landings = [
-        [landed[i, c] for c in sorted(content)] for i, content in enumerate(found.in_messages)
+        [landed[i, c] for c in sorted(content)] for i, content in enumerate(parts.in_messages)
     ]
 
 

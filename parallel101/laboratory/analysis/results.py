@@ -59,7 +59,7 @@ def value_faults(replay: Replay, operation: str) -> list[Fault]:
     keys = {rank: keys_of(replay, rank, whose) for rank in replay.ranks if replay.terms[rank]}
     return [
         *_orders(replay, keys),
-        *_places(replay, keys, operation),
+        *_place_faults(replay, keys, operation),
         *_factors(replay),
         *_losses(replay, keys, whose),
     ]
@@ -97,11 +97,11 @@ def keys_of(replay: Replay, rank: int, whose: bool) -> list[ElementKey]:
 
 
 def _orders(replay: Replay, keys: dict[int, list[ElementKey]]) -> list[Fault]:
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, elements in keys.items():
         if joined_along(replay, rank, elements) is None:
-            found[tuple(chunk for chunk, _ in groupby(_chunk_of(replay, rank)))].append(rank)
-    return [Fault("order", chunks[0], 0, tuple(ranks), chunks) for chunks, ranks in found.items()]
+            holders[tuple(chunk for chunk, _ in groupby(_chunk_of(replay, rank)))].append(rank)
+    return [Fault("order", chunks[0], 0, tuple(ranks), chunks) for chunks, ranks in holders.items()]
 
 
 def joined_along(replay: Replay, rank: int, elements: list[ElementKey]) -> int | None:
@@ -115,13 +115,13 @@ def joined_along(replay: Replay, rank: int, elements: list[ElementKey]) -> int |
     if not isinstance(result, torch.Tensor) or result.numel() != len(elements):
         return None
     sizes = Counter(origin for origin, _ in elements)
-    places = torch.arange(len(elements)).reshape(result.shape)
+    indices = torch.arange(len(elements)).reshape(result.shape)
     for dim in range(1, result.dim()):
         across = len(elements) // max(1, result.shape[dim])
         lengths = [sizes[origin] // across for origin in sorted(sizes)]
         if sum(lengths) == result.shape[dim]:
-            parts = [part.flatten().tolist() for part in places.split(lengths, dim)]
-            if [elements[place] for part in parts for place in part] == sorted(set(elements)):
+            parts = [part.flatten().tolist() for part in indices.split(lengths, dim)]
+            if [elements[index] for part in parts for index in part] == sorted(set(elements)):
                 return dim
     return None
 
@@ -140,7 +140,7 @@ def _chunk_of(replay: Replay, rank: int) -> list[int]:
     return [replay.number(term) for term in replay.terms[rank] or () if term.position is not None]
 
 
-def _places(replay: Replay, keys: dict[int, list[ElementKey]], operation: str) -> list[Fault]:
+def _place_faults(replay: Replay, keys: dict[int, list[ElementKey]], operation: str) -> list[Fault]:
     """Parts that are on another rank than their own. The parts belong to the ranks in order."""
     if operation not in ("scatter", "reduce-scatter", "all-to-all"):
         return []
@@ -170,15 +170,15 @@ def _factors(replay: Replay) -> list[Fault]:
     expected = dict.fromkeys(divisors, 1)
     if replay.sums and right[False] > right[True]:
         expected = {(rank, chunk): sum(replay.final(rank)[chunk]) for rank, chunk in divisors}
-    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    holders: dict[tuple[int, int], list[int]] = defaultdict(list)
     for (rank, chunk), divisor in sorted(
         divisors.items(), key=lambda item: (item[0][1], item[0][0])
     ):
         if divisor != expected[rank, chunk]:
-            found[chunk, divisor].append(rank)
+            holders[chunk, divisor].append(rank)
     return [
         Fault("factor", chunk, divisor, tuple(ranks), ())
-        for (chunk, divisor), ranks in found.items()
+        for (chunk, divisor), ranks in holders.items()
     ]
 
 

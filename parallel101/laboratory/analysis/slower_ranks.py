@@ -77,25 +77,24 @@ def slower_ranks(trace: Trace) -> list[SlowerRank]:
     windows = _windows(trace)
     if len(windows) < 2:
         return []
-    common = sorted(set.intersection(*(set(of) for of in windows.values())))
+    common = sorted(set.intersection(*map(set, windows.values())))
     # in the first step, memory is allocated and kernels are chosen
     compared = common[1:] if len(common) > 1 else common
-    found = [_compared(windows, rank, compared) for rank in windows]
-    rows = [row for row in found if row is not None]
+    rows = filter(None, (_compared(windows, rank, compared) for rank in windows))
     return sorted(rows, key=lambda row: (-row.seconds * row.slower, row.rank))
 
 
 def _windows(trace: Trace) -> dict[int, dict[int, StepWindow]]:
     """By rank and first step. On all ranks, a window has the same steps."""
-    found: dict[int, list[StepWindow]] = defaultdict(list)
+    by_rank: dict[int, list[StepWindow]] = defaultdict(list)
     for span in trace.spans(HOST_TIME):
         if (said := span.args) is not None:
-            found[span.rank].append(window_of(said, span.start, span.end))
-    width = max((w.steps for of in found.values() for w in of), default=1) or 1
+            by_rank[span.rank].append(window_of(said, span.start, span.end))
+    width = max((w.steps for row in by_rank.values() for w in row), default=1) or 1
     windows: dict[int, dict[int, StepWindow]] = {}
-    for rank, of in found.items():
+    for rank, row in by_rank.items():
         measured = windows[rank] = {}
-        for w in of:
+        for w in row:
             first = (w.first - 1) // width * width + 1 if w.steps else 0
             measured[first] = measured[first].joined(w) if first in measured else w
     return windows
@@ -104,8 +103,8 @@ def _windows(trace: Trace) -> dict[int, dict[int, StepWindow]]:
 def _compared(
     windows: dict[int, dict[int, StepWindow]], rank: int, compared: Sequence[int]
 ) -> SlowerRank | None:
-    measured, others = windows[rank], [of for other, of in windows.items() if other != rank]
-    more = {k: measured[k].own - statistics.median(of[k].own for of in others) for k in compared}
+    measured, others = windows[rank], [row for other, row in windows.items() if other != rank]
+    more = {k: measured[k].own - statistics.median(row[k].own for row in others) for k in compared}
     elapsed = sum(measured[k].end - measured[k].start for k in compared)
     positive = [seconds for seconds in more.values() if seconds > 0]
     if not positive:
@@ -168,10 +167,10 @@ def _causes(
     total: float,
 ) -> list[Cause]:
     """What a rank did for longer than the others in its slower steps, in seconds altogether."""
-    own, *theirs = (_doing([of[k] for k in slower]) for of in (measured, *others))
+    own, *theirs = (_doing([row[k] for k in slower]) for row in (measured, *others))
     more: dict[str, dict[str, float]] = defaultdict(dict)
-    for what, where in {key for of in (own, *theirs) for key in of}:
-        usual = statistics.median(of.get((what, where), 0.0) for of in theirs)
+    for what, where in {key for row in (own, *theirs) for key in row}:
+        usual = statistics.median(row.get((what, where), 0.0) for row in theirs)
         more[what][where] = own.get((what, where), 0.0) - usual
     causes = []
     for what, lines in more.items():
@@ -188,11 +187,11 @@ def _doing(windows: Sequence[StepWindow]) -> dict[tuple[str, str], float]:
     """
     whole = functools.reduce(StepWindow.joined, windows)
     samples = whole.lines or {("", False): LineSamples(1, 1.0)}
-    count = sum(of.number for of in samples.values())
+    count = sum(sample.number for sample in samples.values())
     rest = max(0.0, whole.own - whole.collecting)
     doing: dict[tuple[str, str], float] = defaultdict(float)
     doing[COLLECTING, ""] = whole.own - rest
-    loading = {where: of.number for (where, loads), of in samples.items() if loads}
+    loading = {where: sample.number for (where, loads), sample in samples.items() if loads}
     for where, many in loading.items():
         doing[LOADING, where] = rest * many / count
     rest *= 1 - sum(loading.values()) / count
@@ -200,9 +199,9 @@ def _doing(windows: Sequence[StepWindow]) -> dict[tuple[str, str], float]:
     computing = min(rest, max(0.0, whole.busy - whole.collecting))
     # a time in the queue while it was blocked in a call is among the waits
     queued = min(rest - computing, whole.queued)
-    others = {where: of for (where, loads), of in samples.items() if not loads}
-    busy = {where: of.busy for where, of in others.items()}
-    idle = {where: of.number - of.busy for where, of in others.items()}
+    others = {where: sample for (where, loads), sample in samples.items() if not loads}
+    busy = {where: sample.busy for where, sample in others.items()}
+    idle = {where: sample.number - sample.busy for where, sample in others.items()}
     for what, seconds, weights in (
         (COMPUTING, computing, busy),
         (QUEUED, queued, idle),

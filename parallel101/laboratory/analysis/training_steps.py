@@ -102,17 +102,20 @@ def _repeats(trace: Trace) -> TrainingSteps | None:
     if not fitting:
         return None
     usual = max(fitting)
-    first = min((of for of in alike.values() if len(of) == usual), key=lambda of: of[0].start)
+    first = min(
+        (events for events in alike.values() if len(events) == usual),
+        key=lambda events: events[0].start,
+    )
     end = max(e.end for e in trace.events)
     starts = [e.posted for e in first] + [end]
     what = f"repeats of {first[0].kind} at {named(first[0].where)}"
     return TrainingSteps(what, 1, list(zip(starts, starts[1:])))
 
 
-def _multiple(count: int, of: int) -> bool:
+def _multiple(count: int, rounds: int) -> bool:
     """Whether it is, but for a round that was cut off."""
-    times = round(count / of)
-    return times >= 1 and abs(count - times * of) <= times + 0.02 * count
+    times = round(count / rounds)
+    return times >= 1 and abs(count - times * rounds) <= times + 0.02 * count
 
 
 def _joined(times: dict[int, list[tuple[float, float]]], what: str) -> TrainingSteps | None:
@@ -120,6 +123,6 @@ def _joined(times: dict[int, list[tuple[float, float]]], what: str) -> TrainingS
     if not times:
         return None
     first, last = min(times), max(times)
-    of = [times[number] for number in range(first, last + 1) if number in times]
-    spans = [(min(begin for begin, _ in at), max(end for _, end in at)) for at in of]
+    times_of_steps = [times[number] for number in range(first, last + 1) if number in times]
+    spans = [(min(begin for begin, _ in at), max(end for _, end in at)) for at in times_of_steps]
     return TrainingSteps(what, first, spans)

@@ -68,7 +68,7 @@ class MarkUnwritten(TorchFunctionMode):
 
     def places(self, result: object) -> Places:
         """Where in the result each buffer is, as far as its contents tell."""
-        values, found = flat_values(result), {}
+        values, starts_by_number = flat_values(result), {}
         for number, buffer in enumerate(self.buffers if values else ()):
             content = buffer.flatten().tolist()
             starts = [
@@ -77,5 +77,5 @@ class MarkUnwritten(TorchFunctionMode):
                 if (values or ())[i : i + len(content)] == content
             ]
             if len(starts) == 1:
-                found[number] = starts[0]
-        return found
+                starts_by_number[number] = starts[0]
+        return starts_by_number

@@ -82,8 +82,8 @@ class Verdict:
         """Everything that is wrong with the result, in the order of the chunks."""
         if self.replay.known and not any(self.replay.final(rank) for rank in self.replay.ranks):
             return [Fault("nothing", 0, 0, tuple(self.replay.ranks), ())]
-        found = self._chunk_faults()
-        return found or (
+        faults = self._chunk_faults()
+        return faults or (
             value_faults(self.replay, self._candidate)
             if self._candidate
             else part_faults(self.replay)
@@ -92,33 +92,33 @@ class Verdict:
     def _chunk_faults(self) -> list[Fault]:
         replay = self.replay
         # (chunk, kind, count, origin): who ended with it
-        found: dict[tuple[int, str, int, int], list[int]] = defaultdict(list)
+        holders_of: dict[tuple[int, str, int, int], list[int]] = defaultdict(list)
         for rank in replay.ranks:
             for chunk in lacks_chunks(replay, rank):
-                found[chunk, "absent", 0, 0].append(rank)
+                holders_of[chunk, "absent", 0, 0].append(rank)
             for chunk, counts in replay.final(rank).items():
                 if replay.chunks[chunk].mixed:
-                    found[chunk, "mixed", 0, 0].append(rank)
+                    holders_of[chunk, "mixed", 0, 0].append(rank)
                     continue
                 if not any(counts):
-                    found[chunk, "unwritten", 0, 0].append(rank)
+                    holders_of[chunk, "unwritten", 0, 0].append(rank)
                 for origin, count in enumerate(counts):
                     if count > 1:
-                        found[chunk, "twice", count, origin].append(rank)
+                        holders_of[chunk, "twice", count, origin].append(rank)
                 for origin in lacks(replay, rank, chunk) if any(counts) else ():
-                    found[chunk, "missing", 0, origin].append(rank)
+                    holders_of[chunk, "missing", 0, origin].append(rank)
             if (
                 replay.known
-                and not found
+                and not holders_of
                 and any(
                     term.mark is not None
                     for term in (replay.terms[rank] if replay.terms else None) or ()
                 )
             ):
                 # it is not known which chunk was meant to be there
-                found[len(replay.chunks), "unwritten", 0, 0].append(rank)
+                holders_of[len(replay.chunks), "unwritten", 0, 0].append(rank)
         together: dict[tuple[int, str, int, tuple[int, ...]], list[int]] = defaultdict(list)
-        for (chunk, kind, count, origin), holders in sorted(found.items()):
+        for (chunk, kind, count, origin), holders in sorted(holders_of.items()):
             together[chunk, kind, count, tuple(holders)].append(origin)
         return [
             Fault(kind, chunk, count, holders, tuple(origins))

@@ -100,13 +100,13 @@ def waits(trace: Trace) -> list[Wait]:
     The newest call of a rank that never ended counts as a wait until the end of the run.
     """
     ended, parts = _by_call(trace)
-    found = []
+    rows = []
     for span in trace.spans():
         if span.waiting and "group" in (span.args or {}):
             event = _event_of(span, ended)
-            found.append(_wait(span, span.name or "", event, parts, bool(trace.earlier)))
-    found += [_wait(event, event.kind, event, parts) for event in _never_ended(trace)]
-    return sorted(found, key=lambda wait: (wait.start, wait.rank))
+            rows.append(_wait(span, span.name or "", event, parts, bool(trace.earlier)))
+    rows += [_wait(event, event.kind, event, parts) for event in _never_ended(trace)]
+    return sorted(rows, key=lambda wait: (wait.start, wait.rank))
 
 
 def _never_ended(trace: Trace) -> list[Event]:
@@ -316,11 +316,11 @@ def _spread(
     row: list[float], start: float, stop: float, begin: float, width: float, share: float
 ) -> None:
     """Add the share of a time that was spent waiting to the parts of the run that it is in."""
-    for place in range(
+    for part in range(
         max(0, int((start - begin) / width)), min(len(row), int((stop - begin) / width) + 1)
     ):
-        left = begin + place * width
-        row[place] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
+        left = begin + part * width
+        row[part] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
 
 
 def slowest_calls(

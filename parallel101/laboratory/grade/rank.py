@@ -442,18 +442,8 @@ class RelayGroup(torch_private.PythonGroup):
         self.connection, self.label, self.ranks = connection, name, list(ranks)
         self.torch_name = name
 
-    def size(self) -> int:
-        return len(self.ranks)
-
     def getBackendName(self) -> str:
         return "relay"
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.torch_name
-
-    def _set_group_name(self, name: str) -> None:
-        self.torch_name = name
 
     def new_group(
         self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any
@@ -471,12 +461,6 @@ class RelayGroup(torch_private.PythonGroup):
             if self.connection.rank in ranks
             else None
         )
-
-    def shutdown(self) -> None:
-        """There is nothing to close."""
-
-    def abort(self) -> None:
-        """There is nothing to close."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> RelayWork:
         return self._message(frames.SEND, tensors[0], dst, tag)

@@ -81,9 +81,6 @@ class RecordedGroup(torch_private.PythonGroup):
         self.torch_name = label
         self.limit: float | None = None  # the program's own time limit for this group, in seconds
 
-    def size(self) -> int:
-        return len(self.ranks)
-
     @property
     def label(self) -> str:
         """The group's name in the record.
@@ -95,14 +92,6 @@ class RecordedGroup(torch_private.PythonGroup):
     def getBackendName(self) -> str:
         # C++ code asks for it, and would look inside a group called "gloo"
         return f"parallel101_{self.backend}"
-
-    # DDP, FSDP2 and the functional collectives look a group up by its name
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.torch_name
-
-    def _set_group_name(self, name: str) -> None:
-        self.torch_name = name
 
     def abort(self) -> None:
         self.inner.abort()

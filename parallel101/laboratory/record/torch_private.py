@@ -77,6 +77,8 @@ class PythonGroup(dist.ProcessGroup):
     `_get_backend(device)` (batch_isend_irecv; torch 2.14's `get_backend`) in Python.
     """
 
+    ranks: list[int]  # of the world, in order
+    torch_name: str  # under which torch knows the group
     device_type = "cpu"
     takes_meta = False  # whether it sends tensors of the meta device, too
     supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
@@ -99,6 +101,23 @@ class PythonGroup(dist.ProcessGroup):
 
     def name(self) -> str:
         return self.getBackendName()  # type: ignore[attr-defined]  # which each group defines
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    # DDP, FSDP2 and the functional collectives look a group up by its name
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.torch_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.torch_name = name
+
+    def shutdown(self) -> None:
+        """There is nothing to close."""
+
+    def abort(self) -> None:
+        """There is nothing to close."""
 
 
 def leave_out_of_flight_recorder(backend: str) -> None:

@@ -506,8 +506,8 @@ class World:
         return deadlock and (self._misuse(worlds) or deadlock)
 
     def _misuse(self, worlds: Sequence[World]) -> Exception | None:
-        found = (world.find_misuse() or world.call_checker.error() for world in worlds)
-        return next(filter(None, found), None)
+        errors = (world.find_misuse() or world.call_checker.error() for world in worlds)
+        return next(filter(None, errors), None)
 
     def _deadlock(
         self, worlds: Sequence[World], but: Collection[int] = ()
@@ -521,9 +521,9 @@ class World:
         }
         threads = {rank.number: rank.thread for rank in self.ranks}
         # where each rank is blocked, which may be some lines after its call
-        places = {thread: where(frame) for thread, frame in sys._current_frames().items()}
+        lines = {thread: where(frame) for thread, frame in sys._current_frames().items()}
         calls = {
-            number: work.call()._replace(where=places.get(threads[number], where(None)))
+            number: work.call()._replace(where=lines.get(threads[number], where(None)))
             for number, work in waits.items()
         }
         returned = [rank.number for rank in self.ranks if rank.finished]

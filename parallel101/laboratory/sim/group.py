@@ -159,19 +159,8 @@ class SimGroup(PointToPointGroup):
         self.world.limits.views[label].append(self)
         member.groups.append(self)
 
-    def size(self) -> int:
-        return len(self.ranks)
-
     def getBackendName(self) -> str:
         return "sim"
-
-    # DDP, FSDP2 and the functional collectives look up a group by its name.
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.torch_name
-
-    def _set_group_name(self, name: str) -> None:
-        self.torch_name = name
 
     def new_group(
         self,
@@ -197,12 +186,6 @@ class SimGroup(PointToPointGroup):
     def sub_group(self, ranks: Sequence[int], name: str) -> SimGroup:
         """A group of some of the ranks, including this one. It does not wait for the others."""
         return type(self)(self.shared, self.member, name, ranks)
-
-    def shutdown(self) -> None:
-        """There is nothing to close."""
-
-    def abort(self) -> None:
-        """There is nothing to close."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.posted

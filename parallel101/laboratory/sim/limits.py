@@ -146,9 +146,9 @@ class TimeLimits:
         left = self.left.get(label, set())
         if rank in left:
             raise RuntimeError("Application timeout caused pair closure")
-        if gone := left & peers:
+        if absent := left & peers:
             raise RuntimeError(
-                f"Connection closed by peer: {ranks_text(gone)} timed out before, in this group"
+                f"Connection closed by peer: {ranks_text(absent)} timed out before, in this group"
             )
 
     def _guard(self, view: Any) -> None:

@@ -94,7 +94,7 @@ class MirroredAxes:
         for i, name in enumerate(names):
             stride = math.prod(self.sizes[after] for after in names[i + 1 :])
             size = 1 if name in self.mirrored else self.sizes[name]
-            ranks = [rank + place * stride for rank in ranks for place in range(size)]
+            ranks = [rank + index * stride for rank in ranks for index in range(size)]
         return ranks
 
     def representative(self, rank: int) -> int:
@@ -153,8 +153,8 @@ class MirroredAxes:
                 before = held.get(hops[0][0], (0.0, 0.0))
                 held[hops[0][0]] = before[0] + latency, before[1] + 1 / bandwidth
             out, into = real(src, dst).hops[0][0], real(self.back(src, dst), to).hops[0][-1]
-            latency = max(of for of, _ in held.values())
-            per_byte = max(of for _, of in held.values())
+            latency = max(seconds for seconds, _ in held.values())
+            per_byte = max(seconds for _, seconds in held.values())
             return NetworkRoute(latency, 1 / per_byte if per_byte else math.inf, ((out, into),))
 
         return route

@@ -92,7 +92,7 @@ class ExchangeTransfer:
 
 
 class PostedExchange:
-    """All messages of an exchange, in flight. Each is known by its place in it.
+    """All messages of an exchange, in flight. Each is known by its index in it.
 
     Args:
         group: a MirroredGroup, which posts them.
@@ -120,16 +120,16 @@ class PostedExchange:
     def waited(self) -> bool:
         return self.left <= 0
 
-    def wait_for(self, place: int) -> None:
+    def wait_for(self, index: int) -> None:
         """Return when this message has ended. If that is later, the rank's clock is set to it."""
         self.left -= 1
         transfers = self.transfers
         transfer = transfers[0]
         if len(transfers) > 1:
-            transfer = next(each for each in reversed(transfers) if each.first <= place)
+            transfer = next(each for each in reversed(transfers) if each.first <= index)
         if not transfer.done:
             self.world.wait(self.rank, transfer)
-        self.rank.clock = max(self.rank.clock, transfer.ends[place - transfer.first])
+        self.rank.clock = max(self.rank.clock, transfer.ends[index - transfer.first])
 
     def wait(self) -> bool:
         """Wait for all messages."""
@@ -140,18 +140,18 @@ class PostedExchange:
 
     def record(self, transfer: ExchangeTransfer) -> None:
         exchange, group, start = self.exchange, self.group, transfer.started
-        for place, end in enumerate(transfer.ends, start=transfer.first):
-            peer = exchange.peers[place]
+        for index, end in enumerate(transfer.ends, start=transfer.first):
+            peer = exchange.peers[index]
             row = (  # the fields of a MessageRow
                 self.rank.number,
                 peer,
                 exchange.tag,
-                exchange.nbytes[place],
+                exchange.nbytes[index],
                 start,
                 end,
                 group.event_group_of(exchange.collective),
                 group.next_seq(exchange.collective, exchange.tag, peer),
-                plain_shape(exchange.shapes[place]),
+                plain_shape(exchange.shapes[index]),
                 dtype_name(exchange.dtype),
                 None,
                 self.where,
@@ -162,18 +162,18 @@ class PostedExchange:
             self.world.events.append(row)
             start = end
 
-    def call(self, place: int) -> Call:
+    def call(self, index: int) -> Call:
         """A message, for a report."""
         exchange = self.exchange
         return Call(
             rank=self.rank.number,
             kind="send",
-            peers=(exchange.peers[place],),
+            peers=(exchange.peers[index],),
             tag=exchange.tag,
             group=self.group.label,
             seq=0,
-            nbytes=exchange.nbytes[place],
-            shape=plain_shape(exchange.shapes[place]),
+            nbytes=exchange.nbytes[index],
+            shape=plain_shape(exchange.shapes[index]),
             dtype=dtype_name(exchange.dtype),
             where=self.where,
             within=collective_terms(exchange.collective),
@@ -183,7 +183,7 @@ class PostedExchange:
 class MirroredMessage:
     """A send to the rank k positions further, and the receive from the rank k positions before."""
 
-    __slots__ = ("comm", "inbox", "outbox", "place", "posted", "waited", "works")
+    __slots__ = ("comm", "inbox", "index", "outbox", "posted", "waited", "works")
 
     def __init__(self, comm: MirroredComm):
         self.comm = comm
@@ -191,7 +191,7 @@ class MirroredMessage:
         self.inbox: torch.Tensor | None = None
         self.posted: Any = None  # the exchange
         self.works: list[Any] | None = None  # or its own works
-        self.waited, self.place = False, 0
+        self.waited, self.index = False, 0
 
     def wait(self) -> None:
         if self.waited:
@@ -200,7 +200,7 @@ class MirroredMessage:
             self.comm.flush()
         self.waited = True
         if self.works is None:
-            self.posted.wait_for(self.place)
+            self.posted.wait_for(self.index)
         else:
             for work in self.works:
                 work.wait()
@@ -255,8 +255,8 @@ class MirroredComm:
             exchange = self.exchange_of(messages)
         if exchange is not None:
             posted = self.process_group.exchange(exchange)
-            for place, message in enumerate(messages.values()):
-                message.posted, message.place = posted, place
+            for index, message in enumerate(messages.values()):
+                message.posted, message.index = posted, index
                 message.outbox = message.inbox = None
             return
         # no rotation, or an empty tensor

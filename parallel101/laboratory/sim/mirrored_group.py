@@ -50,7 +50,7 @@ class MirroredLine:
         self.stands = [mirrors.representative(rank) for rank in ranks]
         # those that have a thread, in order, and the place of each among them
         self.threads = list(dict.fromkeys(self.stands))
-        self.place = {rank: place for place, rank in enumerate(self.threads)}
+        self.index = {rank: index for index, rank in enumerate(self.threads)}
         self.whole = len(self.threads) == len(ranks)
 
     def channel(self, src: int, dst: int, sent: bool, tag: int) -> tuple:
@@ -61,11 +61,11 @@ class MirroredLine:
         steps = (self.position[dst] - self.position[src]) % ranks
         if 2 * steps > ranks:  # the other way round is shorter
             steps -= ranks
-        places = self.place[self.stands[abs(steps)]] * (1 if steps > 0 else -1)
+        offset = self.index[self.stands[abs(steps)]] * (1 if steps > 0 else -1)
         if sent:
-            dst = self.threads[(self.place[src] + places) % threads]
+            dst = self.threads[(self.index[src] + offset) % threads]
         else:
-            src = self.threads[(self.place[dst] - places) % threads]
+            src = self.threads[(self.index[dst] - offset) % threads]
         return tag, src, dst, steps, self.number
 
 
@@ -79,17 +79,17 @@ class MirroredChannels(dict):
         super().__init__()
         self.group, self.channels = group, channels
         self.collective: object = None
-        self.found: dict[int, list] = {}  # of this collective
+        self.known: dict[int, list] = {}  # of this collective
         self.of: dict[int, tuple[Collective | None, dict[int, list]]] = {}
 
     def get(self, key: int, default: object = None) -> list:
         collective = self.group.collective
         if collective is not self.collective:
             self.collective = collective
-            self.found = self.of.setdefault(id(collective), (collective, {}))[1]  # type: ignore[arg-type]
-        channel = self.found.get(key)
+            self.known = self.of.setdefault(id(collective), (collective, {}))[1]  # type: ignore[arg-type]
+        channel = self.known.get(key)
         if channel is None:
-            channel = self.found[key] = self.channels.setdefault(self.common(key), [0])
+            channel = self.known[key] = self.channels.setdefault(self.common(key), [0])
         return channel
 
     def common(self, key: int) -> tuple:

@@ -86,14 +86,14 @@ def in_library(spec: ModuleSpec) -> bool:
     """
     if spec.origin in ("built-in", "frozen") or isinstance(spec.loader, ExtensionFileLoader):
         return True
-    places = (
+    paths = (
         [spec.origin]
         if spec.has_location and spec.origin
         else list(spec.submodule_search_locations or ())
     )
     return any(
-        "site-packages" in place or "dist-packages" in place or place.startswith(LIBRARIES)
-        for place in places
+        "site-packages" in path or "dist-packages" in path or path.startswith(LIBRARIES)
+        for path in paths
     )
 
 

@@ -409,9 +409,9 @@ class Links:
             request = (
                 heappop(more) if more and (not waiting or more[0] < waiting[-1]) else waiting.pop()
             )
-            _, order, sender, number, message, place, queued_at = request
+            _, order, sender, number, message, nth, queued_at = request
             hops = message.hops
-            hop = hops[place] if hops else ()
+            hop = hops[nth] if hops else ()
             for link in hop:
                 if link in busy:
                     heappush(self.queues.setdefault(link, []), (*request[:6], link))
@@ -421,14 +421,14 @@ class Links:
                     break
             else:
                 busy.update(hop)
-                if place == 0:
+                if nth == 0:
                     message.start(now)
                 free_again = now + message.duration
-                last = place + 1 >= len(hops)
+                last = nth + 1 >= len(hops)
                 if last:
                     self.schedule(free_again, message)
                 else:
-                    heappush(more, (now, order, sender, number, message, place + 1, -1))
+                    heappush(more, (now, order, sender, number, message, nth + 1, -1))
                 if self.latency_overlaps:
                     free_again = now + (message.duration - message.latency)
                 if self.latency_overlaps or not last:

@@ -27,9 +27,9 @@ def parse_network(text: str) -> Network:
         ValueError: a name that the network doesn't have, or a value that it doesn't take.
     """
     kind, options = "switch", {}
-    for place, part in enumerate(text.split(",")):
+    for nth, part in enumerate(text.split(",")):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        if place == 0 and name in TOPOLOGIES:
+        if nth == 0 and name in TOPOLOGIES:
             kind, first = name, TOPOLOGIES[name][1]
             if bool(equals) != (first is not None):
                 raise ValueError(

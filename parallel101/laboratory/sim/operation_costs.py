@@ -27,13 +27,13 @@ NOTHING = OperationCost(0.0, 0)
 
 def tensors_in(values: Any) -> list[Tensor]:
     """All tensors among these values, and in the lists among them."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += [t for t in value if isinstance(t, Tensor)]
-    return found
+            tensors += [t for t in value if isinstance(t, Tensor)]
+    return tensors
 
 
 def kernel_of(
@@ -129,14 +129,14 @@ def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list
         if argument.is_out:  # it is among the outputs
             continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
-        mine = sum(read_bytes(t) for t in tensors_in((given,)) if t.is_meta)
+        nbytes = sum(read_bytes(t) for t in tensors_in((given,)) if t.is_meta)
         changed = argument.alias_info is not None and argument.alias_info.is_write
         # what is changed in place and also returned is among the outputs already; gradients are
         # changed by a fused optimizer only if it is given a grad_scale
         if changed and not func._schema.returns and argument.name != "grads":
-            total += mine
+            total += nbytes
         if not (changed and packet in OVERWRITTEN):
-            total += mine
+            total += nbytes
     return total
 
 

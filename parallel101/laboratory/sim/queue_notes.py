@@ -24,37 +24,40 @@ ADVICE = (
     "On NCCL, an operation starts only when everything before it in its queue has ended. Messages "
     "that must be in flight together belong in one batch_isend_irecv"
 )
-MOST_BEHIND, MOST_APART = 5, 2  # notes of each sort: the error shows eight
+MOST_BEHIND, MOST_OTHER_QUEUES = 5, 2  # notes of each sort: the error shows eight
 
 
 def queue_notes(shared: QueuedState) -> list[Note]:
     """The notes for the error of a run in which no rank can go on."""
     queues = shared.queues
     behind: list[Note] = []
-    apart: list[Note] = []
+    other_queues: list[Note] = []
     for (communicator, _), queue in sorted(queues.of.items()):
         if not queue.operations:
             continue
         started = queue.operations[0]
         for message in started.to_meet:
-            if (found := _other_side_behind(queues, communicator, message)) is not None:
-                behind.append(_behind(found[0], found[1].operations[0]))
+            if (behind_it := _other_side_behind(queues, communicator, message)) is not None:
+                behind.append(_behind(behind_it[0], behind_it[1].operations[0]))
             elif (
                 other := _other_side_elsewhere(queues, communicator, started, message)
             ) is not None:
-                apart.append(_apart(message, communicator == started.label, other))
+                other_queues.append(
+                    _in_another_queue(message, communicator == started.label, other)
+                )
         for collective in started.collectives:
             for rank in sorted(collective.absent()):
-                theirs = queues.of.get((communicator, rank))
-                if theirs is None or not theirs.operations:
+                queue_of_rank = queues.of.get((communicator, rank))
+                if queue_of_rank is None or not queue_of_rank.operations:
                     continue
-                if (same := _same_behind(theirs, collective)) is not None:
-                    behind.append(_behind(same, theirs.operations[0]))
-                elif rank > collective.rank.number and not apart:
-                    apart += [
-                        _different(collective, other) for other in theirs.operations[0].collectives
+                if (same := _same_behind(queue_of_rank, collective)) is not None:
+                    behind.append(_behind(same, queue_of_rank.operations[0]))
+                elif rank > collective.rank.number and not other_queues:
+                    other_queues += [
+                        _different(collective, other)
+                        for other in queue_of_rank.operations[0].collectives
                     ]
-    notes = [*sorted(set(behind))[:MOST_BEHIND], *dict.fromkeys(apart[:MOST_APART])]
+    notes = [*sorted(set(behind))[:MOST_BEHIND], *dict.fromkeys(other_queues[:MOST_OTHER_QUEUES])]
     notes += [(text, "") for text in shared.warnings.texts()]
     return [*notes, (ADVICE, "")] if behind else notes
 
@@ -111,7 +114,7 @@ def _behind(one: MessageWork | QueuedCollective, started: Operation) -> Note:
     )
 
 
-def _apart(message: MessageWork, batched: bool, other: MessageWork) -> Note:
+def _in_another_queue(message: MessageWork, batched: bool, other: MessageWork) -> Note:
     this, that = ("in a batch", "outside a batch") if batched else ("outside a batch", "in a batch")
     ranks = ranks_text(sorted((message.rank.number, other.rank.number)))
     sentence = (

@@ -186,8 +186,10 @@ def simulate(
     both = (shared, second.shared)
     unwaited = [
         call
-        for of in both
-        for call in ([work.call() for work in of.unwaited()] if error is None else of.dropped())
+        for state in both
+        for call in (
+            [work.call() for work in state.unwaited()] if error is None else state.dropped()
+        )
     ]
     of_one_rank = error is not None and not isinstance(error, DeadlockError | MisuseError)
     return SimResult(

@@ -56,11 +56,11 @@ class KeyWait:
         self.method = method
         self.is_there = is_there
         self.done = False
-        self.place = caller()
+        self.where = caller()
 
     def call(self) -> Call:
         others = tuple(r.number for r in self.rank.world.ranks if r.number != self.rank.number)
-        return Call(self.rank.number, self.method, others, "store", 0, self.place)
+        return Call(self.rank.number, self.method, others, "store", 0, self.where)
 
     def missing(self) -> set[int]:
         return set() if self.done else set(self.call().peers)

@@ -161,22 +161,22 @@ class Move(NamedTuple):
 def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move]:
     """Which rank gets what from which ranks."""
     moves: list[Move] = []
-    for me, mine in enumerate(ranks):
+    for me, own in enumerate(ranks):
         if kind == "all_reduce" or (kind == "reduce" and me == root):
-            moves.append(Move(me, mine.outputs[0], [other.inputs[0] for other in ranks]))
+            moves.append(Move(me, own.outputs[0], [other.inputs[0] for other in ranks]))
         elif kind == "broadcast" and root is not None and me != root:
-            moves.append(Move(me, mine.outputs[0], [ranks[root].inputs[0]]))
+            moves.append(Move(me, own.outputs[0], [ranks[root].inputs[0]]))
         elif kind == "scatter" and root is not None:
-            moves.append(Move(me, mine.outputs[0], [ranks[root].inputs[me]]))
+            moves.append(Move(me, own.outputs[0], [ranks[root].inputs[me]]))
         elif kind == "reduce_scatter":
-            moves.append(Move(me, mine.outputs[0], [other.inputs[me] for other in ranks]))
+            moves.append(Move(me, own.outputs[0], [other.inputs[me] for other in ranks]))
         elif kind == "all_gather" or (kind == "gather" and me == root):
             moves += [
-                Move(me, mine.outputs[them], [other.inputs[0]]) for them, other in enumerate(ranks)
+                Move(me, own.outputs[them], [other.inputs[0]]) for them, other in enumerate(ranks)
             ]
         elif kind == "all_to_all":
             moves += [
-                Move(me, mine.outputs[them], [other.inputs[me]]) for them, other in enumerate(ranks)
+                Move(me, own.outputs[them], [other.inputs[me]]) for them, other in enumerate(ranks)
             ]
     return moves
 

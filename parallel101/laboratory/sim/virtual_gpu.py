@@ -127,14 +127,14 @@ class VirtualGPU(torch_private.DispatchMode):
             outputs = out if isinstance(out, tuple | list) else (out,)
         else:
             outputs = tuple(
-                aten.empty_strided.default(*of[:2], dtype=of[2], device="meta")
-                if type(of) is tuple
+                aten.empty_strided.default(*kept[:2], dtype=kept[2], device="meta")
+                if type(kept) is tuple
                 else None
-                if of is None
-                else args[of]
-                if type(of) is int
-                else kwargs[of]
-                for of in known.outputs
+                if kept is None
+                else args[kept]
+                if type(kept) is int
+                else kwargs[kept]
+                for kept in known.outputs
             )
             out = outputs if known.several else outputs[0]
         for t in outputs:

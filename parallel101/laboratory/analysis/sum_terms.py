@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
+def same(given: Tensor, expected: Tensor) -> bool:
     """Whether two blocks differ by rounding only."""
-    if found.shape != expected.shape:
+    if given.shape != expected.shape:
         return False
     if not expected.dtype.is_floating_point:
-        return torch.equal(found.to(expected.dtype), expected)
+        return torch.equal(given.to(expected.dtype), expected)
     largest = max(expected.abs().max().item(), 1e-300) if expected.numel() else 1.0
     return torch.allclose(
-        found.double(), expected.double(), rtol=0, atol=tolerance(expected) * largest
+        given.double(), expected.double(), rtol=0, atol=tolerance(expected) * largest
     )
 
 
@@ -66,19 +66,19 @@ def term_counts(
     return counts if min(counts) >= 0 and fits(counts) else None
 
 
-def places(block: Tensor, whole: Tensor) -> list[list[tuple[int, int] | None]]:
+def positions(block: Tensor, whole: Tensor) -> list[list[tuple[int, int] | None]]:
     """For each element of a block of two dims: its row and column in the whole matrix.
 
     It is None for a value that the matrix does not have.
     """
     values, order = whole.detach().double().flatten().sort()
     largest = max(values.abs().max().item(), 1e-300) if values.numel() else 1.0
-    found = torch.searchsorted(values, block.detach().double().contiguous())
+    nearest = torch.searchsorted(values, block.detach().double().contiguous())
     rows = []
     for r, row in enumerate(block.detach().double().tolist()):
         of_row: list[tuple[int, int] | None] = []
         for c, value in enumerate(row):
-            near = [i for i in (int(found[r, c]) - 1, int(found[r, c])) if 0 <= i < len(values)]
+            near = [i for i in (int(nearest[r, c]) - 1, int(nearest[r, c])) if 0 <= i < len(values)]
             best = min(near, key=lambda i: abs(values[i].item() - value), default=None)
             known = (
                 best is not None and abs(values[best].item() - value) <= tolerance(whole) * largest
