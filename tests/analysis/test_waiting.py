@@ -19,7 +19,7 @@ from parallel101.laboratory.analysis.waiting import (
     waits,
     with_compute,
 )
-from parallel101.laboratory.record.where import shown
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.viz.run_table import heading, tables
 from parallel101.spans import recorder, span
 

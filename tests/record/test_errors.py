@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.record.where import named, shown
+from parallel101.laboratory.record.program_lines import named, shown
 
 
 def test_errors_survive_pickling():

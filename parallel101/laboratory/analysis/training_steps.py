@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from parallel101.laboratory.analysis.run_window import run_times
 from parallel101.laboratory.record.events import Event
+from parallel101.laboratory.record.program_lines import named
 from parallel101.laboratory.record.trace import Trace
-from parallel101.laboratory.record.where import named
 from parallel101.spans import OPTIMIZER_STEP
 
 LEAST = 3  # rounds of a loop

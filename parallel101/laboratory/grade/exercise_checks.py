@@ -18,7 +18,7 @@ from parallel101.laboratory.grade.compared_values import difference, same
 from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Misconception, Trial
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 from parallel101.laboratory.record.events import Event
-from parallel101.laboratory.record.where import shown
+from parallel101.laboratory.record.program_lines import shown
 
 
 def value(

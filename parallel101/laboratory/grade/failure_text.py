@@ -17,7 +17,7 @@ from parallel101.laboratory.grade.remote import (
     TimeOver,
 )
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
-from parallel101.laboratory.record.where import shown
+from parallel101.laboratory.record.program_lines import shown
 
 MOST_SAID = 600  # characters of a learner's own error
 # the file itself can't be run

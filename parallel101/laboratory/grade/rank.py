@@ -48,8 +48,8 @@ from parallel101.laboratory.ranks.watcher import exit_process
 from parallel101.laboratory.ranks.worker import inherited, open_streams
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import rank_at
+from parallel101.laboratory.record.program_lines import caller, is_inside
 from parallel101.laboratory.record.signatures import COLLECTIVES, flat, op_name, with_collectives
-from parallel101.laboratory.record.where import caller, is_inside
 from parallel101.spans import record_into
 
 PATIENCE = 0.5  # seconds

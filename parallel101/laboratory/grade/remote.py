@@ -40,7 +40,7 @@ from parallel101.laboratory.grade.users import (
     user_of,
 )
 from parallel101.laboratory.ranks.processes import RankProcess, kill, preload, start_ranks
-from parallel101.laboratory.record import where
+from parallel101.laboratory.record import program_lines as lines
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError, one_line
 from parallel101.laboratory.record.signatures import COLLECTIVES, flat
 from parallel101.laboratory.record.trace import Trace
@@ -192,7 +192,7 @@ class RemoteRank:
             if select.select([self.process.status], [], [], 1.0)[0]:
                 text = os.read(self.process.status.fileno(), 1 << 16).decode(errors="replace")
                 calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
-        own = [call for call in calls if not where.is_inside(call[0])]
+        own = [call for call in calls if not lines.is_inside(call[0])]
         error = TimeOver("", self.number, f"{own[0][0]}:{own[0][1]}" if own else "?")
         # the files of a submission have no folder: see Submission
         error.loading = any(
@@ -596,7 +596,7 @@ class VirtualEnd:
         operation = plain(str(frame.text["operation"]), 100)
         raise CalledFromThread(
             f"rank {self.rank.number} called {operation} from a thread that it had started, at "
-            f"{where.shown(place)}. Threads aren't relayed: call torch.distributed where the "
+            f"{lines.shown(place)}. Threads aren't relayed: call torch.distributed where the "
             "function itself runs. isend and irecv let messages travel at the same time",
             self.rank.number,
             place,
@@ -639,7 +639,7 @@ def at_place(place: str, act: Callable[[], None]) -> None:
     act()
 
 
-where.stands_for_a_place(at_place)
+lines.stands_for_a_place(at_place)
 
 ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
     frames.SEND: VirtualEnd._send,

@@ -20,9 +20,9 @@ from parallel101.laboratory.ranks.output import GLOO_ABORT
 from parallel101.laboratory.ranks.wire import Failure
 from parallel101.laboratory.record.calls import Call, places_of
 from parallel101.laboratory.record.errors import LaunchTimeout, RankFailed, dropped_lines
+from parallel101.laboratory.record.program_lines import is_inside, is_library, shown
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import RankStatus
-from parallel101.laboratory.record.where import is_inside, is_library, shown
 
 # gloo's words: bytes that arrived, bytes expected
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
@@ -90,8 +90,8 @@ def crash_place(dump: str) -> str:
 
     It prefers the program's own files to a library's.
     """
-    found = re.findall(r'^  File "([^"]+)", line (\d+) in ', dump, re.MULTILINE)
-    outside = [(name, line) for name, line in found if not is_inside(name)]
+    frames = re.findall(r'^  File "([^"]+)", line (\d+) in ', dump, re.MULTILINE)
+    outside = [(name, line) for name, line in frames if not is_inside(name)]
     own = [(name, line) for name, line in outside if not is_library(name)]
     return ":".join((own or outside)[0]) if outside else ""
 

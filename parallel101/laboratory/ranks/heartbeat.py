@@ -21,9 +21,9 @@ import torch.distributed as dist
 from parallel101.laboratory.ranks.diagnosis import rank_lines, work_per_core
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
 from parallel101.laboratory.ranks.wire import Failure
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import RankStatus
-from parallel101.laboratory.record.where import shown
 
 BEAT_EVERY = 0.4  # seconds
 LOOK_EVERY = 1.0  # seconds

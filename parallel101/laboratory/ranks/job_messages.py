@@ -143,9 +143,9 @@ def unpack_from(data: bytes, rank: int) -> Any:
             with safe_globals(list(_records_of_ours(names))):
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            what = f"a value with a {found[1]}" if found else "a value that can't be read"
-            example = found[1].rpartition(".")[2] if found else "MyClass"
+            name = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"a value with a {name[1]}" if name else "a value that can't be read"
+            example = name[1].rpartition(".")[2] if name else "MyClass"
             raise TypeError(
                 f"rank {rank} returned {what}, and the ranks of a job unpickle nothing that "
                 "another rank sent. Return tensors, numbers, strings, or containers of them. If "
@@ -168,13 +168,13 @@ def _records_of_ours(names: list[str]) -> Iterator[type]:
     """Classes of parallel101 that only hold values, such as a trainer's History."""
     for name in names:
         module, _, attribute = name.rpartition(".")
-        found = getattr(sys.modules.get(module), attribute, None)
+        kind = getattr(sys.modules.get(module), attribute, None)
         if (
             module.startswith("parallel101.")
-            and isinstance(found, type)
-            and (dataclasses.is_dataclass(found) or issubclass(found, tuple))
+            and isinstance(kind, type)
+            and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple))
         ):
-            yield found
+            yield kind
 
 
 class _Lean(pickle.Pickler):
@@ -201,17 +201,17 @@ def unpack_record(data: bytes) -> RankRecord:
 # ---- bytes for all ranks ----
 
 
-def exchange(mine: list[bytes], store: dist.Store, device: str) -> list[list[bytes]]:
+def exchange(parts: list[bytes], store: dist.Store, device: str) -> list[list[bytes]]:
     """Every rank's list of bytes, by rank. All ranks call it, each with a list of its own.
 
     The lengths go through the store. The bytes are broadcast, by each rank in turn.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    store.set(f"lengths/{rank}", to_json([len(part) for part in mine]))
+    store.set(f"lengths/{rank}", to_json([len(part) for part in parts]))
     # all are read before any rank is through, since the store may end with rank 0
     lengths = [from_json(store.get(f"lengths/{source}")) for source in range(size)]
     return [
-        _broadcast(mine if source == rank else None, lengths[source], source, device)
+        _broadcast(parts if source == rank else None, lengths[source], source, device)
         for source in range(size)
     ]
 

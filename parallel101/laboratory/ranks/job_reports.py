@@ -145,13 +145,13 @@ class JobReports:
 
     def _processes_here(self, ranks: Sequence[int]) -> dict[int, tuple[int, int | None]]:
         """Of those ranks that run on this host, the process id and the file for its stack."""
-        found = {}
+        processes = {}
         for rank in ranks:
             if self.store.check([f"process/{rank}"]):
                 host, pid, file = from_json(self.store.get(f"process/{rank}"))
                 if host == socket.gethostname():
-                    found[rank] = pid, file
-        return found
+                    processes[rank] = pid, file
+        return processes
 
 
 def write_report(text: str) -> None:

@@ -452,11 +452,11 @@ def _check_gpus(size: int) -> None:
             "backend 'nccl' needs a torch built with NCCL, and this one is a CPU build. Use "
             "backend='gloo' or 'sim'"
         )
-    found = torch.cuda.device_count()
-    if found < size and not (found and process_groups.gpus_are_shared()):
+    count = torch.cuda.device_count()
+    if count < size and not (count and process_groups.gpus_are_shared()):
         raise RuntimeError(
             f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this machine "
-            f"has {found} GPU{'s' * (found != 1)}. Use fewer ranks, or backend='gloo' or 'sim'. "
+            f"has {count} GPU{'s' * (count != 1)}. Use fewer ranks, or backend='gloo' or 'sim'. "
             f"With {process_groups.SHARE_GPUS}=1 in the environment, ranks share a GPU, slowly"
         )
 

@@ -43,8 +43,8 @@ class Screen:
             lines, rest = lines[: self.room], lines[self.room :]
             self.room -= len(lines)
         if lines:
-            out, place, width = self._at(stream)
-            self.widths[place] = 0
+            out, line, width = self._at(stream)
+            self.widths[line] = 0
             self._write(
                 out,
                 ("\r" if width else "")
@@ -56,8 +56,8 @@ class Screen:
 
     def bar(self, stream: str, text: str) -> None:
         """Draw a bar. It overwrites the one that is there, whichever rank drew that."""
-        out, place, width = self._at(stream)
-        self.widths[place] = len(text)
+        out, line, width = self._at(stream)
+        self.widths[line] = len(text)
         self._write(out, "\r" + text.ljust(width))
 
     def close(self) -> None:
@@ -67,8 +67,8 @@ class Screen:
 
     def _at(self, stream: str):
         out = getattr(sys, stream)
-        place = "terminal" if getattr(out, "isatty", bool)() else stream
-        return out, place, self.widths.get(place, 0)
+        line = "terminal" if getattr(out, "isatty", bool)() else stream
+        return out, line, self.widths.get(line, 0)
 
     def _write(self, out, text: str) -> None:
         if self.closed:

@@ -25,7 +25,7 @@ from parallel101.laboratory.ranks.wire import FAILURE, Failure, Wire, pack, unpa
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.errors import broken_connection, one_line, reports_another
 from parallel101.laboratory.record.process_groups import batches_on_nccl
-from parallel101.laboratory.record.where import is_inside, is_library
+from parallel101.laboratory.record.program_lines import is_inside, is_library
 
 # What torch imports when an optimizer, a DTensor, FSDP2 or a pipeline is first used, a second each;
 # and what a test file imports.

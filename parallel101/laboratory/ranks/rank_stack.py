@@ -24,8 +24,8 @@ import traceback
 from types import FrameType
 from typing import IO, NamedTuple
 
+from parallel101.laboratory.record.program_lines import is_inside, is_library, where
 from parallel101.laboratory.record.recorder import RankRecorder
-from parallel101.laboratory.record.where import is_inside, is_library, where
 
 MOST_FRAMES = 20  # the innermost ones are kept
 # The launching process asks by this signal for a rank's stack. A program may use SIGUSR1 itself.
@@ -159,13 +159,13 @@ def native_frame(thread: int) -> str:
         return ""
     if len(call) != 9:  # "running"
         return ""
-    found = [_symbol(int(call[-1], 16)), in_kernel(task)]
+    parts = [_symbol(int(call[-1], 16)), in_kernel(task)]
     if int(call[0]) in WITH_FILE:
         try:
-            found.append(f"file {os.readlink(f'/proc/self/fd/{int(call[1], 16)}')}")
+            parts.append(f"file {os.readlink(f'/proc/self/fd/{int(call[1], 16)}')}")
         except (OSError, ValueError):
             pass
-    return ", ".join(filter(None, found))
+    return ", ".join(filter(None, parts))
 
 
 def in_kernel(process: str) -> str:
@@ -226,12 +226,12 @@ def no_stack_on_signal() -> None:
 def stack_of_dump(rank: int, dump: str, pid: int) -> RankStack:
     """The stack that `stack_on_signal` wrote. It has no source lines."""
     dump = dump.rpartition("most recent call first")[2]  # the newest one
-    found = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)
-    places = [place for place in found if not is_library(place[0])] or found or [("?", 0, "")]
+    frames = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)
+    places = [place for place in frames if not is_library(place[0])] or frames or [("?", 0, "")]
     own = places[0]
-    while len(found) > 1 and _is_ours(found[-1][0]):
-        found.pop()
-    lines = [f'  File "{name}", line {line}, in {function}' for name, line, function in found]
+    while len(frames) > 1 and _is_ours(frames[-1][0]):
+        frames.pop()
+    lines = [f'  File "{name}", line {line}, in {function}' for name, line, function in frames]
     native = ["a function that holds Python's lock", in_kernel(f"/proc/{pid}")]
     return RankStack(
         rank, f"{own[0]}:{own[1]}", lines[:MOST_FRAMES][::-1], ", ".join(filter(None, native))

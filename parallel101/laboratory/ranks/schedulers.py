@@ -50,11 +50,11 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if rank != "RANK" and environ[size] == "1":
             continue
-        found = {"RANK": environ[rank], "WORLD_SIZE": environ[size]}
+        variables = {"RANK": environ[rank], "WORLD_SIZE": environ[size]}
         for name, theirs in zip(TORCHRUN[2:], local):
             if theirs in environ:
-                found[name] = environ[theirs]
-        return found
+                variables[name] = environ[theirs]
+        return variables
     return {}
 
 

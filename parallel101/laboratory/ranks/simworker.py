@@ -46,9 +46,9 @@ from parallel101.laboratory.ranks.wire import (
     pack,
 )
 from parallel101.laboratory.record.events import EventRow
+from parallel101.laboratory.record.program_lines import where
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
-from parallel101.laboratory.record.where import where
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import SharedState
 from parallel101.laboratory.sim.simulate import simulate
@@ -187,7 +187,7 @@ class SimWatcher(ControlThread):
     def stacks(self) -> list[RankStack]:
         if self.shared is None:
             return []
-        ranks, found = set(self.threads.values()), []
+        ranks, stacks = set(self.threads.values()), []
         # not this thread's, which would refer to itself: see _others_at_work in watcher.py
         frames = {thread: at for thread, at in sys._current_frames().items() if thread in ranks}
         running, waits = what_ranks_wait_for(self.shared.world)
@@ -196,11 +196,11 @@ class SimWatcher(ControlThread):
                 continue
             if rank != running:
                 waits_for = waits.get(rank, "for its turn")
-                found.append(RankStack(rank, where(frame), [], waits=waits_for))
+                stacks.append(RankStack(rank, where(frame), [], waits=waits_for))
                 continue
             lines, native = stack_lines(frame), native_frame(thread)
-            found.append(RankStack(rank, where(frame), lines, native, *self.clock.times()))
-        return found
+            stacks.append(RankStack(rank, where(frame), lines, native, *self.clock.times()))
+        return stacks
 
 
 def what_ranks_wait_for(world: World) -> tuple[int, dict[int, str]]:

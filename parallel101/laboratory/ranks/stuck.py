@@ -22,9 +22,9 @@ from pathlib import Path
 
 from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.record.calls import Call
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import WaitForGraph
-from parallel101.laboratory.record.where import shown
 
 SHORTEST_PAUSE = 0.5  # seconds between two looks at ranks that still make progress
 REPORTS = "reports.txt"
@@ -72,7 +72,7 @@ class StuckDetector:
                 is left out.
         """
         self.due(now, graph)
-        found: set[int] = set()
+        stuck: set[int] = set()
         retry = math.inf
         for rank, (_, since) in self.waits.items():
             if now - since < self.after:
@@ -83,15 +83,15 @@ class StuckDetector:
             if moving:
                 retry = min(retry, self.after - min(moving))
             else:
-                found |= chain
-        found |= {rank for rank in self.waits if found & self._chain(rank, graph)}
-        if found:
-            self.told = {rank: self.waits[rank][0] for rank in found if rank in self.waits}
+                stuck |= chain
+        stuck |= {rank for rank in self.waits if stuck & self._chain(rank, graph)}
+        if stuck:
+            self.told = {rank: self.waits[rank][0] for rank in stuck if rank in self.waits}
             self.pause *= 2
             self.not_before = now + self.pause
         elif retry < math.inf:
             self.not_before = now + max(retry, SHORTEST_PAUSE)
-        return found
+        return stuck
 
     def waited(self, now: float) -> float:
         """Seconds for which the first rank has waited."""

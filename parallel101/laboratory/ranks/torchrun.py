@@ -69,9 +69,9 @@ from parallel101.laboratory.record.errors import (
     RankFailed,
     one_line,
 )
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.laboratory.record.wait_for import RankStatus
-from parallel101.laboratory.record.where import shown
 from parallel101.spans import record_into
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
@@ -245,12 +245,12 @@ def loopback_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if (found := re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))) is None:
+        if (address := re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))) is None:
             raise
         raise RuntimeError(
-            f"gloo looked for another host's rank at {found[1]}, which is this host itself: there, "
-            "the host's own name has this address. Name the interface that connects the hosts, on "
-            "all of them, e.g. GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
+            f"gloo looked for another host's rank at {address[1]}, which is this host itself: "
+            "there, the host's own name has this address. Name the interface that connects the "
+            "hosts, on all of them, e.g. GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
         ) from error
 
 
@@ -542,18 +542,18 @@ class JobWatcher(threading.Thread):
         with self.batches:
             if new := self.calls[:]:
                 del self.calls[: len(new)]
-                place = f"calls/{self.recorder.rank}/{self.batches_published}"
-                self.store.set(place, to_json(new))
+                key = f"calls/{self.recorder.rank}/{self.batches_published}"
+                self.store.set(key, to_json(new))
                 self.batches_published += 1
 
     def _check_calls(self) -> None:
         """On rank 0: compare the calls that were published since the last time."""
         with self.batches:
             for rank in range(self.size) if self.recorder.on_call is not None else ():
-                while self.store.check([place := f"calls/{rank}/{self.batches_read[rank]}"]):
-                    for call in from_json(self.store.get(place)):
+                while self.store.check([key := f"calls/{rank}/{self.batches_read[rank]}"]):
+                    for call in from_json(self.store.get(key)):
                         self.diagnosis.check(call)
-                    self.store.delete_key(place)
+                    self.store.delete_key(key)
                     self.batches_read[rank] += 1
 
     def _check_all_ranks(self) -> None:
@@ -605,8 +605,8 @@ class JobWatcher(threading.Thread):
         """End this rank, unless the launch is ending: without the store the job can't go on."""
         if self.over.wait(STORE_ENDS_LATER):
             return
-        place = f"This rank was at {shown(self.detector.place())}"
-        write_line(self.recorder.rank, store_loss_text(place))
+        text = f"This rank was at {shown(self.detector.place())}"
+        write_line(self.recorder.rank, store_loss_text(text))
         if not self.over.wait(2 * GRACE):
             self.keep_record()
             os._exit(1)

@@ -33,9 +33,9 @@ from parallel101.laboratory.ranks.wire import (
     RankRecord,
     Wire,
 )
+from parallel101.laboratory.record.program_lines import is_library, where
 from parallel101.laboratory.record.recorder import NEWEST, PostedCall, RankRecorder
 from parallel101.laboratory.record.wait_for import RankStatus
-from parallel101.laboratory.record.where import is_library, where
 
 TICK = 0.1  # seconds between two looks
 IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++ counts as blocked
@@ -204,13 +204,13 @@ def _others_at_work(program: int) -> bool:
 
     A thread that runs a library's code only does not count.
     """
-    mine = {program, threading.get_ident()}
-    if threading.active_count() <= len(mine):
+    known = {program, threading.get_ident()}
+    if threading.active_count() <= len(known):
         return False
     # Not this thread's: a frame that refers to itself would hold the program's frames, and so every
     # tensor in their variables, until Python looks for cycles.
-    frames = {thread: at for thread, at in sys._current_frames().items() if thread not in mine}
-    others = [thread for thread in threading.enumerate() if thread.ident not in mine]
+    frames = {thread: at for thread, at in sys._current_frames().items() if thread not in known}
+    others = [thread for thread in threading.enumerate() if thread.ident not in known]
     return any(
         isinstance(thread, threading.Timer) or _in_program(frames.get(thread.ident or 0))
         for thread in others

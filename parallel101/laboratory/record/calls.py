@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import P2P, Event, EventGroup
+from parallel101.laboratory.record.program_lines import caller, shown
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.where import caller, shown
 from parallel101.spans import COLLECTIVE_TAG, Collective
 
 # kind, peer, tag, group: the calls of a rank with the same key are numbered
 CallKey = tuple[str, "int | None", int, str]
 PostedMessage = tuple[str, int]  # "file:line" and bytes
-CollectiveTerms = tuple[str, tuple[int, ...]]  # operation and ranks
+OperationOnRanks = tuple[str, tuple[int, ...]]  # operation and ranks
 
 
 class Call(NamedTuple):
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     # … and those expected from each rank; here the shapes need not agree
     takes: dict[int, int] | None = None
     # of a message of parallel101's collectives: the collective it belongs to
-    within: CollectiveTerms | None = None
+    within: OperationOnRanks | None = None
     # how a collective's tensor is laid out in memory, if it isn't contiguous (see signatures.py)
     layout: str = ""
 
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         return (self.kind == "recv" and len(self.peers) != 1) or self.group == "store"
 
     @property
-    def terms(self) -> tuple:
+    def agreed(self) -> tuple:
         """What all ranks of a collective must agree on."""
         return (
             self.kind,
@@ -147,7 +147,7 @@ def operation_name(kind: str, members: Sequence[int]) -> str:
     return f"new_group({sorted(members)})" if kind == "new_group" else kind
 
 
-def collective_terms(collective: Collective | None) -> CollectiveTerms | None:
+def operation_on_ranks(collective: Collective | None) -> OperationOnRanks | None:
     """What both sides of a message must agree on about its collective.
 
     None for p101.send and receive, which also pair with torch's.
@@ -207,7 +207,7 @@ def call_to_compare(
     """
     others, label = tuple(r for r in ranks if r != rank), f"collectives on {sorted(ranks)} {within}"
     seq = counts[label] = counts.get(label, 0) + 1
-    terms = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
+    same = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
     return Call(
         rank=rank,
         kind=kind,
@@ -215,7 +215,7 @@ def call_to_compare(
         group=label,
         seq=seq,
         where=caller(),
-        alike=terms,
+        alike=same,
     )
 
 
@@ -370,8 +370,8 @@ def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
-def _collective_text(terms: CollectiveTerms) -> str:
-    operation, ranks = terms
+def _collective_text(within: OperationOnRanks) -> str:
+    operation, ranks = within
     return f"{operation} on ranks {list(ranks)}"
 
 
@@ -448,14 +448,14 @@ class CallChecker:
         if {"send", "recv"} & {call.kind for call in calls}:
             send, recv = calls
             return MisuseError(f"{disagreement(send, recv)}", recv.rank)
-        same = Counter(call.terms for call in calls)
-        usual = max(calls, key=lambda call: (same[call.terms], -call.rank))
+        same = Counter(call.agreed for call in calls)
+        usual = max(calls, key=lambda call: (same[call.agreed], -call.rank))
         # in an all-to-all, it may be two other ranks that disagree
         if not any(disagreement(usual, call) for call in calls):
             usual = next(a for a in calls if any(disagreement(a, b) for b in calls))
         odd = max(
             (call for call in calls if disagreement(usual, call)),
-            key=lambda call: (-same[call.terms], call.rank),
+            key=lambda call: (-same[call.agreed], call.rank),
         )
         # a line for each different call, with all the ranks that made it
         ranks: dict[str, list[int]] = {}

@@ -77,12 +77,12 @@ def chrome_events(
             "group": list(event.group.ranks),
             "axis": event.group.axis,
         }
-        place = {"pid": _process(event.rank), "tid": lane[id(event)]}
+        track = {"pid": _process(event.rank), "tid": lane[id(event)]}
         time = {"ts": event.start * MICRO, "dur": (_end(event) - event.start) * MICRO}
         out.append(
             {
                 "ph": "X",
-                **place,
+                **track,
                 **time,
                 "name": label,
                 "cat": event.kind,

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from parallel101.laboratory import PACKAGE
+from parallel101.laboratory.record.program_lines import cell_name, shown
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.where import cell_name, shown
 
 _OWN = os.path.join(PACKAGE, "")
 Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]

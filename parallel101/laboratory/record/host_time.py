@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.utils.data
 
 from parallel101.laboratory.record.events import EventRow, span_event
-from parallel101.laboratory.record.where import is_library, where
+from parallel101.laboratory.record.program_lines import is_library, where
 from parallel101.spans import HOST_TIME
 
 MOST_WINDOWS = 256  # of a rank, an even number; then two neighbours become one

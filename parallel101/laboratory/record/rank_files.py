@@ -64,8 +64,8 @@ def write_rank_file(
 
 def remove_rank_files(directory: Path, rank: int | None = None) -> None:
     """Delete what a rank of an earlier run wrote, or what all its ranks wrote."""
-    of = "*" if rank is None else rank
-    for path in [*directory.glob(f"rank-{of}.*"), *directory.glob(f"writing-rank-{of}.*")]:
+    number = "*" if rank is None else rank
+    for path in [*directory.glob(f"rank-{number}.*"), *directory.glob(f"writing-rank-{number}.*")]:
         if NAME.fullmatch(path.name.removeprefix("writing-")):
             path.unlink(missing_ok=True)
 
@@ -236,7 +236,7 @@ def _zeros(parts: list[Trace]) -> list[float]:
             starts[mark.args["host"]].append(mark.start)
     if len(starts) < 2:
         return [0.0] * len(parts)
-    zero = {host: statistics.median(of) for host, of in starts.items()}
+    zero = {host: statistics.median(times) for host, times in starts.items()}
     return [0.0 if mark is None or mark.args is None else zero[mark.args["host"]] for mark in marks]
 
 

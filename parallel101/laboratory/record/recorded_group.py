@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.record import torch_private
-from parallel101.laboratory.record.calls import Call, collective_terms, rank_at
+from parallel101.laboratory.record.calls import Call, operation_on_ranks, rank_at
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup
+from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.recorder import (
     Ended,
     Inputs,
@@ -42,7 +43,6 @@ from parallel101.laboratory.record.signatures import (
     unfit,
     with_collectives,
 )
-from parallel101.laboratory.record.where import caller
 from parallel101.spans import Collective, current_collective
 
 
@@ -151,7 +151,7 @@ class RecordedGroup(torch_private.PythonGroup):
             shape=shape,
             dtype=dtype,
             where=where,
-            within=collective_terms(collective),
+            within=operation_on_ranks(collective),
         )
         # the text of the call takes longer than the rest, and is rarely needed
         self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))

@@ -44,10 +44,10 @@ from parallel101.laboratory.record.events import (
 )
 from parallel101.laboratory.record.host_time import HostTime
 from parallel101.laboratory.record.last_events import BatchWriter, LastEvents
+from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
 from parallel101.laboratory.record.totals import EarlierEvents
 from parallel101.laboratory.record.wait_for import RankStatus
-from parallel101.laboratory.record.where import caller
 
 SHORTEST_WAIT = 50e-6  # seconds
 MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have

@@ -235,12 +235,12 @@ def _nested(tensors: Any, depth: int) -> Any:
 
     A single tensor, or the one list, is put into a list of its own.
     """
-    found, first = 0, tensors
+    nested, first = 0, tensors
     while isinstance(first, list | tuple):
-        found, first = found + 1, next(iter(first), None)
+        nested, first = nested + 1, next(iter(first), None)
     if first is None:  # empty lists, as ranks other than the root pass them
         return tensors
-    for _ in range(depth - found):
+    for _ in range(depth - nested):
         tensors = [tensors]
     return tensors
 

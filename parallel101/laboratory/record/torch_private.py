@@ -166,7 +166,7 @@ def called_instead(
     function.__globals__[instead] = make(functools.update_wrapper(original, function))
     defined: dict[str, Any] = {}
     source = f"def {function.__name__}(*args, **kwargs): return {instead}(*args, **kwargs)"
-    exec(compile(source, __file__, "exec"), defined)  # as a file of ours: where.py passes it over
+    exec(compile(source, __file__, "exec"), defined)  # a file of ours, so no program line
     function.__code__ = defined[function.__name__].__code__
     try:
         yield
@@ -419,10 +419,10 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
     try:
         generator.manual_seed(seed)
         start = getattr(generator, "_cdata", 0)
-        found = string_at(start, 256).find(seed.to_bytes(8, sys.byteorder)) if start else -1
-        if found < 0:
+        offset = string_at(start, 256).find(seed.to_bytes(8, sys.byteorder)) if start else -1
+        if offset < 0:
             return None
-        memory = (ctypes.c_char * (318 * 8)).from_address(start + found)
+        memory = (ctypes.c_char * (318 * 8)).from_address(start + offset)
         # what is left, the next one; the normals
         look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)
         seen = {look()}

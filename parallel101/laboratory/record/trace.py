@@ -74,7 +74,7 @@ class Trace:
         earlier: Mapping[int, EarlierEvents] | None = None,
     ):
         self.unfinished: list[Event] = sorted(unfinished, key=BY_TIME)
-        self.earlier = {rank: of for rank, of in (earlier or {}).items() if of.count}
+        self.earlier = {rank: sums for rank, sums in (earlier or {}).items() if sums.count}
         self._rows: list[EventRow] = list(events)
         self.world_size = world_size
         self.backend = backend
@@ -102,7 +102,7 @@ class Trace:
             trace._end_sends_with_their_receives()
         if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
             zero = min([event.start for event in first] + trace._begins())
-            trace.earlier = {rank: of.shifted(zero) for rank, of in trace.earlier.items()}
+            trace.earlier = {rank: sums.shifted(zero) for rank, sums in trace.earlier.items()}
             trace.events, trace.unfinished = (
                 [
                     e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero)
@@ -117,7 +117,7 @@ class Trace:
 
         Otherwise one rank's part of a call would be there, and another's not.
         """
-        whole_from = max(of.until for of in self.earlier.values())
+        whole_from = max(sums.until for sums in self.earlier.values())
         old: dict[int, list[Event]] = defaultdict(list)
         for e in self.events:
             if e.end <= whole_from:
@@ -128,7 +128,7 @@ class Trace:
             self.earlier[rank].add(events)
 
     def _begins(self) -> list[float]:
-        return [of.begin for of in self.earlier.values()]
+        return [sums.begin for sums in self.earlier.values()]
 
     def _number_receives_from_anyone(self) -> None:
         """Number receives from any rank (seq < 0) together with the other receives.
@@ -244,7 +244,7 @@ class Trace:
         On sim the seconds are virtual.
         """
         starts = [e.start for e in self.events] + self._begins()
-        ends = [e.end for e in self.events] + [of.until for of in self.earlier.values()]
+        ends = [e.end for e in self.events] + [sums.until for sums in self.earlier.values()]
         return max(ends) - min(starts) if starts else 0.0
 
     def messages(self) -> list[Message]:
@@ -310,7 +310,7 @@ class Trace:
         }
         if self.earlier:
             head["earlier"] = [
-                _earlier_entry(rank, of, groups, fields) for rank, of in self.earlier.items()
+                _earlier_entry(rank, sums, groups, fields) for rank, sums in self.earlier.items()
             ]
         return {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
 
@@ -323,12 +323,12 @@ class Trace:
         data = Path(path).read_bytes()
         try:
             content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-            found = content["format"]
+            version = content["format"]
         except (ValueError, KeyError, TypeError, EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is not a trace that Trace.save wrote: {error!r}") from error
-        if found not in (FORMAT, WITH_EARLIER):
+        if version not in (FORMAT, WITH_EARLIER):
             raise ValueError(
-                f"{path} is not a trace that this version can read: its format is {found!r}, and "
+                f"{path} is not a trace that this version can read: its format is {version!r}, and "
                 f"{FORMAT!r} was expected"
             )
         try:
@@ -479,17 +479,17 @@ SUM_TYPES: tuple[Any, ...] = (str, (str, NONE), str, (int, NONE), int, int, int,
 
 def _earlier_entry(
     rank: int,
-    of: EarlierEvents,
+    earlier: EarlierEvents,
     groups: dict[EventGroup, int],
     fields: Callable[[Event], tuple],
 ) -> dict[str, Any]:
     sums = [
         [*key[:-1], groups.setdefault(key.group, len(groups)), *sums]
-        for key, sums in of.sums.items()
+        for key, sums in earlier.sums.items()
     ]
-    marks = [fields(mark) for mark in of.marks]
-    numbers = (rank, of.count, of.begin, of.until, of.waited)
-    waits = (of.waits.width, of.waits.zero, list(of.waits.seconds.items()))
+    marks = [fields(mark) for mark in earlier.marks]
+    numbers = (rank, earlier.count, earlier.begin, earlier.until, earlier.waited)
+    waits = (earlier.waits.width, earlier.waits.zero, list(earlier.waits.seconds.items()))
     return dict(zip(EARLIER, (*numbers, marks, sums, *waits), strict=True))
 
 

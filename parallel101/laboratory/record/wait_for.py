@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 from parallel101.laboratory.record.calls import Call, CallKey, PostedMessage, tag_text
 from parallel101.laboratory.record.errors import DeadlockError, Waiting
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.where import shown
 
 # seconds for which a deadlock must last before it is reported: longer than the interval of the
 # reports
@@ -91,9 +91,9 @@ def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
             rank = onward[0]
         else:
             if rank in path:
-                found = path[path.index(rank) :]
-                smallest = found.index(min(found))
-                return found[smallest:] + found[:smallest]
+                circle = path[path.index(rank) :]
+                smallest = circle.index(min(circle))
+                return circle[smallest:] + circle[:smallest]
     return []
 
 
@@ -184,13 +184,13 @@ class WaitForGraph:
 
         If one is only `suspected`, ask again at the time `due`.
         """
-        found, patience = self.deadlock(), CONFIRM_AFTER
-        if found is None:
-            found, patience = self.deadlock(without_dropped=True), CONFIRM_DROPPED_AFTER
-        if found is None:
+        deadlock, patience = self.deadlock(), CONFIRM_AFTER
+        if deadlock is None:
+            deadlock, patience = self.deadlock(without_dropped=True), CONFIRM_DROPPED_AFTER
+        if deadlock is None:
             self.suspected = None
-        elif self.suspected is None or self.suspected.waiting != found.waiting:
-            self.suspected, self.due = found, now + patience
+        elif self.suspected is None or self.suspected.waiting != deadlock.waiting:
+            self.suspected, self.due = deadlock, now + patience
         return self.suspected if self.suspected is not None and now >= self.due else None
 
     def report_of_limits(self, now: float) -> str | None:
@@ -202,20 +202,21 @@ class WaitForGraph:
         if all(status.limit is None for status in self.ranks):
             self.limited = None
             return None
-        found = self.deadlock(with_limits=True)
-        if found is None or found.waiting in self.told:
+        deadlock = self.deadlock(with_limits=True)
+        if deadlock is None or deadlock.waiting in self.told:
             self.limited = None
             return None
-        if self.limited is None or self.limited.waiting != found.waiting:
-            self.limited, self.limited_due = found, now + CONFIRM_AFTER
+        if self.limited is None or self.limited.waiting != deadlock.waiting:
+            self.limited, self.limited_due = deadlock, now + CONFIRM_AFTER
         if now < self.limited_due:
             return None
-        self.told.append(found.waiting)
-        first = min(self.ranks[rank].limit or math.inf for rank in found.waiting)
-        ranks = [rank for rank in found.waiting if self.ranks[rank].limit is not None]
+        self.told.append(deadlock.waiting)
+        first = min(self.ranks[rank].limit or math.inf for rank in deadlock.waiting)
+        ranks = [rank for rank in deadlock.waiting if self.ranks[rank].limit is not None]
         its = "its own time limit" if len(ranks) == 1 else "their own time limits"
         after = f"the first after {first:g} s" if len(ranks) > 1 else f"after {first:g} s"
-        return f"{found}\n  {ranks_text(ranks)} will go on by {its}, {after}: the run is not ended"
+        end = f"{ranks_text(ranks)} will go on by {its}, {after}: the run is not ended"
+        return f"{deadlock}\n  {end}"
 
     @property
     def next_look(self) -> float:
@@ -242,23 +243,23 @@ class WaitForGraph:
         if not waits:
             return None
         returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
-        found = find_deadlock(waits, lambda call: self.missing(call, without_dropped), returned)
-        if found is None:
+        deadlock = find_deadlock(waits, lambda call: self.missing(call, without_dropped), returned)
+        if deadlock is None:
             return None
         stuck = [
             rank
             for rank in range(len(self.ranks))
-            if rank in found.waiting or self.ranks[rank].returned
+            if rank in deadlock.waiting or self.ranks[rank].returned
         ]
         notes = (
-            found.notes
-            + self._different_collectives(found.waiting)
-            + ([] if found.notes else self._unmatched_messages(stuck))
+            deadlock.notes
+            + self._different_collectives(deadlock.waiting)
+            + ([] if deadlock.notes else self._unmatched_messages(stuck))
         )
         return DeadlockError(
-            found.waiting,
-            found.cycle,
-            found.returned,
+            deadlock.waiting,
+            deadlock.cycle,
+            deadlock.returned,
             self.dropped_works() if without_dropped else (),
             notes,
         )

@@ -27,8 +27,8 @@ import torch
 from parallel101.laboratory.record.calls import Call, CallChecker, call_to_compare
 from parallel101.laboratory.record.errors import broken_connection, reports_another
 from parallel101.laboratory.record.events import EventGroups, EventRow, span_event
+from parallel101.laboratory.record.program_lines import caller, where
 from parallel101.laboratory.record.wait_for import find_deadlock
-from parallel101.laboratory.record.where import caller, where
 from parallel101.laboratory.sim.limits import TimeLimits, Waitable
 from parallel101.laboratory.sim.network import Links, Network, TimedEvent
 from parallel101.spans import record_into

@@ -29,6 +29,7 @@ from parallel101.laboratory.record.calls import (
 )
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventRow
+from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import (
     COLLECTIVES,
     CollectiveArguments,
@@ -36,7 +37,6 @@ from parallel101.laboratory.record.signatures import (
     own_limit,
     with_collectives,
 )
-from parallel101.laboratory.record.where import caller
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.laboratory.sim.message_matching import (
     ON_META,

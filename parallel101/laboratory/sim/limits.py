@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, Protocol
 
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import P2P
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.signatures import own_limit
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.where import shown
 
 
 class Waitable(Protocol):

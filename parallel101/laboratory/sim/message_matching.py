@@ -28,17 +28,17 @@ import torch
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import (
     Call,
-    collective_terms,
     disagreement,
     long_dims,
+    operation_on_ranks,
     rank_at,
     tensor_changed,
     waited_twice,
 )
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup, EventRow
+from parallel101.laboratory.record.program_lines import where as where_from
 from parallel101.laboratory.record.signatures import own_limit, unfit
-from parallel101.laboratory.record.where import where as where_from
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.laboratory.sim.work import SimFuture, SimWork
 from parallel101.spans import Collective, current_collective
@@ -486,7 +486,7 @@ class PointToPointGroup(torch_private.PythonGroup):
 
     def _set_collective(self, collective: Collective | None) -> None:
         self.collective = collective
-        self.within = collective_terms(collective)
+        self.within = operation_on_ranks(collective)
         self.event_group = self.world.event_groups.of(
             self.label, self.ranks, torch_private.mesh_axis(self), collective
         )

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from parallel101.laboratory.record import torch_private
-from parallel101.laboratory.record.calls import Call, collective_terms
-from parallel101.laboratory.record.where import where as where_from
+from parallel101.laboratory.record.calls import Call, operation_on_ranks
+from parallel101.laboratory.record.program_lines import where as where_from
 from parallel101.laboratory.sim.message_matching import dtype_name, plain_shape
 from parallel101.spans import Collective
 
@@ -176,7 +176,7 @@ class PostedExchange:
             shape=plain_shape(exchange.shapes[index]),
             dtype=dtype_name(exchange.dtype),
             where=self.where,
-            within=collective_terms(exchange.collective),
+            within=operation_on_ranks(exchange.collective),
         )
 
 

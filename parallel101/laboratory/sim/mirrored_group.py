@@ -10,7 +10,7 @@ import torch
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup
-from parallel101.laboratory.record.where import caller
+from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import (
     CollectiveWork,

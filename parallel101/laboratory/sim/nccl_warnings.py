@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.where import shown
 
 MOST_IN_FLIGHT = 64  # collectives of a rank that are remembered
 MOST_TOLD = 4  # warnings of each sort

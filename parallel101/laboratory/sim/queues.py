@@ -56,8 +56,8 @@ import torch.distributed as dist
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
+from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import CollectiveArguments
-from parallel101.laboratory.record.where import caller
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import CollectiveWork, SharedState, SimGroup
 from parallel101.laboratory.sim.message_matching import MessageWork, RecvWork, SendWork

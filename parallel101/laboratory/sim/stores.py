@@ -23,8 +23,8 @@ from torch.distributed import HashStore, rendezvous, rpc
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call
+from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import own_limit
-from parallel101.laboratory.record.where import caller
 from parallel101.laboratory.sim.clock import VirtualRank
 from parallel101.spans import recorder
 

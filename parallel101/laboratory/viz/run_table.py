@@ -26,9 +26,9 @@ from parallel101.laboratory.analysis.waiting import (
     slowest_links,
     waits,
 )
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, ranks_text
-from parallel101.laboratory.record.where import shown
 
 MOST_RANKS, MOST_LINKS, MOST_CALLS = 32, 8, 10
 

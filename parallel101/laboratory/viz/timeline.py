@@ -19,9 +19,9 @@ from parallel101.laboratory.analysis.critical_path import CriticalPath, Segment
 from parallel101.laboratory.analysis.critical_path import critical_path as path_of
 from parallel101.laboratory.analysis.overlap import bookkeeping
 from parallel101.laboratory.record.events import P2P, Event
+from parallel101.laboratory.record.program_lines import named
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, listed, round_step
-from parallel101.laboratory.record.where import named
 from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
