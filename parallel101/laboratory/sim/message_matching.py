@@ -40,7 +40,7 @@ from parallel101.laboratory.record.events import EventGroup, EventRow
 from parallel101.laboratory.record.program_lines import where as where_from
 from parallel101.laboratory.record.signatures import own_limit, unfit
 from parallel101.laboratory.sim.clock import VirtualRank, World
-from parallel101.laboratory.sim.work import SimFuture, SimWork
+from parallel101.laboratory.sim.work import SimWork
 from parallel101.spans import Collective, current_collective
 
 # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
@@ -137,22 +137,6 @@ class MessageWork(SimWork):
             self.settle()
         return True
 
-    def is_completed(self) -> bool:
-        done = SimWork.is_completed(self)
-        if done and self.tensor is not None:
-            self.settle()
-        return done
-
-    def get_future(self) -> SimFuture:
-        future = SimWork.get_future(self)
-        if self.done and self.tensor is not None:
-            self.settle()
-        return future
-
-    def settle(self) -> None:
-        """Note that the program knows that the message has ended: the tensor is its own again."""
-        raise NotImplementedError
-
     def result(self) -> list[torch.Tensor]:
         return [] if self.tensor is None else [self.tensor]
 
@@ -198,6 +182,8 @@ class RecvWork(MessageWork):
 
     def settle(self) -> None:
         """Copy what has arrived into the tensor."""
+        if self.tensor is None:
+            return
         data, self.data = self.data, None
         if data is not None:
             memory(self.nbytes).from_address(self.pointer).raw = data
@@ -246,6 +232,8 @@ class SendWork(MessageWork):
 
         Raises MisuseError if it has changed it before.
         """
+        if self.tensor is None:
+            return
         self.rank.unwaited.discard(self)
         before, self.snapshot = self.snapshot, None
         if before is not None and snapshot(self.pointer, self.nbytes) != before:

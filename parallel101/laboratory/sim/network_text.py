@@ -26,36 +26,27 @@ def parse_network(text: str) -> Network:
     Raises:
         ValueError: a name that the network doesn't have, or a value that it doesn't take.
     """
+    parts = [[piece.strip() for piece in part.partition("=")] for part in text.split(",")]
     kind, options = "switch", {}
-    for nth, part in enumerate(text.split(",")):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if nth == 0 and name in TOPOLOGIES:
-            kind, first = name, TOPOLOGIES[name][1]
-            if bool(equals) != (first is not None):
-                raise ValueError(
-                    f"the network {text!r} needs "
-                    f"{name}{f'={first}' if first else ' without a value'}; {EXAMPLE}"
-                )
-            if first:
-                options.update(_shape(name, value, text))
-        elif not equals:
+    if parts[0][0] in TOPOLOGIES:
+        kind, equals, value = parts.pop(0)
+        shape = TOPOLOGIES[kind][1]
+        if bool(equals) != (shape is not None):
+            needs = f"={shape}" if shape else " without a value"
+            raise ValueError(f"the network {text!r} needs {kind}{needs}; {EXAMPLE}")
+        options = _shape(kind, value, text) if shape else {}
+    make = TOPOLOGIES[kind][0]
+    known = inspect.signature(make).parameters.keys() - {"topology", "shape", "ranks_per_node"}
+    for name, equals, value in parts:
+        if not equals:
             raise ValueError(
-                f"the network {text!r} has {part!r}, which is neither a topology in front nor "
+                f"the network {text!r} has {name!r}, which is neither a topology in front nor "
                 f"name=value; {EXAMPLE}"
             )
-        else:
-            options[name] = _value(name, value, text)
-    make = TOPOLOGIES[kind][0]
-    known = [
-        name
-        for name in inspect.signature(make).parameters
-        if name not in ("topology", "shape", "ranks_per_node")
-    ]
-    for name in options:
-        if name not in (*known, "shape", "ranks_per_node"):
-            raise ValueError(
-                f"the network {text!r} has no {name!r}; a {kind} takes {', '.join(known)}"
-            )
+        if name not in known:
+            takes = ", ".join(key for key in inspect.signature(make).parameters if key in known)
+            raise ValueError(f"the network {text!r} has no {name!r}; a {kind} takes {takes}")
+        options[name] = _value(name, value, text)
     return make(**options)
 
 

@@ -110,22 +110,7 @@ class Operation(SimWork):
 
         Within torch's coalescing manager this does nothing: the batch starts at its end.
         """
-        if self.in_queue:
-            SimWork.wait(self, timeout)
-            self.settle()
-        return True
-
-    def is_completed(self) -> bool:
-        done = SimWork.is_completed(self)
-        if done:
-            self.settle()
-        return done
-
-    def get_future(self) -> SimFuture:
-        future = SimWork.get_future(self)
-        if self.done:
-            self.settle()
-        return future
+        return not self.in_queue or SimWork.wait(self, timeout)
 
     def finish(self) -> None:
         if self.future is not None:
@@ -138,8 +123,7 @@ class Operation(SimWork):
         Raises MisuseError if it has changed one that it sent.
         """
         for message in self.messages:
-            if message.tensor is not None:
-                message.settle()
+            message.settle()
 
     def result(self) -> list[torch.Tensor]:
         return self.tensors
