@@ -123,7 +123,9 @@
     const open = new Map(), bars = [];
     for (let e = 0; e < run.events; e++) {
       const start = run.begin + starts[e] * run.tick, stop = start + durations[e] * run.tick;
-      if (stop < begin || start > end) continue;
+      // times are rounded to ticks: what ends where the first step begins belongs to the one before
+      if (start < begin - run.tick && stop < begin + run.tick) continue;
+      if (start > end - run.tick && stop > end + run.tick) continue;
       const key = (ranks[e] * 8 + lanes[e]) * 65536 + looks[e], before = open.get(key);
       if (before && (stop - start) * scale < 1 && (start - before.stop) * scale < .5 &&
           (before.stop - before.start) * scale < 2) {
