@@ -99,10 +99,10 @@ class GradientSeconds(NamedTuple):
 
 def messages_of(layout: ParallelLayout, software: Software, stage: Stage) -> int:
     """In how many messages the gradients of a rank travel along dp."""
-    if not software.buckets:
-        return 1
     if layout.zero_stage == 3:
         return (stage.layers + stage.last) * (2 if sent_apart(layout) else 1) + stage.first
+    if not software.buckets:
+        return 1
     return len(buckets_of(layout, stage))
 
 
