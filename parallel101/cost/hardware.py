@@ -13,7 +13,7 @@ way at the same time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class KernelFigures:
         attention, attention_backward: the part of `flops` that fused attention reaches.
         nvlink_reached, network_reached: the part of a link's bandwidth that long messages reach.
         nvlink_step, network_step: seconds of a step of a collective, besides its bytes.
+        runs, runs_words: how many times as long as the quick model says published runs took: the
+            range that plans print, and what it is.
         source: of each of these.
     """
 
@@ -88,6 +90,8 @@ class KernelFigures:
     network_reached: float
     nvlink_step: float
     network_step: float
+    runs: tuple[float, float]
+    runs_words: str
     source: str
 
 
@@ -134,22 +138,16 @@ PCIE = (
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
 
-# The part of the peak that 16-bit products reach at the best of many shapes: S. Bekman, Machine
-# Learning Engineering, github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable
-# Matmul FLOPS comparison table".
-BEST_PRODUCT = {"A100": 0.869, "H100": 0.803, "B200": 0.776}
-
 # Calibrated on three rows of Megatron-LM's Table 1 (Narayanan et al., SC 2021) and on the layers in
 # vTrain's profile that keep an A100 busy: see BENCHMARKS.md. Memory bandwidth and products are hard
 # to tell apart there: (0.82, 0.60) fits almost as well as (0.80, 0.64).
-CALIBRATED = "sustained, tile_start, hbm: calibrated on published runs on A100, see BENCHMARKS.md"
-A100_SUSTAINED, A100_HBM = 0.80, 0.64
+A100_CALIBRATED = "sustained, tile_start, hbm: calibrated on published runs, see BENCHMARKS.md; "
 # the bus bandwidth of an all-reduce of 1 GiB over 8 A100 in vTrain's runs is 229 GB/s of 300
-A100_NVLINK = 0.765
+NVLINK_REACHED = 0.765
 
 LINKS = (
-    "nvlink_step, network_step and network_reached: read off SimAI's inputs/ratio (fractions of a "
-    "link's bandwidth that NCCL reached, by size and number of nodes), not fitted"
+    "; nvlink_step, network_step and network_reached: read off SimAI's inputs/ratio (fractions of "
+    "a link's bandwidth that NCCL reached, by size and number of nodes), not fitted"
 )
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # cuBLAS's, roughly
 
@@ -159,58 +157,84 @@ TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # c
 ALIGNMENT = ((16, 1.0), (8, 0.8), (4, 0.6), (2, 0.3))
 
 
-def kernels_like_a100(
-    name: str, sms: int, attention: float, backward: float, source: str
+def kernel_figures(
+    sms: int,
+    sustained: float,
+    hbm: float,
+    attention: tuple[float, float],
+    runs: tuple[float, float, str],
+    source: str,
 ) -> KernelFigures:
-    """Return the figures of a GPU on which nothing was calibrated.
+    """Return the figures of a GPU. What isn't given is the A100's.
 
-    Its products keep the A100's distance from the best product; memory and links are reached alike.
+    Args:
+        attention: forward and backward.
+        runs: how many times as long as the quick model says published runs took, from and to, and
+            in words.
     """
     return KernelFigures(
         sms=sms,
-        sustained=A100_SUSTAINED * BEST_PRODUCT[name] / BEST_PRODUCT["A100"],
+        sustained=sustained,
         tiles=TILES,
         tile_start=128,
         alignment=ALIGNMENT,
-        hbm=A100_HBM,
+        hbm=hbm,
         launch=2e-6,
-        attention=attention,
-        attention_backward=backward,
-        nvlink_reached=A100_NVLINK,
+        attention=attention[0],
+        attention_backward=attention[1],
+        nvlink_reached=NVLINK_REACHED,
         network_reached=0.95,
         nvlink_step=5e-6,
         network_step=5e-6,
-        source=f"{CALIBRATED}; other GPUs: in the ratio of their best products, which are Bekman's "
-        f"(Machine Learning Engineering); {LINKS}; {source}",
+        runs=runs[:2],
+        runs_words=runs[2],
+        source=source + LINKS,
     )
 
 
+# the published runs that no constant was chosen with: see BENCHMARKS.md
+ON_H100 = (
+    0.9,
+    1.6,
+    "published H100 runs that no constant was chosen with took so much of what the model says for "
+    "their programs",
+)
 KERNELS = {
-    "A100": kernels_like_a100(
-        "A100",
+    "A100": kernel_figures(
         108,
-        0.60,
-        0.50,
-        "SMs: NVIDIA, A100 Tensor Core GPU Architecture; attention: 50 to 73 % of the peak, Dao, "
+        0.80,
+        0.64,
+        (0.60, 0.50),
+        (0.9, 1.1, "nine in ten of the published A100 runs that keep a GPU busy are within it"),
+        A100_CALIBRATED
+        + "SMs: NVIDIA, A100 Tensor Core GPU Architecture; attention: 50 to 73 % of the peak, Dao, "
         "FlashAttention-2 (arXiv 2307.08691), abstract, the lower half for a causal mask",
     ),
-    "H100": kernels_like_a100(
-        "H100",
+    "H100": kernel_figures(
         132,
-        0.55,
-        0.45,
-        "SMs: NVIDIA, H100 Tensor Core GPU Architecture; attention: between 35 % of the peak "
-        "(FlashAttention-2) and 75 % (FlashAttention-3), Shah et al. (arXiv 2407.08608), abstract",
+        0.71,
+        0.88,
+        (0.55, 0.45),
+        ON_H100,
+        "sustained, hbm, attention: measured on an H100 80GB HBM3 with torch 2.11, see "
+        "planner/published_tables/h100_kernels.csv; SMs: NVIDIA, H100 Tensor Core GPU Architecture",
     ),
-    "B200": kernels_like_a100(
-        "B200",
+    "B200": kernel_figures(
         148,
-        0.50,
-        0.40,
+        0.69,
+        0.88,
+        (0.50, 0.40),
+        (ON_H100[0], ON_H100[1], "a guess, the H100's range: nothing was held to runs on a B200"),
+        "a guess: sustained: the H100's, in the ratio of their best products (0.776 and 0.803 of "
+        "the peak: S. Bekman, Machine Learning Engineering, compute/accelerator); hbm: the H100's; "
         "SMs: 148 as CUDA reports them; attention: an estimate, below FlashAttention-4's best "
         "(Zadouri et al., github.com/Dao-AILab/flash-attention, assets/fa4_paper.pdf)",
     ),
 }
+KERNELS["H200"] = replace(
+    KERNELS["H100"],
+    runs_words="the H100's range, whose SMs it has: nothing was held to runs on an H200",
+)
 
 H100_LINKS = (
     Level("node", 8, 450e9, NVLINK_HOP),
@@ -268,7 +292,7 @@ CHIPS: dict[str, Chip] = {
             4.8e12,
             H100_LINKS,
             GPUS + "; network and kernels: the H100's, which has the same SMs and nodes",
-            kernels=KERNELS["H100"],
+            kernels=KERNELS["H200"],
         ),
         Chip(
             "B200",

@@ -121,10 +121,12 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: 
     forward = products_seconds(cluster, linear, e)
     weight_gradients = products_seconds(cluster, [p.weight_gradient for p in linear], e)
     backward = weight_gradients + products_seconds(cluster, [p.input_gradient for p in linear], e)
+    backward += software.again * forward
 
     ring = cut.cp > 1 and cut.context != "ulysses"
     if shape.attention == "fused" and not (ring and not software.fused_ring):
         flops, nbytes = flash_attention(shape, cut)
+        flops /= software.attention
         core = attention_seconds(chip, flops, nbytes, itemsize=e)
         core_after = attention_seconds(chip, 2.5 * flops, 2 * nbytes, backward=True, itemsize=e)
         if ring:  # a kernel for each block

@@ -20,6 +20,8 @@ class Software:
             product. False: one kernel for each operation of torch.
         fused_ring: ring attention computes each block with a fused kernel. False: with plain
             products in 32 bits, as `p101.ring_attention` does.
+        attention: the part of the chip's fused attention that its kernel reaches.
+        again: the part of a layer's products that backward computes once more.
         tp_overlap: what is in flight in backward while weight gradients are computed: "none";
             "column": the sums of column layers (and what they gather again with sequence parallel);
             "halves": as this package's, the first half of each of these sums, its reduce-scatter.
@@ -45,6 +47,8 @@ class Software:
     name: str
     fused: bool = True
     fused_ring: bool = True
+    attention: float = 1.0
+    again: float = 0.0
     tp_overlap: str = "none"
     dp_overlap: bool = True
     pp_overlap: bool = False
@@ -119,3 +123,33 @@ VTRAIN_PROFILE = Software(
     host=70e-6,
     padding=1,
 )
+
+# trainers/: HybridTrainer's stages wait for each other's sums of gradients; this one's don't
+LLAMA_3 = replace(
+    TRAINERS, name="Meta's program for Llama 3 (arXiv 2407.21783), as far as known", buckets=False
+)
+# scripts/train/benchmarking/sweep.sh: torch 2.0.1, Triton's FlashAttention. Its part, and that FSDP
+# hid no messages, are chosen on half of the published rows: see BENCHMARKS.md.
+LLM_FOUNDRY_2023 = Software(
+    "LLM Foundry v0.0.4, FSDP of torch 2.0",
+    fused=False,
+    attention=0.36,
+    dp_overlap=False,
+    accumulation="fused",
+    buckets=True,
+    loss_bytes=60,
+    optimizer_bytes=46,
+    host=10e-6,
+    padding=1,
+)
+# torchtitan's selective checkpointing, by operation, keeps every second product. ("Selective" in
+# ParallelLayout is Korthikanti's: the core of attention is computed again, and no product.)
+TORCHTITAN = replace(
+    LLM_FOUNDRY_2023,
+    name="torchtitan of 2024, FSDP2, selective checkpointing by operation",
+    attention=1.0,
+    again=0.5,
+    dp_overlap=True,
+    contention=CONTENTION,
+)
+TORCHTITAN_COMPILED = replace(TORCHTITAN, name=f"{TORCHTITAN.name}, compiled", fused=True)

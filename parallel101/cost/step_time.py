@@ -46,9 +46,6 @@ from parallel101.cost.update_seconds import (
     optimizer_seconds,
 )
 
-# nine of ten of the calibration's steps that keep a GPU busy are within it, see BENCHMARKS.md
-RANGE = 0.10  # of `low` and `high`
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -63,6 +60,7 @@ class StepTime:
         model_flops: of all ranks together, without what is computed again; hardware_flops: with it.
         tokens: of the batch.
         peak: operations per second of all GPUs together.
+        runs: see KernelFigures: `low` and `high` are so many times the seconds.
     """
 
     matmul: float
@@ -79,6 +77,7 @@ class StepTime:
     hardware_flops: float
     tokens: int
     peak: float
+    runs: tuple[float, float]
 
     @property
     def seconds(self) -> float:
@@ -102,11 +101,11 @@ class StepTime:
 
     @property
     def low(self) -> float:
-        return self.seconds * (1 - RANGE)
+        return self.seconds * self.runs[0]
 
     @property
     def high(self) -> float:
-        return self.seconds * (1 + RANGE)
+        return self.seconds * self.runs[1]
 
     @property
     def mfu(self) -> float:
@@ -194,6 +193,7 @@ def step_time(
         hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,
         peak=cluster.chip.flops * layout.gpus,
+        runs=cluster.kernels.runs,
     )
 
 

@@ -20,7 +20,10 @@ def test_figures_are_possible_and_say_where_they_come_from(name):
     has = CHIPS[name].kernels
     parts = (has.sustained, has.hbm, has.attention, has.attention_backward)
     assert all(0.2 < part < 1 for part in (*parts, has.nvlink_reached, has.network_reached))
-    assert "calibrated" in has.source and "SMs" in has.source
+    basis = {"A100": "calibrated", "H100": "measured", "B200": "a guess"}[name]
+    assert basis in has.source and "SMs" in has.source
+    low, high = has.runs
+    assert low <= 1 <= high and ("guess" in has.runs_words) == (name == "B200")
 
 
 def test_one_tile_too_many_is_another_wave():

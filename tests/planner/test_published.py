@@ -1,11 +1,23 @@
 """The quick model against published runs. The pins leave room above the errors in BENCHMARKS.md."""
 
+import csv
+from statistics import mean
+
 import pytest
 
-from parallel101.cost.software import MEGATRON_2021, MEGATRON_2022, VTRAIN_PROFILE
+from parallel101.cost import CHIPS
+from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
+from parallel101.cost.software import (
+    LLM_FOUNDRY_2023,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    VTRAIN_PROFILE,
+)
 from parallel101.laboratory.bench.published_runs import main
 from parallel101.laboratory.planner.published import (
+    H100_ROWS,
     MEGATRON_ROWS,
+    TABLES,
     VTRAIN_ROWS,
     published_errors,
     read_runs,
@@ -36,6 +48,40 @@ def test_vtrains_profile():
     assert {row.run.software for row in rows} == {VTRAIN_PROFILE}
     busy = [row for row in rows if row.run.shape.width == 2048 and row.run.layout.microbatch == 8]
     assert summary(busy).median < 0.07
+
+
+def test_runs_on_h100_are_within_the_range_that_plans_print():
+    """Kernels were measured on an H100; two constants of one program chosen on half of its rows."""
+    rows = published_errors(H100_ROWS)
+    of_half = {use: [r for r in rows if r.run.used == use] for use in ("calibration", "test")}
+    same = [r for r in of_half["test"] if r.run.software is LLM_FOUNDRY_2023]
+    assert len(of_half["calibration"]) == len(same) == 26
+    assert summary(of_half["calibration"]).mean < 0.065 and summary(same).mean < 0.065
+    low, high = CHIPS["H100"].kernels.runs
+    ratios = [r.measured / r.predicted for r in of_half["test"]]
+    assert low < min(ratios) < low + 0.1 and high - 0.1 < max(ratios) < high + 0.05
+
+
+def test_h100_kernels_are_as_measured():
+    with open(TABLES / "h100_kernels.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    h100, errors = CHIPS["H100"], {}
+    for row in rows:
+        kind, (m, n, k) = row["kernel"], (int(row[name] or 0) for name in "mnk")
+        if kind == "product":
+            seconds = product_seconds(h100, m, n, k)
+        elif kind.startswith("attention"):
+            back = kind.endswith("backward")
+            flops = 2 * m * n * n * k * (2.5 if back else 1)
+            seconds = attention_seconds(h100, flops, 0, backward=back)
+        else:
+            seconds = memory_seconds(h100, (6 if kind == "add" else 4) * m * n)
+        kind = kind if kind in ("product", "attention", "attention backward") else "memory"
+        errors.setdefault(kind, []).append(seconds * 1e3 / float(row["ms"]) - 1)
+    assert max(map(abs, errors["product"])) < 0.06 and abs(mean(errors["product"])) < 0.01
+    assert max(map(abs, errors["memory"])) < 0.08
+    long = {kind: of[-1] for kind, of in errors.items() if kind.startswith("attention")}
+    assert all(abs(error) < 0.25 for error in long.values())
 
 
 def test_tflops_give_the_same_seconds(tmp_path):

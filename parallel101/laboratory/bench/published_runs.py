@@ -15,7 +15,10 @@ from pathlib import Path
 from parallel101.laboratory.planner.published import PublishedError, published_errors, summary
 
 MOST_ROWS = 40
-GROUPS: dict[str, Callable[[PublishedError], int]] = {
+GROUPS: dict[str, Callable[[PublishedError], int | str]] = {
+    "used for": lambda row: row.run.used,
+    "program:": lambda row: row.run.software.name,
+    "tokens of a sample": lambda row: row.run.shape.time,
     "GPUs": lambda row: row.run.layout.gpus,
     "tp": lambda row: row.run.layout.tp,
     "pp": lambda row: row.run.layout.pp,
@@ -77,6 +80,8 @@ def group_lines(rows: Sequence[PublishedError]) -> list[str]:
         groups = defaultdict(list)
         for row in rows:
             groups[key(row)].append(row)
+        if len(groups) == 1:
+            continue
         for value, group in sorted(groups.items()):
             of = summary(group)
             signed = sum(row.error for row in group) / len(group)

@@ -176,8 +176,8 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
         [head[k] for k in kept],
         [[row[k] for k in kept] for row in rows],
         numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
-        note="first, last: the memory that a GPU of the first and of the last stage needs."
-        + ring_note(plan),
+        note="first, last: the memory that a GPU of the first and of the last stage needs. range: "
+        f"{plan.cluster.kernels.runs_words}.{ring_note(plan)}",
     )
 
 

@@ -18,10 +18,14 @@ from its kind:
     recompute "selective", or          Megatron-LM of 2022, whose messages along tp overlap with
     sequence parallel                  weight gradients
 
+    a column "kind", gpt or llama      current programs on H100: bf16, 32-bit gradients, fused
+                                       attention, no dropout
+
 A column says otherwise where there is one: recompute (full, selective, none), sequence_parallel,
 attention (fused, unfused), device, precision, gradient_dtype, vocabulary, sequence_length, dropout,
-overlap, nodes_of, node_gbps, software. Two columns full_recompute_s and present_work_s are two
-rows: without and with sequence parallel and selective recomputation (Korthikanti et al., Table 5).
+overlap, nodes_of, node_gbps, cp, zero_stage, software. Two columns full_recompute_s and
+present_work_s are two rows: without and with sequence parallel and selective recomputation
+(Korthikanti et al., Table 5).
 """
 
 from __future__ import annotations
@@ -34,12 +38,17 @@ from pathlib import Path
 from statistics import mean, median
 
 from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import chip_of
 from parallel101.cost.model_flops import hardware_flops
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import (
+    LLAMA_3,
+    LLM_FOUNDRY_2023,
     MEGATRON_2021,
     MEGATRON_2022,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
     TRAINERS,
     VTRAIN_PROFILE,
     Software,
@@ -83,10 +92,17 @@ COLUMNS = {
         "time_s",
         "measured_s",
     ),
+    "tokens": ("tokens_s_gpu", "tokens_per_second_per_gpu", "tps_gpu"),
     "milliseconds": ("iteration_time_ms", "iteration_ms", "step_ms", "time_ms", "milliseconds"),
     "tflops": ("tflops_gpu", "tflops_per_gpu", "tflops"),
     "full_seconds": ("full_recompute_s", "full_recomputation_s", "full_s"),
     "selective_seconds": ("present_work_s", "present_work", "selective_sp_s", "selective_s"),
+    "kind": ("kind",),
+    "kv_heads": ("kv_heads",),
+    "feed_forward": ("feed_forward",),
+    "cp": ("cp", "context_parallel"),
+    "zero_stage": ("zero_stage", "zero"),
+    "used": ("used",),
     "recompute": (
         "recompute",
         "recomputation",
@@ -110,10 +126,15 @@ SOFTWARE = {
     "megatron 2022": MEGATRON_2022,
     "vtrain profile": VTRAIN_PROFILE,
     "trainers": TRAINERS,
+    "llm foundry 2023": LLM_FOUNDRY_2023,
+    "torchtitan": TORCHTITAN,
+    "torchtitan compiled": TORCHTITAN_COMPILED,
+    "llama 3": LLAMA_3,
 }
 TABLES = Path(__file__).parent / "published_tables"  # see its README.md
 MEGATRON_ROWS = TABLES / "megatron_table1_three_rows.csv"
 VTRAIN_ROWS = TABLES / "vtrain_single_node_a100.csv"
+H100_ROWS = TABLES / "h100_runs.csv"
 VTRAIN_MARK = {"milliseconds", "dp"}  # columns by which its tables are known
 VTRAIN_NETWORK = 100e9  # bytes per second of a node: inter_node_bandwidth, 800 Gb/s
 GPT_VOCABULARY = {"vtrain": 50257, "megatron": 51200}
@@ -121,7 +142,9 @@ GPT_VOCABULARY = {"vtrain": 50257, "megatron": 51200}
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A row of a table: what ran, and how long a step took."""
+    """A row of a table: what ran, and how long a step took. `used`: "calibration" if a constant was
+    chosen with it, "test" if none was, and "" if the table doesn't say.
+    """
 
     name: str
     shape: ModelShape
@@ -129,15 +152,20 @@ class PublishedRun:
     cluster: Cluster
     software: Software
     measured: float  # seconds of a step
+    used: str = ""
 
     @property
     def words(self) -> str:
         """The layout in short."""
         of = self.layout
         chunks = f" v{of.chunks}" if of.chunks > 1 else ""
+        words = "".join(
+            f" {word}{n}" for word, n in (("cp", of.cp), ("ZeRO", of.zero_stage)) if n > 1
+        )
+        words += f" {self.shape.time} tokens" * (self.shape.time != 2048)
         sp = " sp" if of.sequence_parallel else ""
         return (
-            f"{of.gpus} GPUs tp{of.tp} pp{of.pp} dp{of.dp} b{of.microbatch}{chunks} "
+            f"{of.gpus} GPUs tp{of.tp} pp{of.pp} dp{of.dp}{words} b{of.microbatch}{chunks} "
             f"{of.recompute}{sp}"
         )
 
@@ -266,9 +294,11 @@ def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
         except ValueError:
             raise ValueError(f"{name}={text!r}: expected a number") from None
 
-    tp, pp = number("tp"), number("pp")
-    gpus = number("gpus", tp * pp * number("dp", 1))
-    dp = number("dp", gpus // (tp * pp))
+    tp, pp, cp = number("tp"), number("pp"), number("cp", 1)
+    gpus = number("gpus", tp * pp * cp * number("dp", 1))
+    dp = number("dp", gpus // (tp * pp * cp))
+    llama = values.get("kind", "gpt").lower() == "llama"
+    h100 = "kind" in values  # the table of runs on H100 names its programs
     nodes_of = number("nodes_of", 8)
     profile = vtrain and gpus <= nodes_of
     recompute = recompute_word(values.get("recompute", "none" if profile else "full"))
@@ -281,32 +311,43 @@ def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
         dp=dp,
         tp=tp,
         pp=pp,
+        cp=cp,
         microbatch=microbatch,
         microbatches=batch // (microbatch * dp),
         chunks=number("chunks", 1),
+        zero_stage=number("zero_stage", 0),
         recompute=recompute,
         sequence_parallel=sequence_parallel,
-        precision=values.get("precision", "fp16-mixed"),
-        gradient_dtype=values.get("gradient_dtype"),
-        overlap=is_yes(values.get("overlap", "yes" if pp == 1 and not vtrain else "no")),
+        precision=values.get("precision", "bf16-mixed" if h100 else "fp16-mixed"),
+        gradient_dtype=values.get("gradient_dtype", "fp32" if h100 else None),
+        overlap=is_yes(values.get("overlap", "yes" if h100 or (pp == 1 and not vtrain) else "no")),
     )
-    attention = "fused" if values.get("attention", "").lower() in ("fused", "flash") else "unfused"
+    fused = values.get("attention", "fused" if h100 else "").lower() in ("fused", "flash")
     shape = ModelShape(
         number("hidden"),
         number("layers"),
         number("heads"),
         number("vocabulary", GPT_VOCABULARY["vtrain" if vtrain else "megatron"]),
         number("time", 2048),
-        attention=attention,
-        dropout=is_yes(values.get("dropout", "yes")),
+        kv_heads=number("kv_heads", 0) or None,
+        feed_forward=number("feed_forward", 0) or None,
+        gated=llama,
+        norm="rms" if llama else "layer",
+        biases=not llama,
+        positions="rotary" if llama else "learned",
+        tied=not llama,
+        attention="fused" if fused else "unfused",
+        dropout=is_yes(values.get("dropout", "no" if h100 else "yes")),
     )
     network = number("node_gbps") / 8 * 1e9 if "node_gbps" in values else None
     if network is None and vtrain:
         network = VTRAIN_NETWORK
-    cluster = Cluster(values.get("device", "A100"), gpus, nodes_of, network=network)  # type: ignore[arg-type]
+    chip = chip_of(values.get("device", "H100" if h100 else "A100"))
+    cluster = Cluster(chip, gpus, nodes_of, network=network)
     seconds = measured_seconds(values, shape, layout)
     name = values.get("name", f"{shape.parameters / 1e9:.1f}B")
-    return PublishedRun(name, shape, layout, cluster, software, seconds)
+    used = values.get("used", "")
+    return PublishedRun(name, shape, layout, cluster, software, seconds, used)
 
 
 def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: ParallelLayout) -> float:
@@ -315,11 +356,14 @@ def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: Paral
         return float(values["seconds"])
     if "milliseconds" in values:
         return float(values["milliseconds"]) / 1000
+    if "tokens" in values:
+        return layout.batch * shape.time / layout.gpus / float(values["tokens"])
     if "tflops" in values:
         flops = hardware_flops(shape, layout.batch, layout.recompute)
         return flops / layout.gpus / (float(values["tflops"]) * 1e12)
     raise ValueError(
-        "the row has no time: expected a column such as step_s, iteration time (ms) or tflops_gpu"
+        "the row has no time: expected a column such as step_s, iteration time (ms), tokens_s_gpu "
+        "or tflops_gpu"
     )
 
 
