@@ -129,37 +129,30 @@ def _head(
     collectives: bool,
     of_all: str,
 ) -> None:
-    scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add(
-        "text",
-        f"{trace_facts(trace)} · {human_seconds(span)}",
-        x=932,
-        y=40,
-        font_size=13,
-        class_="m e",
-    )
+    scene.write(scene.title, 28, 40, None, "h")
+    scene.write(f"{trace_facts(trace)} · {human_seconds(span)}", 932, 40, 13, "m e")
     one = " A collective of torch's own counts as one message." if collectives else ""
     sentence = (
         "Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: "
         f"received.{one}"
     )
-    scene.add("text", sentence, x=28, y=64, font_size=14 if not one else 13, class_="m")
+    scene.write(sentence, 28, 64, 14 if not one else 13, "m")
     scene.intro = sentence
     waits = any(e.waiting for e in spans)
     draw_legend(scene, [*span_entries(colours, 5), *[("wait", "idle")] * waits])
-    scene.add("text", f"sent{of_all}", x=SENT, y=89, font_size=12, class_="m e")
-    scene.add("text", "messages", x=COUNT, y=89, font_size=12, class_="m e")
+    scene.write(f"sent{of_all}", SENT, 89, 12, "m e")
+    scene.write("messages", COUNT, 89, 12, "m e")
 
 
 def _ranks(scene: Scene, name: str, y: float, ranks: int, colour: str = "") -> None:
     """The name of a panel and its rows."""
     if colour:
-        scene.add("rect", x=28, y=y + 2, width=10, height=10, rx=2, class_=colour)
-    scene.add("text", name, x=44 if colour else 28, y=y + 12, font_size=14, class_="b")
+        scene.rect(28, y + 2, 10, 10, colour, rx=2)
+    scene.write(name, 44 if colour else 28, y + 12, 14, "b")
     for rank in range(ranks):
         at = y + HEAD - 6 + rank * ROW
-        scene.add("rect", x=LEFT, y=at, width=RIGHT - LEFT, height=TALL, class_="row")
-        scene.add("text", f"rank {rank}", x=LEFT - 10, y=at + 9, font_size=10.5, class_="m e")
+        scene.rect(LEFT, at, RIGHT - LEFT, TALL, "row")
+        scene.write(f"rank {rank}", LEFT - 10, at + 9, 10.5, "m e")
 
 
 def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[float], float]) -> None:
@@ -169,14 +162,12 @@ def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[floa
         sum(of.sent(rank) for rank in range(ranks)),
         sum(of.count(rank) for rank in range(ranks)),
     )
-    scene.add("text", human_bytes(total), x=SENT, y=y + 12, font_size=13, class_="b e")
-    scene.add("text", count, x=COUNT, y=y + 12, font_size=13, class_="b e")
+    scene.write(human_bytes(total), SENT, y + 12, 13, "b e")
+    scene.write(count, COUNT, y + 12, 13, "b e")
     for rank in range(ranks):
         at = y + HEAD - 6 + rank * ROW
-        scene.add(
-            "text", human_bytes(of.sent(rank)), x=SENT, y=at + 9, font_size=10.5, class_="m e"
-        )
-        scene.add("text", of.count(rank), x=COUNT, y=at + 9, font_size=10.5, class_="m e")
+        scene.write(human_bytes(of.sent(rank)), SENT, at + 9, 10.5, "m e")
+        scene.write(of.count(rank), COUNT, at + 9, 10.5, "m e")
         both = [(e.start, e.end) for e in of.collectives if e.rank == rank]
         sent = [(m.start, m.end) for m in of.messages if m.src == rank]
         received = [(m.start, m.end) for m in of.messages if m.dst == rank]
@@ -189,7 +180,7 @@ def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[floa
                 drawn = "".join(
                     box(left, at + low, right - left, tall) for left, right in pixels(pieces, x)
                 )
-                path = scene.add("path", d=drawn, class_=colour + more)
+                path = scene.path(drawn, colour + more)
                 path.add("title", f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}")
 
 

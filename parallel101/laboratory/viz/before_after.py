@@ -79,11 +79,11 @@ def before_after_scene(
         + ".unused{fill:none;stroke:var(--line);stroke-dasharray:3 3}.small .flight{transform:none}"
     )
     scene.style += "text.over{fill:var(--ink);stroke:var(--bg);stroke-width:3;paint-order:stroke}"
-    scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
-    scene.panel(narrow="none").add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
+    scene.panel(narrow="translate(0,0)").write(scene.title, 28, 40, None, "h")
+    scene.panel(narrow="none").write(captions.size, 932, 40, 13, "m e")
     below = scene.panel(narrow=f"translate(0,{scene.narrow[1] - scene.height})")
     for k, note in enumerate(notes):
-        below.add("text", note, x=28, y=TOP + high + 28 + 18 * k, font_size=12, class_="m")
+        below.write(note, 28, TOP + high + 28 + 18 * k, 12, "m")
     before, after = (
         scene.panel(narrow="translate(0,-34)"),
         scene.panel(narrow=f"translate({LEFTS[0] - LEFTS[1]},{high + 10:g})"),
@@ -176,14 +176,7 @@ def _sentence(scene: Scene, text: str, begin: float, end: float, wrong: bool = F
         fitted(text, 904, wrong),
     )
     for k, line in enumerate(lines):
-        group.add(
-            "text",
-            line,
-            x=28,
-            y=64 if len(lines) == 1 else 59 + 16 * k,
-            font_size=size,
-            class_="w b" if wrong else "m",
-        )
+        group.write(line, 28, 64 if len(lines) == 1 else 59 + 16 * k, size, "w b" if wrong else "m")
 
 
 def _row_text(replay: Replay, origin: int, flights: Sequence[Flight], transposed: bool) -> str:
@@ -243,22 +236,19 @@ def _numbered(replay: Replay) -> bool:
 def _frame(
     scene: Node, replay: Replay, left: float, name: str, rows: list[list[ChunkPart]], cell: Point
 ) -> None:
-    scene.add("text", name, x=left, y=TOP - 12, font_size=15, class_="b")
+    scene.write(name, left, TOP - 12, 15, "b")
     for i, (rank, row) in enumerate(zip(replay.ranks, rows)):
         y = TOP + i * cell[1]
-        scene.add(
-            "text", f"rank {rank}", x=left - 10, y=y + cell[1] / 2 + 4, font_size=12.5, class_="m e"
-        )
+        scene.write(f"rank {rank}", left - 10, y + cell[1] / 2 + 4, 12.5, "m e")
         for k, block in enumerate(row):
             if block.chunk is not None:
-                scene.add(
-                    "rect",
-                    x=left + k * cell[0] + GAP,
-                    y=y + GAP,
-                    width=cell[0] - 2 * GAP,
-                    height=cell[1] - 2 * GAP,
+                scene.rect(
+                    left + k * cell[0] + GAP,
+                    y + GAP,
+                    cell[0] - 2 * GAP,
+                    cell[1] - 2 * GAP,
+                    "faint",
                     rx=4,
-                    class_="faint",
                 )
         if not row:
             what = (
@@ -268,7 +258,7 @@ def _frame(
                 and replay.results[rank] is not None
                 else "nothing"
             )
-            scene.add("text", what, x=left + 6, y=y + cell[1] / 2 + 4, font_size=12, class_="m")
+            scene.write(what, left + 6, y + cell[1] / 2 + 4, 12, "m")
 
 
 def _inside(at: Point, cell: Point) -> dict[str, float]:
@@ -301,7 +291,7 @@ def _label(
 ) -> None:
     size = min(15.0, 0.62 * place["height"], 1.35 * place["width"] / len(text))
     y = place["y"] + middle * place["height"] + 0.35 * size
-    parent.add("text", text, x=place["x"] + place["width"] / 2, y=y, font_size=size, class_=class_)
+    parent.write(text, place["x"] + place["width"] / 2, y, size, class_)
 
 
 def _summed(replay: Replay, block: ChunkPart) -> bool:
@@ -346,5 +336,5 @@ def _marks(
             place["x"] + place["width"] - 9.5,
         )
         y = place["y"] + place["height"] - (10 if place["height"] > 30 else place["height"] / 2)
-        parent.add("rect", x=x - 9.5, y=y - 7, width=19, height=14, rx=4, class_="flag")
-        parent.add("text", f"×{block.counts[origin]}", x=x, y=y + 3.6, class_="flagged c")
+        parent.rect(x - 9.5, y - 7, 19, 14, "flag", rx=4)
+        parent.write(f"×{block.counts[origin]}", x, y + 3.6, None, "flagged c")

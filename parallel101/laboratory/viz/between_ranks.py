@@ -52,7 +52,7 @@ def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
     scene.style += STYLE
     high = scene.height - TOP + 44  # of a square with its title
     scene.narrow = (480, math.ceil(scene.height - 20 + high * (len(squares) - 1)))
-    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    scene.panel(narrow="translate(0,0)").write(title, 28, 40, None, "h")
     for k, (square, middle) in enumerate(zip(squares, MIDDLES)):
         # on phones one below the other
         panel = scene.panel(narrow=f"translate({MIDDLES[0] - 20 - middle:g},{high * k - 20:g})")
@@ -79,17 +79,16 @@ def traffic_scene(
     ]
     scene = between_ranks_scene(title, squares)
     head = scene.panel(narrow="none")
-    head.add(
-        "text",
+    head.write(
         trace_facts(trace, whole_run=within is None)
         + (f" · {human_seconds(trace.makespan)}" if within is None else ""),
-        x=932,
-        y=40,
-        font_size=13,
-        class_="m e",
+        932,
+        40,
+        13,
+        "m e",
     )
     scene.intro = _traffic_text(trace, sent, within)
-    head.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
+    head.write(scene.intro, 28, 64, 14, "m")
     return scene
 
 
@@ -128,31 +127,22 @@ def _draw(scene: Node, square: Square, middle: float, width: float, height: floa
     left, gap = middle - n * width / 2, 2.0 if n <= 16 else 0.0
     # of a large square, not every row and column has room for its label
     every = 1 if n <= 16 else 8 if n <= 64 else 16
-    scene.add("text", square.title, x=left, y=TOP - 34, font_size=14, class_="b")
-    scene.add("text", square.corner, x=left - 12, y=TOP - 9, font_size=12, class_="m e")
+    scene.write(square.title, left, TOP - 34, 14, "b")
+    scene.write(square.corner, left - 12, TOP - 9, 12, "m e")
     most = max((value for row in square.values for value in row), default=0.0) or 1.0
     if n > 16:  # one area: a grid of so many lines would be all that is seen
-        scene.add("rect", x=left, y=TOP, width=n * width, height=n * height, class_="faint")
+        scene.rect(left, TOP, n * width, n * height, "faint")
     for rank in range(n):
         y = TOP + rank * height
         if rank % every == 0:
-            scene.add(
-                "text", rank, x=left + (rank + 0.5) * width, y=TOP - 9, font_size=12, class_="m c"
-            )
-            scene.add(
-                "text",
-                f"rank {rank}",
-                x=left - 12,
-                y=y + height / 2 + 4,
-                font_size=12,
-                class_="m e",
-            )
+            scene.write(rank, left + (rank + 0.5) * width, TOP - 9, 12, "m c")
+            scene.write(f"rank {rank}", left - 12, y + height / 2 + 4, 12, "m e")
         if n <= 16:
             row = "".join(
                 box(left + c * width + gap, y + gap, width - 2 * gap, height - 2 * gap)
                 for c in range(n)
             )
-            scene.add("path", d=row, class_="faint")
+            scene.path(row, "faint")
         for column, value in enumerate(square.values[rank]):
             if value > 0:
                 _cell(
@@ -191,14 +181,7 @@ def _cell(
     )
     if width > 36:
         size = min(12.0, (width - 6) / (0.58 * len(value)))
-        scene.add(
-            "text",
-            value,
-            x=x + width / 2,
-            y=y + height / 2 + 4,
-            font_size=size,
-            class_="c on" if dark else "c",
-        )
+        scene.write(value, x + width / 2, y + height / 2 + 4, size, "c on" if dark else "c")
 
 
 def _largest(square: Square) -> str:

@@ -102,8 +102,8 @@ def collective_scene(
     scene.duration = timing.duration
     scene.narrow = (480, 842)
     scene.style += STYLE
-    scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
-    scene.panel(narrow="none").add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
+    scene.panel(narrow="translate(0,0)").write(scene.title, 28, 40, None, "h")
+    scene.panel(narrow="none").write(captions.size, 932, 40, 13, "m e")
     _draw_captions(scene, timing, captions)
     if many:
         draw_many_ranks(scene, replay, timing, captions.phases)
@@ -138,9 +138,9 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
         size, lines = fitted(text, 884 - 6.8 * len(fact), wrong)
         for k, line in enumerate(lines):
             y = 64 if len(lines) == 1 else 59 + 16 * k
-            group.add("text", line, x=28, y=y, font_size=size, class_="w b" if wrong else "m")
+            group.write(line, 28, y, size, "w b" if wrong else "m")
         if fact:
-            group.add("text", fact, x=932, y=64, font_size=13, class_="m e")
+            group.write(fact, 932, 64, 13, "m e")
 
     scene.intro = captions.intro
     if not replay.steps:
@@ -200,9 +200,9 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> Non
         )
     for name, path in paths.items():
         if path:
-            bars.add("path", d=path, class_=name)
+            bars.path(path, name)
     bottom = TOP + row * len(senders)
-    cursor = bars.add("path", d=f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", class_="now")
+    cursor = bars.path(f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", "now")
     cursor.key(
         "translate",
         *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())],
@@ -220,6 +220,4 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> Non
         (legend, LEFT + WIDTH / 2, " c", "translate(-240,348)"),  # on a phone, one line lower
         (human_seconds(span), LEFT + WIDTH, " e", "translate(-480,334)"),
     ):
-        scene.panel(narrow=narrow).add(
-            "text", text, x=place, y=bottom + 15, font_size=11, class_="m" + anchor
-        )
+        scene.panel(narrow=narrow).write(text, place, bottom + 15, 11, "m" + anchor)

@@ -78,8 +78,8 @@ def deadlock_scene(
             f'class="head{colour}"/></marker>'
         )
     head = scene.panel(narrow="translate(0,0)")
-    head.add("text", scene.title, x=28, y=40, class_="h")
-    head.add("text", _summary(cycle), x=28, y=64, font_size=14, class_="w b")
+    head.write(scene.title, 28, 40, None, "h")
+    head.write(_summary(cycle), 28, 64, 14, "w b")
     _graph(scene.panel(narrow="translate(40,0)"), everyone, arrows, cycle, returned, centre)
     _rows(scene.panel(narrow=f"translate(-402,{below})"), waiting, notes, centre[1])
     return scene
@@ -116,32 +116,17 @@ def _graph(
     for pair in sorted(arrows, key=lambda pair: pair in stuck):
         if pair[0] != pair[1]:
             kind = "stuck" if pair in stuck else ""
-            panel.add(
-                "path",
-                d=_bow(at[pair[0]], at[pair[1]], node),
-                class_=f"wait {kind}",
-                marker_end=f"url(#head{kind})",
+            panel.path(
+                _bow(at[pair[0]], at[pair[1]], node), f"wait {kind}", marker_end=f"url(#head{kind})"
             )
     for rank, (x, y) in at.items():
         kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
         panel.add("circle", cx=x, cy=y, r=node, class_=f"node {kind}")
         if node >= 7:
-            panel.add(
-                "text",
-                rank,
-                x=x,
-                y=y + min(17.0, node) * 0.36,
-                font_size=min(17.0, node),
-                class_="b c",
-            )
+            panel.write(rank, x, y + min(17.0, node) * 0.36, min(17.0, node), "b c")
         if kind == "gone" and len(returned) <= 4:
-            panel.add(
-                "text",
-                "returned",
-                x=x,
-                y=y + (node + 16 if y > centre[1] + 1 else -node - 8),
-                font_size=12,
-                class_="m c",
+            panel.write(
+                "returned", x, y + (node + 16 if y > centre[1] + 1 else -node - 8), 12, "m c"
             )
 
 
@@ -174,24 +159,15 @@ def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> Non
     for rank, (kind, peers, where) in shown:
         link = {"send": "to", "recv": "from"}.get(kind, "for")
         whom = ranks_text(_ranks_of(peers)) if _ranks_of(peers) else "any rank"
-        panel.add("text", f"rank {rank}", x=430, y=y, font_size=14, class_="b")
-        panel.add("text", f"waits in {kind} {link} {whom}", x=496, y=y, font_size=14)
-        panel.add("text", _line(where), x=496, y=y + 18, font_size=12.5, class_="m code")
+        panel.write(f"rank {rank}", 430, y, 14, "b")
+        panel.write(f"waits in {kind} {link} {whom}", 496, y, 14)
+        panel.write(_line(where), 496, y + 18, 12.5, "m code")
         y += 44
     if len(shown) < len(rows):
-        panel.add(
-            "text", f"and {len(rows) - len(shown)} more", x=496, y=y, font_size=14, class_="m"
-        )
+        panel.write(f"and {len(rows) - len(shown)} more", 496, y, 14, "m")
         y += 44
     for text, code in _note_lines(notes):
-        panel.add(
-            "text",
-            text,
-            x=430,
-            y=y,
-            font_size=12.5 if code else 13,
-            class_="m code" if code else "m",
-        )
+        panel.write(text, 430, y, 12.5 if code else 13, "m code" if code else "m")
         y += 18
 
 

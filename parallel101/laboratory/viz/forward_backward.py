@@ -56,7 +56,7 @@ def forward_backward_scene(
     scene = Scene(2 * HALF, TOP + HEIGHT, title)
     scene.narrow = (HALF, TOP + 2 * HEIGHT)
     scene.cuts = [TOP + GRAPHS_END]
-    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    scene.panel(narrow="translate(0,0)").write(title, 28, 40, None, "h")
     first, second = _replay(forward, "forward"), _replay(backward, "backward")
     turn = Timing(first).reveal + PAUSE  # when the backward run starts
     scene.duration = turn + Timing(second).duration
@@ -115,7 +115,7 @@ def _half(
 
 def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> None:
     """The name of the run, and below it what happens in each step."""
-    drawing.add("text", name, x=28, y=14, font_size=16, class_="b")
+    drawing.write(name, 28, 14, 16, "b")
     starts = [0.0, *map(timing.start, range(timing.steps)), timing.reveal]
     texts = [captions.intro, *map(captions.step, range(timing.steps)), captions.verdict.sentence()]
     for text, span in zip(
@@ -129,7 +129,7 @@ def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> 
             )
             lines = [text[:middle], text[middle + 1 :]]
         for k, line in enumerate(lines):
-            group.add("text", line, x=28, y=36 + 17 * k, font_size=13, class_="m")
+            group.write(line, 28, 36 + 17 * k, 13, "m")
 
 
 def _shift(node: Node, begin: float, duration: float) -> None:

@@ -92,19 +92,12 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
         x, y = diagram.at[rank]
         panel.add("circle", cx=x, cy=y, r=diagram.node, class_="node")
         if diagram.node >= 7:
-            panel.add("text", rank, x=x, y=y + size * 0.36, font_size=size, class_="b c")
+            panel.write(rank, x, y + size * 0.36, size, "b c")
     top = topology.root if topology.kind == "tree" else None
     if topology.kind in ("ring", "chain"):
         top = topology.order[0]
     if top is not None:
-        panel.add(
-            "text",
-            "rank",
-            x=diagram.at[top][0],
-            y=diagram.at[top][1] - diagram.node - 7,
-            font_size=12,
-            class_="m c",
-        )
+        panel.write("rank", diagram.at[top][0], diagram.at[top][1] - diagram.node - 7, 12, "m c")
 
     for name, vertical in zip(topology.axes, (False, True)):
         if name:  # of a mesh: below a rank of the lowest row, and along the first column
@@ -118,14 +111,8 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
                 else (x1, y1 + diagram.node + 13)
             )
             turned = f"rotate(-90 {at[0]:.1f} {at[1]:.1f})" if vertical else None
-            panel.add(
-                "text",
-                f"← {name}" if vertical else f"{name} →",
-                x=at[0],
-                y=at[1],
-                font_size=13,
-                class_="m c",
-                transform=turned,
+            panel.write(
+                f"← {name}" if vertical else f"{name} →", at[0], at[1], 13, "m c", transform=turned
             )
 
 
@@ -140,7 +127,7 @@ def draw_step_ring(
     turn = 2 * math.pi / steps
     gap = 0.06 * turn if steps <= 30 else 0.0
     first = panel.add("g").show((0.0, timing.start(0)))
-    first.add("text", "start", x=x, y=y + 4, font_size=15 if central else 12, class_="m c")
+    first.write("start", x, y + 4, 15 if central else 12, "m c")
     for s in range(steps):
         a, b = s * turn + gap, (s + 1) * turn - gap
         if steps == 1:
@@ -151,30 +138,24 @@ def draw_step_ring(
             f"{radius:.1f} 0 {large} 1 {x + radius * math.sin(b):.1f} "
             f"{y - radius * math.cos(b):.1f}"
         )
-        panel.add("path", d=d, class_="arc", style="stroke:var(--faint)")
+        panel.path(d, "arc", style="stroke:var(--faint)")
         colour = "ink" if replay.adds(s) else "accent"
-        panel.add("path", d=d, class_="arc", style=f"stroke:var(--{colour})").show(
+        panel.path(d, "arc", style=f"stroke:var(--{colour})").show(
             (timing.start(s), timing.duration + 1)
         )
         text = panel.add("g").show((timing.start(s), timing.start(s + 1)))
-        text.add("text", "step", x=x, y=y - 29 * big, font_size=12 if central else 11, class_="m c")
-        text.add(
-            "text",
+        text.write("step", x, y - 29 * big, 12 if central else 11, "m c")
+        text.write(
             s + 1,
-            x=x,
-            y=y + 10 * big + (0 if central else 3),
-            font_size=max(22.0, 40 * big),
+            x,
+            y + 10 * big + (0 if central else 3),
+            max(22.0, 40 * big),
+            "c",
             font_weight=650,
-            class_="c",
         )
         if phases[s]:
-            text.add(
-                "text",
-                phases[s],
-                x=x,
-                y=y + 29 if central else y + radius + 18,
-                font_size=12.5 if central else 12,
-                class_="b c",
+            text.write(
+                phases[s], x, y + 29 if central else y + radius + 18, 12.5 if central else 12, "b c"
             )
 
 
@@ -266,10 +247,8 @@ def _flash(parent: Node, diagram: Diagram, rank: int, landings: list) -> None:
         bx, by, small = x + 0.71 * r, y - 0.71 * r, max(5.0, 0.36 * r)
         parent.add("circle", cx=bx, cy=by, r=small, class_="badge")
         arm = small * 0.55
-        parent.add(
-            "path",
-            d=f"M{bx - arm:.1f} {by:.1f}h{2 * arm:.1f}M{bx:.1f} {by - arm:.1f}v{2 * arm:.1f}",
-            class_="plus",
+        parent.path(
+            f"M{bx - arm:.1f} {by:.1f}h{2 * arm:.1f}M{bx:.1f} {by - arm:.1f}v{2 * arm:.1f}", "plus"
         )
 
 
@@ -343,9 +322,7 @@ def _bytes_width(text: str, side: float) -> float:
 
 def _bytes(tile: Node, text: str, box: Point) -> None:
     width, height = box
-    tile.add(
-        "rect", x=-width / 2, y=-height / 2, width=width, height=height, rx=5, class_="k plain"
-    )
+    tile.rect(-width / 2, -height / 2, width, height, "k plain", rx=5)
     if text:
         tile.add("text", text, y=0.23 * height, font_size=0.65 * height, class_="b c on")
 
@@ -365,23 +342,8 @@ def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) ->
         look, ink = (
             (f"f{colour} {rim}", f"b c o{colour}") if any(landing.carried) else ("gone", "b c")
         )
-        tile.add(
-            "rect",
-            x=x - width / 2,
-            y=y - height / 2,
-            width=width,
-            height=height,
-            rx=0.21 * min(width, height),
-            class_=look,
-        )
-        tile.add(
-            "text",
-            replay.chunks[landing.chunk].label,
-            x=x,
-            y=y + font * 0.32,
-            font_size=font,
-            class_=ink,
-        )
+        tile.rect(x - width / 2, y - height / 2, width, height, look, rx=0.21 * min(width, height))
+        tile.write(replay.chunks[landing.chunk].label, x, y + font * 0.32, font, ink)
 
 
 def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:
@@ -398,14 +360,9 @@ def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
     """
     width, height = box
     each, font = (width - 8) / len(landings), 0.51 * height
-    tile.add("rect", x=-width / 2, y=-height / 2, width=width, height=height, rx=6, class_="pack")
+    tile.rect(-width / 2, -height / 2, width, height, "pack", rx=6)
     for k, landing in enumerate(landings):
-        tile.add(
-            "rect",
-            x=-width / 2 + 4 + k * each,
-            y=height * 0.2,
-            width=each,
-            height=height * 0.18,
-            class_=f"f{landing.chunk % 8}",
+        tile.rect(
+            -width / 2 + 4 + k * each, height * 0.2, each, height * 0.18, f"f{landing.chunk % 8}"
         )
     tile.add("text", text, y=font * 0.11, font_size=font, class_="b c")

@@ -97,15 +97,8 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     for i, window in enumerate(windows):
         top = TOP + i * high
         if within:
-            scene.add("text", window.name, x=LEFT, y=top + 15, font_size=15, class_="b")
-            scene.add(
-                "text",
-                human_seconds(window.end - window.begin),
-                x=RIGHT,
-                y=top + 15,
-                font_size=13,
-                class_="m e",
-            )
+            scene.write(window.name, LEFT, top + 15, 15, "b")
+            scene.write(human_seconds(window.end - window.begin), RIGHT, top + 15, 13, "m e")
         _window(
             scene,
             window,
@@ -156,20 +149,13 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
 
 def _head(scene: Scene, trace: Trace, colours: dict[str, int], took: str) -> None:
     """The title and the legend. `took`: the time that is drawn, "" if each panel says its own."""
-    scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add(
-        "text",
-        trace_facts(trace) + (f" · {took}" if took else ""),
-        x=932,
-        y=40,
-        font_size=13,
-        class_="m e",
-    )
+    scene.write(scene.title, 28, 40, None, "h")
+    scene.write(trace_facts(trace) + (f" · {took}" if took else ""), 932, 40, 13, "m e")
     sentence = (
         "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing "
         "and waits."
     )
-    scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.write(sentence, 28, 64, 14, "m")
     scene.intro = sentence
     kinds = {e.kind for e in trace.events}
     entries = [*span_entries(colours), ("idle", "idle")]
@@ -178,7 +164,7 @@ def _head(scene: Scene, trace: Trace, colours: dict[str, int], took: str) -> Non
     ]
     entries += [("collectives", "collective")] * bool(kinds - P2P - {"span"})
     draw_legend(scene, entries)
-    scene.add("text", "overlap", x=932, y=89, font_size=12, class_="m e")
+    scene.write("overlap", 932, 89, 12, "m e")
 
 
 def _window(
@@ -200,7 +186,7 @@ def _window(
     for rank in range(ranks):
         y, here = top + rank * row, [e for e in window.events if e.rank == rank]
         _hatched(scene, LEFT, y, x(window.end) - LEFT)
-        scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + 13, font_size=12.5, class_="m e")
+        scene.write(f"rank {rank}", LEFT - 10, y + 13, 12.5, "m e")
         for event in (e for e in here if e.kind == "span" and lanes[id(e)] < depth):
             lane = y + lanes[id(event)] * TALL
             draw_span(scene, Bar(event), x, lane, TALL, colours)
@@ -211,8 +197,8 @@ def _window(
 
 
 def _hatched(scene: Scene, x: float, y: float, width: float) -> None:
-    scene.add("rect", x=x, y=y + 0.5, width=width, height=TALL - 1, class_="card")
-    scene.add("rect", x=x, y=y + 0.5, width=width, height=TALL - 1, class_="idle")
+    scene.rect(x, y + 0.5, width, TALL - 1, "card")
+    scene.rect(x, y + 0.5, width, TALL - 1, "idle")
 
 
 def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:
@@ -225,17 +211,10 @@ def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: flo
             sum(e.nbytes for e in events if e.kind == "send"),
             sum(e.kind not in P2P and e.kind != "span" for e in events),
         )
-        scene.add(
-            "text",
-            f"{breakdown.overlap / breakdown.communication:.0%}",
-            x=932,
-            y=y + 15,
-            font_size=17,
-            class_="b e",
-        )
+        scene.write(f"{breakdown.overlap / breakdown.communication:.0%}", 932, y + 15, 17, "b e")
         told = (
             f"{human_bytes(sent)} sent"
             if sent or not collectives
             else f"{collectives} collective{'s' * (collectives > 1)}"
         )
-        scene.add("text", told, x=932, y=y + 31, font_size=11.5, class_="m e")
+        scene.write(told, 932, y + 31, 11.5, "m e")

@@ -102,7 +102,7 @@ def loss_scene(
     def at(step: float, loss: float) -> tuple[float, float]:
         return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
 
-    scene.add("text", title, x=28, y=40, class_="h")
+    scene.write(title, 28, 40, None, "h")
     squeezed = (right - NARROW - LEFT) / (right - LEFT)
     if squeezed > 0.2:
         scene.narrow = (492, 330)
@@ -113,10 +113,10 @@ def loss_scene(
     tick = round_step(high, 6)
     for k in range(int(high / tick) + 1):
         y = at(0, k * tick)[1]
-        drawn.add("path", d=f"M{LEFT} {y:.1f}H{right}", class_="link", opacity=0.7 if k else 1)
-        scene.add("text", f"{k * tick:.6g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
-    scene.add("text", "0", x=LEFT, y=BOTTOM + 22, font_size=12, class_="m")
-    ends.add("text", f"step {last:g}", x=right, y=BOTTOM + 22, font_size=12, class_="m e")
+        drawn.path(f"M{LEFT} {y:.1f}H{right}", "link", opacity=0.7 if k else 1)
+        scene.write(f"{k * tick:.6g}", LEFT - 8, y + 4, 12, "m e")
+    scene.write("0", LEFT, BOTTOM + 22, 12, "m")
+    ends.write(f"step {last:g}", right, BOTTOM + 22, 12, "m e")
     labels = sorted(
         (at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line
     )
@@ -137,11 +137,9 @@ def loss_scene(
         # those that follow have room too
         lowest = max(min(y, BOTTOM - 18 * (len(labels) - 1 - k)), lowest + 18)
         x, end = at(*list(lines.values())[i][-1])
-        drawn.add("path", d=f"M{x:.1f} {end:.1f}h0", class_=f"end l{i}")
-        ends.add("text", name, x=right + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
-        ends.add(
-            "text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e"
-        )
+        drawn.path(f"M{x:.1f} {end:.1f}h0", f"end l{i}")
+        ends.write(name, right + 12, lowest + 4, 13, f"b d{i}")
+        ends.write(f"{lines[name][-1][1]:.4f}", 932, lowest + 4, 13, "m e")
     return scene
 
 

@@ -38,14 +38,7 @@ def draw_many_ranks(scene: Scene, replay: Replay, timing: Timing, phases: list[s
     for step in range(replay.steps):
         group = panel.add("g").show((timing.start(step), timing.start(step + 1)))
         for k, line in enumerate(step_facts(replay, step)):
-            group.add(
-                "text",
-                line,
-                x=CENTRE[0],
-                y=362 + 20 * k,
-                font_size=14,
-                class_="c" if k == 0 else "m c",
-            )
+            group.write(line, CENTRE[0], 362 + 20 * k, 14, "c" if k == 0 else "m c")
     _matrix(scene, replay, timing)
 
 
@@ -81,25 +74,11 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
     panel, n = scene.panel(narrow="translate(-408,352) scale(.94)"), len(replay.ranks)
     place = {rank: i for i, rank in enumerate(replay.ranks)}
     width, height = WIDTH / n, HEIGHT / n
-    panel.add("rect", x=LEFT, y=TOP, width=WIDTH, height=HEIGHT, class_="faint")
-    panel.add("text", "from \\ to", x=LEFT - 12, y=TOP - 9, font_size=12, class_="m e")
+    panel.rect(LEFT, TOP, WIDTH, HEIGHT, "faint")
+    panel.write("from \\ to", LEFT - 12, TOP - 9, 12, "m e")
     for rank in replay.ranks[:: 4 if n <= 32 else 8 if n <= 64 else 16]:
-        panel.add(
-            "text",
-            rank,
-            x=LEFT + (place[rank] + 0.5) * width,
-            y=TOP - 9,
-            font_size=12,
-            class_="m c",
-        )
-        panel.add(
-            "text",
-            f"rank {rank}",
-            x=LEFT - 12,
-            y=TOP + (place[rank] + 0.5) * height + 4,
-            font_size=12,
-            class_="m e",
-        )
+        panel.write(rank, LEFT + (place[rank] + 0.5) * width, TOP - 9, 12, "m c")
+        panel.write(f"rank {rank}", LEFT - 12, TOP + (place[rank] + 0.5) * height + 4, 12, "m e")
 
     def cells(step: int, without: set[tuple[int, int]]) -> str:
         pairs = sorted(
@@ -121,14 +100,10 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
         fresh, begin = cells(step, seen), timing.start(step)
         seen |= {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
         if fresh:
-            past.add("path", d=fresh, class_="before").show(
-                (timing.arrival(step), timing.duration + 1)
-            )
-        now.add("path", d=cells(step, set()), class_="present").show(
-            (begin, timing.start(step + 1))
-        )
+            past.path(fresh, "before").show((timing.arrival(step), timing.duration + 1))
+        now.path(cells(step, set()), "present").show((begin, timing.start(step + 1)))
     note = "Dark: the messages of this step. Light: of the steps before."
-    panel.add("text", note, x=LEFT + WIDTH / 2, y=TOP + HEIGHT + 20, font_size=12, class_="m c")
+    panel.write(note, LEFT + WIDTH / 2, TOP + HEIGHT + 20, 12, "m c")
 
 
 def sending_over_time(replay: Replay, begin: float, span: float) -> list[float]:

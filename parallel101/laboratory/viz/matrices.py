@@ -121,19 +121,12 @@ def matrices_scene(
     scene.style += (
         ".cut{stroke:var(--bg);stroke-width:1.5}.whole{fill:var(--faint);stroke:var(--line)}"
     )
-    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    scene.panel(narrow="translate(0,0)").write(title, 28, 40, None, "h")
     head, ranks = (
         scene.panel(narrow="none"),
         max(len({position for position, _ in m.blocks}) for m in found),
     )
-    head.add(
-        "text",
-        f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis,
-        x=932,
-        y=40,
-        font_size=13,
-        class_="m e",
-    )
+    head.write(f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis, 932, 40, 13, "m e")
     sentence = (
         "As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position of "
         f"its rank along {axis}."
@@ -145,8 +138,8 @@ def matrices_scene(
         else ""
     )
     more = f"{grey}{share}Sides are not to scale."
-    head.add("text", sentence, x=28, y=62, font_size=13.5, class_="m")
-    head.add("text", more, x=28, y=81, font_size=13, class_="m")
+    head.write(sentence, 28, 62, 13.5, "m")
+    head.write(more, 28, 81, 13, "m")
     scene.intro = f"{sentence} {more}"
     y, low = TOP + 8, 56.0
     for row, high in zip(grid, heights):
@@ -253,49 +246,26 @@ def _matrix(scene: Node, m: CutMatrix, longest: int, left: float, top: float) ->
     width, tall = side(m.columns, longest), side(m.rows, longest)
     x, y = left + 34, top + 54
     several = f"  × {m.times}" if m.times > 1 else ""
-    scene.add(
-        "text",
-        shortened(m.name.removesuffix(".weight")) + several,
-        x=left,
-        y=top + 14,
-        font_size=13.5,
-        class_="b",
-    )
+    scene.write(shortened(m.name.removesuffix(".weight")) + several, left, top + 14, 13.5, "b")
     words = f"{m.style.partition(' ')[0]}: {sizes_text(m)} {m.cut}" if m.cut else "not cut"
-    scene.add("text", words, x=left, y=top + 31, font_size=12, class_="m")
-    scene.add("text", m.columns, x=x + width / 2, y=y - 5, font_size=11, class_="m c")
-    scene.add("text", m.rows, x=x - 5, y=y + tall / 2 + 4, font_size=11, class_="m e")
+    scene.write(words, left, top + 31, 12, "m")
+    scene.write(m.columns, x + width / 2, y - 5, 11, "m c")
+    scene.write(m.rows, x - 5, y + tall / 2 + 4, 11, "m e")
     if not m.cut:
-        scene.add("rect", x=x, y=y, width=width, height=tall, class_="whole").add(
-            "title", matrix_text(m)
-        )
+        scene.rect(x, y, width, tall, "whole").add("title", matrix_text(m))
     at, whole = 0.0, sum(size for _, size in m.blocks)
     for position, size in m.blocks:
         part = size / whole if whole else 0.0
         across, down = (part * width, tall) if m.cut == "columns" else (width, part * tall)
         corner = (x + at * width, y) if m.cut == "columns" else (x, y + at * tall)
-        rect = scene.add(
-            "rect",
-            x=corner[0],
-            y=corner[1],
-            width=across,
-            height=down,
-            class_=f"cut f{position % len(CHUNK)}",
-        )
+        rect = scene.rect(corner[0], corner[1], across, down, f"cut f{position % len(CHUNK)}")
         rect.add("title", f"position {position}: {size} of {whole} {m.cut} of {m.name}")
         if min(across, down) >= 11 and across >= 8 * len(str(position)):
             middle = corner[0] + across / 2, corner[1] + down / 2 + 4
-            scene.add(
-                "text",
-                position,
-                x=middle[0],
-                y=middle[1],
-                font_size=11.5,
-                class_=f"c o{position % len(CHUNK)}",
-            )
+            scene.write(position, middle[0], middle[1], 11.5, f"c o{position % len(CHUNK)}")
         at += part
     for i, words in enumerate(in_words(m)):
-        scene.add("text", words, x=left, y=y + tall + 17 + 16 * i, font_size=11, class_="m")
+        scene.write(words, left, y + tall + 17 + 16 * i, 11, "m")
 
 
 def shortened(name: str) -> str:

@@ -103,40 +103,23 @@ def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[s
     _missing(marks, matrix, timing)
     _bands(scene, panel, matrix, timing)
     for k, line in enumerate(legend):
-        panel.add(
-            "text",
-            line,
-            x=LEFT + WIDTH / 2,
-            y=matrix.bottom + 24 + 16 * k,
-            font_size=12,
-            class_="m c",
-        )
+        panel.write(line, LEFT + WIDTH / 2, matrix.bottom + 24 + 16 * k, 12, "m c")
 
 
 def _frame(panel: Node, matrix: CellGrid) -> None:
     replay, (width, height) = matrix.replay, matrix.inner
-    panel.add("text", "chunk", x=matrix.left - 12, y=matrix.top - 9, font_size=12, class_="m e")
+    panel.write("chunk", matrix.left - 12, matrix.top - 9, 12, "m e")
     for c, chunk in enumerate(replay.chunks):
-        panel.add(
-            "text",
-            chunk.label,
-            x=matrix.left + (c + 0.5) * matrix.cell_width,
-            y=matrix.top - 9,
-            font_size=13,
-            class_="m c",
+        panel.write(
+            chunk.label, matrix.left + (c + 0.5) * matrix.cell_width, matrix.top - 9, 13, "m c"
         )
     for rank in replay.ranks:
-        panel.add(
-            "text",
-            f"rank {rank}",
-            x=matrix.left - 12,
-            y=matrix.corner(rank, 0)[1] + height / 2 + 4,
-            font_size=12,
-            class_="m e",
+        panel.write(
+            f"rank {rank}", matrix.left - 12, matrix.corner(rank, 0)[1] + height / 2 + 4, 12, "m e"
         )
         for c in range(len(replay.chunks)):
             x, y = matrix.corner(rank, c)
-            panel.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="faint")
+            panel.rect(x, y, width, height, "faint", rx=2)
 
 
 def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
@@ -160,7 +143,7 @@ def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
                 for rank, c, counts in cells
                 if c == chunk
             )
-            group.add("path", d=path, class_=f"f{chunk % 8}")
+            group.path(path, f"f{chunk % 8}")
         for rank, chunk, counts in cells:
             _mark_errors(errors, matrix, rank, chunk, counts)
         if errors.children:
@@ -194,7 +177,7 @@ def _mark_errors(group: Node, matrix: CellGrid, rank: int, chunk: int, counts: C
     if not doubled and not mixed:
         return
     (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
-    group.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="err")
+    group.rect(x, y, width, height, "err", rx=2)
     flags = [("?", x + width / 2)] if mixed else []
     for origin in doubled:
         dx, stripe = matrix.stripe(chunk, origin)
@@ -207,10 +190,8 @@ def _mark_errors(group: Node, matrix: CellGrid, rank: int, chunk: int, counts: C
             )
         )
     for text, middle in flags:
-        group.add(
-            "rect", x=middle - 9.5, y=y + height / 2 - 7, width=19, height=14, rx=4, class_="flag"
-        )
-        group.add("text", text, x=middle, y=y + height / 2 + 3.6, class_="flagged c")
+        group.rect(middle - 9.5, y + height / 2 - 7, 19, 14, "flag", rx=4)
+        group.write(text, middle, y + height / 2 + 3.6, None, "flagged c")
 
 
 def _missing(marks: Node, matrix: CellGrid, timing: Timing) -> None:
@@ -222,18 +203,11 @@ def _missing(marks: Node, matrix: CellGrid, timing: Timing) -> None:
         gone = lacks(matrix.replay, rank, chunk)
         (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
         if gone:
-            group.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="err")
+            group.rect(x, y, width, height, "err", rx=2)
         for origin in gone:
             dx, stripe = matrix.stripe(chunk, origin)
             rim = min(2.5, stripe / 4)
-            group.add(
-                "rect",
-                x=x + dx + rim,
-                y=y + 2.5,
-                width=stripe - 2 * rim,
-                height=height - 5,
-                class_="gone",
-            )
+            group.rect(x + dx + rim, y + 2.5, stripe - 2 * rim, height - 5, "gone")
 
 
 def _bands(scene: Scene, panel: Node, matrix: CellGrid, timing: Timing) -> None:
@@ -274,19 +248,10 @@ def _bands(scene: Scene, panel: Node, matrix: CellGrid, timing: Timing) -> None:
                         group = groups[round(far, 1)] = step_group.add("g")
                         begin, end = timing.start(step), timing.arrival(step)
                         group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
-                    group.add(
-                        "rect",
-                        x=x - 1,
-                        y=y - 1,
-                        width=width + 2,
-                        height=height + 2,
-                        rx=3,
-                        class_="mv",
-                    )
-                    group.add(
-                        "path",
-                        d=matrix.stripes(x, y, landing.chunk, landing.carried, apart=True),
-                        class_=f"f{landing.chunk % 8}",
+                    group.rect(x - 1, y - 1, width + 2, height + 2, "mv", rx=3)
+                    group.path(
+                        matrix.stripes(x, y, landing.chunk, landing.carried, apart=True),
+                        f"f{landing.chunk % 8}",
                     )
 
 
@@ -303,30 +268,16 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
     place = {rank: i for i, rank in enumerate(replay.ranks)}
     gap = 2.0 if n <= 16 else 0.5
     every = 1 if n <= 16 else 8  # of a large matrix, label every eighth row and column
-    panel.add("text", "from \\ to", x=left - 12, y=top - 9, font_size=12, class_="m e")
+    panel.write("from \\ to", left - 12, top - 9, 12, "m e")
     for rank in replay.ranks[::every]:
-        panel.add(
-            "text",
-            rank,
-            x=left + (place[rank] + 0.5) * width,
-            y=top - 9,
-            font_size=12,
-            class_="m c",
-        )
-        panel.add(
-            "text",
-            f"rank {rank}",
-            x=left - 12,
-            y=top + (place[rank] + 0.5) * height + 4,
-            font_size=12,
-            class_="m e",
-        )
+        panel.write(rank, left + (place[rank] + 0.5) * width, top - 9, 12, "m c")
+        panel.write(f"rank {rank}", left - 12, top + (place[rank] + 0.5) * height + 4, 12, "m e")
     for src in replay.ranks:
         y = top + place[src] * height + gap
         row = "".join(
             box(left + c * width + gap, y, width - 2 * gap, height - 2 * gap) for c in range(n)
         )
-        panel.add("path", d=row, class_="faint")
+        panel.path(row, "faint")
     # by (src, dst): the bytes sent after each step
     totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for step in range(replay.steps):
@@ -349,34 +300,21 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
                     timing.arrival(until) if until < replay.steps else timing.duration + 1,
                 )
             )
-            group.add(
-                "rect",
-                x=x + gap,
-                y=y + gap,
-                width=width - 2 * gap,
-                height=height - 2 * gap,
+            group.rect(
+                x + gap,
+                y + gap,
+                width - 2 * gap,
+                height - 2 * gap,
+                "sent",
                 rx=2,
-                class_="sent",
                 fill_opacity=0.15 + 0.75 * share,
             )
             if width > 36:
                 text = human_bytes(nbytes)
                 size = min(12.0, (width - 6) / (0.58 * len(text)))
-                group.add(
-                    "text",
-                    text,
-                    x=x + width / 2,
-                    y=y + height / 2 + 4,
-                    font_size=size,
-                    class_="c on" if share > 0.5 else "c",
+                group.write(
+                    text, x + width / 2, y + height / 2 + 4, size, "c on" if share > 0.5 else "c"
                 )
     if replay.messages:
         for k, line in enumerate(note):
-            panel.add(
-                "text",
-                line,
-                x=LEFT + WIDTH / 2,
-                y=MIDDLE + height * n / 2 + 20 + 16 * k,
-                font_size=12,
-                class_="m c",
-            )
+            panel.write(line, LEFT + WIDTH / 2, MIDDLE + height * n / 2 + 20 + 16 * k, 12, "m c")

@@ -79,8 +79,8 @@ def activations_scene(
     base = TOP - BELOW
     for (name, of), height in zip(ranks.items(), heights):
         base += BELOW + height
-        names.add("text", name, x=LEFT - 10, y=base - 4, font_size=12.5, class_="m e")
-        names.add("text", _peak_in_words(of), x=LEFT, y=base + 34, font_size=12.5)
+        names.write(name, LEFT - 10, base - 4, 12.5, "m e")
+        names.write(_peak_in_words(of), LEFT, base + 34, 12.5)
         _plot(plots, of, base, TALL / most)
         _phases(plots, letters, of, base)
     return scene
@@ -94,13 +94,13 @@ def _plot(plots: Node, of: HeldOverTime, base: float, scale: float) -> None:
     for microbatch, layer in of.layers.items():
         over = [low + own for low, own in zip(under, layer)]
         what = "activations" if microbatch is None else f"microbatch {microbatch}"
-        area = plots.add("path", d=_area(xs, under, over, base, scale), class_=_colour(microbatch))
+        area = plots.path(_area(xs, under, over, base, scale), _colour(microbatch))
         area.add("title", f"{what}: at most {decimal_bytes(max(layer))}")
         under = over
     place, most, _ = of.peak
     y = base - most * scale
-    plots.add("path", d=f"M{LEFT:g} {y:.1f}H{RIGHT:g}", class_="peak")
-    plots.add("path", d=f"M{LEFT + place * width:.1f} {y:.1f}V{base:g}", class_="peak")
+    plots.path(f"M{LEFT:g} {y:.1f}H{RIGHT:g}", "peak")
+    plots.path(f"M{LEFT + place * width:.1f} {y:.1f}V{base:g}", "peak")
 
 
 def _area(
@@ -126,17 +126,17 @@ def _area(
 
 def _phases(plots: Node, letters: Node, of: HeldOverTime, base: float) -> None:
     """The axis: a mark where each forward or backward begins, and its letter and microbatch."""
-    plots.add("path", d=f"M{LEFT:g} {base:g}H{RIGHT:g}", class_="slot")
+    plots.path(f"M{LEFT:g} {base:g}H{RIGHT:g}", "slot")
     wide = (RIGHT - LEFT) / max(len(of.phases), 1)
     for phase, start, end in of.phases:
         x = LEFT + start * (RIGHT - LEFT)
-        plots.add("path", d=f"M{x:.1f} {base:g}v5", class_="slot")
+        plots.path(f"M{x:.1f} {base:g}v5", "slot")
         text = (
             f"{LETTERS.get(phase.name, '')}{'' if phase.microbatch is None else phase.microbatch}"
         )
         if 8 * len(text) < wide:
             middle = LEFT + (start + end) / 2 * (RIGHT - LEFT)
-            letters.add("text", text, x=f"{middle:.1f}", y=base + 15, font_size=11, class_="m c")
+            letters.write(text, f"{middle:.1f}", base + 15, 11, "m c")
 
 
 def _peak_in_words(of: HeldOverTime) -> str:
@@ -158,10 +158,10 @@ def _head(scene: Scene, microbatches: Sequence[int]) -> int:
     Returns by how much the legend is higher on phones, where it takes several lines.
     """
     head = scene.panel(narrow="translate(0,0)")
-    head.add("text", scene.title, x=28, y=40, class_="h")
+    head.write(scene.title, 28, 40, None, "h")
     scene.intro = "What autograd keeps for backward, in the order of the program. Dashed: the peak."
     wide_only = scene.panel(narrow="none")
-    wide_only.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
+    wide_only.write(scene.intro, 28, 64, 14, "m")
     x, start, low = 28.0, 28.0, 0
     for number, microbatch in enumerate(microbatches[:MOST_LEGEND]):
         more = number == MOST_LEGEND - 1 and len(microbatches) > MOST_LEGEND
@@ -170,8 +170,8 @@ def _head(scene: Scene, microbatches: Sequence[int]) -> int:
         if x - start + wide > 396:  # on phones it goes into the next line
             start, low = x, low + 18
         entry = scene.panel(narrow=f"translate({28 - start:g},{low})")
-        entry.add("rect", x=x, y=78, width=14, height=10, rx=2, class_=_colour(microbatch))
-        entry.add("text", name, x=x + 20, y=87, font_size=12.5, class_="m")
+        entry.rect(x, 78, 14, 10, _colour(microbatch), rx=2)
+        entry.write(name, x + 20, 87, 12.5, "m")
         x += wide
     return low
 

@@ -115,13 +115,13 @@ def memory_scene(
         narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
     )
     inside, totals = scene.panel(narrow="none"), scene.panel(narrow=f"translate(-472,{low})")
-    totals.add("text", "total", x=932, y=91, font_size=12, class_="m e")
+    totals.write("total", 932, 91, 12, "m e")
     y = TOP
     for name, of in panels.items():
-        names.add("text", name, x=LEFT, y=y + 12, font_size=15, class_="b")
+        names.write(name, LEFT, y + 12, 15, "b")
         y += HEAD if name else 0
         for position, rank in enumerate(of.ranks):
-            names.add("text", f"rank {rank}", x=LEFT - 10, y=y + 15, font_size=12.5, class_="m e")
+            names.write(f"rank {rank}", LEFT - 10, y + 15, 12.5, "m e")
             for kind, whole in most.items():
                 by_position = of.bytes.get(kind, [0] * len(of.ranks))
                 mine = by_position[position]
@@ -133,7 +133,7 @@ def memory_scene(
                     parts = [(place, place + mine / whole)]
                 _bar(bars, inside, kind, mine, whole, parts, lefts[kind], y, scale, colours[kind])
             total = sum(by_position[position] for by_position in of.bytes.values())
-            totals.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
+            totals.write(decimal_bytes(total), 932, y + 17, 17, "b e")
             y += ROW
         y += BETWEEN
         scene.cuts.append(y - BETWEEN / 2)
@@ -155,7 +155,7 @@ def _bar(
     width = whole * scale
     temporary = kind.endswith(PEAK)
     if not temporary:
-        bars.add("rect", x=left, y=y, width=width, height=TALL, rx=2, class_="others")
+        bars.rect(left, y, width, TALL, "others", rx=2)
     if not mine or not parts:
         return
     # what was counted may differ a little from the model's share: padding, counts of steps
@@ -164,15 +164,13 @@ def _bar(
     for low, high in parts:
         wide = (high - low) * exact * width
         at = left + (0.0 if temporary else min(low * width, max(width - wide, 0.0)))
-        rect = bars.add(
-            "rect", x=at, y=y, width=max(wide, 1.0), height=TALL, rx=2, class_=f"own f{colour}"
-        )
+        rect = bars.rect(at, y, max(wide, 1.0), TALL, f"own f{colour}", rx=2)
         rect.add("title", f"{kind}: {decimal_bytes(mine)}")
         drawn.append((wide, at))
     wide, at = max(drawn)
     text = decimal_bytes(mine)
     if 7 * len(text) + 6 < wide:
-        inside.add("text", text, x=at + wide / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
+        inside.write(text, at + wide / 2, y + 15, 11.5, f"c o{colour}")
 
 
 def share_of(parts: Sequence[tuple[float, float]]) -> float:
@@ -186,25 +184,18 @@ def _head(scene: Scene, note: str, colours: Mapping[str, int], says: str) -> int
     Returns by how much the legend is higher on phones, where it takes several lines.
     """
     head = scene.panel(narrow="translate(0,0)")
-    head.add("text", scene.title, x=28, y=40, class_="h")
+    head.write(scene.title, 28, 40, None, "h")
     scene.intro = note
-    scene.panel(narrow="none").add("text", note, x=932, y=40, font_size=13, class_="m e")
-    head.add(
-        "text",
-        says,
-        x=28,
-        y=64,
-        font_size=14,
-        class_="m",
-    )
+    scene.panel(narrow="none").write(note, 932, 40, 13, "m e")
+    head.write(says, 28, 64, 14, "m")
     x, start, low = 28.0, 28.0, 0
     for kind, colour in colours.items():
         wide = 40 + 6.6 * len(kind)
         if x - start + wide > 396:  # on phones it goes into the next line
             start, low = x, low + 18
         entry = scene.panel(narrow=f"translate({28 - start:g},{low})")
-        entry.add("rect", x=x, y=82, width=14, height=10, rx=2, class_=f"f{colour}")
-        entry.add("text", kind, x=x + 20, y=91, font_size=12.5, class_="m")
+        entry.rect(x, 82, 14, 10, f"f{colour}", rx=2)
+        entry.write(kind, x + 20, 91, 12.5, "m")
         x += wide
     return low
 

@@ -71,8 +71,8 @@ def node_scene(chip: str | Chip = "H100") -> Scene:
     scene.style += STYLE
     scene.narrow = (640, 848)
     scene.intro = "Lines are as wide as their bandwidth. All figures are for one direction."
-    scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
-    scene.panel(narrow="none").add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
+    scene.panel(narrow="translate(0,0)").write(scene.title, 28, 40, None, "h")
+    scene.panel(narrow="none").write(scene.intro, 28, 64, 14, "m")
     scale = WIDE / node.bandwidth
     widths = [scale * rate for rate in (node.bandwidth, chip.pcie_bandwidth, card)]
     _links(scene.panel(narrow="translate(0,-24)"), node.size, widths)
@@ -112,9 +112,9 @@ def _links(panel: Node, gpus: int, widths: list[float]) -> None:
     nvlink, pcie, net = widths
     middles = [LEFT + COLUMN * i for i in range(gpus)]
     for title, top, bottom in (("node 0", 84.0, 324.0), ("node 1", 408.0, 472.0)):
-        panel.add("rect", x=28, y=top, width=RIGHT - 28, height=bottom - top, rx=8, class_="node")
-        panel.add("text", title, x=38, y=top + 18, font_size=14, class_="m")
-    panel.add("path", d=f"M78 {PCIE}H{middles[-1]}", class_="link pcie", stroke_width=pcie)
+        panel.rect(28, top, RIGHT - 28, bottom - top, "node", rx=8)
+        panel.write(title, 38, top + 18, 14, "m")
+    panel.path(f"M78 {PCIE}H{middles[-1]}", "link pcie", stroke_width=pcie)
     for x in middles:
         for kind, width, top, bottom in (
             ("nvlink", nvlink, SWITCH[1], GPU[0]),
@@ -122,8 +122,8 @@ def _links(panel: Node, gpus: int, widths: list[float]) -> None:
             ("net", net, CARD[1], RAIL[0]),
             ("net", net, RAIL[1], NEXT[0]),
         ):
-            panel.add("path", d=f"M{x} {top}V{bottom}", class_=f"link {kind}", stroke_width=width)
-        panel.add("rect", x=x - 5, y=PCIE - 5, width=10, height=10, rx=2, class_="port")
+            panel.path(f"M{x} {top}V{bottom}", f"link {kind}", stroke_width=width)
+        panel.rect(x - 5, PCIE - 5, 10, 10, "port", rx=2)
     across = middles[-1] - middles[0] + BOX
     _box(panel, middles[0] - BOX / 2, SWITCH, across, "NVSwitch")
     _box(panel, 36, (PCIE - 34, PCIE + 34), 42, "CPUs")
@@ -134,22 +134,22 @@ def _links(panel: Node, gpus: int, widths: list[float]) -> None:
 
 
 def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: str) -> None:
-    panel.add("rect", x=x, y=row[0], width=width, height=row[1] - row[0], rx=5, class_="part")
+    panel.rect(x, row[0], width, row[1] - row[0], "part", rx=5)
     middle = sum(row) / 2 + 4.5
-    panel.add("text", name, x=x + width / 2, y=middle, font_size=14, class_="c")
+    panel.write(name, x + width / 2, middle, 14, "c")
 
 
 def _legend(panel: Node, widths: list[float], rows: list[tuple[str, str, str]], nodes: int) -> None:
     """For each kind of link: its line, name and bandwidth, and what it connects."""
     y = 112.0
     for kind, width, (name, rate, text) in zip(("nvlink", "pcie", "net"), widths, rows):
-        panel.add("path", d=f"M{LEGEND} {y - 5}h30", class_=f"link {kind}", stroke_width=width)
-        panel.add("text", name, x=LEGEND + 42, y=y, font_size=15, class_="b")
-        panel.add("text", rate, x=932, y=y, font_size=15, class_="b e")
+        panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=width)
+        panel.write(name, LEGEND + 42, y, 15, "b")
+        panel.write(rate, 932, y, 15, "b e")
         for line in textwrap.wrap(text, 34):
             y += 20
-            panel.add("text", line, x=LEGEND + 42, y=y, font_size=14, class_="m")
+            panel.write(line, LEGEND + 42, y, 14, "m")
         y += 44
     for line in textwrap.wrap(f"Rail i connects card i of {nodes} nodes. Two are drawn.", 34):
-        panel.add("text", line, x=LEGEND + 42, y=y, font_size=14)
+        panel.write(line, LEGEND + 42, y, 14)
         y += 20

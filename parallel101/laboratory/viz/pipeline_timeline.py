@@ -98,9 +98,9 @@ def pipeline_scene(
     y = TOP
     most = max(times.peak(rank) for times in panels.values() for rank in times.ranks)
     for name, times in panels.items():
-        scene.add("text", name, x=LEFT, y=y + 13, font_size=15, class_="b")
+        scene.write(name, LEFT, y + 13, 15, "b")
         more = "" if len({facts(of) for of in panels.values()}) == 1 else f"{facts(times)} · "
-        scene.add("text", more + panel_facts(times), x=RIGHT, y=y + 13, font_size=13, class_="m e")
+        scene.write(more + panel_facts(times), RIGHT, y + 13, 13, "m e")
         _panel(scene, times, x, y + HEAD - 4, row, most)
         _cursor(scene, times.makespan, x, y + HEAD - 4, len(times.ranks) * row - 2)
         y += HEAD + len(times.ranks) * row + BETWEEN
@@ -175,11 +175,9 @@ def shade(chunk: int) -> float:
 
 
 def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
-    scene.add("text", scene.title, x=28, y=40, class_="h")
+    scene.write(scene.title, 28, 40, None, "h")
     common = {facts(times) for times in panels.values()}
-    scene.add(
-        "text", common.pop() if len(common) == 1 else "", x=932, y=40, font_size=13, class_="m e"
-    )
+    scene.write(common.pop() if len(common) == 1 else "", 932, 40, 13, "m e")
     chunks = max_chunks(panels)
     faded = " Faded: its second stage." if chunks == 2 else ""
     if chunks > 2:
@@ -190,20 +188,20 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
         else ""
     )
     sentence = f"What each rank computes; the number is the microbatch.{faded}{hatched}"
-    scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.write(sentence, 28, 64, 14, "m")
     scene.intro = sentence
     kinds = {slot.kind for times in panels.values() for slot in times.slots}
     at = 28.0
     for kind in (kind for kind in NAMES if kind in kinds):
-        scene.add("rect", x=at, y=78, width=19, height=13, class_=fill(kind, 0))
+        scene.rect(at, 78, 19, 13, fill(kind, 0))
         if kind == "B":
-            scene.add("rect", x=at, y=87, width=19, height=4, class_=fill("W", 0))
-        scene.add("text", NAMES[kind], x=at + 26, y=89, font_size=12.5, class_="m")
+            scene.rect(at, 87, 19, 4, fill("W", 0))
+        scene.write(NAMES[kind], at + 26, 89, 12.5, "m")
         at += 44 + 6.6 * len(NAMES[kind])
     if any(_lines(times) for times in panels.values()):
-        scene.add("path", d=f"M{at + 4:.1f} 78l12 13", class_="sent")
-        scene.add("text", "message", x=at + 26, y=89, font_size=12.5, class_="m")
-    scene.add("text", "activations held at most", x=932, y=89, font_size=12, class_="m e")
+        scene.path(f"M{at + 4:.1f} 78l12 13", "sent")
+        scene.write("message", at + 26, 89, 12.5, "m")
+    scene.write("activations held at most", 932, 89, 12, "m e")
 
 
 def _panel(
@@ -220,13 +218,10 @@ def _panel(
     for rank, y in place.items():
         stages = times.stages(rank)
         first, last = times.extent(rank)
-        scene.add(
-            "path",
-            d=(
-                f"M{LEFT} {y + tall / 2:.1f}H{x(first):.1f}M{x(last):.1f} "
-                f"{y + tall / 2:.1f}H{x(times.makespan):.1f}"
-            ),
-            class_="off",
+        scene.path(
+            f"M{LEFT} {y + tall / 2:.1f}H{x(first):.1f}M{x(last):.1f} "
+            f"{y + tall / 2:.1f}H{x(times.makespan):.1f}",
+            "off",
         )
         _labels(scene, rank, stages_text(stages) if named else "", y, tall)
         stripes: dict[int, list[str]] = defaultdict(list)  # of whole backwards, by chunk
@@ -240,46 +235,27 @@ def _panel(
                     box(left, low + high - stripe(high), gapped(width), stripe(high))
                 )
         for chunk, pieces in stripes.items():
-            scene.add("path", d="".join(pieces), class_=fill("W", chunk))
+            scene.path("".join(pieces), fill("W", chunk))
         for start, end in times.bubbles(rank):
             width = x(end) - x(start)
             if width >= 0.3:
                 if rank in times.waits:  # it may be inside a slot
-                    scene.add(
-                        "rect",
-                        x=x(start),
-                        y=y,
-                        width=width,
-                        height=tall,
-                        class_="card",
-                        style="stroke:none",
-                    )
-                hatched = scene.add(
-                    "rect", x=x(start), y=y, width=width, height=tall, class_="bubble"
-                )
+                    scene.rect(x(start), y, width, tall, "card", style="stroke:none")
+                hatched = scene.rect(x(start), y, width, tall, "bubble")
                 hatched.add("title", f"rank {rank} waits: {duration(end - start, times.recorded)}")
         _held(scene, times, rank, most, y, tall, x)
     if lines := _lines(times):
-        scene.add("path", d="".join(_line(m, place, tall, x) for m in lines), class_="sent").add(
+        scene.path("".join(_line(m, place, tall, x) for m in lines), "sent").add(
             "title", "messages between stages"
         )
 
 
 def _labels(scene: Scene, rank: int, stages: str, y: float, tall: float) -> None:
     if not stages or tall < 20:
-        scene.add(
-            "text",
-            f"rank {rank}",
-            x=LEFT - 10,
-            y=y + tall / 2 + 4,
-            font_size=min(12.5, tall),
-            class_="m e",
-        )
+        scene.write(f"rank {rank}", LEFT - 10, y + tall / 2 + 4, min(12.5, tall), "m e")
     else:
-        scene.add(
-            "text", f"rank {rank}", x=LEFT - 10, y=y + tall / 2 - 1, font_size=12, class_="m e"
-        )
-        scene.add("text", stages, x=LEFT - 10, y=y + tall / 2 + 10, font_size=10, class_="m e")
+        scene.write(f"rank {rank}", LEFT - 10, y + tall / 2 - 1, 12, "m e")
+        scene.write(stages, LEFT - 10, y + tall / 2 + 10, 10, "m e")
 
 
 def stages_text(stages: Sequence[int]) -> str:
@@ -301,9 +277,7 @@ def _slot(
     """A slot's box, and the number of its microbatch if one of so many digits fits."""
     x, y, width, tall = place
     low = stripe(tall) if slot.kind == "B" else 0.0
-    rect = scene.add(
-        "rect", x=x, y=y, width=gapped(width), height=tall - low, class_=fill(slot.kind, chunk)
-    )
+    rect = scene.rect(x, y, gapped(width), tall - low, fill(slot.kind, chunk))
     together = ", together with another action" if slot.parts > 1 else ""
     name = NAMES[slot.kind].partition(" (")[0]
     rect.add(
@@ -317,9 +291,7 @@ def _slot(
     if size >= SMALLEST:
         middle = y + (tall if tall >= 20 else tall - low) / 2 + 0.36 * size
         class_ = "b c later" if chunk else f"b c o{COLOURS[slot.kind]}"
-        scene.add(
-            "text", slot.microbatch, x=x + (width - 1) / 2, y=middle, font_size=size, class_=class_
-        )
+        scene.write(slot.microbatch, x + (width - 1) / 2, middle, size, class_)
 
 
 def fill(kind: str, chunk: int) -> str:
@@ -354,7 +326,7 @@ def _held(
     As the picture plays, as many are filled as are held.
     """
     peak = times.peak(rank)
-    scene.add("text", peak, x=932, y=y + tall / 2 + 5, font_size=min(15, tall), class_="b e")
+    scene.write(peak, 932, y + tall / 2 + 5, min(15, tall), "b e")
     if not 0 < most <= MOST_SQUARES:
         return
     pitch, across = max(
@@ -366,20 +338,14 @@ def _held(
         (HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch)
         for line, column in (divmod(i, across) for i in range(peak))
     ]
-    scene.add(
-        "path",
-        d="".join(box(*corner, pitch - 2.2, pitch - 2.2) for corner in corners),
-        class_="most",
-    )
+    scene.path("".join(box(*corner, pitch - 2.2, pitch - 2.2) for corner in corners), "most")
     for i, (left, top) in enumerate(corners):
         filled = [
             (begin, end)
             for (begin, count), (end, _) in zip(steps, [*steps[1:], (math.inf, 0)])
             if count > i and end > begin
         ]
-        square = scene.add(
-            "rect", x=left, y=top, width=pitch - 2.2, height=pitch - 2.2, class_="f0 held"
-        )
+        square = scene.rect(left, top, pitch - 2.2, pitch - 2.2, "f0 held")
         square.show((0.0, LEAD), *joined(filled), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
 
 
@@ -409,13 +375,13 @@ def _cursor(
     area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{right - LEFT + 2:.1f}" height="{tall + 2:.1f}"'
     scene.definitions.append(f'<clipPath id="{name}"><rect {area}/></clipPath>')
     frames = (LEAD, (LEFT, 0.0)), (end, (right, 0.0))
-    veil = scene.add("g", clip_path=f"url(#{name})").add(
-        "rect", x=0, y=y - 1, width=RIGHT - LEFT + 2, height=tall + 2, class_="veil"
+    veil = scene.add("g", clip_path=f"url(#{name})").rect(
+        0, y - 1, RIGHT - LEFT + 2, tall + 2, "veil"
     )
     veil.key("translate", *frames).show((LEAD, end))
-    scene.add("path", d=f"M0 {y - 3:.1f}v{tall + 6:.1f}", class_="now").key(
-        "translate", *frames
-    ).show((LEAD, LEAD + SWEEP))
+    scene.path(f"M0 {y - 3:.1f}v{tall + 6:.1f}", "now").key("translate", *frames).show(
+        (LEAD, LEAD + SWEEP)
+    )
 
 
 def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:
@@ -471,16 +437,9 @@ def _line(
 def _axis(
     scene: Scene, longest: float, seconds: bool, y: float, x: Callable[[float], float]
 ) -> None:
-    scene.add("path", d=f"M{LEFT} {y:.1f}H{RIGHT}", class_="axis")
+    scene.path(f"M{LEFT} {y:.1f}H{RIGHT}", "axis")
     step = round_step(longest, 10)
     for k in range(int(longest / step + 1e-9) + 1 if longest else 1):
-        scene.add("path", d=f"M{x(k * step):.1f} {y:.1f}v5", class_="axis")
-        scene.add(
-            "text",
-            duration(k * step, seconds) if k else "0",
-            x=x(k * step),
-            y=y + 19,
-            font_size=11,
-            class_="m c",
-        )
-    scene.add("text", "time", x=HELD, y=y + 19, font_size=11, class_="m")
+        scene.path(f"M{x(k * step):.1f} {y:.1f}v5", "axis")
+        scene.write(duration(k * step, seconds) if k else "0", x(k * step), y + 19, 11, "m c")
+    scene.write("time", HELD, y + 19, 11, "m")

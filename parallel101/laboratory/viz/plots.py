@@ -79,11 +79,11 @@ class Plot(Scene):
         super().__init__(WIDTH, HEIGHT, title, subtitle)
         self.narrow, self.intro = (NARROW, HEIGHT), subtitle
         head = self.panel(narrow="none")
-        head.add("text", title, x=28, y=40, class_="h")
-        head.add("text", subtitle, x=28, y=64, font_size=14, class_="m")
+        head.write(title, 28, 40, None, "h")
+        head.write(subtitle, 28, 64, 14, "m")
         narrow_head = self.add("g", **ONLY_NARROW)
         for k, line in enumerate(textwrap.wrap(title, 40)):
-            narrow_head.add("text", line, x=28, y=36 + 22 * k, font_size=17, class_="b")
+            narrow_head.write(line, 28, 36 + 22 * k, 17, "b")
         self.drawing, self.narrow_drawing = (
             _drawing(figures[WIDTH], "wide"),
             _drawing(figures[NARROW], "narrow"),

@@ -68,6 +68,34 @@ class Node:
         self.children.append(child)
         return child
 
+    def write(
+        self,
+        text: object,
+        x: float | str,
+        y: float,
+        size: float | None = None,
+        class_: str | None = None,
+        **attributes: Any,
+    ) -> Node:
+        """Append a text whose first line stands on (x, y), and return it.
+
+        Classes: "h" is a heading, "b" bold, "m" muted; "c" is centred on x, "e" ends there.
+        """
+        size_ = {} if size is None else {"font_size": size}
+        look = {} if class_ is None else {"class_": class_}
+        return self.add("text", text, x=x, y=y, **size_, **look, **attributes)
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, class_: str, **attributes: Any
+    ) -> Node:
+        """Append a rectangle, and return it."""
+        box = {"x": x, "y": y, "width": width, "height": height}
+        return self.add("rect", **box, class_=class_, **attributes)
+
+    def path(self, d: str, class_: str, **attributes: Any) -> Node:
+        """Append a path, and return it."""
+        return self.add("path", d=d, class_=class_, **attributes)
+
     def key(self, attribute: str, *frames: tuple[float, Any], mode: str = "linear") -> Node:
         """Animate an attribute through (second, value) frames.
 

@@ -95,11 +95,11 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
         " · ".join(f"{axis} = {p}" for axis, p in plan.mesh.items()),
     )
     if title:
-        head.add("text", title, x=28, y=40, class_="h")
+        head.write(title, 28, 40, None, "h")
     else:
         subscripts(head, text, 28, 40, 19, class_="h")
     right = scene.panel(narrow="translate(-480,24)")
-    right.add("text", f"{facts} · {run.run.backend}", x=932, y=40, font_size=13, class_="m e")
+    right.write(f"{facts} · {run.run.backend}", 932, 40, 13, "m e")
     subscripts(
         scene.panel(narrow="none"), run.verdict, 28, 64, 13.5, class_="w" if run.wrong else "m"
     )
@@ -118,22 +118,15 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
             )
     for rank, at in enumerate(plan.coordinates()):
         y = TOP + rank * row + side / 2
-        head.add("text", f"rank {rank}", x=28, y=y, font_size=13, class_="b")
-        head.add(
-            "text",
-            ", ".join(f"{axis} {i}" for axis, i in at.items()),
-            x=28,
-            y=y + 16,
-            font_size=11.5,
-            class_="m",
-        )
+        head.write(f"rank {rank}", 28, y, 13, "b")
+        head.write(", ".join(f"{axis} {i}" for axis, i in at.items()), 28, y + 16, 11.5, "m")
     words = ["Letter and colour: which block of the matrix."]
     words += ["Stripes: the terms of its sum."] * bool(counts - {1})
     words += ["Hatched: missing."] * (0 in counts)
     words += ["×2: added twice."] * (max(counts, default=1) > 1)
     words += ["Dashed: the block that the rank should hold."] * dashed
     foot = scene.panel(narrow="none" if narrow else "translate(0,0)")
-    foot.add("text", " ".join(words), x=28, y=scene.height - 18, font_size=12.5, class_="m")
+    foot.write(" ".join(words), 28, scene.height - 18, 12.5, "m")
     if narrow:
         scene.narrow, scene.intro = (480, scene.height - 20), f"{run.verdict} {' '.join(words)}"
     return scene
@@ -144,14 +137,7 @@ def heading(scene: Node, column: BlockColumn, x: float, sent: int | None) -> Non
     subscripts(scene, column.title or "at first", x, 96, 13, class_="b" if column.title else "m")
     subscripts(scene, str(column.array), x, 116, 13)
     if sent is not None:
-        scene.add(
-            "text",
-            f"{human_bytes(sent)} a rank" if sent else "no message",
-            x=x,
-            y=134,
-            font_size=12,
-            class_="m",
-        )
+        scene.write(f"{human_bytes(sent)} a rank" if sent else "no message", x, 134, 12, "m")
 
 
 def box(
@@ -175,7 +161,7 @@ def box(
     )
     rows, columns = extents if len(extents) == 2 else (1, extents[0])
     height, width = (max(SHORT, side * math.sqrt(n / longest)) for n in (rows, columns))
-    whole = scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
+    whole = scene.rect(x, y, width, height, "outline")
     block = run.held[rank][column.state].get(column.array.name)
     shape = tuple(getattr(block, "shape", ()))
     whole.add("title", f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}")
@@ -224,14 +210,7 @@ def box(
         for line, words in enumerate(
             (f"{sum(count > 0 for count in counts)} of {len(counts)}", "terms")
         ):
-            scene.add(
-                "text",
-                words,
-                x=x + width + 8,
-                y=y + 11 + 14 * line,
-                font_size=11,
-                class_="w" if wrong else "m",
-            )
+            scene.write(words, x + width + 8, y + 11 + 14 * line, 11, "w" if wrong else "m")
     return wrong and held != due
 
 
@@ -258,13 +237,13 @@ def draw_part(
     scene: Node, part: HeldRectangle, x: float, y: float, width: float, height: float
 ) -> None:
     if part.cell is None:
-        scene.add("rect", x=x, y=y, width=width, height=height, class_="strange")
-        scene.add("text", "?", x=x + width / 2, y=y + height / 2 + 4, font_size=11, class_="c w")
+        scene.rect(x, y, width, height, "strange")
+        scene.write("?", x + width / 2, y + height / 2 + 4, 11, "c w")
         return
     colour, letter = part.cell % len(CHUNK), letters(part.cell)
     whole = set(part.counts) == {1}
     if whole:
-        scene.add("rect", x=x, y=y, width=width, height=height, class_=f"cut f{colour}")
+        scene.rect(x, y, width, height, f"cut f{colour}")
     else:
         n, along = len(part.counts), width >= height
         stripes = [
@@ -274,24 +253,16 @@ def draw_part(
             for k in range(n)
         ]
         for count, ((left, top), (wide, tall)) in zip(part.counts, stripes):
-            scene.add(
-                "rect",
-                x=left,
-                y=top,
-                width=wide,
-                height=tall,
-                class_=f"cut f{colour}" if count else "lack",
-            )
+            scene.rect(left, top, wide, tall, f"cut f{colour}" if count else "lack")
             if count > 1 and min(wide, tall) >= 9:
-                scene.add(
-                    "text",
+                scene.write(
                     f"×{count}",
-                    x=left + wide / 2,
-                    y=top + (14 if along else tall / 2 + 4),
-                    font_size=11,
-                    class_="c many",
+                    left + wide / 2,
+                    top + (14 if along else tall / 2 + 4),
+                    11,
+                    "c many",
                 )
-        scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
+        scene.rect(x, y, width, height, "outline")
         # the letter goes into the first
         (x, y), (width, height) = stripes[
             next((k for k, count in enumerate(part.counts) if count), 0)
@@ -301,14 +272,7 @@ def draw_part(
         and width >= 7 * len(letter) + 3
         and (whole or max(width, height) >= 34)
     ):
-        scene.add(
-            "text",
-            letter,
-            x=x + width / 2,
-            y=y + height / 2 + 4,
-            font_size=12,
-            class_=f"c o{colour}",
-        )
+        scene.write(letter, x + width / 2, y + height / 2 + 4, 12, f"c o{colour}")
 
 
 def letters(cell: int) -> str:

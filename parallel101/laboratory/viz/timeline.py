@@ -120,16 +120,9 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     _head(scene, trace, span)
     for rank in range(n):
         y = TOP + rank * row
-        scene.add("rect", x=LEFT, y=y, width=RIGHT - LEFT, height=depth * tall + thin, class_="row")
+        scene.rect(LEFT, y, RIGHT - LEFT, depth * tall + thin, "row")
         if rank % math.ceil(15 / row) == 0:
-            scene.add(
-                "text",
-                f"rank {rank}",
-                x=LEFT - 10,
-                y=y + (depth * tall + thin) / 2 + 4,
-                font_size=12,
-                class_="m e",
-            )
+            scene.write(f"rank {rank}", LEFT - 10, y + (depth * tall + thin) / 2 + 4, 12, "m e")
     colours = span_colours(e for e in trace.spans() if not e.waiting)
     _legend(scene, trace, colours, path)
     drawn = scene.add("g", class_="dim") if path else scene
@@ -156,15 +149,8 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
 
 
 def _head(scene: Scene, trace: Trace, span: float) -> None:
-    scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add(
-        "text",
-        f"{trace_facts(trace)} · {human_seconds(span)}",
-        x=932,
-        y=40,
-        font_size=13,
-        class_="m e",
-    )
+    scene.write(scene.title, 28, 40, None, "h")
+    scene.write(f"{trace_facts(trace)} · {human_seconds(span)}", 932, 40, 13, "m e")
     sends = [e.nbytes for e in trace.events if e.kind == "send"]
     messages = len(sends)
     collectives = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
@@ -177,7 +163,7 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
         [f"{collectives} collective call{'s' if collectives != 1 else ''}"] if collectives else []
     )
     parts += [f"{len(trace.unfinished)} unfinished"] if trace.unfinished else []
-    scene.add("text", " · ".join(parts), x=932, y=64, font_size=13, class_="m e")
+    scene.write(" · ".join(parts), 932, 64, 13, "m e")
 
 
 def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalPath | None) -> None:
@@ -200,10 +186,10 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalP
     )
     if path:
         sentence = f"On the critical path: {path}."
-        scene.add("path", d=f"M{x} 85h14", class_="path")
-        scene.add("text", "critical path", x=x + 20, y=89, font_size=12.5, class_="m")
+        scene.path(f"M{x} 85h14", "path")
+        scene.write("critical path", x + 20, 89, 12.5, "m")
         x += 38 + 7 * len("critical path")
-    scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.write(sentence, 28, 64, 14, "m")
     scene.intro = sentence
     draw_legend(scene, entries, x)
 
@@ -215,11 +201,11 @@ def draw_legend(scene: Node, entries: Iterable[tuple[str, str]], x: float = 28.0
     """
     for label, class_ in entries:
         if x + 20 + 7 * len(label) > 932:
-            scene.add("text", "…", x=x, y=89, font_size=12.5, class_="m")
+            scene.write("…", x, 89, 12.5, "m")
             break
         outline = "stroke:var(--line)" if class_ == "idle" else None
-        scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style=outline)
-        scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
+        scene.rect(x, 80, 14, 10, class_, rx=2, style=outline)
+        scene.write(label, x + 20, 89, 12.5, "m")
         x += 38 + 7 * len(label)
 
 
@@ -320,15 +306,7 @@ def draw_bar(
 ) -> Node:
     class_ = kind if kind in P2P or kind.startswith("f") or kind == "idle" else "collective"
     width = max(0.8, x(bar.end) - x(bar.start) - 0.6)
-    rect = scene.add(
-        "rect",
-        x=x(bar.start),
-        y=y,
-        width=width,
-        height=height,
-        rx=1.5 if width > 3 else 0,
-        class_=class_,
-    )
+    rect = scene.rect(x(bar.start), y, width, height, class_, rx=1.5 if width > 3 else 0)
     rect.add("title", _tooltip(bar))
     return rect
 
@@ -354,33 +332,16 @@ def draw_span(
         else None
     )
     if event.waiting:
-        scene.add(
-            "rect",
-            x=x(bar.start),
-            y=y + 0.5,
-            width=max(0.8, width - 0.6),
-            height=height - 1,
-            class_="card",
-        )
+        scene.rect(x(bar.start), y + 0.5, max(0.8, width - 0.6), height - 1, "card")
         draw_bar(scene, bar, x, y + 0.5, height - 1, "idle")
         if text:
             halo = "stroke:var(--bg);stroke-width:3;paint-order:stroke"
-            scene.add(
-                "text",
-                text,
-                x=middle,
-                y=y + height / 2 + 3.6,
-                font_size=10.5,
-                class_="m c",
-                style=halo,
-            )
+            scene.write(text, middle, y + height / 2 + 3.6, 10.5, "m c", style=halo)
         return
     colour = colours[event.name or "span"]
     draw_bar(scene, bar, x, y + 0.5, height - 1, f"f{colour}")
     if text:
-        scene.add(
-            "text", text, x=middle, y=y + height / 2 + 3.8, font_size=10.5, class_=f"c o{colour}"
-        )
+        scene.write(text, middle, y + height / 2 + 3.8, 10.5, f"c o{colour}")
 
 
 def span_texts(event: Event) -> list[str]:
@@ -428,14 +389,7 @@ def draw_notes(scene: Scene, notes: Sequence[str]) -> None:
     """The notes, at the bottom of a scene that has 18 pixels for each."""
     scene.intro = " ".join([scene.intro, *notes])
     for k, note in enumerate(notes):
-        scene.add(
-            "text",
-            note,
-            x=28,
-            y=scene.height - 14 - 18 * (len(notes) - 1 - k),
-            font_size=12,
-            class_="m",
-        )
+        scene.write(note, 28, scene.height - 14 - 18 * (len(notes) - 1 - k), 12, "m")
 
 
 def _tooltip(bar: Bar) -> str:
@@ -472,7 +426,7 @@ def _arrows(
             if m.src != m.dst
         )
         if path:
-            scene.add("path", d=path, class_="arrow")
+            scene.path(path, "arrow")
 
 
 def last_rank(segment: Segment) -> int:
@@ -497,14 +451,10 @@ def _critical_path(
     """
     lines = [(s, (x(s.start), y(s.rank)), (x(s.end), y(last_rank(s)))) for s in path.segments]
     for before, after in _jumps(path):
-        scene.add(
-            "path",
-            d=f"M{x(before.end):.1f} {y(last_rank(before)):.1f}V{y(after.rank):.1f}",
-            class_="hop",
-        )
+        scene.path(f"M{x(before.end):.1f} {y(last_rank(before)):.1f}V{y(after.rank):.1f}", "hop")
     for class_ in ("under", "path"):
         for segment, (x0, y0), (x1, y1) in lines:
-            line = scene.add("path", d=f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}", class_=class_)
+            line = scene.path(f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}", class_)
             if class_ == "path":
                 line.add("title", f"{segment.label}: {human_seconds(segment.end - segment.start)}")
     messages = [line for line in lines if line[0].kind == "message"]
@@ -512,21 +462,14 @@ def _critical_path(
         messages if len(messages) <= MOST_NUMBERS else [], start=1
     ):
         scene.add("circle", cx=(x0 + x1) / 2, cy=(y0 + y1) / 2, r=8, class_="number")
-        scene.add("text", k, x=(x0 + x1) / 2, y=(y0 + y1) / 2 + 3.8, font_size=10.5, class_="b c")
+        scene.write(k, (x0 + x1) / 2, (y0 + y1) / 2 + 3.8, 10.5, "b c")
 
 
 def time_axis(scene: Scene, span: float, y: float, left: float, right: float) -> None:
     """A time axis from 0 to `span` seconds with round ticks, from x = left to x = right."""
-    scene.add("path", d=f"M{left} {y:.1f}H{right}", class_="axis")
+    scene.path(f"M{left} {y:.1f}H{right}", "axis")
     step = round_step(span, 8)
     for k in range(int(span / step + 1e-9) + 1 if span > 0 else 1):
         at = left + (right - left) * (k * step / span if span else 0.0)
-        scene.add("path", d=f"M{at:.1f} {y:.1f}v5", class_="axis")
-        scene.add(
-            "text",
-            human_seconds(k * step) if k else "0",
-            x=at,
-            y=y + 19,
-            font_size=11,
-            class_="m c",
-        )
+        scene.path(f"M{at:.1f} {y:.1f}v5", "axis")
+        scene.write(human_seconds(k * step) if k else "0", at, y + 19, 11, "m c")

@@ -42,10 +42,8 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
 
     for i, rank in enumerate(replay.ranks):
         y = top + i * row
-        panel.add("rect", x=LEFT, y=y + 2, width=WIDTH, height=row - 4, rx=2, class_="faint")
-        panel.add(
-            "text", f"rank {rank}", x=LEFT - 12, y=y + row / 2 + 4, font_size=12, class_="m e"
-        )
+        panel.rect(LEFT, y + 2, WIDTH, row - 4, "faint", rx=2)
+        panel.write(f"rank {rank}", LEFT - 12, y + row / 2 + 4, 12, "m e")
         for kind, low in (("send", 0.0), ("recv", 0.5)):
             sides = [(m, m.send if kind == "send" else m.recv) for m in messages]
             mine = [(m, event) for m, event in sides if event.rank == rank]
@@ -56,14 +54,14 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
         where = f"rank {wait[1].rank}, {_words(wait[1])}"
         scene.description += f" The longest wait: {where}, {human_seconds(wait[0])}."
     if messages:
-        cursor = panel.add("path", d=f"M0 {top - 2:.1f}v{row * n + 4:.1f}", class_="now")
+        cursor = panel.path(f"M0 {top - 2:.1f}v{row * n + 4:.1f}", "now")
         frames = [(t, (x(recorded), 0.0)) for t, recorded in timing.cursor()]
         cursor.key("translate", (0.0, (LEFT, 0.0)), *frames)
         for text, at, anchor in (("0", LEFT, ""), (human_seconds(span), LEFT + WIDTH, " e")):
-            panel.add("text", text, x=at, y=top + row * n + 14, font_size=12, class_="m" + anchor)
+            panel.write(text, at, top + row * n + 14, 12, "m" + anchor)
         for k, line in enumerate(LEGEND):
             y = top + row * n + 32 + 16 * k
-            panel.add("text", line, x=LEFT + WIDTH / 2, y=y, font_size=12, class_="m c")
+            panel.write(line, LEFT + WIDTH / 2, y, 12, "m c")
 
 
 def _call(
@@ -86,13 +84,13 @@ def _call(
     ):
         if end > start:
             width = max(x(end) - x(start), 1.5)
-            bar = panel.add("rect", x=x(start), y=low, width=width, height=tall, class_=look)
+            bar = panel.rect(x(start), low, width, tall, look)
             bar.add("title", f"rank {event.rank}, {_words(event)}: waits {waited}")
     if named:
         right = x(event.posted) > LEFT + 0.75 * WIDTH
         at = x(max(event.end, moves)) if right else x(event.posted)
         text, class_ = _words(event), "m e" if right else "m"
-        panel.add("text", text, x=at + (-4 if right else 2), y=low - 4, font_size=12, class_=class_)
+        panel.write(text, at + (-4 if right else 2), low - 4, 12, class_)
 
 
 def _words(event: Event) -> str:

@@ -40,29 +40,20 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
     )
     scene.style += ".idle{fill:url(#hatching)}"
     scene.definitions.append(HATCHING)
-    scene.add("text", "Overview", x=28, y=40, class_="h")
-    scene.add(
-        "text",
-        f"{trace_facts(trace, whole_run=True)} · {human_seconds(end - begin)}",
-        x=932,
-        y=40,
-        font_size=13,
-        class_="m e",
+    scene.write("Overview", 28, 40, None, "h")
+    scene.write(
+        f"{trace_facts(trace, whole_run=True)} · {human_seconds(end - begin)}", 932, 40, 13, "m e"
     )
     scene.intro = "How much of each moment a rank computed and waited."
-    scene.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
+    scene.write(scene.intro, 28, 64, 14, "m")
     for x, label, class_ in ((28, "computing", "f4"), (128, "waiting", "idle")):
-        scene.add(
-            "rect", x=x, y=76, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)"
-        )
-        scene.add("text", label, x=x + 20, y=85, font_size=12.5, class_="m")
+        scene.rect(x, 76, 14, 10, class_, rx=2, style="stroke:var(--line)")
+        scene.write(label, x + 20, 85, 12.5, "m")
     width = (RIGHT - LEFT) / BINS
     for rank, shares in enumerate(waiting_shares(trace, waited, BINS)):
         y = TOP + rank * row
         if rank % math.ceil(15 / row) == 0:
-            scene.add(
-                "text", f"rank {rank}", x=LEFT - 10, y=y + tall / 2 + 4, font_size=12, class_="m e"
-            )
+            scene.write(f"rank {rank}", LEFT - 10, y + tall / 2 + 4, 12, "m e")
         alive = [(place, share) for place, share in enumerate(shares) if share is not None]
         waiting = "".join(
             box(LEFT + place * width, y, width, tall) for place, share in alive if share > 0
@@ -74,7 +65,7 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
         )
         for path, class_ in ((waiting, "idle"), (computing, "f4")):
             if path:
-                scene.add("path", d=path, class_=class_)
+                scene.path(path, class_)
         scene.add("path", d=f"M{LEFT} {y + tall:.1f}H{RIGHT}", style="stroke:var(--line)")
     time_axis(scene, end - begin, TOP + n * row, LEFT, RIGHT)
     return scene
