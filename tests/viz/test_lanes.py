@@ -21,7 +21,8 @@ from parallel101.laboratory.record.events import Event, EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.between_ranks import traffic_scene
 from parallel101.laboratory.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
-from parallel101.laboratory.viz.timeline import span_colours, span_entries, timeline_scene
+from parallel101.laboratory.viz.rows import span_colours, span_entries
+from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.viz.drawn import SVG, span, titled
 
 WORLD = EventGroup("world", (0, 1), None)

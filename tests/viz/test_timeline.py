@@ -13,7 +13,8 @@ import parallel101 as p101
 from parallel101.laboratory.record.events import Event, EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.collective import collective_scene
-from parallel101.laboratory.viz.timeline import LEFT, RIGHT, timeline_scene
+from parallel101.laboratory.viz.rows import LEFT, RIGHT
+from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.viz import programs as p
 from tests.viz.drawn import SVG, span, titled
 from tests.viz.programs import recorded

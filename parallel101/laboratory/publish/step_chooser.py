@@ -26,8 +26,7 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds
 from parallel101.laboratory.viz.palette import STYLE as PALETTE_STYLE
 from parallel101.laboratory.viz.palette import variables
-from parallel101.laboratory.viz.scene import HATCHING
-from parallel101.laboratory.viz.timeline import (
+from parallel101.laboratory.viz.rows import (
     LEFT,
     MOST_LANES,
     RIGHT,
@@ -38,6 +37,7 @@ from parallel101.laboratory.viz.timeline import (
     span_lanes,
     span_texts,
 )
+from parallel101.laboratory.viz.scene import HATCHING
 
 MOST_EVENTS = 200_000  # in a page
 PARTS = 200  # of a run in which no steps are found

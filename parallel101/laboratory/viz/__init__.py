@@ -6,6 +6,7 @@
     forward_backward.py   a collective and its backward, side by side
     sharded_product.py    which blocks each rank holds in a sharded product
     matrices.py           how tensor parallelism cuts a model
+    rows.py               the engine of the pictures with rows over time, which are:
     timeline.py           every rank's spans, messages and collectives over time
     waiting_overview.py   the timeline of a long run
     lanes.py              how much communication overlaps with compute

@@ -19,20 +19,18 @@ from parallel101.laboratory.analysis.overlap import Interval
 from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
-from parallel101.laboratory.viz.scene import HATCHING, Scene, box
-from parallel101.laboratory.viz.timeline import (
-    STYLE,
+from parallel101.laboratory.viz.rows import (
+    LEFT,
     Bar,
-    draw_legend,
-    draw_span,
+    TimeRows,
     span_colours,
     span_entries,
     span_lanes,
-    time_axis,
     trace_facts,
 )
+from parallel101.laboratory.viz.scene import Scene, box
 
-LEFT, RIGHT, TOP = 92.0, 770.0, 112.0
+RIGHT, TOP = 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
 TALL, ROW, HEAD, BETWEEN = 11.0, 13.0, 22.0, 10.0
 MOST_RANKS = 16
@@ -78,28 +76,24 @@ def axes_scene(
         title,
         " ".join(axis_text(of, n) for of in traffic),
     )
-    scene.style += STYLE + ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
-    scene.style += ".pp{fill:var(--p3)}.pp.received{fill-opacity:.7}"
-    scene.definitions.append(HATCHING)
     span = window.end - window.begin
     colours = span_colours(e for e in spans if not e.waiting)
+    rows = TimeRows(scene, window.begin, span, right=RIGHT, colours=colours)
+    scene.style += ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
+    scene.style += ".pp{fill:var(--p3)}.pp.received{fill-opacity:.7}"
     of_all = " in the whole run" if trace.earlier and within is None else ""
-    _head(scene, trace, span, colours, spans, any(of.collectives for of in traffic), of_all)
-
-    def x(t: float) -> float:
-        return LEFT + (RIGHT - LEFT) * ((t - window.begin) / span if span else 0.0)
-
+    _head(rows, trace, spans, any(of.collectives for of in traffic), of_all)
     y = TOP
     if spans:
-        _ranks(scene, "compute", y, n)
+        _ranks(rows, "compute", y, n)
         for event in spans:
-            draw_span(scene, Bar(event), x, y + HEAD - 6 + event.rank * ROW, TALL + 1, colours)
+            rows.span(Bar(event), y + HEAD - 6 + event.rank * ROW, TALL + 1)
         y += high
     for of in traffic:
         scene.cuts.append(y - BETWEEN / 2)
-        _axis(scene, of, y, n, x)
+        _axis(rows, of, y, n)
         y += high
-    time_axis(scene, span, y, LEFT, RIGHT)
+    rows.axis(y)
     return scene
 
 
@@ -120,44 +114,35 @@ def axis_class(axis: str | None) -> str:
     return AXIS_CLASSES.get(axis) or OTHER_CLASSES[sum(map(ord, axis)) % len(OTHER_CLASSES)]
 
 
-def _head(
-    scene: Scene,
-    trace: Trace,
-    span: float,
-    colours: dict[str, int],
-    spans: list[Event],
-    collectives: bool,
-    of_all: str,
-) -> None:
-    scene.write(scene.title, 28, 40, None, "h")
-    scene.write(f"{trace_facts(trace)} · {human_seconds(span)}", 932, 40, 13, "m e")
+def _head(rows: TimeRows, trace: Trace, spans: list[Event], collectives: bool, of_all: str) -> None:
     one = " A collective of torch's own counts as one message." if collectives else ""
     sentence = (
         "Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: "
         f"received.{one}"
     )
-    scene.write(sentence, 28, 64, 14 if not one else 13, "m")
-    scene.intro = sentence
+    facts = f"{trace_facts(trace)} · {human_seconds(rows.duration)}"
+    rows.head(facts, sentence, 13 if one else 14)
     waits = any(e.waiting for e in spans)
-    draw_legend(scene, [*span_entries(colours, 5), *[("wait", "idle")] * waits])
-    scene.write(f"sent{of_all}", SENT, 89, 12, "m e")
-    scene.write("messages", COUNT, 89, 12, "m e")
+    rows.legend([*span_entries(rows.colours, 5), *[("wait", "idle")] * waits])
+    rows.scene.write(f"sent{of_all}", SENT, 89, 12, "m e")
+    rows.scene.write("messages", COUNT, 89, 12, "m e")
 
 
-def _ranks(scene: Scene, name: str, y: float, ranks: int, colour: str = "") -> None:
+def _ranks(rows: TimeRows, name: str, y: float, ranks: int, colour: str = "") -> None:
     """The name of a panel and its rows."""
+    scene = rows.scene
     if colour:
         scene.rect(28, y + 2, 10, 10, colour, rx=2)
     scene.write(name, 44 if colour else 28, y + 12, 14, "b")
     for rank in range(ranks):
         at = y + HEAD - 6 + rank * ROW
         scene.rect(LEFT, at, RIGHT - LEFT, TALL, "row")
-        scene.write(f"rank {rank}", LEFT - 10, at + 9, 10.5, "m e")
+        rows.rank(rank, at + 9, 10.5)
 
 
-def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[float], float]) -> None:
-    colour = axis_class(of.axis)
-    _ranks(scene, axis_name(of.axis), y, ranks, colour)
+def _axis(rows: TimeRows, of: AxisTraffic, y: float, ranks: int) -> None:
+    scene, colour = rows.scene, axis_class(of.axis)
+    _ranks(rows, axis_name(of.axis), y, ranks, colour)
     total, count = (
         sum(of.sent(rank) for rank in range(ranks)),
         sum(of.count(rank) for rank in range(ranks)),
@@ -178,7 +163,8 @@ def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[floa
         ):
             if pieces:
                 drawn = "".join(
-                    box(left, at + low, right - left, tall) for left, right in pixels(pieces, x)
+                    box(left, at + low, right - left, tall)
+                    for left, right in pixels(pieces, rows.x)
                 )
                 path = scene.path(drawn, colour + more)
                 path.add("title", f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}")

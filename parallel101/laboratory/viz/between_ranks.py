@@ -17,8 +17,8 @@ from parallel101.laboratory.analysis.waiting import Traffic, traffic
 from parallel101.laboratory.record.events import P2P
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, listed
+from parallel101.laboratory.viz.rows import trace_facts
 from parallel101.laboratory.viz.scene import Node, Scene, box
-from parallel101.laboratory.viz.timeline import trace_facts
 
 # the squares: their top, their largest width, the x of their centres
 TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)

@@ -24,8 +24,8 @@ from parallel101.laboratory.record.units import (
     ranks_text,
     sentence,
 )
+from parallel101.laboratory.viz.rows import unfinished_text
 from parallel101.laboratory.viz.step_text import contents_of, route_of
-from parallel101.laboratory.viz.timeline import unfinished_text
 
 NO_DATA = (
     "The messages carry no data of x, only zeros.",

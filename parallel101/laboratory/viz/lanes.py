@@ -25,23 +25,19 @@ from parallel101.laboratory.analysis.overlap import (
 from parallel101.laboratory.record.events import P2P, Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
-from parallel101.laboratory.viz.scene import HATCHING, Scene
-from parallel101.laboratory.viz.timeline import (
-    STYLE,
+from parallel101.laboratory.viz.rows import (
+    LEFT,
     Bar,
-    draw_bar,
-    draw_legend,
-    draw_notes,
-    draw_span,
+    TimeRows,
     notes_of,
     span_colours,
     span_entries,
     span_lanes,
-    time_axis,
     trace_facts,
 )
+from parallel101.laboratory.viz.scene import Scene
 
-LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
+RIGHT, TOP = 812.0, 116.0
 # heights: a lane of spans, a lane of messages, the gap between ranks, the name of a window
 TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0
 MOST_RANKS, MOST_SPAN_LANES, MOST_MESSAGE_LANES = 16, 2, 4
@@ -89,31 +85,20 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
         notes[-1] += " Overlap doesn't count them."
     height = math.ceil(TOP + len(windows) * high + 40) + 18 * len(notes)
     scene = Scene(960, height, title, " ".join(window_text(window, n) for window in windows))
-    scene.style += STYLE
-    scene.definitions.append(HATCHING)
     colours = span_colours(e for of in spans.values() for e in of if not e.waiting)
-    _head(scene, trace, colours, "" if within else human_seconds(longest))
-    scale = (RIGHT - LEFT) / longest if longest else 0.0
+    rows = TimeRows(scene, 0.0, longest, right=RIGHT, colours=colours)
+    _head(rows, trace, "" if within else human_seconds(longest))
     for i, window in enumerate(windows):
         top = TOP + i * high
         if within:
             scene.write(window.name, LEFT, top + 15, 15, "b")
             scene.write(human_seconds(window.end - window.begin), RIGHT, top + 15, 13, "m e")
-        _window(
-            scene,
-            window,
-            top + (HEAD - 6 if within else 0),
-            row,
-            depth,
-            scale,
-            colours,
-            flows[window.name],
-            n,
-        )
-        rows = range(n) if len(windows) == 1 else (n - 1,)
-        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in rows]
-    time_axis(scene, longest, TOP + len(windows) * high, LEFT, RIGHT)
-    draw_notes(scene, notes)
+        panel = TimeRows(scene, window.begin, longest, right=RIGHT, colours=colours)
+        _window(panel, window, n, top + (HEAD - 6 if within else 0), row, depth, flows[window.name])
+        below = range(n) if len(windows) == 1 else (n - 1,)
+        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in below]
+    rows.axis(TOP + len(windows) * high)
+    rows.notes(notes)
     return scene
 
 
@@ -147,58 +132,42 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
     return lanes
 
 
-def _head(scene: Scene, trace: Trace, colours: dict[str, int], took: str) -> None:
+def _head(rows: TimeRows, trace: Trace, took: str) -> None:
     """The title and the legend. `took`: the time that is drawn, "" if each panel says its own."""
-    scene.write(scene.title, 28, 40, None, "h")
-    scene.write(trace_facts(trace) + (f" · {took}" if took else ""), 932, 40, 13, "m e")
     sentence = (
         "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing "
         "and waits."
     )
-    scene.write(sentence, 28, 64, 14, "m")
-    scene.intro = sentence
+    rows.head(trace_facts(trace) + (f" · {took}" if took else ""), sentence)
     kinds = {e.kind for e in trace.events}
-    entries = [*span_entries(colours), ("idle", "idle")]
-    entries += [
-        (label, kind) for kind, label in (("send", "sends"), ("recv", "receives")) if kind in kinds
-    ]
+    entries = [*span_entries(rows.colours), ("idle", "idle")]
+    entries += [("sends", "send")] * ("send" in kinds) + [("receives", "recv")] * ("recv" in kinds)
     entries += [("collectives", "collective")] * bool(kinds - P2P - {"span"})
-    draw_legend(scene, entries)
-    scene.write("overlap", 932, 89, 12, "m e")
+    rows.legend(entries)
+    rows.scene.write("overlap", 932, 89, 12, "m e")
 
 
 def _window(
-    scene: Scene,
+    rows: TimeRows,
     window: TimeWindow,
+    ranks: int,
     top: float,
     row: float,
     depth: int,
-    scale: float,
-    colours: dict[str, int],
     flows: dict[int, int],
-    ranks: int,
 ) -> None:
+    """The ranks of a window: their spans, and below them their messages."""
     lanes = span_lanes([e for e in window.events if e.kind == "span"])
-
-    def x(t: float) -> float:
-        return LEFT + (t - window.begin) * scale
-
     for rank in range(ranks):
         y, here = top + rank * row, [e for e in window.events if e.rank == rank]
-        _hatched(scene, LEFT, y, x(window.end) - LEFT)
-        scene.write(f"rank {rank}", LEFT - 10, y + 13, 12.5, "m e")
+        rows.hatched(rows.left, y + 0.5, rows.x(window.end) - rows.left, TALL - 1)
+        rows.rank(rank, y + 13)
         for event in (e for e in here if e.kind == "span" and lanes[id(e)] < depth):
-            lane = y + lanes[id(event)] * TALL
-            draw_span(scene, Bar(event), x, lane, TALL, colours)
+            rows.span(Bar(event), y + lanes[id(event)] * TALL, TALL)
         for event in (e for e in here if e.kind != "span"):
-            lane = y + depth * TALL + 1 + THIN * (2 * flows[id(event)] + (event.kind == "recv"))
-            draw_bar(scene, Bar(event), x, lane, THIN - 1, event.kind)
-        _overlap(scene, time_breakdown(window, rank), here, y)
-
-
-def _hatched(scene: Scene, x: float, y: float, width: float) -> None:
-    scene.rect(x, y + 0.5, width, TALL - 1, "card")
-    scene.rect(x, y + 0.5, width, TALL - 1, "idle")
+            lane = 2 * flows[id(event)] + (event.kind == "recv")
+            rows.bar(Bar(event), y + depth * TALL + 1 + THIN * lane, THIN - 1, event.kind)
+        _overlap(rows.scene, time_breakdown(window, rank), here, y)
 
 
 def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:

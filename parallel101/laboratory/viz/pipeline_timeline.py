@@ -24,9 +24,10 @@ from parallel101.laboratory.analysis.pipeline_times import (
 )
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds, round_step
-from parallel101.laboratory.viz.scene import HATCHING, Scene, Stop, box
+from parallel101.laboratory.viz.rows import LEFT, TimeRows
+from parallel101.laboratory.viz.scene import Scene, Stop, box
 
-LEFT, RIGHT, TOP = 92.0, 790.0, 108.0
+RIGHT, TOP = 790.0, 108.0
 # where the squares for activations are; their number is at the right of them
 HELD, HELD_END = 812.0, 900.0
 HEAD, BETWEEN = 26.0, 16.0
@@ -43,7 +44,7 @@ NAMES = {
     "W": "weight gradient",
 }
 STYLE = (
-    ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}.axis{stroke:var(--line);fill:none}"
+    ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}"
     ".later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
     ".most{fill:none;stroke:var(--line)}.veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}"
     ".now{stroke:var(--ink);stroke-width:2}"
@@ -86,25 +87,23 @@ def pipeline_scene(
     scene = Scene(
         960, high, title, " ".join(panel_text(name, times) for name, times in panels.items())
     )
+    line = TimeRows(scene, 0.0, longest, right=RIGHT)
     scene.style += STYLE + "".join(
         f".k{k}{{fill-opacity:{shade(k)}}}" for k in range(1, max_chunks(panels))
     )
-    scene.definitions.append(HATCHING)
-    _head(scene, panels)
-
-    def x(t: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (t / longest if longest else 0.0)
-
+    _head(line, panels)
     y = TOP
     most = max(times.peak(rank) for times in panels.values() for rank in times.ranks)
     for name, times in panels.items():
         scene.write(name, LEFT, y + 13, 15, "b")
         more = "" if len({facts(of) for of in panels.values()}) == 1 else f"{facts(times)} · "
         scene.write(more + panel_facts(times), RIGHT, y + 13, 13, "m e")
-        _panel(scene, times, x, y + HEAD - 4, row, most)
-        _cursor(scene, times.makespan, x, y + HEAD - 4, len(times.ranks) * row - 2)
+        _panel(line, times, y + HEAD - 4, row, most)
+        _cursor(line, times.makespan, y + HEAD - 4, len(times.ranks) * row - 2)
         y += HEAD + len(times.ranks) * row + BETWEEN
-    _axis(scene, longest, any(times.recorded for times in panels.values()), y, x)
+    seconds = any(times.recorded for times in panels.values())
+    line.axis(y, lambda time: duration(time, seconds), most=10)
+    scene.write("time", HELD, y + 19, 11, "m")
     _stops(scene, panels, longest)
     return scene
 
@@ -174,10 +173,8 @@ def shade(chunk: int) -> float:
     return (1.0, 0.5, 0.33, 0.2)[min(chunk, 3)]
 
 
-def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
-    scene.write(scene.title, 28, 40, None, "h")
-    common = {facts(times) for times in panels.values()}
-    scene.write(common.pop() if len(common) == 1 else "", 932, 40, 13, "m e")
+def _head(rows: TimeRows, panels: Mapping[str, PipelineTimes]) -> None:
+    scene, common = rows.scene, {facts(times) for times in panels.values()}
     chunks = max_chunks(panels)
     faded = " Faded: its second stage." if chunks == 2 else ""
     if chunks > 2:
@@ -188,8 +185,7 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
         else ""
     )
     sentence = f"What each rank computes; the number is the microbatch.{faded}{hatched}"
-    scene.write(sentence, 28, 64, 14, "m")
-    scene.intro = sentence
+    rows.head(common.pop() if len(common) == 1 else "", sentence)
     kinds = {slot.kind for times in panels.values() for slot in times.slots}
     at = 28.0
     for kind in (kind for kind in NAMES if kind in kinds):
@@ -204,14 +200,8 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
     scene.write("activations held at most", 932, 89, 12, "m e")
 
 
-def _panel(
-    scene: Scene,
-    times: PipelineTimes,
-    x: Callable[[float], float],
-    top: float,
-    row: float,
-    most: int,
-) -> None:
+def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: int) -> None:
+    scene, x = rows.scene, rows.x
     tall, digits = row - 2, max(len(str(slot.microbatch)) for slot in times.slots)
     place = {rank: top + i * row for i, rank in enumerate(times.ranks)}
     named = any(times.stages(rank) != [rank] for rank in times.ranks)
@@ -223,7 +213,7 @@ def _panel(
             f"{y + tall / 2:.1f}H{x(times.makespan):.1f}",
             "off",
         )
-        _labels(scene, rank, stages_text(stages) if named else "", y, tall)
+        _labels(rows, rank, stages_text(stages) if named else "", y, tall)
         stripes: dict[int, list[str]] = defaultdict(list)  # of whole backwards, by chunk
         for slot in times.of(rank):
             chunk = stages.index(slot.stage)
@@ -243,19 +233,19 @@ def _panel(
                     scene.rect(x(start), y, width, tall, "card", style="stroke:none")
                 hatched = scene.rect(x(start), y, width, tall, "bubble")
                 hatched.add("title", f"rank {rank} waits: {duration(end - start, times.recorded)}")
-        _held(scene, times, rank, most, y, tall, x)
+        _held(rows, times, rank, most, y, tall)
     if lines := _lines(times):
         scene.path("".join(_line(m, place, tall, x) for m in lines), "sent").add(
             "title", "messages between stages"
         )
 
 
-def _labels(scene: Scene, rank: int, stages: str, y: float, tall: float) -> None:
+def _labels(rows: TimeRows, rank: int, stages: str, y: float, tall: float) -> None:
     if not stages or tall < 20:
-        scene.write(f"rank {rank}", LEFT - 10, y + tall / 2 + 4, min(12.5, tall), "m e")
+        rows.rank(rank, y + tall / 2 + 4, min(12.5, tall))
     else:
-        scene.write(f"rank {rank}", LEFT - 10, y + tall / 2 - 1, 12, "m e")
-        scene.write(stages, LEFT - 10, y + tall / 2 + 10, 10, "m e")
+        rows.rank(rank, y + tall / 2 - 1, 12)
+        rows.scene.write(stages, LEFT - 10, y + tall / 2 + 10, 10, "m e")
 
 
 def stages_text(stages: Sequence[int]) -> str:
@@ -313,19 +303,13 @@ def gapped(width: float) -> float:
 
 
 def _held(
-    scene: Scene,
-    times: PipelineTimes,
-    rank: int,
-    most: int,
-    y: float,
-    tall: float,
-    x: Callable[[float], float],
+    rows: TimeRows, times: PipelineTimes, rank: int, most: int, y: float, tall: float
 ) -> None:
     """Squares, in as few lines as lets them be large, and their number.
 
     As the picture plays, as many are filled as are held.
     """
-    peak = times.peak(rank)
+    scene, peak = rows.scene, times.peak(rank)
     scene.write(peak, 932, y + tall / 2 + 5, min(15, tall), "b e")
     if not 0 < most <= MOST_SQUARES:
         return
@@ -333,7 +317,7 @@ def _held(
         (min(11.0, tall / n, (HELD_END - HELD) / -(-most // n)), -(-most // n)) for n in range(1, 6)
     )
     lines = -(-peak // across)
-    steps = [(playing(time, x), count) for time, count in times.held(rank)]
+    steps = [(playing(rows, time), count) for time, count in times.held(rank)]
     corners = [
         (HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch)
         for line, column in (divmod(i, across) for i in range(peak))
@@ -349,9 +333,9 @@ def _held(
         square.show((0.0, LEAD), *joined(filled), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
 
 
-def playing(time: float, x: Callable[[float], float]) -> float:
+def playing(rows: TimeRows, time: float) -> float:
     """The second of the animation at which the cursor is at a time."""
-    return LEAD + SWEEP * (x(time) - LEFT) / (RIGHT - LEFT)
+    return LEAD + SWEEP * (rows.x(time) - LEFT) / (RIGHT - LEFT)
 
 
 def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -366,12 +350,10 @@ def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _cursor(
-    scene: Scene, makespan: float, x: Callable[[float], float], y: float, tall: float
-) -> None:
+def _cursor(rows: TimeRows, makespan: float, y: float, tall: float) -> None:
     """A line that moves through a panel, and a veil over what comes after it."""
+    scene, right, end = rows.scene, rows.x(makespan), playing(rows, makespan)
     name = f"panel{len(scene.definitions)}"
-    right, end = x(makespan), playing(makespan, x)
     area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{right - LEFT + 2:.1f}" height="{tall + 2:.1f}"'
     scene.definitions.append(f'<clipPath id="{name}"><rect {area}/></clipPath>')
     frames = (LEAD, (LEFT, 0.0)), (end, (right, 0.0))
@@ -432,14 +414,3 @@ def _line(
         f"M{x(start):.1f} {place[src] + (tall - 3 if down else 3):.1f}L{x(end):.1f} "
         f"{place[dst] + (3 if down else tall - 3):.1f}"
     )
-
-
-def _axis(
-    scene: Scene, longest: float, seconds: bool, y: float, x: Callable[[float], float]
-) -> None:
-    scene.path(f"M{LEFT} {y:.1f}H{RIGHT}", "axis")
-    step = round_step(longest, 10)
-    for k in range(int(longest / step + 1e-9) + 1 if longest else 1):
-        scene.path(f"M{x(k * step):.1f} {y:.1f}v5", "axis")
-        scene.write(duration(k * step, seconds) if k else "0", x(k * step), y + 19, 11, "m c")
-    scene.write("time", HELD, y + 19, 11, "m")

@@ -17,8 +17,8 @@ from parallel101.laboratory.analysis.run_window import run_times
 from parallel101.laboratory.analysis.waiting import Wait, waiting_shares
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds
-from parallel101.laboratory.viz.scene import HATCHING, Scene, box
-from parallel101.laboratory.viz.timeline import LEFT, RIGHT, time_axis, trace_facts
+from parallel101.laboratory.viz.rows import LEFT, RIGHT, TimeRows, trace_facts
+from parallel101.laboratory.viz.scene import Scene, box
 
 TOP, BINS = 96.0, 280
 
@@ -38,14 +38,9 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
         "Overview",
         f"Computing and waiting of {n} ranks in {human_seconds(end - begin)}.",
     )
-    scene.style += ".idle{fill:url(#hatching)}"
-    scene.definitions.append(HATCHING)
-    scene.write("Overview", 28, 40, None, "h")
-    scene.write(
-        f"{trace_facts(trace, whole_run=True)} · {human_seconds(end - begin)}", 932, 40, 13, "m e"
-    )
-    scene.intro = "How much of each moment a rank computed and waited."
-    scene.write(scene.intro, 28, 64, 14, "m")
+    rows = TimeRows(scene, begin, end - begin)
+    facts = f"{trace_facts(trace, whole_run=True)} · {human_seconds(end - begin)}"
+    rows.head(facts, "How much of each moment a rank computed and waited.")
     for x, label, class_ in ((28, "computing", "f4"), (128, "waiting", "idle")):
         scene.rect(x, 76, 14, 10, class_, rx=2, style="stroke:var(--line)")
         scene.write(label, x + 20, 85, 12.5, "m")
@@ -53,7 +48,7 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
     for rank, shares in enumerate(waiting_shares(trace, waited, BINS)):
         y = TOP + rank * row
         if rank % math.ceil(15 / row) == 0:
-            scene.write(f"rank {rank}", LEFT - 10, y + tall / 2 + 4, 12, "m e")
+            rows.rank(rank, y + tall / 2 + 4, 12)
         alive = [(place, share) for place, share in enumerate(shares) if share is not None]
         waiting = "".join(
             box(LEFT + place * width, y, width, tall) for place, share in alive if share > 0
@@ -67,5 +62,5 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
             if path:
                 scene.path(path, class_)
         scene.add("path", d=f"M{LEFT} {y + tall:.1f}H{RIGHT}", style="stroke:var(--line)")
-    time_axis(scene, end - begin, TOP + n * row, LEFT, RIGHT)
+    rows.axis(TOP + n * row)
     return scene

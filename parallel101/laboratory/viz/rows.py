@@ -1,0 +1,286 @@
+"""The engine of pictures with rows over time: a time scale, rows of ranks, bars, a legend, an axis.
+
+    rows = TimeRows(scene, begin, span)
+    rows.head("4 ranks · gloo · 3 ms", "Compute on top, messages below.")
+    rows.legend([("forward", "f0"), ("wait", "idle")])
+    rows.rank(0, y=130); rows.span(Bar(event), y=112, tall=17); rows.axis(y=300)
+
+A picture decides which events become bars, and in which row and lane. Rows of compute and messages
+are in timeline.py and lanes.py, those of the axes of a mesh in axis_timeline.py, those of pipelines
+in pipeline_timeline.py, and those of long runs in waiting_overview.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from parallel101.laboratory.analysis.overlap import bookkeeping
+from parallel101.laboratory.record.events import P2P, Event
+from parallel101.laboratory.record.program_lines import named
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.units import human_bytes, human_seconds, listed, round_step
+from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+
+LEFT, RIGHT, END = 92.0, 932.0, 932.0  # of the rows, and the right end of what is written
+MOST_LANES = 3
+SPAN_COLOURS = {
+    "forward": 0,
+    "layer forward": 0,
+    "backward": 1,
+    "layer backward": 1,
+    "input gradient": 1,
+    "weight gradient": 2,
+    "gradient ready": 3,
+    "optimizer": 5,
+    "compute": 4,
+}
+STYLE = (
+    ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}"
+    ".row{fill:var(--faint)}.arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
+    ".axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
+)
+
+
+class Bar:
+    """One bar of a row: an event, or several neighbouring events.
+
+    These are too narrow to draw one by one.
+    """
+
+    __slots__ = ("count", "end", "event", "start")
+
+    def __init__(self, event: Event):
+        self.event, self.start, self.end, self.count = event, event.start, event.end, 1
+
+    @property
+    def tooltip(self) -> str:
+        """What it says when the reader points at it."""
+        took = human_seconds(self.end - self.start)
+        if self.count > 1:
+            return f"{self.count} × {self.event.name or self.event.kind}, {took}"
+        return event_text(self.event, took)
+
+
+class TimeRows:
+    """Rows over time in a scene, from x = `left` to x = `right`.
+
+    `colours`: of the spans, by name.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        begin: float,
+        span: float,
+        *,
+        left: float = LEFT,
+        right: float = RIGHT,
+        colours: dict[str, int] | None = None,
+    ):
+        self.scene, self.begin, self.duration = scene, begin, span
+        self.left, self.right, self.colours = left, right, colours or {}
+        if HATCHING not in scene.definitions:
+            scene.style += STYLE
+            scene.definitions.append(HATCHING)
+
+    def x(self, t: float) -> float:
+        """The place of a time."""
+        part = (t - self.begin) / self.duration if self.duration else 0.0
+        return self.left + (self.right - self.left) * part
+
+    def head(self, facts: str, sentence: str, size: float = 14) -> None:
+        """The title, the facts at its right, and a sentence below, which is also the caption."""
+        self.scene.write(self.scene.title, 28, 40, None, "h")
+        self.scene.write(facts, END, 40, 13, "m e")
+        self.scene.write(sentence, 28, 64, size, "m")
+        self.scene.intro = sentence
+
+    def legend(self, entries: Iterable[tuple[str, str]], x: float = 28.0) -> None:
+        """A row of coloured boxes, each with its label, from `x` on.
+
+        Entries that do not fit into the picture's width are left out, and "…" says so.
+        """
+        for label, class_ in entries:
+            if x + 20 + 7 * len(label) > END:
+                self.scene.write("…", x, 89, 12.5, "m")
+                break
+            outline = "stroke:var(--line)" if class_ == "idle" else None
+            self.scene.rect(x, 80, 14, 10, class_, rx=2, style=outline)
+            self.scene.write(label, x + 20, 89, 12.5, "m")
+            x += 38 + 7 * len(label)
+
+    def rank(self, rank: int, y: float, size: float = 12.5) -> None:
+        """The name of a row, at its left."""
+        self.scene.write(f"rank {rank}", self.left - 10, y, size, "m e")
+
+    def axis(self, y: float, text: Callable[[float], str] = human_seconds, most: int = 8) -> None:
+        """The time axis, from 0 to the duration, with `most` round ticks or fewer."""
+        self.scene.path(f"M{self.left} {y:.1f}H{self.right}", "axis")
+        step = round_step(self.duration, most)
+        for k in range(int(self.duration / step + 1e-9) + 1 if self.duration > 0 else 1):
+            at = self.x(self.begin + k * step)
+            self.scene.path(f"M{at:.1f} {y:.1f}v5", "axis")
+            self.scene.write(text(k * step) if k else "0", at, y + 19, 11, "m c")
+
+    def hatched(self, x: float, y: float, width: float, height: float) -> None:
+        """An area in which a rank waits."""
+        self.scene.rect(x, y, width, height, "card")
+        self.scene.rect(x, y, width, height, "idle")
+
+    def bar(self, bar: Bar, y: float, tall: float, kind: str, into: Node | None = None) -> None:
+        """A message, a collective or a part of a span, with a tooltip."""
+        class_ = kind if kind in P2P or kind.startswith("f") or kind == "idle" else "collective"
+        left = self.x(bar.start)
+        width = max(0.8, self.x(bar.end) - left - 0.6)
+        rect = (into or self.scene).rect(left, y, width, tall, class_, rx=1.5 if width > 3 else 0)
+        rect.add("title", bar.tooltip)
+
+    def span(self, bar: Bar, y: float, tall: float, into: Node | None = None) -> None:
+        """A span with its name and its first label, or what fits of them.
+
+        One in which the rank waits is hatched, if it waits at all.
+        """
+        event, scene = bar.event, into or self.scene
+        if event.waiting and bar.end == bar.start:
+            return
+        left, right = self.x(bar.start), self.x(bar.end)
+        width, middle = right - left, (left + right) / 2
+        colour = None if event.waiting else self.colours[event.name or "span"]
+        if event.waiting:
+            scene.rect(left, y + 0.5, max(0.8, width - 0.6), tall - 1, "card")
+        self.bar(bar, y + 0.5, tall - 1, "idle" if event.waiting else f"f{colour}", scene)
+        fitting = [text for text in span_texts(event) if 6.6 * len(text) + 6 < width]
+        if fitting and tall >= 11 and bar.count == 1:
+            text, low = fitting[0], y + tall / 2
+            if event.waiting:
+                halo = "stroke:var(--bg);stroke-width:3;paint-order:stroke"
+                scene.write(text, middle, low + 3.6, 10.5, "m c", style=halo)
+            else:
+                scene.write(text, middle, low + 3.8, 10.5, f"c o{colour}")
+
+    def notes(self, notes: Sequence[str]) -> None:
+        """Sentences at the bottom of a scene that has 18 pixels for each."""
+        self.scene.intro = " ".join([self.scene.intro, *notes])
+        for k, note in enumerate(reversed(notes)):
+            self.scene.write(note, 28, self.scene.height - 14 - 18 * k, 12, "m")
+
+
+def trace_facts(trace: Trace, whole_run: bool = False) -> str:
+    """ "4 ranks · gloo · as recorded", and which events of the run the trace has if not all.
+
+    `whole_run`: a picture shows the whole run all the same.
+    """
+    clock = "virtual time" if trace.backend == "sim" else "as recorded"
+    kept = f" · {trace.kept_text}" if trace.earlier and not whole_run else ""
+    ranks = f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''}"
+    return f"{ranks} · {trace.backend} · {clock}{kept}"
+
+
+def unfinished_text(trace: Trace) -> str:
+    """What had not ended when the run was over, in a sentence. "" if nothing."""
+    kinds = Counter(
+        {"send": "send", "recv": "receive"}.get(e.kind, e.kind) for e in trace.unfinished
+    )
+    if not kinds:
+        return ""
+    calls = listed(
+        f"{count} {kind}{'s' if count > 1 and kind in ('send', 'receive') else ''}"
+        for kind, count in sorted(kinds.items())
+    )
+    first = min(trace.unfinished, key=lambda e: (e.posted, e.rank))
+    return (
+        f"{calls} had not finished when the run ended; the first was posted by rank {first.rank} "
+        f"at {named(first.where)}."
+    )
+
+
+def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
+    """The lane of each span, by the span's id(): a span inside another one is a lane below it.
+
+    (Events with labels can't be hashed.)
+    """
+    open_: dict[int, list[float]] = defaultdict(list)
+    lanes = {}
+    for event in sorted(spans, key=lambda e: (e.rank, e.start, -e.end)):
+        ends = open_[event.rank]
+        while ends and ends[-1] <= event.start:
+            ends.pop()
+        lanes[id(event)] = min(len(ends), MOST_LANES - 1)
+        ends.append(event.end)
+    return lanes
+
+
+def span_colours(spans: Iterable[Event]) -> dict[str, int]:
+    """A colour for each name.
+
+    It is the one in SPAN_COLOURS, or else the next free one in order of appearance.
+    """
+    names = list(dict.fromkeys(e.name or "span" for e in spans))
+    taken = {SPAN_COLOURS[name] for name in names if name in SPAN_COLOURS}
+    free = [c for c in (3, 4, 5, 6, 7, 0, 1, 2) if c not in taken] or list(range(8))
+    others = [name for name in names if name not in SPAN_COLOURS]
+    return {
+        name: SPAN_COLOURS[name] if name in SPAN_COLOURS else free[others.index(name) % len(free)]
+        for name in names
+    }
+
+
+def span_entries(colours: dict[str, int], most: int = 6) -> list[tuple[str, str]]:
+    """The legend of spans as (name, class): each colour once, under the first name that has it."""
+    first = {colour: name for name, colour in reversed(colours.items())}
+    return [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name][
+        :most
+    ]
+
+
+def span_texts(event: Event) -> list[str]:
+    """What may be written in a span's bar, the longest first.
+
+    For example "forward, microbatch 3", "microbatch 3", "3".
+    """
+    name = event.name or "span"
+    if not event.args or event.waiting:
+        return [name]
+    key, value = next(iter(event.args.items()))
+    short = f"{key} {value}" if str(value).isdigit() else str(value)
+    return [f"{name} {value}" if key in name else f"{name}, {short}", short, str(value)]
+
+
+def notes_of(events: Sequence[Event]) -> list[str]:
+    """The sentences below the picture: what the numbers in the bars are, and small messages."""
+    numbered: dict[str, list[str]] = defaultdict(list)
+    for event in events:
+        key, value = next(iter((event.args or {}).items()), ("", ""))
+        if (
+            event.kind == "span"
+            and not event.waiting
+            and str(value).isdigit()
+            and event.name not in numbered[key]
+        ):
+            numbered[key].append(event.name or "span")
+    parts = [f"{key} ({', '.join(names)})" for key, names in numbered.items() if names]
+    notes = [f"A number in a bar is its {' or its '.join(parts)}."] if parts else []
+    small = [e.nbytes for e in bookkeeping(events) if e.kind == "send"]
+    if small:
+        size = (
+            human_bytes(min(small))
+            if min(small) == max(small)
+            else f"{human_bytes(min(small))} to {human_bytes(max(small))}"
+        )
+        names = {e.name for e in events if e.waiting}
+        told = ["the number of samples, the loss and errors"] * ("agree" in names)
+        told += ["lengths"] * ("lengths" in names)
+        notes.append(f"Small messages ({size}): the ranks agree on {listed(told)}.")
+    return notes
+
+
+def event_text(event: Event, took: str = "$") -> str:
+    """What a tooltip says of one event. `took`: its time, or what to put in its place."""
+    labels = ", ".join(f"{k}={v}" for k, v in (event.args or {}).items())
+    where = f" at {named(event.where)}" if event.where else ""
+    if event.kind == "span":
+        return f"{event.name}{f' ({labels})' if labels else ''}: {took}{where}"
+    link = {"send": "to", "recv": "from"}.get(event.kind, "root")
+    peer = f" {link} rank {event.peer}" if event.peer is not None else ""
+    return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {took}{where}"
