@@ -242,14 +242,7 @@ def _frame(
         scene.write(f"rank {rank}", left - 10, y + cell[1] / 2 + 4, 12.5, "m e")
         for k, block in enumerate(row):
             if block.chunk is not None:
-                scene.rect(
-                    left + k * cell[0] + GAP,
-                    y + GAP,
-                    cell[0] - 2 * GAP,
-                    cell[1] - 2 * GAP,
-                    "faint",
-                    rx=4,
-                )
+                scene.add("rect", **_inside((left + k * cell[0], y), cell), rx=4, class_="faint")
         if not row:
             what = (
                 "can't be read"

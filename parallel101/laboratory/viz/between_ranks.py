@@ -17,8 +17,9 @@ from parallel101.laboratory.analysis.waiting import Traffic, traffic
 from parallel101.laboratory.record.events import P2P
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, listed
+from parallel101.laboratory.viz.grid import MOST_CELLS, Grid
 from parallel101.laboratory.viz.rows import trace_facts
-from parallel101.laboratory.viz.scene import Node, Scene, box
+from parallel101.laboratory.viz.scene import Node, Scene
 
 # the squares: their top, their largest width, the x of their centres
 TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)
@@ -122,66 +123,24 @@ def collectives_of_torch(trace: Trace) -> list[str]:
     return sorted({e.kind for e in trace.events} - P2P - {"span"})
 
 
-def _draw(scene: Node, square: Square, middle: float, width: float, height: float) -> None:
+def _draw(panel: Node, square: Square, middle: float, width: float, height: float) -> None:
     n = len(square.values)
-    left, gap = middle - n * width / 2, 2.0 if n <= 16 else 0.0
+    left, gap = middle - n * width / 2, 2.0 if n <= MOST_CELLS else 0.0
+    panel.write(square.title, left, TOP - 34, 14, "b")
+    grid = Grid(left, TOP, width, height, range(n), n, gap)
     # of a large square, not every row and column has room for its label
-    every = 1 if n <= 16 else 8 if n <= 64 else 16
-    scene.write(square.title, left, TOP - 34, 14, "b")
-    scene.write(square.corner, left - 12, TOP - 9, 12, "m e")
+    grid.names(panel, square.corner, every=1 if n <= 16 else 8 if n <= 64 else 16)
+    grid.ground(panel)
     most = max((value for row in square.values for value in row), default=0.0) or 1.0
-    if n > 16:  # one area: a grid of so many lines would be all that is seen
-        scene.rect(left, TOP, n * width, n * height, "faint")
-    for rank in range(n):
-        y = TOP + rank * height
-        if rank % every == 0:
-            scene.write(rank, left + (rank + 0.5) * width, TOP - 9, 12, "m c")
-            scene.write(f"rank {rank}", left - 12, y + height / 2 + 4, 12, "m e")
-        if n <= 16:
-            row = "".join(
-                box(left + c * width + gap, y + gap, width - 2 * gap, height - 2 * gap)
-                for c in range(n)
-            )
-            scene.path(row, "faint")
-        for column, value in enumerate(square.values[rank]):
+    for row, values in enumerate(square.values):
+        for column, value in enumerate(values):
             if value > 0:
-                _cell(
-                    scene,
-                    square,
-                    rank,
-                    column,
-                    value / most,
-                    left + column * width,
-                    y,
-                    width,
-                    height,
-                    gap,
-                )
-
-
-def _cell(
-    scene: Node,
-    square: Square,
-    rank: int,
-    column: int,
-    share: float,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    gap: float,
-):
-    value = square.text(square.values[rank][column])
-    place = {"x": x + gap, "y": y + gap, "width": width - 2 * gap, "height": height - 2 * gap}
-    # in between, neither text could be read in both themes
-    dark = share > 0.8
-    opacity = 0.5 + 0.45 * share if dark else 0.12 + 0.5 * share
-    scene.add("rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=opacity).add(
-        "title", f"{rank}, {column}: {value}"
-    )
-    if width > 36:
-        size = min(12.0, (width - 6) / (0.58 * len(value)))
-        scene.write(value, x + width / 2, y + height / 2 + 4, size, "c on" if dark else "c")
+                # in between, neither text could be read in both themes
+                share, dark = value / most, value > 0.8 * most
+                opacity = 0.5 + 0.45 * share if dark else 0.12 + 0.5 * share
+                text = square.text(value)
+                cell = grid.value(panel, row, column, text, opacity, dark)
+                cell.add("title", f"{row}, {column}: {text}")
 
 
 def _largest(square: Square) -> str:

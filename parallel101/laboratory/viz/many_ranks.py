@@ -21,6 +21,7 @@ from parallel101.laboratory.analysis.replay import Replay
 from parallel101.laboratory.record.units import human_bytes, listed
 from parallel101.laboratory.viz.diagram import CENTRE, Diagram
 from parallel101.laboratory.viz.graph import STYLE, draw_step_ring
+from parallel101.laboratory.viz.grid import Grid
 from parallel101.laboratory.viz.scene import Scene, box
 from parallel101.laboratory.viz.timing import Timing
 
@@ -74,11 +75,9 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
     panel, n = scene.panel(narrow="translate(-408,352) scale(.94)"), len(replay.ranks)
     place = {rank: i for i, rank in enumerate(replay.ranks)}
     width, height = WIDTH / n, HEIGHT / n
-    panel.rect(LEFT, TOP, WIDTH, HEIGHT, "faint")
-    panel.write("from \\ to", LEFT - 12, TOP - 9, 12, "m e")
-    for rank in replay.ranks[:: 4 if n <= 32 else 8 if n <= 64 else 16]:
-        panel.write(rank, LEFT + (place[rank] + 0.5) * width, TOP - 9, 12, "m c")
-        panel.write(f"rank {rank}", LEFT - 12, TOP + (place[rank] + 0.5) * height + 4, 12, "m e")
+    grid = Grid(LEFT, TOP, width, height, replay.ranks, n, gap=0.0)
+    grid.ground(panel)
+    grid.names(panel, "from \\ to", every=4 if n <= 32 else 8 if n <= 64 else 16)
 
     def cells(step: int, without: set[tuple[int, int]]) -> str:
         pairs = sorted(

@@ -21,6 +21,7 @@ from parallel101.laboratory.analysis.chunks import Counts
 from parallel101.laboratory.analysis.replay import START, Replay
 from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.units import human_bytes
+from parallel101.laboratory.viz.grid import MOST_CELLS, Grid
 from parallel101.laboratory.viz.scene import Node, Scene, box, number
 from parallel101.laboratory.viz.timing import Timing
 
@@ -52,10 +53,15 @@ class CellGrid:
         self.bottom = MIDDLE + self.cell_height * len(replay.ranks) / 2
         self.gap = GAP if self.cell_height > 20 else 1.5
 
+    @property
+    def grid(self) -> Grid:
+        ranks, columns = self.replay.ranks, len(self.replay.chunks)
+        return Grid(
+            self.left, self.top, self.cell_width, self.cell_height, ranks, columns, self.gap
+        )
+
     def corner(self, rank: int, chunk: int) -> tuple[float, float]:
-        return self.left + chunk * self.cell_width + self.gap, self.top + self.rows[
-            rank
-        ] * self.cell_height + self.gap
+        return self.grid.inside(self.rows[rank], chunk)[:2]
 
     @property
     def inner(self) -> tuple[float, float]:
@@ -107,19 +113,11 @@ def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[s
 
 
 def _frame(panel: Node, matrix: CellGrid) -> None:
-    replay, (width, height) = matrix.replay, matrix.inner
-    panel.write("chunk", matrix.left - 12, matrix.top - 9, 12, "m e")
-    for c, chunk in enumerate(replay.chunks):
-        panel.write(
-            chunk.label, matrix.left + (c + 0.5) * matrix.cell_width, matrix.top - 9, 13, "m c"
-        )
-    for rank in replay.ranks:
-        panel.write(
-            f"rank {rank}", matrix.left - 12, matrix.corner(rank, 0)[1] + height / 2 + 4, 12, "m e"
-        )
-        for c in range(len(replay.chunks)):
-            x, y = matrix.corner(rank, c)
-            panel.rect(x, y, width, height, "faint", rx=2)
+    replay = matrix.replay
+    matrix.grid.names(panel, "chunk", [chunk.label for chunk in replay.chunks])
+    for row in range(len(replay.ranks)):
+        for column in range(len(replay.chunks)):
+            panel.rect(*matrix.grid.inside(row, column), "faint", rx=2)
 
 
 def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
@@ -266,18 +264,9 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
     width, height = min(103.0, WIDTH / n), min(56.0, HEIGHT / n)
     left, top = LEFT + (WIDTH - width * n) / 2, MIDDLE - height * n / 2
     place = {rank: i for i, rank in enumerate(replay.ranks)}
-    gap = 2.0 if n <= 16 else 0.5
-    every = 1 if n <= 16 else 8  # of a large matrix, label every eighth row and column
-    panel.write("from \\ to", left - 12, top - 9, 12, "m e")
-    for rank in replay.ranks[::every]:
-        panel.write(rank, left + (place[rank] + 0.5) * width, top - 9, 12, "m c")
-        panel.write(f"rank {rank}", left - 12, top + (place[rank] + 0.5) * height + 4, 12, "m e")
-    for src in replay.ranks:
-        y = top + place[src] * height + gap
-        row = "".join(
-            box(left + c * width + gap, y, width - 2 * gap, height - 2 * gap) for c in range(n)
-        )
-        panel.path(row, "faint")
+    grid = Grid(left, top, width, height, replay.ranks, n, gap=2.0 if n <= MOST_CELLS else 0.5)
+    grid.names(panel, "from \\ to", every=1 if n <= MOST_CELLS else 8)
+    grid.ground(panel)
     # by (src, dst): the bytes sent after each step
     totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for step in range(replay.steps):
@@ -287,34 +276,15 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
             totals[m.src, m.dst].append((step, so_far + m.nbytes))
     most = max((states[-1][1] for states in totals.values()), default=1) or 1
     for (src, dst), states in sorted(totals.items()):
-        x, y = left + place[dst] * width, top + place[src] * height
         for (step, nbytes), (until, _) in zip(
             states, [*states[1:], (replay.steps, 0)], strict=True
         ):
-            share = nbytes / most
             if step == until:
                 continue
-            group = panel.add("g").show(
-                (
-                    timing.arrival(step),
-                    timing.arrival(until) if until < replay.steps else timing.duration + 1,
-                )
-            )
-            group.rect(
-                x + gap,
-                y + gap,
-                width - 2 * gap,
-                height - 2 * gap,
-                "sent",
-                rx=2,
-                fill_opacity=0.15 + 0.75 * share,
-            )
-            if width > 36:
-                text = human_bytes(nbytes)
-                size = min(12.0, (width - 6) / (0.58 * len(text)))
-                group.write(
-                    text, x + width / 2, y + height / 2 + 4, size, "c on" if share > 0.5 else "c"
-                )
+            end = timing.arrival(until) if until < replay.steps else timing.duration + 1
+            group, share = panel.add("g").show((timing.arrival(step), end)), nbytes / most
+            text, opacity = human_bytes(nbytes), 0.15 + 0.75 * share
+            grid.value(group, place[src], place[dst], text, opacity, share > 0.5)
     if replay.messages:
         for k, line in enumerate(note):
             panel.write(line, LEFT + WIDTH / 2, MIDDLE + height * n / 2 + 20 + 16 * k, 12, "m c")

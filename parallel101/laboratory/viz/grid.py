@@ -1,0 +1,74 @@
+"""The engine of pictures that are grids of cells, with a row for each rank.
+
+    from \\ to   0     1          Grid.ground     a pale box for each cell, or one area
+    rank 0            96 B        Grid.names      the ranks at the left, the columns above
+    rank 1     96 B               Grid.value      a cell the darker the larger its value
+
+What is in a cell is decided by the pictures: ranks and chunks in matrix.py, blocks in
+before_after.py, senders and receivers in matrix.py, many_ranks.py and between_ranks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from parallel101.laboratory.viz.scene import Node, box
+
+MOST_CELLS = 16  # in a row; with more, a grid of lines would be all that is seen
+
+
+class Grid(NamedTuple):
+    """Cells of one size, from (left, top). `ranks`: one for each row."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    ranks: Sequence[int]
+    columns: int
+    gap: float = 2.0
+
+    def inside(self, row: int, column: int) -> tuple[float, float, float, float]:
+        """x, y, width and height of a cell without its gap."""
+        x, y = self.left + column * self.width, self.top + row * self.height
+        return x + self.gap, y + self.gap, self.width - 2 * self.gap, self.height - 2 * self.gap
+
+    def ground(self, panel: Node) -> None:
+        """The empty cells: a path for each row, or one area if the cells have no gaps."""
+        if not self.gap:
+            width, height = self.columns * self.width, len(self.ranks) * self.height
+            panel.rect(self.left, self.top, width, height, "faint")
+            return
+        for row in range(len(self.ranks)):
+            boxes = (box(*self.inside(row, column)) for column in range(self.columns))
+            panel.path("".join(boxes), "faint")
+
+    def names(
+        self, panel: Node, corner: str, columns: Iterable[object] = (), every: int = 1
+    ) -> None:
+        """The name of each row, or of every so-manieth, of the columns, and of both at the corner.
+
+        `columns`: their names; by default the ranks.
+        """
+        panel.write(corner, self.left - 12, self.top - 9, 12, "m e")
+        size = 13 if (named := list(columns)) else 12
+        for column, name in list(enumerate(named or self.ranks))[::every]:
+            panel.write(name, self.left + (column + 0.5) * self.width, self.top - 9, size, "m c")
+        for row, rank in list(enumerate(self.ranks))[::every]:
+            y = self.top + (row + 0.5) * self.height + 4
+            panel.write(f"rank {rank}", self.left - 12, y, 12, "m e")
+
+    def value(
+        self, panel: Node, row: int, column: int, text: str, opacity: float, dark: bool
+    ) -> Node:
+        """A cell with a value, which is written if there is room, and pale on a dark cell."""
+        x, y, width, height = self.inside(row, column)
+        cell = panel.rect(
+            x, y, width, height, "sent", rx=2 if self.gap else None, fill_opacity=opacity
+        )
+        if self.width > 36:
+            size = min(12.0, (self.width - 6) / (0.58 * len(text)))
+            middle = x + width / 2, y + height / 2 + 4
+            panel.write(text, *middle, size, "c on" if dark else "c")
+        return cell
