@@ -142,12 +142,7 @@ def test_a_syllabus_is_the_index_of_its_course(lessons, tmp_path):
     assert rows == [
         ["Tue 2 March 2027", "00 Ranks 40\u00a0minutes", goals, ""],
         ["Tue 9 March 2027", "No lecture", "", ""],
-        [
-            "Week 11",
-            "05 Sharding 00 Ranks 40\u00a0minutes",
-            "",
-            "Homework 5 due Mon 22 March 2027",
-        ],
+        ["Week 11", "05 Sharding 00 Ranks 40\u00a0minutes", "", "Homework 5 due Mon 22 March 2027"],
     ]
     assert [a["href"] for a in index("tr")[3]("a")] == [
         "05_sharding.html",

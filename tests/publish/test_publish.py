@@ -15,13 +15,7 @@ from bs4 import BeautifulSoup
 from nbformat import v4, write
 
 from parallel101 import cli
-from parallel101.laboratory.publish import (
-    LessonFailed,
-    find,
-    find_lessons,
-    publish,
-    select_lessons,
-)
+from parallel101.laboratory.publish import LessonFailed, find, find_lessons, publish, select_lessons
 from parallel101.laboratory.publish.execute import run_notebook
 from parallel101.laboratory.publish.offline_page import POLICY
 from parallel101.laboratory.publish.page import Lesson, external_addresses, lesson_body, lesson_page

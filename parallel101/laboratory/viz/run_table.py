@@ -222,8 +222,7 @@ def _links(trace: Trace) -> TextTable:
         rows,
         6,
         _notes(
-            _more(len(links), MOST_LINKS, "link"),
-            _of_kept(trace, "In flight, longest and rate"),
+            _more(len(links), MOST_LINKS, "link"), _of_kept(trace, "In flight, longest and rate")
         ),
     )
 
