@@ -15,21 +15,22 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from html import escape, unescape
+from html import unescape
 from importlib import import_module
 from importlib.resources import as_file, files
 from typing import NamedTuple
 
 import pdoc.doc
 import pdoc.render
+from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from parallel101.laboratory.publish.index import REFERENCE
-from parallel101.laboratory.publish.markdown import to_html
 from parallel101.laboratory.publish.offline_page import offline_html
 from parallel101.laboratory.publish.search_index import SearchEntry, search_box
+from parallel101.laboratory.publish.templates import render
 
 ADDRESS, TITLE = REFERENCE.address, REFERENCE.title
 PACKAGE = "parallel101"
@@ -234,19 +235,16 @@ def _page(module: str) -> str:
 
 def _framed(title: str, body: str, page: str) -> str:
     root = "../" * page.count("/")
-    links = [f'<a href="{root}index.html">All lessons</a>']
-    if page != ADDRESS:
-        links.append(f'<a href="{root}{ADDRESS}">{TITLE}</a>')
-    css = (
-        files("parallel101.laboratory.publish")
-        .joinpath("reference.css")
-        .read_text(encoding="utf-8")
+    html = render(
+        "reference",
+        root=root,
+        index="" if page == ADDRESS else ADDRESS,
+        title=TITLE,
+        search_box=Markup(search_box(root)),
+        body=Markup(body),
     )
-    return offline_html(
-        f"{title}: parallel101" if title == TITLE else title,
-        f"<nav>{''.join(links)}</nav>\n<style>{css}</style>\n{search_box(root)}\n{body}",
-        scripts_beside=True,
-    )
+    whole = f"{title}: parallel101" if title == TITLE else title
+    return offline_html(whole, html, scripts_beside=True)
 
 
 def _index(
@@ -255,26 +253,9 @@ def _index(
     names: list[SearchEntry],
 ) -> str:
     by_address = {one.address: one for one in names}
-    parts = []
-    for module in modules.values():
-        page = _page(module.modulename)
-        for title, members in groups[module.modulename]:
-            rows = "".join(_row(by_address[f"{page}#{name}"]) for name in members)
-            heading = escape(title) if title else f"<code>p101.{module.name}</code>"
-            parts.append(f"<h2>{heading}</h2>")
-            if not title:
-                parts.append(to_html(first_sentence(module.docstring)))
-            parts.append(f'<table class="names"><tbody>{rows}</tbody></table>')
-    return (
-        f'<main class="reference"><h1>{TITLE}</h1><p>All public names, after '
-        f"<code>import parallel101 as p101</code>.</p>{''.join(parts)}</main>"
-    )
-
-
-def _row(one: SearchEntry) -> str:
-    sentence = to_html(one.text).strip().removeprefix("<p>").removesuffix("</p>")
-    address = one.address.removeprefix("reference/")
-    return (
-        f'<tr><td><a href="{address}"><code>{escape(one.title)}</code></a></td>'
-        f"<td>{sentence}</td></tr>"
-    )
+    parts = [
+        (module, title, [by_address[f"{_page(module.modulename)}#{name}"] for name in members])
+        for module in modules.values()
+        for title, members in groups[module.modulename]
+    ]
+    return render("reference_index", title=TITLE, parts=parts, first_sentence=first_sentence)

@@ -34,6 +34,9 @@ def environment() -> Environment:
     made.globals["file"] = as_html(file_text)
     made.filters["script"] = as_html(script_json)
     made.filters["markdown"] = as_html(to_html)
+    made.filters["inline"] = as_html(
+        lambda text: to_html(text).strip().removeprefix("<p>").removesuffix("</p>")
+    )
     return made
 
 
