@@ -30,7 +30,6 @@ from parallel101.trainers.precision import MasterWeights, choose_precision
 from parallel101.trainers.prepare import prepare
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import Recompute, modules_to_recompute, recompute_in_backward
-from parallel101.trainers.replicas import compare_replicas
 from parallel101.trainers.shares import Shares, check_frozen
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
@@ -48,9 +47,8 @@ from parallel101.trainers.support.optimizers import ShardedOptimizer, build_opti
 from parallel101.trainers.support.state_names import StateNames, tensors_of_state
 from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronise_norms
 from parallel101.trainers.trainer import Trainer
-from parallel101.trainers.verify import compare, first_step
-from parallel101.trainers.verify.one_process import whole_model
 from parallel101.trainers.verify.report import Report
+from parallel101.trainers.verify.verification import Verification
 
 if TYPE_CHECKING:
     from parallel101.trainers.schedules.schedule import Schedule
@@ -123,9 +121,10 @@ class HybridTrainer(Trainer):
         sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along dp
             in each forward and backward. So all ranks must use the same of them; and if samples
             take different paths through the model, train with overlap=False.
-        verify: before the first step, compare this layout with one process, on a few samples of its
-            batch; see `verify`. It is not done on one rank without microbatches, nor if it would
-            take more than 2 GiB: then a line says so.
+        verify: before the first step, compare this layout with one process on its batch, and refuse
+            to train if they differ or can't be compared; see `verify`. It is not done on one rank
+            without microbatches, nor on the meta device. If it would take more than half of the
+            free memory, it is done with one sample a rank, or not at all, and a line says so.
 
     Between steps the weights belong to the trainer. What is done to the model's parameters there
     (clamping, row norms) reaches only what this rank has: nothing on ZeRO stage 3, a block along
@@ -236,13 +235,7 @@ class HybridTrainer(Trainer):
         if self.precision.master:
             whole = {name: nn.Parameter(masters[name]) for name in whole}
         built = build_optimizer(optimizer, whole)
-        self.verifies, self.in_time = verify, sequence_parallel
-        self.one_process, self.why_no_copy = None, ""
-        comparable = verify and self.device.type != "meta"
-        if comparable and self.position == 0:
-            self.one_process, self.why_no_copy = whole_model(
-                model, built, loss_fn, self.precision, axes
-            )
+        self.verification = Verification(self, model, loss_fn, verify)
         resolved = None
         if "tp" in axes.sizes and plan is not None:
             from parallel101.trainers.tensor.plan import resolve
@@ -322,13 +315,7 @@ class HybridTrainer(Trainer):
         self.reads_parts = False
         checkpoint.refuse_parts(self)
         self.reached, self.steps, self.history = [], 0, History()
-        # in the first step, if it could not be compared with one process
-        several = axes.sizes.get("tp", 1) > 1 or next(model.buffers(), None) is not None
-        self.compare_replicas = partial(compare_replicas, self) if several else None
-        self.before_first, self.after_first = None, self.compare_replicas
-        if verify and (len(axes.members.ranks) > 1 or many > 1):
-            self.before_first = partial(first_step.verify_once, self) if comparable else None
-            self.after_first = None
+        self.verification.note_cut(many)
 
     # ── what the whole model needs, on any layout ──
 
@@ -434,32 +421,33 @@ class HybridTrainer(Trainer):
         return memory.describe(self, title + "s" * (len(self.agree.ranks) > 1))
 
     def verify(self, inputs: Batch, targets: Batch = None) -> Report:
-        """Compare this layout with one process, on some of these samples.
+        """Compare this layout with one process, in three steps on this batch.
 
-        Collective; it changes nothing and is not recorded.
+        Collective; nothing is changed or recorded. It takes about six steps of one process.
 
-        Loss, in training and evaluation, every gradient, their norm if `clip_norm` is set, buffers,
-        and the weights after one update of the optimizer from equal gradients: with the model's
-        weights, and once more with slightly perturbed ones and a learning rate above zero. Dropout
-        keeps everything. Each position along dp gives a sample for each microbatch, and every
-        second one more. The first rank computes all of them as one process does; the others wait.
-        If the two are not equal, or the model can't take one sample alone, it is done with two
-        samples for each microbatch: one is a special case in some models (squeeze, statistics).
+        Each step compares the loss, every gradient, their norm if `clip_norm` is set, buffers, and
+        the weights after the optimizer's step from equal gradients; the third scales the loss, and
+        evaluation is compared after it. The first rank computes all samples as one process does;
+        the others wait. Random numbers of torch are replaced by the middle of their distribution
+        meanwhile, learning rates of zero by one above zero, and weights of zero by small ones.
+        Afterwards everything is put back that can be: weights, optimizer, buffers, hooks, what
+        modules, optimizer, loss_fn and the objects they refer to hold in attributes, closures and
+        globals, and random numbers. Printing and other input and output isn't undone, nor are a
+        Python generator, an open file or an object of a C library.
 
         Args:
             inputs, targets: as for `step`.
 
-        Returns a Report, the same on every rank, which prints as a table. If nothing could be
-        compared, its `reason` says why: a model that draws random numbers of its own, or a model or
-        optimizer that can't be copied. Hooks of the optimizer's step are called, too, each with a
-        copy of the optimizer.
+        Returns a Report, the same on every rank, which prints as a table.
 
-        Raises NotEqualError, on every rank, with the report and, if it can be told, the cause. What
-        a first batch does not show, it can't find: weights that are edited between steps, a layer
-        that is unfrozen later, samples of a kind that comes later.
+        Raises NotEqualError, on every rank, with the report and, if it can be told, the cause; also
+        if one process can't train on this batch. What a first batch does not show, it can't find:
+        weights that are edited between steps, a layer that is unfrozen later, samples of a kind
+        that comes later. (After steps 2, 4, 8, 16, … each rank still checks that the loss of its
+        outputs is the weighted mean over two parts of them.)
         """
         self.need_numbers("verify")
-        return compare.verify(self, inputs, targets)
+        return self.verification.verify(inputs, targets)
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:

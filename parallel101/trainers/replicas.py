@@ -28,7 +28,6 @@ def compare_replicas(trainer: Trainer) -> None:
     """Once, when every gradient is that of the whole batch: raises ValueError, on every rank, if
     ranks with equal parameters and buffers have unequal gradients or buffers.
     """
-    trainer.after_first = None
     trainer.agree.check_on_all(partial(check_alike, trainer))
 
 

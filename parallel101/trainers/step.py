@@ -13,7 +13,7 @@ Afterwards every weight is what one process would have made of it with the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ from parallel101.trainers.support.losses import Losses, agree_on_loss
 if TYPE_CHECKING:
     from parallel101.trainers.context.cut_time import ContextAxis
     from parallel101.trainers.pipeline_parallel import Pipeline
+    from parallel101.trainers.verify.verification import Verification
 
 
 class Step:
@@ -59,8 +60,7 @@ class Step:
     random_numbers: RandomNumbers  # dropout's, alike on ranks with the same samples
     clip_norm: float | None
     device: torch.device
-    before_first: Callable[[Batch, Batch], object] | None  # compares with one process
-    after_first: Callable[[], object] | None  # compares the ranks with each other, if that isn't
+    verification: Verification  # compares with one process
     steps: int
 
     def step(self, inputs: Batch, targets: Batch = None) -> float:
@@ -78,9 +78,9 @@ class Step:
         a rank's loss is not finite. What the model raises on one rank ends the run.
         """
         total = self.shares.check(inputs, targets, self.steps)
-        if self.before_first is not None:
-            self.before_first(inputs, targets)
+        self.verification.before_step(inputs, targets)
         loss = self.compute_gradients(inputs, targets, total)
+        self.verification.after_gradients()
         with span("optimizer"):
             if self.clip_norm is not None:
                 parameters, norm = list(self.owned.values()), self.norm()
@@ -95,6 +95,7 @@ class Step:
         self.optimizer.zero_grad()
         self.sync.begin()
         losses = Losses(self.loss_fn, total, self.sync.scale)
+        self.verification.watch(losses)
         if self.context is not None:
             inputs, targets, losses.part = self.context.cut(inputs, targets)
         with self.random_numbers.of_step(self.steps):
@@ -114,8 +115,6 @@ class Step:
                 p.grad = None  # as in one process
             elif weight is not None and p.grad is not None:
                 p.grad /= weight
-        if self.after_first is not None:
-            self.after_first()
         return loss
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:

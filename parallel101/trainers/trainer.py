@@ -4,7 +4,7 @@ process. hybrid.py builds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +24,6 @@ class Trainer(Step):
     state: StateNames  # what the whole model's state_dict has
     sharded_optimizer: ShardedOptimizer  # its state, whole and by name
     reads_parts: bool  # whether the model's own state_dict may be read now
-    compare_replicas: Callable[[], None] | None  # after the first step, if nothing else compares
-    verifies: bool  # whether it was built to be compared with one process
-    one_process: Any  # a OneProcess, on the first rank
-    why_no_copy: str  # if it has none
-    in_time: bool  # sequence parallel
     activations: Any = None  # an Activations, the last that were counted
 
     def need_numbers(self, method: str) -> None:

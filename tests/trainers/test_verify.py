@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.trainers.verify import first_step
+from parallel101.trainers.verify import verification
 from tests.trainers.cases import OPTIMIZERS, gpt, mesh_of, randn, seeded, text
 
 LAYOUTS = {  # on 4 ranks: the mesh, and options
@@ -34,22 +34,107 @@ LAYOUTS = {  # on 4 ranks: the mesh, and options
 
 
 class WithBuffers(nn.Module):
-    """Counts its forwards, and remembers its first one."""
+    """Counts its forwards."""
 
-    def __init__(self):
+    def __init__(self, step):
         super().__init__()
+        self.step = step
         self.register_buffer("count", torch.tensor(0))
         self.register_buffer("ones", torch.ones(1, dtype=torch.float64), persistent=False)
 
     def forward(self, x):
-        self.count += 1
+        self.count += self.step
         return F.dropout(x * self.ones, 0.5, self.training)
+
+
+def loss_with_a_warm_up():
+    """Counts its calls in a closure, an attribute, a default value and a global."""
+    calls = 0
+
+    def loss_fn(y, t, held={"calls": 0}):  # noqa: B006
+        nonlocal calls
+        global CALLS
+        calls, CALLS = calls + 1, CALLS + 1
+        held["calls"] += 1
+        loss_fn.calls += 1
+        return F.mse_loss(y, t) * (calls + CALLS + held["calls"] + loss_fn.calls)
+
+    loss_fn.calls = 0
+    return loss_fn
+
+
+CALLS = 0
+
+
+class Changes(nn.Module):
+    """Keeps what it learns in a number, a list, a set, a dict, a tensor and random generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards, self.seen, self.kinds, self.by_shape = 0, [], set(), {}
+        self.total, self.own = torch.zeros(6, dtype=torch.float64), torch.Generator().manual_seed(0)
+        self.python, self.last = random.Random(0), None
+
+    def forward(self, x):
+        self.forwards += 1
+        self.seen.append(len(x))
+        self.kinds.add(self.forwards)
+        self.by_shape[x.shape] = self.by_shape.get(x.shape, 0) + 1
+        self.total += 1
+        self.last = x.detach()
+        noise = torch.randn(1, generator=self.own, dtype=torch.float64) + self.python.random()
+        factor = 1 + self.forwards + len(self.seen) + len(self.kinds) + self.by_shape[x.shape]
+        return x * factor + self.total + noise + random.random() + torch.rand(()).double()
+
+
+class Averaged(torch.optim.Adam):
+    """Keeps a moving average, and a count, on itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1e-2)
+        self.count, self.average = 0, {}
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+            for p in group["params"]:
+                self.average[p] = p + 0.5 * self.average.get(p, torch.zeros_like(p))
+                p += 1e-3 * self.average[p] / self.count
+
+
+def three_losses(kind, verify):
+    random.seed(0)
+    torch.manual_seed(0)
+    model = seeded(
+        nn.Sequential(nn.Linear(4, 6), Changes(), nn.ReLU(inplace=True), nn.Linear(6, 3))
+    )
+    loss_fn = loss_with_a_warm_up()
+    trainer = getattr(p101, kind)(model, loss_fn, Averaged, verify=verify)
+    batch = randn(0, 8, 4), randn(9, 8, 3)
+    losses = [trainer.step(*trainer.share(batch)) for _ in range(5)]
+    changes = next(m for m in model.modules() if isinstance(m, Changes))
+    counts = changes.forwards, changes.seen, changes.kinds, CALLS, loss_fn.calls
+    return losses, counts, torch.rand(1).item(), random.random(), trainer.optimizer.count
+
+
+@pytest.mark.parametrize("kind", ["DataParallelTrainer", "ShardedTrainer", "TensorParallelTrainer"])
+def test_a_program_that_counts_sees_no_trace_of_it(kind):
+    """On processes of their own: virtual ranks share globals."""
+    seen = [
+        p101.launch(three_losses, kind, verify, world_size=2).results for verify in (True, False)
+    ]
+    assert seen[0] == seen[1]
+    assert all(of_rank[1][0] == 5 for of_rank in seen[0])
 
 
 def built(name, check):
     mesh, options = LAYOUTS[name]
     model = gpt(tied=True)
-    model.norm = nn.Sequential(model.norm, WithBuffers())
+    several = {"microbatches", "accumulate"} & options.keys()  # forwards in a step
+    model.norm = nn.Sequential(model.norm, WithBuffers(0 if several else 1))
     loss = p101.vocabulary_cross_entropy if "tp" in mesh else next_token_loss
     plan = {
         "embedding.token": "vocabulary",
@@ -135,7 +220,6 @@ def test_it_changes_nothing(backend, names):
 
 def two_steps(name, check):
     trainer = built(name, check)
-    trainer.after_first = None  # or replicas would be compared in its place
     losses = [trainer.step(*trainer.share(text(step))) for step in range(2)]
     return (
         losses,
@@ -175,15 +259,15 @@ def test_it_appears_in_no_record_and_on_no_clock(name, rules):
 def times_made(options):
     """How often it is made in three steps."""
     made = []
-    original = first_step.compare
-    first_step.compare = lambda *args: made.append(1) or original(*args)
+    original = verification.Comparison.run
+    verification.Comparison.run = lambda self: made.append(1) or original(self)
     try:
         trainer = p101.DataParallelTrainer(
             seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, OPTIMIZERS["sgd"], **options
         )
         trainer.fit([(randn(i, 8, 4), randn(9 + i, 8, 3)) for i in range(3)], progress=False)
     finally:
-        first_step.compare = original
+        verification.Comparison.run = original
     return len(made)
 
 
@@ -198,8 +282,8 @@ def test_it_is_made_once_before_the_first_step(world_size, options, expected):
     )
 
 
-def too_large():
-    first_step.MOST_BYTES = 500
+def too_large(limit):
+    verification.MOST_BYTES = limit
     trainer = p101.DataParallelTrainer(
         seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, OPTIMIZERS["sgd"]
     )
@@ -207,14 +291,23 @@ def too_large():
     return trainer.verify(randn(0, 8, 4), randn(9, 8, 3)).equal
 
 
-def test_a_model_that_is_too_large_is_said_once_and_may_be_verified_all_the_same(capsys):
-    assert p101.launch(too_large, world_size=2).results == [True, True]
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        (
+            500,
+            "not verified: a comparison with one process would take 1.56 kB on rank 0, more than",
+        ),
+        (1900, "verified with 1 sample a rank only: all activations of one process would take"),
+    ],
+)
+def test_too_little_memory_is_said_once_and_verify_can_be_called_all_the_same(limit, says, capsys):
+    try:
+        assert p101.launch(too_large, limit, world_size=2).results == [True, True]
+    finally:
+        verification.MOST_BYTES = None
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "verified" in line]
-    assert (
-        "not verified: a comparison with one process would take 1.66 kB on rank 0, more than 500 B"
-        in line
-    )
-    assert "fewer or narrower layers" in line
+    assert says in line
 
 
 def kept_by_the_first_rank():
@@ -223,10 +316,11 @@ def kept_by_the_first_rank():
 
     def kept():
         here = {id(p) for p in trainer.model.parameters()}
+        whole = trainer.verification.whole
         return (
             0
-            if trainer.one_process is None
-            else sum(p.numel() for p in trainer.one_process.whole.parameters() if id(p) not in here)
+            if whole is None
+            else sum(p.numel() for p in whole.parameters.values() if id(p) not in here)
         )
 
     before = kept()
@@ -296,10 +390,10 @@ def test_a_report_is_a_table_the_same_on_all_ranks():
     assert lines[0] == "equal to one process"
     assert [line.split()[0] for line in lines[2:]] == [
         "loss",
-        "evaluate",
         "gradient",
         "gradient",
         "update:",
+        "evaluate",
     ]
 
 

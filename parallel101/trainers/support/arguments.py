@@ -132,6 +132,12 @@ def loss_and_weight(
                 "the weight of the loss is on the meta device, which has no numbers: expected a "
                 "number of Python's there, such as targets.numel()"
             )
+        if isinstance(given, Tensor) and given.requires_grad:
+            raise ValueError(
+                "the weight of the loss needs a gradient, and the sum is divided by it as by a "
+                "plain number: expected (sum of losses, their weight) with weight.detach(), or "
+                "their mean"
+            )
         weight = float(given)
         if not weight >= 0:
             raise ValueError(

@@ -16,6 +16,7 @@ from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
+from parallel101.trainers.support.batches import map_tensors
 
 
 class Losses:
@@ -29,9 +30,12 @@ class Losses:
 
     Attributes:
         part: how much of each sample this rank has, if time is cut.
+        keep: the number of a microbatch; `kept` are its outputs and targets afterwards.
     """
 
     part = 1.0
+    keep: int | None = None
+    kept: tuple[Any, Any] | None = None
 
     def __init__(
         self, loss_fn: LossFn | None, samples: int, scale: float = 1.0, training: bool = True
@@ -42,6 +46,8 @@ class Losses:
 
     def of(self, outputs: Any, targets: Any, samples: int) -> Tensor:
         """A microbatch's part of the loss, from which backward starts."""
+        if self.keep == len(self.parts):
+            self.kept = map_tensors(lambda t: t.detach().clone(), (outputs, targets))
         loss, weight = loss_and_weight(self.loss_fn, outputs, targets)
         if self.training:
             check_depends(loss)

@@ -1,410 +1,560 @@
-"""This layout against one process, on the same few samples, before the first step: equal, or
-refused.
+"""This layout against one process: three of the optimizer's steps on the same whole batch.
 
-    every rank       some of its samples ─▶ the trainer's own step ─▶ loss, gradients, weights ┐ =?
-    the first rank   all those samples ──▶ one process (one_process.py) ─▶ the same            ┘
+    the first rank   the whole batch ──▶ one process (one_process.py) ─▶ loss, gradients, … ┐ =?
+    every rank       its share ──▶ the trainer's own step ─▶ the same                        ┘
 
-It is done twice: with the model's weights, and with slightly different ones, so that a weight that
-is zero now (LoRA's B, a head) hides nothing. The optimizer is compared from equal gradients, since
-Adam turns the rounding of a zero gradient into a full step. How much two results may differ is in
-rounding.py.
+After each gradient is compared, both go on from that of one process, and after each update from its
+weights: Adam turns the rounding of a zero gradient into a full step. Weights that are zero, such as
+LoRA's B or a head, are moved a little at the start, since they would hide what comes before them.
+The third loss is scaled, so that a hook that clamps only large gradients shows.
+
+A result in precision u is rounded once in each of the d modules, there and back, and sums up to k
+numbers. Such errors add up like a random walk, so two orders of summing differ by about √(d·k)·u.
+The bound is 4 times that, relative to the largest number in the same module. What exceeds it in
+less than 64 bits is measured: one process computes the same step in 64 bits, and what that changes
+is rounding.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
+import sys
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel101.collectives import broadcast
-from parallel101.spans import unrecorded
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.support.batches import (
-    Batch,
-    count_samples,
-    join,
-    map_tensors,
-    tensors_of,
-)
+from parallel101.trainers.support.batches import count_samples, join, map_tensors, tensors_of
 from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.losses import NoTargets
+from parallel101.trainers.support.memory import readable
 from parallel101.trainers.support.optimizers import tell_first
 from parallel101.trainers.trainer import Trainer
-from parallel101.trainers.verify.causes import explain, messages_of_its_own
-from parallel101.trainers.verify.no_trace import (
-    return_freed_memory,
-    seed_all,
-    untouched,
-    with_buffers_restored,
-)
+from parallel101.trainers.verify import halves
+from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import (
-    OneProcess,
     Outcome,
-    copy_of_optimizer,
+    Share,
+    Training,
     lift_learning_rates,
-    without_dropout,
 )
-from parallel101.trainers.verify.perturb import perturb_owned, perturbed
-from parallel101.trainers.verify.report import WEIGHTS, NotEqualError, Report, Row, message
-from parallel101.trainers.verify.rounding import apart, eps_of, largest, most_rounding, scales
+from parallel101.trainers.verify.report import KINDS, STEPS, Report, Row
+from parallel101.trainers.verify.snapshot import Snapshot
 
+if TYPE_CHECKING:
+    from parallel101.trainers.verify.verification import Verification
 
-def verify(trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
-    """See `HybridTrainer.verify`."""
-    if not trainer.verifies:
-        raise ValueError(
-            "this trainer was built with verify=False and keeps no copy of the whole model: "
-            "build it with verify=True"
-        )
-    with unrecorded():
-        trainer.shares.check(inputs, targets, trainer.steps)
-        report = compare(trainer, inputs, targets)
-    if report.equal:
-        settle(trainer, report)
-    return report
-
-
-def settle(trainer: Trainer, report: Report) -> None:
-    """The comparison before the first step is made, and what it took is freed.
-
-    If nothing could be compared, the ranks are compared with each other in the first step.
-    """
-    trainer.before_first = None
-    if report.reason:
-        trainer.after_first = trainer.compare_replicas
-    if trainer.one_process is not None:
-        trainer.one_process.free()
-    if not report.reason:
-        return_freed_memory()
-
-
-def compare(trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
-    """All of it, once. Collective; only `unrecorded` is the caller's."""
-    try:
-        with untouched(trainer):
-            report = Comparison(trainer, inputs, targets, of_each=1).run()
-        if report.equal:
-            return report
-    except (NotEqualError, NeedsTwoSamples, FloatingPointError, NoTargets):
-        pass  # on every rank
-    with untouched(trainer):
-        return Comparison(trainer, inputs, targets, of_each=2).run()
+SAFETY, NOISE = 4, 16
+LARGE = 1000.0  # about the largest gradient of the scaled loss
+Bounds = dict[str, dict[str, float]]  # kind → name → the largest difference that is rounding
 
 
 class Comparison:
-    """One verification. What all ranks do, in this order."""
+    """One comparison: what all ranks do, in this order.
 
-    def __init__(self, trainer: Trainer, inputs: Batch, targets: Batch, of_each: int):
-        self.trainer, self.first, self.of_each = trainer, trainer.position == 0, of_each
-        # of the ranks with the same samples, one gives them
-        self.holds_share = not any(
-            position for axis, position in trainer.axes.here.items() if axis not in SAMPLES
-        )
-        # so that shares are uneven, if the batch allows it
-        even = trainer.axes.place(SAMPLES) % 2 == 0
-        wanted = of_each * trainer.runner.microbatches + even
-        self.batch = map_tensors(lambda t: t[:wanted], (inputs, targets))
-        self.needs_two = False
-        self.rows: dict[tuple[str, str, str], tuple[float, float]] = {}
-        entries = [trainer.layout.entries[name] for name in trainer.trained]
+    Args:
+        batch: this rank's share.
+        snapshot: of the trainer, to which the first rank returns before it takes part.
+        room: for activations on the first rank, in bytes.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        verification: Verification,
+        batch: Share,
+        snapshot: Snapshot,
+        room: float,
+    ):
+        self.trainer, self.verification, self.snapshot = trainer, verification, snapshot
+        self.batch, self.room, self.first = batch, room, trainer.position == 0
+        # what, name, step → the difference, and the largest that is rounding
+        self.found: dict[tuple[str, str, int], tuple[float, float]] = {}
         precision = trainer.precision
-        self.shapes = [entry.shape for entry in entries]
-        self.dtypes = {entry.dtype for entry in entries}
-        self.dtypes |= {d for d in (precision.weights, precision.autocast) if d is not None}
+        entries = [trainer.layout.entries[name] for name in trainer.trained]
+        dtypes = [*(entry.dtype for entry in entries), precision.weights, precision.autocast]
+        self.eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype is not None)
+        depth = sum(1 for module in trainer.model.modules() if module._parameters)
+        terms = max(
+            *(max(entry.shape, default=1) for entry in entries),
+            *(t.numel() * trainer.axes.size(SAMPLES) for t in tensors_of(batch)),
+        )
+        sums = min(self.eps, torch.finfo(torch.float32).eps)
+        (of_ranks,) = trainer.agree.numbers(SAFETY * sums * math.sqrt(max(depth, 1) * terms))
+        self.bound = max(of_ranks)
 
     def run(self) -> Report:
-        trainer = self.trainer
-        if len(trainer.agree.ranks) > 1:
-            cause_of_layers, reason = messages_of_its_own(trainer.model)
-            if cause_of_layers:
-                raise NotEqualError(
-                    f"this layout does not compute what one process does: {cause_of_layers}",
-                    Report(cause=cause_of_layers),
-                )
-            if reason:
-                return Report(reason=reason)
-        of_ranks = tell_first(
-            self.batch if self.holds_share else None, trainer.agree.group, trainer.device
-        )
+        trainer, agree = self.trainer, self.trainer.agree
+        if len(agree.ranks) > 1 and (words := messages_of_its_own(trainer.model)):
+            return Report(cause=words)
+        # of the ranks with the same samples, one gives them
+        gives = all(axis in SAMPLES or not at for axis, at in trainer.axes.here.items())
+        shares = tell_first(self.batch if gives else None, agree.group, trainer.device)
         values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
         state = trainer.sharded_optimizer.state()
-        reason, together = "", (None, None)
-        expected: list[Outcome] = []
+        problem = ""
         if self.first:
             try:
-                together = join([of_rank for of_rank in of_ranks if of_rank is not None])
-                self.bound = most_rounding(
-                    trainer.model, self.shapes, self.dtypes, tensors_of(together)
+                self.one_process([share for share in shares if share is not None], values, state)
+            except Exception as error:
+                problem = (
+                    "It can't be compared: one process could not train on the whole batch "
+                    f"({type(error).__name__}: {error})."
                 )
-                expected = self.one_process(together, values, state)
-            except (NotVerified, ValueError) as why:
-                reason = str(why)
-        header = json.loads(
-            trainer.agree.texts(json.dumps(self.header(reason, together, expected)))[0]
-        )
-        if header["needs_two"]:
-            raise NeedsTwoSamples
-        if header["reason"]:
-            return Report(reason=header["reason"])
-
-        def cause(rows: Sequence[Row]) -> str:
-            moved = perturbed(values, trainer.trained) if self.first else {}
-            words = explain(trainer, together, moved, rows, self.bound) if self.first else ""
-            return trainer.agree.texts(words)[0]
-
+            self.snapshot.restore()
+        header = json.loads(agree.texts(json.dumps(self.header(problem)))[0])
+        if problem := header.get("problem"):
+            return Report(cause=problem)
+        if reason := header.get("reason"):
+            return Report(reason=reason)
+        self.cause = ""
         try:
-            for weights in WEIGHTS:
-                outcome = expected[WEIGHTS.index(weights)] if self.first else None
-                self.compare(weights, header, outcome)
+            self.steps(header)
         except (FloatingPointError, NoTargets) as error:  # on every rank, and not in one process
-            if words := cause(()):
-                raise NotEqualError(f"{words} In parts: {error}", Report(cause=words)) from error
-            raise
-        report = Report(self.rows_of_all())
-        if not report.equal:
-            report = Report(report.rows, cause=cause(report.rows))
-            raise NotEqualError(message(report), report)
-        return report
+            words = self.explain([])
+            if not words:
+                raise
+            return Report(self.rows(), cause=f"{words} In parts: {error}")
+        rows = self.judged()
+        if not self.cause and any(row.ratio > 1 for row in rows):
+            self.cause = self.explain(rows)
+        return Report(rows, cause=self.cause, note=header["note"])
 
     # ── one process, on the first rank ──
 
     def one_process(
-        self, batch: tuple[Batch, Batch], values: Mapping[str, Tensor], state: Mapping[str, Any]
-    ) -> list[Outcome]:
-        whole: OneProcess | None = self.trainer.one_process
-        if whole is None:
-            raise NotVerified(self.trainer.why_no_copy)
-        outcomes = []
-        if self.of_each == 1 and not self.takes_one_sample(whole, batch[0], values):
-            self.needs_two = True
-            return []
+        self, shares: list[Share], values: dict[str, Tensor], state: Mapping[str, Any]
+    ) -> None:
+        trainer, whole = self.trainer, self.verification.whole
+        assert whole is not None
+        self.note, samples = "", sum(count_samples(inputs) for inputs, _ in shares)
+        if self.room < math.inf:
+            needed = samples * whole.bytes_of_a_sample(values, shares[0])
+            self.snapshot.restore()
+            if needed > self.room:
+                few = trainer.runner.microbatches
+                shares = [map_tensors(lambda t: t[:few], share) for share in shares]
+                self.note = (
+                    f"verified with {few} sample{'s' * (few > 1)} a rank only: all activations of "
+                    f"one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, "
+                    f"and there are {readable(self.room)}"
+                )
         try:
-            for weights in WEIGHTS:
-                mine = perturbed(values, self.trainer.trained) if weights == "perturbed" else values
-                seed_all(1)
-                with whole.holding(mine):
-                    outcomes.append(
-                        whole.step(
-                            *batch, self.trainer.optimizer, state, perturbed=weights == "perturbed"
-                        )
-                    )
-                losses = outcomes[-1].loss, outcomes[-1].evaluated
-                if not all(map(math.isfinite, losses)):
-                    raise NotVerified(
-                        f"in one process the loss of the first samples is {losses[0]}"
-                    )
-            seed_all(2)
-            with whole.holding(values), torch.no_grad():
-                again = whole.loss(*batch).item()
-        except NotVerified:
-            raise
-        except Exception as error:
-            raise NotVerified(
-                f"one process could not compute the first samples ({type(error).__name__}: {error})"
-            ) from error
-        if abs(again - outcomes[0].loss) > self.bound * abs(outcomes[0].loss):
-            raise NotVerified(
-                "the model draws random numbers besides dropout, so that two runs of one "
-                "process differ"
-            )
-        return outcomes
+            self.shares = [join(shares)]
+        except ValueError:  # samples of different shapes: it computes one share after the other
+            self.shares = shares
+        self.perturb = True
+        self.take_steps(perturbed(values, trainer.trained), state)
+        if not all(math.isfinite(outcome.loss) for outcome in self.expected):
+            self.snapshot.restore()
+            self.perturb = False
+            self.take_steps(values, state)
 
-    def takes_one_sample(
-        self, whole: OneProcess, inputs: Batch, values: Mapping[str, Tensor]
-    ) -> bool:
-        """False if the forward of one sample alone raises, as it would on some rank."""
-        try:
-            with whole.holding(values), torch.no_grad():
-                whole.outputs(map_tensors(lambda t: t[:1], inputs))
-        except Exception:
-            return False
-        return True
+    def take_steps(self, values: dict[str, Tensor], state: Mapping[str, Any]) -> None:
+        trainer, whole = self.trainer, self.verification.whole
+        assert whole is not None
+        self.start, self.expected, self.scales = values, list[Outcome](), [1.0] * STEPS
+        self.training = Training(whole, values, trainer, state)
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                self.scales[step] = scale_for(self.expected[-1].gradients)
+            self.expected.append(self.training.step(self.shares, self.scales[step]))
+        with whole.whole(self.training.values):
+            self.evaluated = whole.evaluate(self.shares)
 
-    def header(self, reason: str, together: Batch, expected: Sequence[Outcome]) -> dict[str, Any]:
+    def header(self, problem: str) -> dict[str, Any]:
         """The numbers that every rank needs of the first rank's results."""
-        if not self.first or reason or self.needs_two:
-            return {"reason": reason, "needs_two": self.needs_two}
+        if not self.first or problem:
+            return {"problem": problem}
+        expected, entries = self.expected, self.trainer.layout.entries
+        losses = [outcome.loss for outcome in expected]
+        if not all(map(math.isfinite, losses)):
+            return {"reason": f"in one process the loss of the first batch is {losses[0]}"}
         return {
-            "reason": "",
-            "needs_two": self.needs_two,
-            "samples": count_samples(together),
-            "drops": any(of.drops for of in expected),
-            "bound": self.bound,
-            "numbers": [(of.loss, of.evaluated, of.norm) for of in expected],
+            "note": self.note,
+            "perturb": self.perturb,
+            "scales": self.scales,
+            "samples": sum(count_samples(inputs) for inputs, _ in self.shares),
+            "numbers": [{"loss": of.loss, "norm": of.norm} for of in expected],
+            "evaluated": self.evaluated,
             "absent": [[name for name, g in of.gradients.items() if g is None] for of in expected],
-            "gradient": scales([of.gradients for of in expected], self.bound, eps_of(self.dtypes)),
-            "buffer": scales([of.buffers for of in expected], self.bound, 0),
-            "buffers": [
-                name for name in expected[0].buffers if name in self.trainer.layout.entries
-            ],
+            "buffers": [name for name in expected[0].buffers if name in entries],
+            "bounds": [self.bounds(of, self.bound) for of in expected],
         }
+
+    def bounds(self, outcome: Outcome, relative: float) -> Bounds:
+        found = {
+            kind: {name: relative * size for name, size in of_kind.items()}
+            for kind, of_kind in sizes(outcome).items()
+        }
+        # zero but for rounding, such as the gradient of a bias before a softmax
+        zero = self.eps * max(map(largest, outcome.gradients.values()), default=0.0)
+        found["gradient"] = {name: most + zero for name, most in found["gradient"].items()}
+        return found
+
+    def measured_bounds(self) -> list[Bounds]:
+        """What 64 bits change, times a factor; at least what the coarsest dtype may. If the model
+        has 64 bits, what a change of the weights by their rounding does.
+        """
+        found, values = [], dict(self.start)
+        for outcome, scale in zip(self.expected, self.scales):
+            near = jittered(values) if self.eps == torch.finfo(torch.float64).eps else values
+            exact = self.training.in_float64(self.shares, near, scale)
+            least = self.bounds(outcome, max(self.bound, SAFETY * self.eps))
+            noise = sizes(outcome, exact)
+            found.append(
+                {
+                    kind: {n: max(most, NOISE * noise[kind][n]) for n, most in of_kind.items()}
+                    for kind, of_kind in least.items()
+                }
+            )
+            values |= outcome.updated | outcome.buffers
+        return found
 
     # ── all ranks ──
 
-    def compare(self, weights: str, header: Mapping[str, Any], expected: Outcome | None) -> None:
-        trainer, number = self.trainer, WEIGHTS.index(weights)
-        wanted, bound = header["numbers"], header["bound"]
-        with with_buffers_restored(trainer.model):
-            if weights == "perturbed":
-                perturb_owned(trainer)
-            seed_all(1)
-            loss, norm = self.of_layout(header["samples"], header["drops"])
-            if weights == "perturbed":  # which no zero weight hides
-                difference = abs(self.evaluated() - wanted[number][1])
-                self.add("evaluate", "", weights, difference, bound * abs(wanted[number][1]))
-            here = {
-                name: b.detach().clone()
-                for name, b in trainer.model.named_buffers()
-                if name in header["buffers"]
-            }
-        # as few at a time as possible: each is as large as all weights
-        gradients = self.from_first(trainer.trained, expected and expected.gradients)
-        buffers = self.from_first(header["buffers"], expected and expected.buffers)
-        self.add(
-            "loss",
-            "",
-            weights,
-            abs(loss - wanted[number][0]),
-            bound * max(abs(of[0]) for of in wanted),
+    def steps(self, header: Mapping[str, Any]) -> None:
+        trainer = self.trainer
+        if header["note"]:
+            self.batch = map_tensors(lambda t: t[: trainer.runner.microbatches], self.batch)
+        if header["perturb"]:
+            perturb_owned(trainer)
+        lift_learning_rates(trainer.optimizer)
+        numpy = sys.modules.get("numpy")
+        states = (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            [
+                part.tolist() if hasattr(part, "tolist") else part
+                for part in numpy.random.get_state()
+            ]
+            if numpy
+            else None,
         )
-        if trainer.clip_norm is not None:
-            self.add(
-                "norm",
-                "",
-                weights,
-                abs(norm - wanted[number][2]),
-                bound * max(of[2] for of in wanted),
-            )
+        # an optimizer's noise is the same on all ranks if they were seeded alike
+        self.seeds = [
+            1 if trainer.agree.same(repr(state)) else 2 + trainer.position for state in states
+        ]
+        for step in range(STEPS):
+            self.step(step, header, self.expected[step] if self.first else None)
+        evaluated = self.evaluate()
+        most = max(of_step["loss"][""] for of_step in header["bounds"])
+        self.found["evaluate", "", STEPS] = abs(evaluated - header["evaluated"]), most
 
-        cut = trainer.layout.cut
+    def step(self, step: int, header: Mapping[str, Any], expected: Outcome | None) -> None:
+        """A step of the layout, compared with the same of one process."""
+        trainer, cut = self.trainer, self.trainer.layout.cut
+        bounds, numbers = header["bounds"][step], header["numbers"][step]
+
+        def add(what: str, name: str, difference: float, most: float | None = None) -> None:
+            most = bounds[what].get(name, 0.0) if most is None else most
+            self.found[what, name, step + 1] = difference, most
+
+        loss = self.gradients(header["samples"], header["scales"][step])
+        add("loss", "", abs(loss - numbers["loss"]))
+        if trainer.clip_norm is not None:
+            add("norm", "", abs(float(trainer.norm()) - numbers["norm"]))
+        here = dict(trainer.model.named_buffers())
+        names = header["buffers"]
+        for name, should in self.from_first(names, expected and expected.buffers).items():
+            if name in here and here[name].shape == should.shape:
+                add("buffer", name, distance(here[name].detach(), should))
+        gradients = self.from_first(trainer.trained, expected and expected.gradients)
         for name, p in trainer.owned.items():
-            mine = torch.zeros_like(p) if p.grad is None else p.grad
-            self.add(
-                "gradient",
-                name,
-                weights,
-                apart(mine, cut(name, gradients[name])),
-                header["gradient"][name],
-            )
-        for name in header["buffers"]:
-            if name in here and here[name].shape == buffers[name].shape:
-                self.add(
-                    "buffer",
-                    name,
-                    weights,
-                    apart(here[name], buffers[name]),
-                    header["buffer"][name],
-                )
-        absent = set(header["absent"][number])
-        after = self.after_update(
-            {name: None if name in absent else cut(name, g) for name, g in gradients.items()},
-            number,
-        )
+            should = cut(name, gradients[name])
+            mine = torch.zeros_like(should) if p.grad is None else p.grad
+            add("gradient", name, distance(mine, should))
+            absent = name in header["absent"][step]
+            p.grad = None if absent else should.to(p.grad_dtype or p.dtype, copy=True)
         del gradients
+        before = {name: p.detach().clone() for name, p in trainer.owned.items()}
+        self.update()
         updated = self.from_first(trainer.trained, expected and expected.updated)
         for name, p in trainer.owned.items():
-            before, should = p.detach(), cut(name, updated[name])
-            rounding = 2 * torch.finfo(before.dtype).eps * largest(should)
-            self.add(
-                "update",
-                name,
-                weights,
-                apart(after[name], should),
-                bound * largest(should - before) + rounding,
-            )
+            should = cut(name, updated[name])
+            rounding = 2 * torch.finfo(p.dtype).eps * largest(should)
+            most = self.bound * largest(should - before[name]) + rounding
+            add("update", name, distance(p.detach(), should), most)
+            with torch.no_grad():
+                p.copy_(should)
+        trainer.sync.publish()
 
-    def of_layout(self, total: int, drops: bool) -> tuple[float, float]:
-        """Loss and norm, as the trainer computes them."""
+    def gradients(self, samples: int, scale: float) -> float:
+        """Compute the gradients as the trainer does, of a scaled loss. Returns the loss."""
+        trainer, verification = self.trainer, self.verification
+        called = list(getattr(trainer.runner, "parts", {0: trainer.model}).values())
+        trainer.sync.scale = scale
+        inputs, targets = map_tensors(torch.clone, self.batch)  # which may be changed in place
+        with deterministic(trainer.model, called):
+            verification.comparing = True
+            try:
+                loss = trainer.compute_gradients(inputs, targets, samples)
+            finally:
+                verification.comparing = False
+        if not getattr(trainer.sync, "scaled", False):  # else the trainer has divided them
+            for p in trainer.owned.values():
+                if p.grad is not None:
+                    p.grad /= scale
+        self.cause = verification.check_halves() or self.cause
+        return loss
+
+    def update(self) -> None:
         trainer = self.trainer
-        trainer.sync.scale = 1.0  # as in one process; a gradient that overflows would hide the rest
-        inputs, targets = self.batch
-        with without_dropout(trainer.model, functions=drops):
-            loss = trainer.compute_gradients(inputs, targets, total)
-            norm = float(trainer.norm()) if trainer.clip_norm is not None else 0.0
-        return loss, norm
+        if trainer.clip_norm is not None:
+            parameters, norm = list(trainer.owned.values()), trainer.norm()
+            nn.utils.clip_grads_with_norm_(parameters, trainer.clip_norm, norm)
+        torch.manual_seed(self.seeds[0])
+        random.seed(self.seeds[1])
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(self.seeds[2])
+        try:
+            trainer.optimizer.step()
+        except Exception:  # as Muon's, which wants matrices
+            with torch.no_grad():
+                for p in trainer.owned.values():
+                    p.fill_(torch.nan)
 
-    def evaluated(self) -> float:
+    def evaluate(self) -> float:
         """The loss in evaluation mode."""
-        with torch.no_grad(), evaluation_mode(self.trainer):
-            mine, weight = evaluate_share(self.trainer, *self.batch)
-        sums, weights = self.trainer.agree.numbers(mine, weight)
+        trainer = self.trainer
+        inputs, targets = map_tensors(torch.clone, self.batch)
+        called = list(getattr(trainer.runner, "parts", {0: trainer.model}).values())
+        with torch.no_grad(), evaluation_mode(trainer), deterministic(trainer.model, called):
+            mine, weight = evaluate_share(trainer, inputs, targets)
+        sums, weights = trainer.agree.numbers(mine, weight)
         return math.fsum(sums) / math.fsum(weights)
 
-    def after_update(
-        self, gradients: Mapping[str, Tensor | None], number: int
-    ) -> dict[str, Tensor]:
-        """What this rank owns of each parameter after an update of a copy of its optimizer."""
-        memo: dict[int, Any] = {}
-        optimizer = copy_of_optimizer(self.trainer.optimizer, memo)
-        if number:
-            lift_learning_rates(optimizer)
-        copies = {name: memo[id(p)] for name, p in self.trainer.owned.items()}
-        for name, p in copies.items():
-            g = gradients[name]
-            p.grad = None if g is None else g.clone()
-        try:
-            optimizer.step()
-        except Exception:  # as Muon's, which wants matrices
-            return {name: torch.full_like(p.detach(), torch.nan) for name, p in copies.items()}
-        return {name: p.detach() for name, p in copies.items()}
-
     def from_first(
-        self, names: Sequence[str], tensors: dict[str, Tensor | None] | None
+        self, names: Sequence[str], tensors: Mapping[str, Tensor | None] | None
     ) -> dict[str, Tensor]:
-        """What the first rank has, on all ranks; zeros where it has nothing.
-
-        One broadcast a dtype. The first rank's `tensors` are taken out, one by one.
-        """
-        entries, device = self.trainer.layout.entries, self.trainer.device
-        names, found = [name for name in names if name in entries], {}
+        """What the first rank has, on all ranks; zeros where it has nothing."""
+        entries, device, found = self.trainer.layout.entries, self.trainer.device, {}
         for dtype in dict.fromkeys(entries[name].dtype for name in names):
             alike = [name for name in names if entries[name].dtype == dtype]
             sizes = [entries[name].shape.numel() for name in alike]
             row = torch.zeros(sum(sizes), dtype=dtype, device=device)
             for name, part in zip(alike, row.split(sizes)):
-                if tensors and (tensor := tensors.pop(name)) is not None:
+                if tensors and (tensor := tensors[name]) is not None:
                     part.copy_(tensor.reshape(-1))
-            row = broadcast(row, 0, group=self.trainer.agree.group)
-            found.update(
-                {
-                    name: part.view(entries[name].shape)
-                    for name, part in zip(alike, row.split(sizes))
-                }
-            )
+            if dtype == torch.bool:
+                row = broadcast(row.byte(), 0, group=self.trainer.agree.group).bool()
+            else:
+                row = broadcast(row, 0, group=self.trainer.agree.group)
+            for name, part in zip(alike, row.split(sizes)):
+                found[name] = part.view(entries[name].shape)
         return found
 
-    def add(self, what: str, name: str, weights: str, difference: float, most: float) -> None:
-        self.rows[what, name, weights] = (
-            difference,
-            difference / most if most else math.inf if difference else 0.0,
-        )
+    # ── the result ──
 
-    def rows_of_all(self) -> list[Row]:
-        """The largest difference of each comparison over the ranks, the same list on all of
-        them.
-        """
-        mine = json.dumps([[*key, *value] for key, value in self.rows.items()])
-        found: dict[tuple[str, str, str], tuple[float, float]] = {}
+    def rows(self, bounds: Sequence[Bounds] | None = None) -> list[Row]:
+        """The largest difference of each comparison over the ranks, the same on all of them."""
+        found = dict(self.found)
+        for (what, name, step), (difference, most) in found.items():
+            kind = "loss" if what == "evaluate" else what
+            if bounds is not None and name in bounds[step - 1].get(kind, ()):
+                found[what, name, step] = difference, max(most, bounds[step - 1][kind][name])
+        mine = json.dumps(
+            [
+                [*key, d, d / most if most else math.inf if d else 0.0]
+                for key, (d, most) in found.items()
+            ]
+        )
+        worst: dict[tuple[str, str, int], Row] = {}
         for text in self.trainer.agree.texts(mine):
-            for what, name, weights, difference, ratio in json.loads(text):
-                key = what, name, weights
-                found[key] = max(
-                    found.get(key, (0.0, 0.0)), (difference, ratio), key=lambda pair: pair[1]
+            for row in map(Row._make, json.loads(text)):
+                key = row[:3]
+                if key not in worst or row.ratio > worst[key].ratio:
+                    worst[key] = row
+        return sorted(worst.values(), key=lambda row: KINDS.index(row.what))
+
+    def judged(self) -> list[Row]:
+        """The result of each comparison. If rounding doesn't explain all, it is measured."""
+        rows, bounds = self.rows(), list[Bounds]()
+        if all(row.ratio <= 1 or row.what == "update" for row in rows):
+            return rows
+        if self.first:
+            self.snapshot.restore()
+            try:
+                bounds = self.measured_bounds()
+            except Exception:  # the model has numbers of its own in another dtype
+                least = max(self.bound, 2 * SAFETY * self.eps)
+                bounds = [self.bounds(outcome, least) for outcome in self.expected]
+        return self.rows(json.loads(self.trainer.agree.texts(json.dumps(bounds))[0]))
+
+    def explain(self, rows: Sequence[Row]) -> str:
+        """Why they differ, in words, the same on every rank; "" if it can't be told."""
+        words, trainer = "", self.trainer
+        if self.first:
+            self.snapshot.restore()
+            kinds = {row.what for row in rows if row.ratio > 1}
+            try:
+                words = NOT_ELEMENTWISE if kinds == {"update"} else self.from_halves()
+            except Exception:  # as loss_fn may raise for some of the samples
+                words = ""
+            if rows and not words:
+                axes = (axis for axis, size in trainer.axes.sizes.items() if size > 1)
+                words = next((HINTS[axis] for axis in axes if axis in HINTS), "")
+        return trainer.agree.texts(words)[0]
+
+    def from_halves(self) -> str:
+        whole, (inputs, targets) = self.verification.whole, self.shares[0]
+        assert whole is not None
+        bound, repeated = max(self.bound, SAFETY * self.eps), self.trainer.runner.microbatches > 1
+        of_loss = Snapshot(self.verification.loss_fn, skip=(self.trainer.model, self.verification))
+        with whole.whole(self.start), whole.without_chance():
+            with torch.no_grad():
+                outputs = whole.outputs(inputs)
+            return halves.of_the_loss(
+                whole.loss_fn, outputs, targets, bound, of_loss.restore
+            ) or halves.of_the_model(whole, (inputs, targets), outputs, bound, repeated)
+
+
+NOT_ELEMENTWISE = (
+    "From equal gradients the optimizer makes other weights: it does not update each element on "
+    "its own, but looks at whole matrices or their norms, of which a rank has pieces, or it draws "
+    "random numbers. Use SGD, Adam, AdamW or another elementwise optimizer, or "
+    "DataParallelTrainer, where each rank has whole matrices."
+)
+HINTS = {
+    "cp": (
+        "Along cp a rank has some positions of each sequence. Code that looks at other positions "
+        "must call torch's scaled_dot_product_attention itself, and the model's forward must take "
+        "`positions`, (batch, time) whole numbers, for what depends on them. A loss must be a mean "
+        "over all positions, or return (sum of losses, their number)."
+    ),
+    "tp": (
+        "Along tp a rank has some features between a column and a row layer: code there must act "
+        "on each feature (or head) alone. With sequence_parallel, every module between the cut "
+        "layers must act on each position alone. Leave the layers out of the plan, or make them "
+        "'column_gather'. Hooks on a weight that is cut are lost, and loss_fn sees only a part of "
+        "it."
+    ),
+    "pp": (
+        "Along pp a rank calls some modules of .sequence(), one after the other, and not the "
+        "model's forward. Look for what forward does between them, and for hooks on the model. "
+        "loss_fn sees only the weights of the last stage."
+    ),
+}
+
+
+def messages_of_its_own(model: nn.Module) -> str:
+    """Why a model with modules of parallel101.layers is refused."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("parallel101.layers."):
+            what = f"{name!r} is a {type(module).__name__} of parallel101.layers, which"
+            if any(p.requires_grad for p in module.parameters()):
+                return (
+                    f"{what} sums the gradients of its weights over the ranks itself, and the "
+                    "trainer sums them again. Use affine=False, or train with a loop of your own."
                 )
-        kinds = ("loss", "evaluate", "norm", "gradient", "buffer", "update")
-        return sorted(
-            (Row(*key, *value) for key, value in found.items()),
-            key=lambda row: kinds.index(row.what),
-        )
+            return (
+                f"It can't be compared: {what} sends messages to other ranks, which one process "
+                "has not. Compare it yourself, and pass verify=False."
+            )
+    return ""
 
 
-class NotVerified(Exception):
-    """Nothing can be compared; the text says why."""
+def scale_for(gradients: Mapping[str, Tensor | None]) -> float:
+    """A power of two that makes the largest gradient about LARGE."""
+    size = max(map(largest, gradients.values()), default=0.0)
+    if not 0 < size < math.inf:
+        return 1.0
+    return 2.0 ** max(0, min(40, round(math.log2(LARGE / size))))
 
 
-class NeedsTwoSamples(Exception):
-    """The model can't take one sample alone, as models that squeeze can't."""
+# ── weights that are zero ──
+
+
+def noise(name: str, shape: Sequence[int]) -> Tensor:
+    """For this parameter, the same on every rank: about a tenth of what an initial weight of this
+    shape would be.
+
+    Fractional parts of the multiples of the golden ratio: as irregular as this needs, and faster
+    than random numbers.
+    """
+    start = zlib.crc32(name.encode()) / 2**32
+    steps = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
+    steps = steps.mul_(0.6180339887498949).add_(start).frac_().sub_(0.5)
+    return steps.mul_(0.3 / max(1, shape[-1] if shape else 1) ** 0.5).view(tuple(shape))
+
+
+def perturbed(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """The same weights, but not zero."""
+    return {
+        name: moved(t, noise(name, t.shape)) if name in names else t for name, t in values.items()
+    }
+
+
+def jittered(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """These weights, each changed by about its rounding."""
+    eps = 4 * torch.finfo(torch.float64).eps
+    return {
+        name: t * (1 + eps * noise(name, t.shape).sign().to(t)) if t.is_floating_point() else t
+        for name, t in values.items()
+    }
+
+
+def moved(t: Tensor, by: Tensor) -> Tensor:
+    return torch.where(t == 0, by.to(t), t)
+
+
+@torch.no_grad()
+def perturb_owned(trainer: Trainer) -> None:
+    layout = trainer.layout
+    for name, p in trainer.owned.items():
+        p.copy_(moved(p.detach(), layout.cut(name, noise(name, layout.entries[name].shape))))
+    trainer.sync.publish()
+
+
+# ── how large, how far ──
+
+
+def sizes(outcome: Outcome, other: Outcome | None = None) -> Bounds:
+    """Kind → name → the largest number in the same module or, given another outcome, the largest
+    difference from that.
+    """
+    gradients, buffers = outcome.gradients, outcome.buffers
+    floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
+    zero = Outcome(0.0, {}, 0.0, {}, {}) if other is None else other
+
+    def in_module(tensors: Mapping[str, Tensor | None], others: Mapping) -> dict[str, float]:
+        of_module: dict[str, float] = {}
+        for name, t in tensors.items():
+            module, b = name.rpartition(".")[0], others.get(name)
+            size = largest(t) if t is None or b is None else distance(t, b)
+            of_module[module] = max(of_module.get(module, 0.0), size)
+        return {name: of_module[name.rpartition(".")[0]] for name in tensors}
+
+    return {
+        "loss": {"": abs(outcome.loss - zero.loss)},
+        "norm": {"": abs(outcome.norm - zero.norm)},
+        "gradient": in_module(gradients, zero.gradients),
+        "buffer": in_module(floating, zero.buffers),
+    }
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest absolute difference.
+
+    The same infinity in both, or NaN in both, counts as equal: half precision overflows.
+    """
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float64)
+    a, b = a.to(dtype), b.to(dtype)
+    found = largest(a - b)
+    if math.isfinite(found):
+        return found
+    return largest((a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0))
+
+
+def largest(t: Tensor | None) -> float:
+    """The largest absolute value; infinity for what is not a number."""
+    if t is None or not t.numel():
+        return 0.0
+    found = float(t.detach().to_dense().abs().max() if t.is_sparse else t.detach().abs().max())
+    return math.inf if math.isnan(found) else found

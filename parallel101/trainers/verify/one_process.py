@@ -1,283 +1,266 @@
-"""What one process makes of a batch: the whole model, kept by the first rank as it was before it
-was cut.
+"""One process: the whole model, as it was before the trainer cut it, and steps of it on a whole
+batch.
 
-    model ──▶ a copy of its modules, around the same Parameter objects: hooks and losses find them
-          └─▶ cut by the trainer
-
-To run it, the first rank exchanges the contents of the two: for a moment `model` is whole again,
-for every function that refers to it.
+    before the cut    the first rank notes what __dict__ of every module holds
+    whole()           for a moment the same modules have it again: model, loss_fn and hooks find
+                      whole weights, and everything else as it is now
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from parallel101.trainers.layout import Axes
 from parallel101.trainers.precision import Precision
-from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss, loss_and_weight
-from parallel101.trainers.support.batches import Batch, call
+from parallel101.trainers.support.arguments import LossFn, loss_and_weight
+from parallel101.trainers.support.batches import Batch, call, count_samples, map_tensors
 from parallel101.trainers.support.fit import evaluating
-from parallel101.trainers.verify.no_trace import random_state, set_random_state
+from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.snapshot import MISSING, seed_all
 
-DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-# of dropping: its name, and its place among the arguments
-PROBABILITY: Mapping[Any, tuple[str, int]] = {
-    **{
-        getattr(nn.functional, name): ("p", 1)
-        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")
-    },
-    **{
-        getattr(nn.functional, name): ("p", 1)
-        for name in ("alpha_dropout", "feature_alpha_dropout")
-    },
-    **{
-        getattr(torch, name): ("p", 1)
-        for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
-    },
-    nn.functional.scaled_dot_product_attention: ("dropout_p", 4),
-    nn.functional.multi_head_attention_forward: ("dropout_p", 10),
-}
+TENSORS, HOOKS = ("_parameters", "_buffers", "_modules"), "_hooks"
 LEAST_LR = 1e-3
+Share = tuple[Batch, Batch]
 
 
 class Outcome(NamedTuple):
     """What a step makes of a batch, by names of the whole model.
 
     Attributes:
-        loss, evaluated: in training mode, and with perturbed weights in evaluation mode.
+        loss: of the batch, before the update.
         gradients: None for parameters that the loss does not depend on.
         norm: of all gradients together.
-        updated: the parameters after the optimizer's step.
-        buffers: those with floating-point numbers, after the forward.
-        drops: whether the forward called a function that drops numbers, such as F.dropout.
+        updated: the trained parameters after the optimizer's step.
+        buffers: after the forward.
     """
 
     loss: float
-    evaluated: float
     gradients: dict[str, Tensor | None]
     norm: float
-    updated: dict[str, Tensor | None]
-    buffers: dict[str, Tensor | None]
-    drops: bool
+    updated: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
-class OneProcess:
-    """The whole model. Raises whatever copying it or the optimizer raises, if they can't be copied.
+class WholeModel:
+    """A model as it was before it was cut. Build it before, and call `note_cut` after.
 
     Args:
-        model, optimizer: before they are cut.
+        model: on the first rank.
         loss_fn: as the user gave it; of logits that are not cut.
         precision: of the layout.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: LossFn | None,
-        precision: Precision,
-    ):
-        parameters = {id(p): p for p in model.parameters()}  # not copied
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, precision: Precision):
         self.model, self.precision = model, precision
         self.loss_fn = precision.of_loss(loss_fn)
-        self.whole: nn.Module = copy.deepcopy(model, dict(parameters))
-        if any(
-            p is not q for p, q in zip(model.parameters(), self.whole.parameters(), strict=True)
-        ):
-            raise TypeError("it makes new parameters for a copy of its own, as Keras models do")
-        copy_of_optimizer(optimizer, dict(parameters), state={})  # so that it is known now
-        for module in self.whole.modules():
-            # the first rank computes alone, and nobody would answer it
-            if isinstance(module, nn.SyncBatchNorm):
-                module.__class__ = WholeBatchNorm  # type: ignore[assignment]
+        self.before = {module: noted(module) for module in model.modules()}
+        self.parameters = dict(model.named_parameters())
+        kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
+        # of other stages they are freed, and the layout doesn't have them
+        self.unsaved = {
+            name: b.detach().clone() for name, b in model.named_buffers() if id(b) not in kept
+        }
+
+    def note_cut(self) -> None:
+        """The trainer has cut the model: note which attributes it has changed."""
+        self.changed: dict[nn.Module, dict[str, tuple[Any, Any]]] = {}
+        for module, before in self.before.items():
+            now = noted(module)
+            self.changed[module] = {
+                key: (before.get(key, MISSING), now.get(key, MISSING))
+                for key in before.keys() | now.keys()
+                if differ(before.get(key, MISSING), now.get(key, MISSING))
+            }
+        del self.before
 
     def free(self) -> None:
-        """Let go of the parameters that the model has no longer."""
+        """Let go of the memory of weights that the cut model doesn't have."""
         kept = {id(p) for p in self.model.parameters()}
-        empty: dict[int, nn.Parameter] = {}
-        for module in self.whole.modules():
-            for name, p in module._parameters.items():
-                if p is not None and id(p) not in kept:
-                    module._parameters[name] = empty.setdefault(
-                        id(p), nn.Parameter(p.data.new_empty(0), p.requires_grad)
-                    )
+        for p in self.parameters.values():
+            if id(p) not in kept:
+                p.data = p.data.new_empty(0)
 
     @contextmanager
-    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, `model` is whole, with these parameters and buffers."""
-        found = [*self.whole.named_parameters(), *self.whole.named_buffers()]
-        before = [(t, t.data, t.grad) for _, t in found]
-        buffers = [(module, dict(module._buffers)) for module in self.whole.modules()]
-        modules = dict(self.model.named_modules())
-        for name, module in self.whole.named_modules():
-            if name in modules:
-                module.training = modules[name].training
-        self.model.__dict__, self.whole.__dict__ = self.whole.__dict__, self.model.__dict__
+    def whole(
+        self, values: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[dict[str, nn.Parameter]]:
+        """Inside, the model is whole, with copies of these parameters and buffers (in this dtype,
+        if they are floating-point). Gives its parameters.
+        """
+        dicts = {module: module.__dict__ for module in self.changed}
+        classes = {module: type(module) for module in self.changed}
+        for module, changed in self.changed.items():
+            module.__dict__ = as_before(dict(module.__dict__), changed)
+            if isinstance(module, nn.SyncBatchNorm):  # nobody would answer this rank
+                module.__class__ = WholeBatchNorm  # type: ignore[assignment]
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        data = [(t, t.data, t.grad if t.is_leaf else None) for _, t in tensors]
         try:
-            self.values = values
-            for name, t in found:
-                t.data = values.get(name, t.data).to(t.dtype, copy=True)
+            for name, t in tensors:
+                value = values.get(name, t.data if t.numel() else self.unsaved.get(name, t.data))
+                value = value.to(t.dtype, copy=True)
+                t.data = value.to(dtype) if dtype and value.is_floating_point() else value
                 t.grad = None
-            with without_dropout(self.model, functions=not is_compiled(self.model)) as self.dropout:
-                yield
+            yield dict(self.model.named_parameters())
         finally:
-            self.model.__dict__, self.whole.__dict__ = self.whole.__dict__, self.model.__dict__
-            for module, own in buffers:  # some are assigned anew in a forward
-                module._buffers.update(own)
-            for t, data, gradient in before:
-                t.data, t.grad = data, gradient
-            self.values = {}  # a whole model's, which the first rank need not keep
+            for module, content in dicts.items():
+                now, cut = module.__dict__, self.changed[module]
+                module.__dict__, module.__class__ = content, classes[module]
+                content.update({key: value for key, value in now.items() if key not in cut})
+            for t, values_before, gradient in data:
+                t.data, t.grad = values_before, gradient
 
-    # ── inside of `holding` ──
+    def bytes_of_a_sample(self, values: Mapping[str, Tensor], share: Share) -> float:
+        """What one sample's forward keeps for backward; 0 if it can't be computed alone."""
+        kept: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+            return t
+
+        with self.whole(values) as parameters, suppress(Exception):
+            for p in parameters.values():
+                kept[p.untyped_storage()._cdata] = 0
+            weights = set(kept)
+            with saved_tensors_hooks(pack, lambda t: t):
+                outputs = self.outputs(map_tensors(lambda t: t[:1], share[0]))
+            del outputs
+            return float(sum(size for at, size in kept.items() if at not in weights))
+        return 0.0
+
+    # ── inside of `whole` ──
+
+    def without_chance(self) -> AbstractContextManager[None]:
+        return deterministic(self.model, [self.model])
 
     def outputs(self, inputs: Batch) -> Any:
-        with self.casting():
+        with self.precision.forward(next(self.model.parameters()).device):
             return call(self.model, self.precision.cast(inputs))
 
-    def loss(self, inputs: Batch, targets: Batch) -> Tensor:
-        """The mean loss."""
-        with self.casting():
-            return mean_loss(self.loss_fn, self.outputs(inputs), targets)
+    def losses(self, shares: Sequence[Share]) -> Iterator[tuple[Tensor, float]]:
+        """Of each share, the loss and its weight: the number of samples, or what loss_fn says."""
+        for inputs, targets in shares:
+            inputs, targets = map_tensors(
+                torch.clone, (inputs, targets)
+            )  # perhaps changed in place
+            with self.precision.forward(next(self.model.parameters()).device):
+                loss, weight = loss_and_weight(self.loss_fn, self.outputs(inputs), targets)
+            samples = count_samples(inputs)
+            yield (loss * samples, samples) if weight is None else (loss, weight)
 
-    def master(self, name: str, p: nn.Parameter) -> nn.Parameter:
-        """The master weight of p, with its gradient."""
-        found = nn.Parameter(self.values[name].detach().clone())
-        found.grad = None if p.grad is None else p.grad.to(found.dtype)
-        return found
-
-    def casting(self) -> Any:
-        return self.precision.forward(next(self.model.parameters()).device)
-
-    def step(
-        self,
-        inputs: Batch,
-        targets: Batch,
-        optimizer: Optimizer,
-        optimizer_state: Mapping[str, Any],
-        perturbed: bool,
-    ) -> Outcome:
-        """One step of training. The weights after it keep the memory that `holding` has given them.
-
-        Args: optimizer: a rank's, for its attributes and hooks. optimizer_state: the whole state
-            and groups, as `ShardedOptimizer.state` returns them. perturbed: evaluate, too, and
-            train with a learning rate above zero even if the optimizer's is zero now.
+    def backward(self, shares: Sequence[Share], scale: float = 1.0) -> float:
+        """Set every .grad to the gradient of the mean loss, which is returned. `scale`: of what
+        backward starts from.
         """
-        parameters = dict(self.model.named_parameters())
-        self.precision.gradients_of(list(parameters.values()))
-        loss = self.loss(inputs, targets)
-        loss.backward()
-        evaluated = loss.item()
-        if perturbed:
-            # after the forward of training, as in a layout: spectral norm learns in that
-            with torch.no_grad(), evaluating(self.model):
-                evaluated = self.loss(inputs, targets).item()
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if self.precision.master:
-            trained = {name: self.master(name, p) for name, p in trained.items()}
-            parameters = {**parameters, **trained}
-        gradients = {
-            name: None if p.grad is None else p.grad.detach().clone() for name, p in trained.items()
-        }
-        norm = math.hypot(
-            *(
-                torch.linalg.vector_norm(g.double()).item()
-                for g in gradients.values()
-                if g is not None
-            )
-        )
-        buffers: dict[str, Tensor | None] = {
-            name: b.detach().clone()
-            for name, b in self.model.named_buffers()
-            if b.is_floating_point()
-        }
+        total, weights = 0.0, 0.0
+        with self.without_chance():
+            for loss, weight in self.losses(shares):
+                total, weights = total + loss.item(), weights + weight
+                if loss.requires_grad:
+                    (loss * scale / (weight if len(shares) == 1 else 1)).backward()
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad /= scale * (1 if len(shares) == 1 else weights)
+        return total / weights if weights else math.nan
 
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "names"},
-                "params": [parameters[name] for name in group["names"]],
-            }
-            for group in copy.deepcopy(optimizer_state["groups"])
-        ]
-        states = {
-            parameters[name]: copy.deepcopy(state)
-            for name, state in optimizer_state["state"].items()
-        }
-        memo = {id(p): p for p in parameters.values()}
-        whole = copy_of_optimizer(
-            optimizer, memo, state=defaultdict(dict, states), param_groups=groups
-        )
-        if perturbed:
-            lift_learning_rates(whole)
-        whole.step()
-        updated: dict[str, Tensor | None] = {name: p.detach() for name, p in trained.items()}
-        return Outcome(
-            loss.item(), evaluated, gradients, norm, updated, buffers, self.dropout.found
-        )
+    def evaluate(self, shares: Sequence[Share]) -> float:
+        with torch.no_grad(), evaluating(self.model), self.without_chance():
+            losses = [(loss.item(), weight) for loss, weight in self.losses(shares)]
+        return sum(loss for loss, _ in losses) / sum(weight for _, weight in losses)
 
 
-def mean_loss(loss_fn: LossFn | None, outputs: Any, targets: Any) -> Tensor:
-    loss, weight = loss_and_weight(loss_fn, outputs, targets)
-    return loss if weight is None else loss / weight
+class Training:
+    """Steps of one process, with the trainer's own optimizer; a Snapshot puts that back.
 
-
-def whole_model(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: LossFn | None,
-    precision: Precision,
-    axes: Axes,
-) -> tuple[OneProcess | None, str]:
-    """What a layout is compared with, before the model is cut.
-
-    None and the reason, if it can't be copied.
+    Args:
+        whole: the model.
+        values: its parameters and buffers, by name; of mixed precision, the master weights.
+        trainer: a rank's.
+        state: the optimizer's whole state and groups, as `ShardedOptimizer.state` gives them.
     """
-    if is_vocabulary_loss(loss_fn):
-        assert loss_fn is not None
-        loss_fn = partial(loss_fn, group=axes.along([]))
-    state = random_state()
-    try:
-        return OneProcess(model, optimizer, loss_fn, precision), ""
-    except Exception as error:  # whatever a user's module raises
-        return None, f"the model or the optimizer can't be copied ({type(error).__name__}: {error})"
-    finally:
-        set_random_state(state)  # a Keras layer that is copied draws its first weights
 
+    def __init__(
+        self,
+        whole: WholeModel,
+        values: Mapping[str, Tensor],
+        trainer: Trainer,
+        state: Mapping[str, Any],
+    ):
+        self.whole, self.values, self.optimizer = whole, dict(values), trainer.optimizer
+        self.trained, self.clip_norm = trainer.trained, trainer.clip_norm
+        self.parameters = {  # that the optimizer updates
+            name: nn.Parameter(values[name].detach().clone())
+            if whole.precision.master
+            else whole.parameters[name]
+            for name in trainer.trained
+        }
+        for group, of_all in zip(self.optimizer.param_groups, state["groups"]):
+            group["params"] = [self.parameters[name] for name in of_all["names"]]
+        self.optimizer.state.clear()
+        for name, of_one in state["state"].items():
+            self.optimizer.state[self.parameters[name]] = dict(of_one)
+        lift_learning_rates(self.optimizer)
 
-# ── optimizers ──
+    def step(self, shares: Sequence[Share], scale: float = 1.0) -> Outcome:
+        """One step. `scale`: of the loss, and not of the gradients that the optimizer is given."""
+        whole, master = self.whole, self.whole.precision.master
+        with whole.whole(self.values) as parameters:
+            whole.precision.gradients_of(list(parameters.values()))
+            loss = whole.backward(shares, scale)
+            buffers = {name: b.detach().clone() for name, b in whole.model.named_buffers()}
+            if master:
+                for name, p in self.parameters.items():
+                    g = parameters[name].grad
+                    p.grad = None if g is None else g.to(p.dtype)
+            gradients = {name: copied(p.grad) for name, p in self.parameters.items()}
+            norm = norm_of(gradients)
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(list(self.parameters.values()), self.clip_norm)
+            seed_all(1)
+            self.optimizer.step()
+            updated = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.values |= updated | buffers
+        return Outcome(loss, gradients, norm, updated, buffers)
 
+    def in_float64(
+        self, shares: Sequence[Share], values: Mapping[str, Tensor], scale: float
+    ) -> Outcome:
+        """The gradients at these weights, in float64: their distance from others is rounding."""
+        whole, precision, loss_fn = self.whole, self.whole.precision, self.whole.loss_fn
+        shares = map_tensors(lambda t: t.double() if t.is_floating_point() else t, shares)
 
-def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any], **instead: Any) -> Optimizer:
-    """A copy with all attributes of a user's class, of which torch's own way of copying keeps
-    three.
+        def in_32_bit(outputs: Any, targets: Any) -> Any:
+            """For a loss_fn with numbers of its own in float32."""
+            assert loss_fn is not None
+            try:
+                return loss_fn(outputs, targets)
+            except RuntimeError:
+                return loss_fn(*map_tensors(in_float32, (outputs, targets)))
 
-    Args: memo: see copy.deepcopy. instead: attributes that it has instead of copies. Hooks are not
-        copied: the object that a method belongs to may be large.
-    """
-    again: Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = again
-    others = {key: value for key, value in vars(optimizer).items() if key not in instead}
-    others.pop("step", None)  # a scheduler's wrapper would step the original
-    hooks = {key: copy.copy(others.pop(key)) for key in list(others) if key.endswith("_hooks")}
-    again.__dict__.update(copy.deepcopy(others, memo), **hooks, **instead)
-    return again
+        with whole.whole(values, torch.float64) as parameters:
+            dtypes = [(p, p.grad_dtype) for p in parameters.values()]
+            whole.precision = Precision()
+            whole.loss_fn = None if loss_fn is None else in_32_bit
+            try:
+                for p in parameters.values():
+                    p.grad_dtype = torch.float64
+                loss = whole.backward(shares, scale)
+                gradients = {name: copied(parameters[name].grad) for name in self.trained}
+                buffers = {name: b.detach().clone() for name, b in whole.model.named_buffers()}
+            finally:
+                whole.precision, whole.loss_fn = precision, loss_fn
+                for p, before in dtypes:
+                    p.grad = None
+                    p.grad_dtype = before
+        return Outcome(loss, gradients, norm_of(gradients), {}, buffers)
 
 
 def lift_learning_rates(optimizer: Optimizer) -> None:
@@ -287,66 +270,51 @@ def lift_learning_rates(optimizer: Optimizer) -> None:
             group["lr"] = LEAST_LR
 
 
+def copied(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().clone()
+
+
+def in_float32(t: Tensor) -> Tensor:
+    return t.float() if t.is_floating_point() else t
+
+
+def norm_of(gradients: Mapping[str, Tensor | None]) -> float:
+    found = [g for g in gradients.values() if g is not None]
+    return math.hypot(*(torch.linalg.vector_norm(g.double()).item() for g in found))
+
+
+# ── a module's __dict__, before and after ──
+
+
+def noted(module: nn.Module) -> dict[str, Any]:
+    """What a module has, with the dicts of its tensors, modules and hooks as they are now."""
+    return {
+        key: dict(value) if key in TENSORS or key.endswith(HOOKS) else value
+        for key, value in vars(module).items()
+    }
+
+
+def differ(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict) and a is not b:
+        return list(a) != list(b) or any(a[key] is not b[key] for key in a)
+    return a is not b
+
+
+def as_before(now: dict[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """A module's attributes without what the cut has changed. Hooks that came later stay."""
+    for key, (before, after) in changed.items():
+        if before is MISSING:
+            now.pop(key, None)
+        elif key.endswith(HOOKS):
+            later = {i: hook for i, hook in now[key].items() if i not in after}
+            now[key] = type(now[key])({**before, **later})
+        else:
+            now[key] = dict(before) if key in TENSORS else before
+    return now
+
+
 class WholeBatchNorm(nn.BatchNorm1d):
     """What nn.SyncBatchNorm computes if one process has the whole batch."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
-
-
-# ── nothing random ──
-
-
-@contextmanager
-def without_dropout(model: nn.Module, functions: bool) -> Iterator[WithoutDropout]:
-    """Inside, every dropout keeps everything: that of modules and, if asked, of torch's
-    functions, attention among them.
-    """
-    before, mode = [], WithoutDropout()
-    for module in model.modules():
-        name = (
-            "p"
-            if isinstance(module, DROPOUTS)
-            else "dropout"
-            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
-            else None
-        )
-        if name is not None:
-            before.append((module, name, getattr(module, name)))
-            setattr(module, name, 0.0)
-    try:
-        with mode if functions else nullcontext():
-            yield mode
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-class WithoutDropout(TorchFunctionMode):
-    """While it is active, functions that drop numbers drop none.
-
-    `found`: whether one was to drop some.
-    """
-
-    found = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in PROBABILITY:
-            name, place = PROBABILITY[func]
-            self.found |= (args[place] if len(args) > place else kwargs.get(name, 0.0)) > 0
-            if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
-            else:
-                kwargs[name] = 0.0
-        return func(*args, **kwargs)
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has a part of it, which would be compiled again if a mode is active."""
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    )

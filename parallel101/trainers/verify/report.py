@@ -1,4 +1,4 @@
-"""What a comparison with one process found: a table, and the error that carries it."""
+"""What a comparison with one process tells: a table, and the error that carries it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-WEIGHTS = ("weights as they are", "perturbed")
+STEPS = 3
 SHOWN = 5  # names of a kind
+KINDS = ("loss", "norm", "gradient", "buffer", "update", "evaluate")
 
 
 class Row(NamedTuple):
@@ -15,9 +16,9 @@ class Row(NamedTuple):
     it is a difference.
     """
 
-    what: str  # "loss", "evaluate", "gradient", "norm", "update" or "buffer"
+    what: str  # one of KINDS
     name: str  # of the parameter or buffer
-    weights: str  # one of WEIGHTS
+    step: int  # 1, 2 or 3
     difference: float
     ratio: float
 
@@ -29,12 +30,14 @@ class Report:
     Attributes:
         rows: all comparisons, the same on every rank.
         reason: why nothing was compared, if nothing was.
-        cause: of the first differences, in words.
+        cause: of the first differences, in words, if it can be told.
+        note: what was left out, if something was.
     """
 
     rows: Sequence[Row] = field(default=(), repr=False)
     reason: str = ""
     cause: str = ""
+    note: str = ""
 
     @property
     def worst(self) -> Row | None:
@@ -46,13 +49,21 @@ class Report:
         """Whether something was compared, and no row exceeds its bound."""
         return bool(self.rows) and all(row.ratio <= 1 for row in self.rows)
 
+    @property
+    def first(self) -> Row | None:
+        """What differs first, and of that the largest difference."""
+        wrong = [row for row in self.rows if row.ratio > 1]
+        order = lambda row: (row.step, KINDS.index(row.what), -row.ratio)  # noqa: E731
+        return min(wrong, key=order, default=None)
+
     def __str__(self) -> str:
         if self.reason:
             return f"not verified: {self.reason}"
-        compared: dict[tuple[str, str], dict[str, Row]] = {}
+        compared: dict[tuple[str, str], dict[int, Row]] = {}
         for row in self.rows:
-            compared.setdefault((row.what, row.name), {})[row.weights] = row
-        lines = [("largest differences", *WEIGHTS, "of the bound")]
+            compared.setdefault((row.what, row.name), {})[row.step] = row
+        steps = range(1, STEPS + 1)
+        lines = [("largest differences", *(f"step {i}" for i in steps), "of the bound")]
         for what in dict.fromkeys(row.what for row in self.rows):
             found = [
                 (max(row.ratio for row in rows.values()), name, rows)
@@ -62,32 +73,32 @@ class Report:
             found.sort(key=lambda of_name: -of_name[0])
             differing = [of_name for of_name in found if of_name[0] > 0]
             if len(found) > 1 and not differing:
-                lines.append((f"{what}: all {len(found)}", "0", "0", ""))
+                lines.append((f"{what}: all {len(found)}", *("0" for _ in steps), ""))
                 continue
             shown = (differing or found)[:SHOWN]
             for worst, name, rows in shown:
-                given, moved = (
-                    f"{rows[weights].difference:.1e}" if weights in rows else ""
-                    for weights in WEIGHTS
-                )
-                lines.append(
-                    (f"{what} {name}".strip(), given, moved, f"{worst:.1%}" if worst <= 1 else "✗")
-                )
+                cells = (f"{rows[i].difference:.1e}" if i in rows else "" for i in steps)
+                ratio = f"{worst:.1%}" if worst <= 1 else "✗"
+                lines.append((f"{what} {name}".strip(), *cells, ratio))
             if len(found) > len(shown):
-                lines.append((f"{what}: {len(found) - len(shown)} more, all closer", "", "", ""))
-        a, b, c, d = (max(len(line[column]) for line in lines) for column in range(4))
+                more = f"{what}: {len(found) - len(shown)} more, all closer"
+                lines.append((more, *("" for _ in steps), ""))
+        widths = [max(map(len, column)) for column in zip(*lines)]
         table = [
-            f"{name:{a}}   {given:>{b}}   {moved:>{c}}   {ratio:>{d}}"
-            for name, given, moved, ratio in lines
+            "   ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+            for line in lines
         ]
         title = "equal to one process" if self.equal else "not equal to one process"
-        return "\n".join([title, *(line.rstrip() for line in table)])
+        notes = [self.note] if self.note else []
+        return "\n".join([title, *(line.rstrip() for line in table), *notes])
 
     __repr__ = __str__
 
 
 class NotEqualError(ValueError):
-    """This layout computes something else than one process. `report` has all comparisons."""
+    """This layout computes something else than one process, or can't be compared with it. `report`
+    has all comparisons.
+    """
 
     def __init__(self, message: str, report: Report):
         super().__init__(message, report)
@@ -97,15 +108,18 @@ class NotEqualError(ValueError):
         return str(self.args[0])
 
 
-def message(report: Report) -> str:
-    wrong = sorted((row for row in report.rows if row.ratio > 1), key=lambda row: -row.ratio)
-    kinds = list(dict.fromkeys(row.what for row in report.rows if row.ratio > 1))
-    first = next(row for row in wrong if row.what == kinds[0])
-    what = f"the {first.what}" + (f" of {first.name!r}" if first.name else "")
-    more = f", and {len(wrong) - 1} other comparisons fail" if len(wrong) > 1 else ""
+def refusal(report: Report) -> str:
+    """The message of a NotEqualError."""
+    first, what = report.first, ""
+    if first is not None:
+        more = sum(row.ratio > 1 for row in report.rows) - 1
+        what = (
+            f": the {first.what}{f' of {first.name!r}' if first.name else ''} differs by "
+            f"{first.difference:.2g} in step {first.step}"
+            f"{f', and {more} other comparisons fail' if more else ''}"
+        )
     return (
-        f"this layout does not compute what one process does: {what} differs by "
-        f"{first.difference:.2g}{more}.\n{report.cause}\n"
+        f"this layout does not compute what one process does{what}.\n{report.cause}\n"
         "No weight was changed. The error's .report is a table; verify=False trains without "
         "this comparison"
     )

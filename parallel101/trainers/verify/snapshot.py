@@ -1,0 +1,242 @@
+"""Everything that a few steps of training can change, kept and put back.
+
+    tensors             weights, gradients, buffers, the optimizer's state: memory, once each
+    objects             what __dict__ holds: modules, the optimizer, loss_fn, what they refer to
+    containers          dicts, lists, sets, deques, in place: whoever has them sees them as before
+    functions           attributes, default values, closure cells, the globals of their module that
+                        they name
+    random numbers      of torch, Python and NumPy, and generators that an object holds
+
+A Python generator, an open file or an object of a C library can't be put back: `lost` names those
+that were met. Nor is printing or other input and output undone.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# whose objects hold no state of the program's training, or none that could be put back
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "tqdm", "pytest", "_pytest", "pluggy"}
+OURS = ("parallel101.trainers", "parallel101.layers", "parallel101.models", "parallel101.keras")
+NAMESPACES = ("SimpleNamespace", "Namespace")
+MISSING = object()
+
+
+class Snapshot:
+    """The state of everything that can be reached from some objects.
+
+    Args:
+        roots: the objects.
+        skip: objects that are not looked into.
+
+    Attributes:
+        lost: the types of what was met and can't be put back.
+    """
+
+    def __init__(self, *roots: Any, skip: tuple[Any, ...] = ()):
+        self.lost: set[str] = set()
+        self.undo: list[Callable[[], object]] = []
+        self.met: dict[int, Any] = {id(obj): obj for obj in skip}  # which keeps their ids
+        self.memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.random = random_state()
+        waiting = list(roots)
+        while waiting:
+            obj = waiting.pop()
+            if id(obj) not in self.met:
+                self.met[id(obj)] = obj
+                waiting.extend(self.keep(obj))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        set_random_state(self.random)
+        with torch.no_grad():
+            for put_back in self.undo:
+                put_back()
+            for storage, copy in self.memory.values():
+                storage.copy_(copy)
+
+    # ── by kind: remember how to put it back; the result is what it refers to ──
+
+    def keep(self, obj: Any) -> Iterator[Any]:
+        if isinstance(obj, Tensor):
+            yield from self.tensor(obj)
+        elif isinstance(obj, dict):
+            self.undo.append(partial(fill, obj, dict(obj), obj.update))
+            yield from obj.values()
+            yield from (key for key in obj if isinstance(key, Tensor))
+        elif isinstance(obj, list | deque):
+            self.undo.append(partial(fill, obj, list(obj), obj.extend))
+            yield from obj
+        elif isinstance(obj, set):
+            self.undo.append(partial(fill, obj, set(obj), obj.update))
+            yield from obj
+        elif isinstance(obj, tuple | frozenset):
+            yield from obj
+        elif isinstance(obj, partial):
+            yield from (obj.func, obj.args, obj.keywords)
+        elif isinstance(obj, types.MethodType):
+            yield from (obj.__self__, obj.__func__)
+        elif isinstance(obj, types.FunctionType):
+            yield from self.function(obj)
+        elif isinstance(obj, torch.Generator):
+            self.undo.append(partial(obj.set_state, obj.get_state()))
+        elif isinstance(obj, random.Random):
+            self.undo.append(partial(obj.setstate, obj.getstate()))
+        elif type(obj).__module__.partition(".")[0] == "numpy":
+            self.of_numpy(obj)
+        elif isinstance(obj, types.GeneratorType | io.IOBase) or hasattr(type(obj), "__next__"):
+            self.lost.add(f"{type(obj).__module__}.{type(obj).__qualname__}")
+        elif looked_into(obj):
+            yield from self.object(obj)
+
+    def tensor(self, t: Tensor) -> Iterator[Any]:
+        if t.layout != torch.strided:
+            self.undo.append(partial(t.copy_, t.detach().clone()))
+            return
+        data, leaf = t.data, t.is_leaf
+        gradient, hooks = (t.grad, t._backward_hooks) if leaf else (None, None)
+        self.undo.append(partial(put_back_tensor, t, data, t.requires_grad, gradient, hooks))
+        storage = data.untyped_storage()
+        if not t.is_meta and storage.nbytes() and storage._cdata not in self.memory:
+            self.memory[storage._cdata] = storage, storage.clone()
+        yield from (t.__dict__, gradient, hooks)
+
+    def function(self, function: types.FunctionType) -> Iterator[Any]:
+        yield from (function.__dict__, function.__defaults__, function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # it is empty
+                continue
+            self.undo.append(partial(setattr, cell, "cell_contents", value))
+            yield value
+        if not is_users(function):
+            return
+        here = function.__globals__
+        for name in names_in(function.__code__):
+            if (value := here.get(name, MISSING)) is MISSING or isinstance(value, types.ModuleType):
+                continue
+            self.undo.append(partial(here.__setitem__, name, value))
+            if not callable(value) or getattr(value, "__module__", None) == function.__module__:
+                yield value
+
+    def object(self, obj: Any) -> Iterator[Any]:
+        yield getattr(obj, "__dict__", None)
+        for cls in type(obj).__mro__:
+            if not is_users(cls):
+                continue
+            for name, value in vars(cls).items():
+                if isinstance(value, types.MemberDescriptorType):  # of __slots__
+                    if (held := getattr(obj, name, MISSING)) is not MISSING:
+                        self.undo.append(partial(setattr, obj, name, held))
+                        yield held
+                elif isinstance(value, types.FunctionType):
+                    yield value
+                elif not name.startswith("__") and not hasattr(value, "__get__"):
+                    self.undo.append(partial(setattr, cls, name, value))
+                    yield value
+
+    def of_numpy(self, obj: Any) -> None:
+        if hasattr(obj, "bit_generator"):
+            state = obj.bit_generator.state
+            self.undo.append(partial(setattr, obj.bit_generator, "state", state))
+        elif hasattr(obj, "get_state"):
+            self.undo.append(partial(obj.set_state, obj.get_state()))
+        elif getattr(obj, "ndim", 0) and obj.flags.writeable:
+            self.undo.append(partial(obj.__setitem__, ..., obj.copy()))
+
+
+def put_back_tensor(
+    t: Tensor, data: Tensor, trained: bool, gradient: Tensor | None, hooks: Any
+) -> None:
+    if t.data_ptr() != data.data_ptr() or t.shape != data.shape or t.dtype != data.dtype:
+        t.data = data
+    if t.is_leaf:
+        if t.grad is not gradient:
+            t.grad = gradient
+        if t._backward_hooks is not hooks:
+            t._backward_hooks = hooks
+        if t.requires_grad != trained:
+            t.requires_grad_(trained)
+
+
+def fill(container: Any, before: Any, add: Callable[[Any], object]) -> None:
+    """Give a container its content again, unless it has it."""
+    if isinstance(before, set):
+        same = container == before
+    else:
+        now, then = (
+            [*c, *c.values()] if isinstance(c, dict) else list(c) for c in (container, before)
+        )
+        same = len(now) == len(then) and all(map(operator.is_, now, then))
+    if not same:
+        container.clear()
+        add(before)
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals (and of attributes) in a function's code, inner functions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def is_users(function_or_class: Any) -> bool:
+    """Whether a program has defined it, and no library."""
+    root = (getattr(function_or_class, "__module__", None) or "builtins").partition(".")[0]
+    return root not in LIBRARIES and root != "parallel101"
+
+
+def looked_into(obj: Any) -> bool:
+    """Whether what this object holds may change in training."""
+    cls = type(obj)
+    if isinstance(obj, nn.Module | Optimizer):
+        return True
+    if isinstance(obj, type | types.ModuleType):
+        return False
+    if cls.__module__.partition(".")[0] == "parallel101":
+        return cls.__module__.startswith(OURS)
+    return is_users(cls) or cls.__name__ in NAMESPACES
+
+
+# ── random numbers ──
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+
+
+def random_state() -> list[Any]:
+    numpy = sys.modules.get("numpy")
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    return [
+        torch.get_rng_state(),
+        random.getstate(),
+        cuda,
+        numpy.random.get_state() if numpy else None,
+    ]
+
+
+def set_random_state(state: list[Any]) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        torch.cuda.set_rng_state_all(state[2])
+    if state[3] is not None:
+        sys.modules["numpy"].random.set_state(state[3])

@@ -1,0 +1,218 @@
+"""When a trainer is compared with one process, and what is checked later.
+
+before the first step          three steps, here and in one process       compare.py
+in steps 2, 4, 8, 16, …        is the loss a mean over samples?           halves.py
+verify=False, or no room       in the first step, the ranks with each other    replicas.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import nn
+
+from parallel101.spans import unrecorded
+from parallel101.trainers.layout import SAMPLES
+from parallel101.trainers.replicas import compare_replicas
+from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss
+from parallel101.trainers.support.batches import Batch
+from parallel101.trainers.support.losses import Losses
+from parallel101.trainers.support.memory import readable
+from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.verify import halves
+from parallel101.trainers.verify.compare import Comparison
+from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.one_process import WholeModel
+from parallel101.trainers.verify.report import NotEqualError, Report, refusal
+from parallel101.trainers.verify.snapshot import Snapshot
+
+# of the first rank, for all that it holds at once; None: half of what is free
+MOST_BYTES: int | None = None
+
+
+class Verification:
+    """A trainer's comparison with one process.
+
+    Args:
+        trainer: that is being built; its model is not cut yet.
+        model, loss_fn: as the user gave them.
+        asked: whether it is to be equal to one process.
+
+    Attributes:
+        due: whether the comparison is still to be made.
+        whole: the model before it was cut, on the first rank.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, asked: bool):
+        self.trainer, self.asked, self.loss_fn = trainer, asked, loss_fn
+        self.whole: WholeModel | None = None
+        self.due, self.compares_replicas, self.comparing, self.checks = False, False, False, 0
+        self.losses: Losses | None = None
+        self.comparable = asked and trainer.device.type != "meta"
+        if self.comparable and trainer.position == 0:
+            if is_vocabulary_loss(loss_fn):
+                loss_fn = partial(loss_fn, group=trainer.axes.along([]))
+            self.whole = WholeModel(model, loss_fn, trainer.precision)
+
+    def note_cut(self, microbatches: int) -> None:
+        """The trainer is built."""
+        trainer, self.microbatches = self.trainer, microbatches
+        if self.whole is not None:
+            self.whole.note_cut()
+        parts = len(trainer.axes.members.ranks) > 1 or microbatches > 1
+        self.due = self.comparable and parts
+        # whether samples of a batch are apart in a step
+        self.cuts_samples = self.comparable and trainer.axes.size(SAMPLES) * microbatches > 1
+        buffers = next(trainer.model.buffers(), None) is not None
+        self.replicated = buffers or trainer.axes.sizes.get("tp", 1) > 1
+        self.compares_replicas = self.replicated and not (self.asked and parts)
+
+    # ── in a step ──
+
+    def before_step(self, inputs: Batch, targets: Batch) -> None:
+        """Compare with one process, once. Raises NotEqualError."""
+        if not self.due:
+            return
+        with unrecorded():
+            note, room = self.room()
+            if note:
+                self.compares_replicas, note = self.replicated, f"not verified: {note}"
+            else:
+                report = self.compare(inputs, targets, room)
+                if report.reason:
+                    return  # the step itself will say it
+                note = report.note
+        if note and self.trainer.position == 0:
+            print(note, flush=True)
+        self.settle()
+
+    def watch(self, losses: Losses) -> None:
+        """A step begins: let it keep the outputs of a microbatch if they are to be checked."""
+        step, self.losses = self.trainer.steps + 1, None
+        later = step > 1 and step & (step - 1) == 0
+        if self.cuts_samples and (self.comparing or (later and not self.due)):
+            losses.keep, self.losses = self.checks % self.microbatches, losses
+            self.checks += 1
+
+    def after_gradients(self) -> None:
+        """Before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
+        if self.losses is not None and not self.comparing:
+            with unrecorded():
+                self.trainer.agree.numbers(0.0)
+                words = self.check_halves()
+                if words:
+                    raise NotEqualError(refusal(report := Report(cause=words)), report)
+        if self.compares_replicas:
+            self.compares_replicas = False
+            with unrecorded():
+                compare_replicas(self.trainer)
+
+    def check_halves(self) -> str:
+        """What is wrong with the loss of what the step has kept, on any rank. Collective."""
+        if self.losses is None:
+            return ""
+        trainer, kept, self.losses = self.trainer, self.losses.kept, None
+        words = ""
+        snapshot = Snapshot(self.loss_fn, skip=(trainer.model, self))
+        try:
+            with deterministic(trainer.model, []):
+                if kept is not None:
+                    eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
+                    words = halves.of_the_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
+        finally:
+            snapshot.restore()
+        if not any(trainer.agree.numbers(bool(words))[0]):
+            return ""
+        return next(filter(None, trainer.agree.texts(words)))
+
+    # ── the comparison ──
+
+    def verify(self, inputs: Batch, targets: Batch) -> Report:
+        """See `HybridTrainer.verify`."""
+        if not self.asked:
+            raise ValueError(
+                "this trainer was built with verify=False and keeps no copy of the whole model: "
+                "build it with verify=True"
+            )
+        with unrecorded():
+            self.trainer.shares.check(inputs, targets, self.trainer.steps)
+            report = self.compare(inputs, targets)
+        if report.equal:
+            self.settle()
+        return report
+
+    def compare(self, inputs: Batch, targets: Batch, room: float = math.inf) -> Report:
+        """All of it, once, without a trace. Collective.
+
+        Args:
+            room: for activations on the first rank, in bytes.
+        """
+        trainer = self.trainer
+        snapshot = Snapshot(trainer, self.loss_fn, skip=(self,))
+        try:
+            report = Comparison(trainer, self, (inputs, targets), snapshot, room).run()
+        finally:
+            snapshot.restore()
+        trainer.agree.numbers(0.0)  # virtual ranks share objects: all have put them back
+        if report.cause or any(row.ratio > 1 for row in report.rows):
+            raise NotEqualError(refusal(report), report)
+        return report
+
+    def settle(self) -> None:
+        """The comparison before the first step is made. Free what it took."""
+        self.due = False
+        if self.whole is not None:
+            self.whole.free()
+        return_freed_memory()
+
+    def room(self) -> tuple[str, float]:
+        """Why there is no memory for the comparison, the same on every rank, or "" and how many
+        bytes there are for activations on the first rank.
+        """
+        trainer = self.trainer
+        nbytes = {
+            name: entry.shape.numel() * entry.dtype.itemsize
+            for name, entry in trainer.layout.entries.items()
+        }
+        trained = sum(nbytes[name] for name in trainer.trained)
+        # A snapshot, whole weights, and copies of them; gradients and weights after each of three
+        # steps; Adam's state.
+        needed = 4 * sum(nbytes.values()) + 9 * trained
+        free = free_bytes(trainer.device) / 2 if MOST_BYTES is None else MOST_BYTES
+        (limit, *_) = trainer.agree.numbers(free)[0]
+        if needed <= limit:
+            return "", limit - needed
+        return (
+            f"a comparison with one process would take {readable(needed)} on rank "
+            f"{trainer.agree.ranks[0]}, more than {readable(limit)}. Try the same options with "
+            "fewer or narrower layers, or call trainer.verify(inputs, targets) if the memory is "
+            "there"
+        ), 0.0
+
+
+def free_bytes(device: torch.device) -> float:
+    """The memory that is free on this rank's device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with suppress(OSError, StopIteration):
+        with open("/proc/meminfo") as lines:
+            line = next(line for line in lines if line.startswith("MemAvailable"))
+        return 1024.0 * int(line.split()[1])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
+
+
+def return_freed_memory() -> None:
+    """Return what was freed to the system. (glibc only; elsewhere nothing happens.)
+
+    glibc keeps freed blocks of a few MB for later ones. After a comparison the first rank kept ten
+    times the weights, which training never needed again.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
