@@ -159,8 +159,6 @@ class MasterWeights(GradientSync):
             doubles.
     """
 
-    LEARNT = ("scale", "steps_at_scale")
-
     def __init__(
         self,
         sync: GradientSync,

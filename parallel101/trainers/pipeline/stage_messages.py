@@ -45,8 +45,6 @@ class Messages:
         device: of the tensors.
     """
 
-    LEARNT = ("known", "announced", "seen")
-
     def __init__(
         self,
         axes: Axes,

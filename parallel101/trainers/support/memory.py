@@ -53,8 +53,6 @@ class LiveBytes:
         peak: kind → the most bytes of it that were alive at once since `begin`.
     """
 
-    LEARNT = ("peak",)
-
     def __init__(self) -> None:
         self.storages: dict[str, list[weakref.ref[UntypedStorage]]] = defaultdict(list)
         self.peak: dict[str, int] = defaultdict(int)

@@ -77,7 +77,6 @@ class LayerByLayer(ShardedSync):
     """
 
     arrays = "layers"
-    LEARNT = ("order",)
 
     def __init__(
         self,
