@@ -6,8 +6,9 @@ ShardedTrainer           dp         PipelineTrainer          pp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,9 +24,17 @@ if TYPE_CHECKING:
     from parallel101.trainers.tensor.plan import TensorPlan
 
 
+HYBRID = inspect.signature(HybridTrainer).parameters
+
+
 def one_axis(axis: str, group: GroupLike) -> Axes:
     """The ranks of a group as a mesh with this axis."""
     return Axes(group, {"dp": 1} | {axis: group_of(group).size})
+
+
+def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a constructor was given, for that of HybridTrainer."""
+    return {name: value for name, value in given.items() if name in HYBRID}
 
 
 class DataParallelTrainer(HybridTrainer):
@@ -81,24 +90,7 @@ class DataParallelTrainer(HybridTrainer):
         sync_batch_norm: bool = False,
         verify: bool = True,
     ):
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            mesh=one_axis("dp", group),
-            overlap=overlap,
-            bucket_bytes=bucket_bytes,
-            algorithm=algorithm,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            autocast=autocast,
-            recompute=recompute,
-            precision=precision,
-            gradient_dtype=gradient_dtype,
-            sync=sync,
-            sync_batch_norm=sync_batch_norm,
-            verify=verify,
-        )
+        super().__init__(**arguments(locals()), mesh=one_axis("dp", group))
 
 
 class ShardedTrainer(HybridTrainer):
@@ -178,26 +170,7 @@ class ShardedTrainer(HybridTrainer):
                 "zero_stage=0: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 "
                 "(weights too); to shard nothing, use DataParallelTrainer"
             )
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            mesh=one_axis("dp", group),
-            zero_stage=zero_stage,
-            overlap=overlap,
-            bucket_bytes=bucket_bytes,
-            layers=layers,
-            algorithm=algorithm,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            autocast=autocast,
-            recompute=recompute,
-            precision=precision,
-            gradient_dtype=gradient_dtype,
-            sync=sync,
-            sync_batch_norm=sync_batch_norm,
-            verify=verify,
-        )
+        super().__init__(**arguments(locals()), mesh=one_axis("dp", group))
 
 
 class TensorParallelTrainer(HybridTrainer):
@@ -264,25 +237,7 @@ class TensorParallelTrainer(HybridTrainer):
         sync: bool = False,
         verify: bool = True,
     ):
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            mesh=one_axis("tp", group),
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            regather=regather,
-            overlap=overlap,
-            algorithm=algorithm,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            autocast=autocast,
-            recompute=recompute,
-            precision=precision,
-            gradient_dtype=gradient_dtype,
-            sync=sync,
-            verify=verify,
-        )
+        super().__init__(**arguments(locals()), mesh=one_axis("tp", group))
 
 
 class PipelineTrainer(HybridTrainer):
@@ -340,20 +295,4 @@ class PipelineTrainer(HybridTrainer):
         sync: bool = False,
         verify: bool = True,
     ):
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            mesh=one_axis("pp", group),
-            schedule=schedule,
-            microbatches=microbatches,
-            chunks=chunks,
-            layers_per_stage=layers_per_stage,
-            clip_norm=clip_norm,
-            autocast=autocast,
-            recompute=recompute,
-            precision=precision,
-            gradient_dtype=gradient_dtype,
-            sync=sync,
-            verify=verify,
-        )
+        super().__init__(**arguments(locals()), mesh=one_axis("pp", group))

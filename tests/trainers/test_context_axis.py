@@ -157,7 +157,7 @@ REFUSED = {
         {},
         "other positions must call torch's scaled_dot_product_attention",
     ),
-    "own positions": (WithoutPositions, text, {}, "doesn't take `positions`"),
+    "own positions": (WithoutPositions, text, {}, "forward must take `positions`"),
     "another model": (
         lambda: nn.Linear(9, 9).double(),
         lambda step: (torch.ones(11, 9).double(),) * 2,

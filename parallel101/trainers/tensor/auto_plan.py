@@ -22,7 +22,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from parallel101.trainers.tensor.flow import ELEMENTWISE, Chain, inner_chains
+from parallel101.trainers.tensor.chain import ELEMENTWISE, Chain, inner_chains
 from parallel101.trainers.tensor.styles import Style, column, not_plain
 
 DROPOUT = (nn.Dropout, nn.AlphaDropout)  # they would draw another mask on each rank

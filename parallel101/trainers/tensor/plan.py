@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.auto_plan import auto_plan, head_width, whole_number
-from parallel101.trainers.tensor.explain import explain_shape_errors
-from parallel101.trainers.tensor.flow import Chain, chain_of, check_flow, first_names
+from parallel101.trainers.tensor.chain import Chain, chain_of, first_names
 from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
 from parallel101.trainers.tensor.styles import Style, listed, match
@@ -103,8 +102,6 @@ class ResolvedPlan:
             return blocks[id(p)]
 
         replaced: dict[int, nn.Module] = {}
-        # modules whose own code is between column and row layers → their names
-        around: dict[nn.Module, str] = {}
         counts: set[tuple[nn.Module, str]] = set()  # their attributes that count heads
         for name, old in named:
             style = self.styles.get(names[id(old)])
@@ -120,14 +117,10 @@ class ResolvedPlan:
             parent, _, attribute = name.rpartition(".")
             module = model.get_submodule(parent)
             setattr(module, attribute, replaced[id(old)])
-            if style.name in ("column", "row"):
-                around[module] = parent
             if isinstance(style.heads, str):
                 counts.add((module, style.heads))
         for module, attribute in counts:
             setattr(module, attribute, getattr(module, attribute) // tp.size)
-        for module, name in around.items():
-            explain_shape_errors(module, name, tp.size, bool(self.time_cuts.cut_time))
         self.time_cuts.connect(model, tp_in_time, here)
 
         def forget(*_: Any) -> None:
@@ -180,7 +173,6 @@ def resolve(
     shards = {
         name: shard_of(name, modules[name], style, size, modules) for name, style in styles.items()
     }
-    check_flow(model, chain, styles, shards)
     vocabulary = check_loss(model, chain, styles, cut_head)
     placements = placements_of(model, styles, shards)
     cuts = time_cuts(model, chain, styles) if sequence_parallel else TimeCuts()

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel101.trainers.tensor.flow import Chain, acts_on_each_position
+from parallel101.trainers.tensor.chain import Chain, acts_on_each_position
 from parallel101.trainers.tensor.styles import Style
 from parallel101.trainers.tensor.tensor_group import SequenceGroup
 from parallel101.trainers.tensor_parallel import VocabularyEmbedding

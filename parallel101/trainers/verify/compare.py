@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,14 @@ from parallel101.trainers.verify.one_process import (
     Training,
     lift_learning_rates,
 )
-from parallel101.trainers.verify.report import KINDS, STEPS, Report, Row
+from parallel101.trainers.verify.report import (
+    KINDS,
+    STEPS,
+    NotEqualError,
+    Report,
+    Row,
+    refusal,
+)
 from parallel101.trainers.verify.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -121,6 +129,18 @@ class Comparison:
             if not words:
                 raise
             return Report(self.rows(), cause=f"{words} In parts: {error}")
+        except (RuntimeError, ValueError) as error:  # on each rank that raises it
+            if trainer.axes.sizes.get("tp", 1) == 1 or not SHAPES.search(str(error)):
+                raise
+            words = (
+                f"One process can compute this batch, and with the layers cut over "
+                f"{trainer.axes.sizes['tp']} ranks {type(error).__name__} was raised: "
+                f"{str(error).splitlines()[0]}. {HINTS['tp']} Where the model's code counts "
+                "features or heads of the whole model, write -1, or give the plan the attribute "
+                'that counts heads: p101.column(heads="num_heads"). With sequence_parallel, take '
+                "the time from an output of these layers."
+            )
+            raise NotEqualError(refusal(report := Report(cause=words)), report) from error
         rows = self.judged()
         if not self.cause and any(row.ratio > 1 for row in rows):
             self.cause = self.explain(rows)
@@ -421,6 +441,8 @@ NOT_ELEMENTWISE = (
     "random numbers. Use SGD, Adam, AdamW or another elementwise optimizer, or "
     "DataParallelTrainer, where each rank has whole matrices."
 )
+# of torch's errors and Python's unpacking: sizes don't fit
+SHAPES = re.compile("shape|size|unpack|unflatten", re.IGNORECASE)
 HINTS = {
     "cp": (
         "Along cp a rank has some positions of each sequence. Code that looks at other positions "

@@ -142,8 +142,15 @@ class WholeModel:
         return deterministic(self.model, [self.model])
 
     def outputs(self, inputs: Batch) -> Any:
-        with self.precision.forward(next(self.model.parameters()).device):
-            return call(self.model, self.precision.cast(inputs))
+        inputs, model = self.precision.cast(inputs), self.model
+        with self.precision.forward(next(model.parameters()).device):
+            if isinstance(inputs, Tensor) or type(model).forward is not nn.Sequential.forward:
+                return call(model, inputs)
+            first, *others = model.children()  # it takes one input, and a pipeline's stage several
+            outputs = call(first, inputs)
+            for module in others:
+                outputs = module(outputs)
+            return outputs
 
     def losses(self, shares: Sequence[Share]) -> Iterator[tuple[Tensor, float]]:
         """Of each share, the loss and its weight: the number of samples, or what loss_fn says."""
