@@ -35,7 +35,6 @@ from parallel101.trainers.support.losses import Losses, agree_on_loss
 if TYPE_CHECKING:
     from parallel101.trainers.context.cut_time import ContextAxis
     from parallel101.trainers.pipeline_parallel import Pipeline
-    from parallel101.trainers.verify.verification import Verification
 
 
 class Step:
@@ -60,7 +59,7 @@ class Step:
     random_numbers: RandomNumbers  # dropout's, alike on ranks with the same samples
     clip_norm: float | None
     device: torch.device
-    verification: Verification  # compares with one process
+    verification: Any  # compares with one process; see verify/
     steps: int
 
     def step(self, inputs: Batch, targets: Batch = None) -> float:

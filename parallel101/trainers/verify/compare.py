@@ -24,7 +24,7 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,12 @@ from parallel101.trainers.support.optimizers import tell_first
 from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.halves import LossCheck
 from parallel101.trainers.verify.one_process import (
     Outcome,
     Share,
     Training,
+    WholeModel,
     lift_learning_rates,
 )
 from parallel101.trainers.verify.report import (
@@ -55,9 +57,6 @@ from parallel101.trainers.verify.report import (
 )
 from parallel101.trainers.verify.snapshot import Snapshot
 
-if TYPE_CHECKING:
-    from parallel101.trainers.verify.verification import Verification
-
 SAFETY, NOISE = 4, 16
 LARGE = 1000.0  # about the largest gradient of the scaled loss
 Bounds = dict[str, dict[str, float]]  # kind → name → the largest difference that is rounding
@@ -67,6 +66,7 @@ class Comparison:
     """One comparison: what all ranks do, in this order.
 
     Args:
+        whole: the model before it was cut, on the first rank.
         batch: this rank's share.
         snapshot: of the trainer, to which the first rank returns before it takes part.
         room: for activations on the first rank, in bytes.
@@ -75,12 +75,14 @@ class Comparison:
     def __init__(
         self,
         trainer: Trainer,
-        verification: Verification,
+        whole: WholeModel | None,
+        loss_check: LossCheck,
         batch: Share,
         snapshot: Snapshot,
         room: float,
     ):
-        self.trainer, self.verification, self.snapshot = trainer, verification, snapshot
+        self.trainer, self.snapshot, self.loss_check = trainer, snapshot, loss_check
+        self.of_first = whole
         self.batch, self.room, self.first = batch, room, trainer.position == 0
         # what, name, step → the difference, and the largest that is rounding
         self.found: dict[tuple[str, str, int], tuple[float, float]] = {}
@@ -151,7 +153,7 @@ class Comparison:
     def one_process(
         self, shares: list[Share], values: dict[str, Tensor], state: Mapping[str, Any]
     ) -> None:
-        trainer, whole = self.trainer, self.verification.whole
+        trainer, whole = self.trainer, self.of_first
         assert whole is not None
         self.note, samples = "", sum(count_samples(inputs) for inputs, _ in shares)
         if self.room < math.inf:
@@ -177,7 +179,7 @@ class Comparison:
             self.take_steps(values, state)
 
     def take_steps(self, values: dict[str, Tensor], state: Mapping[str, Any]) -> None:
-        trainer, whole = self.trainer, self.verification.whole
+        trainer, whole = self.trainer, self.of_first
         assert whole is not None
         self.start, self.expected, self.scales = values, list[Outcome](), [1.0] * STEPS
         self.training = Training(whole, values, trainer, state)
@@ -307,21 +309,21 @@ class Comparison:
 
     def gradients(self, samples: int, scale: float) -> float:
         """Compute the gradients as the trainer does, of a scaled loss. Returns the loss."""
-        trainer, verification = self.trainer, self.verification
+        trainer, loss_check = self.trainer, self.loss_check
         called = list(getattr(trainer.runner, "parts", {0: trainer.model}).values())
         trainer.sync.scale = scale
         inputs, targets = map_tensors(torch.clone, self.batch)  # which may be changed in place
         with deterministic(trainer.model, called):
-            verification.comparing = True
+            loss_check.always = True
             try:
                 loss = trainer.compute_gradients(inputs, targets, samples)
             finally:
-                verification.comparing = False
+                loss_check.always = False
         if not getattr(trainer.sync, "scaled", False):  # else the trainer has divided them
             for p in trainer.owned.values():
                 if p.grad is not None:
                     p.grad /= scale
-        self.cause = verification.check_halves() or self.cause
+        self.cause = loss_check.check() or self.cause
         return loss
 
     def update(self) -> None:
@@ -423,10 +425,10 @@ class Comparison:
         return trainer.agree.texts(words)[0]
 
     def from_halves(self) -> str:
-        whole, (inputs, targets) = self.verification.whole, self.shares[0]
+        whole, (inputs, targets) = self.of_first, self.shares[0]
         assert whole is not None
         bound, repeated = max(self.bound, SAFETY * self.eps), self.trainer.runner.microbatches > 1
-        of_loss = Snapshot(self.verification.loss_fn, skip=(self.trainer.model, self.verification))
+        of_loss = self.loss_check.snapshot()
         with whole.whole(self.start), whole.without_chance():
             with torch.no_grad():
                 outputs = whole.outputs(inputs)
@@ -446,9 +448,11 @@ SHAPES = re.compile("shape|size|unpack|unflatten", re.IGNORECASE)
 HINTS = {
     "cp": (
         "Along cp a rank has some positions of each sequence. Code that looks at other positions "
-        "must call torch's scaled_dot_product_attention itself, and the model's forward must take "
-        "`positions`, (batch, time) whole numbers, for what depends on them. A loss must be a mean "
-        "over all positions, or return (sum of losses, their number)."
+        "must call torch's scaled_dot_product_attention itself (the calls of "
+        "nn.MultiheadAttention aren't seen). What counts positions (an embedding, a router's "
+        "balance or capacity) must not count those of one rank alone: the model's forward must "
+        "take `positions`, (batch, time) whole numbers. A loss must be a mean over all positions; "
+        "if some don't count, return (sum of losses, their number)."
     ),
     "tp": (
         "Along tp a rank has some features between a column and a row layer: code there must act "

@@ -17,9 +17,56 @@ from torch import Tensor
 
 from parallel101.trainers.support.arguments import LossFn, loss_and_weight
 from parallel101.trainers.support.batches import map_tensors, split, tensors_of
+from parallel101.trainers.support.losses import Losses
+from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import Share, WholeModel
+from parallel101.trainers.verify.snapshot import Snapshot
 
 EXACT = 1e-9  # relative; rounding in float64 is less
+
+
+class LossCheck:
+    """Checks in steps 2, 4, 8, 16, … that the loss is a mean over samples.
+
+    Args:
+        loss_fn: as the user gave it.
+
+    Attributes:
+        always: check in the next step, whatever its number.
+    """
+
+    def __init__(self, trainer: Trainer, loss_fn: LossFn | None):
+        self.trainer, self.loss_fn, self.always, self.checks = trainer, loss_fn, False, 0
+        self.losses: Losses | None = None
+
+    def watch(self, losses: Losses) -> None:
+        """A step begins: let it keep the outputs of a microbatch if they are to be checked."""
+        step, self.losses = self.trainer.steps + 1, None
+        if self.always or (step > 1 and step & (step - 1) == 0):
+            losses.keep, self.losses = self.checks % self.trainer.runner.microbatches, losses
+            self.checks += 1
+
+    def check(self) -> str:
+        """What is wrong with the loss of what the step has kept, on any rank. Collective."""
+        if self.losses is None:
+            return ""
+        trainer, kept, words = self.trainer, self.losses.kept, ""
+        self.losses, snapshot = None, self.snapshot()
+        try:
+            if kept is not None:
+                eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
+                with deterministic(trainer.model, []):
+                    words = of_the_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
+        finally:
+            snapshot.restore()
+        if not any(trainer.agree.numbers(bool(words))[0]):
+            return ""
+        return next(filter(None, trainer.agree.texts(words)))
+
+    def snapshot(self) -> Snapshot:
+        """What a call of loss_fn can change."""
+        return Snapshot(self.loss_fn, skip=(self.trainer.model, self))
 
 
 def of_the_loss(

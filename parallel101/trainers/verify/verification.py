@@ -25,15 +25,18 @@ from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.trainer import Trainer
-from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.compare import Comparison
-from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.halves import LossCheck
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import NotEqualError, Report, refusal
 from parallel101.trainers.verify.snapshot import Snapshot
 
 # of the first rank, for all that it holds at once; None: half of what is free
 MOST_BYTES: int | None = None
+OF_KERAS = (
+    "a Keras model has weights and layers of its own besides torch's. parallel101.keras compares "
+    "what it trains; here, compare the losses of a few steps with those of one rank"
+)
 
 
 class Verification:
@@ -52,17 +55,18 @@ class Verification:
     def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, asked: bool):
         self.trainer, self.asked, self.loss_fn = trainer, asked, loss_fn
         self.whole: WholeModel | None = None
-        self.due, self.compares_replicas, self.comparing, self.checks = False, False, False, 0
-        self.losses: Losses | None = None
+        self.due, self.compares_replicas = False, False
+        self.loss_check = LossCheck(trainer, loss_fn)
         self.comparable = asked and trainer.device.type != "meta"
-        if self.comparable and trainer.position == 0:
+        self.of_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
+        if self.comparable and trainer.position == 0 and not self.of_keras:
             if is_vocabulary_loss(loss_fn):
                 loss_fn = partial(loss_fn, group=trainer.axes.along([]))
             self.whole = WholeModel(model, loss_fn, trainer.precision)
 
     def note_cut(self, microbatches: int) -> None:
         """The trainer is built."""
-        trainer, self.microbatches = self.trainer, microbatches
+        trainer = self.trainer
         if self.whole is not None:
             self.whole.note_cut()
         parts = len(trainer.axes.members.ranks) > 1 or microbatches > 1
@@ -80,7 +84,7 @@ class Verification:
         if not self.due:
             return
         with unrecorded():
-            note, room = self.room()
+            note, room = (OF_KERAS, 0.0) if self.of_keras else self.room()
             if note:
                 self.compares_replicas, note = self.replicated, f"not verified: {note}"
             else:
@@ -93,43 +97,22 @@ class Verification:
         self.settle()
 
     def watch(self, losses: Losses) -> None:
-        """A step begins: let it keep the outputs of a microbatch if they are to be checked."""
-        step, self.losses = self.trainer.steps + 1, None
-        later = step > 1 and step & (step - 1) == 0
-        if self.cuts_samples and (self.comparing or (later and not self.due)):
-            losses.keep, self.losses = self.checks % self.microbatches, losses
-            self.checks += 1
+        """A step begins."""
+        if self.cuts_samples and (self.loss_check.always or not self.due):
+            self.loss_check.watch(losses)
 
     def after_gradients(self) -> None:
         """Before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
-        if self.losses is not None and not self.comparing:
+        if self.loss_check.losses is not None:
             with unrecorded():
                 self.trainer.agree.numbers(0.0)
-                words = self.check_halves()
-                if words:
-                    raise NotEqualError(refusal(report := Report(cause=words)), report)
+                if words := self.loss_check.check():
+                    report = Report(cause=words)
+                    raise NotEqualError(refusal(report), report)
         if self.compares_replicas:
             self.compares_replicas = False
             with unrecorded():
                 compare_replicas(self.trainer)
-
-    def check_halves(self) -> str:
-        """What is wrong with the loss of what the step has kept, on any rank. Collective."""
-        if self.losses is None:
-            return ""
-        trainer, kept, self.losses = self.trainer, self.losses.kept, None
-        words = ""
-        snapshot = Snapshot(self.loss_fn, skip=(trainer.model, self))
-        try:
-            with deterministic(trainer.model, []):
-                if kept is not None:
-                    eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
-                    words = halves.of_the_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
-        finally:
-            snapshot.restore()
-        if not any(trainer.agree.numbers(bool(words))[0]):
-            return ""
-        return next(filter(None, trainer.agree.texts(words)))
 
     # ── the comparison ──
 
@@ -140,6 +123,8 @@ class Verification:
                 "this trainer was built with verify=False and keeps no copy of the whole model: "
                 "build it with verify=True"
             )
+        if self.of_keras:
+            return Report(reason=OF_KERAS)
         with unrecorded():
             self.trainer.shares.check(inputs, targets, self.trainer.steps)
             report = self.compare(inputs, targets)
@@ -156,7 +141,9 @@ class Verification:
         trainer = self.trainer
         snapshot = Snapshot(trainer, self.loss_fn, skip=(self,))
         try:
-            report = Comparison(trainer, self, (inputs, targets), snapshot, room).run()
+            report = Comparison(
+                trainer, self.whole, self.loss_check, (inputs, targets), snapshot, room
+            ).run()
         finally:
             snapshot.restore()
         trainer.agree.numbers(0.0)  # virtual ranks share objects: all have put them back
