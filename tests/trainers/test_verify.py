@@ -282,6 +282,29 @@ def test_it_is_made_once_before_the_first_step(world_size, options, expected):
     )
 
 
+class Reads(nn.Module):
+    """Takes numbers from a generator of Python's, which nothing can put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = (1.0 for _ in range(99))
+
+    def forward(self, x):
+        return x * next(self.numbers)
+
+
+def reading():
+    model = seeded(nn.Sequential(nn.Linear(4, 3), Reads()))
+    trainer = p101.DataParallelTrainer(model, F.mse_loss, OPTIMIZERS["sgd"])
+    trainer.step(randn(0, 8, 4), randn(9, 8, 3))
+
+
+def test_what_cannot_be_put_back_is_named(capsys):
+    p101.launch(reading, world_size=2)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "put back" in line]
+    assert "builtins.generator" in line
+
+
 def too_large(limit):
     verification.MOST_BYTES = limit
     trainer = p101.DataParallelTrainer(

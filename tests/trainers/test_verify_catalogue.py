@@ -1026,6 +1026,19 @@ def test_a_weight_that_needs_a_gradient_is_refused():
     p101.launch(train, world_size=2, backend="sim")
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sparse_gradients_are_refused_with_their_name(stage):
+    def train() -> None:
+        model = chain(Function(lambda x: x + model[3].table((x[:, 0] > 0).long())))
+        model[3].table = nn.Embedding(5, 6, sparse=True).double()
+        mesh = mesh_of("dp 2")
+        trainer = p101.HybridTrainer(model, F.mse_loss, adamw, mesh=mesh, zero_stage=stage)
+        with pytest.raises(p101.NotEqualError, match=r"gradient of '3\.table\.weight' is sparse"):
+            trainer.step(*trainer.share(ROWS))
+
+    p101.launch(train, world_size=2, backend="sim")
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_rounding_hides_no_loss_that_mixes_samples(precision):
     names = ("root mean square", "relative L2", "InfoNCE", "a sum")

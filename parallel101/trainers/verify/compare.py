@@ -155,12 +155,16 @@ class Comparison:
     ) -> None:
         trainer, whole = self.trainer, self.of_first
         assert whole is not None
-        self.note, samples = "", sum(count_samples(inputs) for inputs, _ in shares)
+        self.note, self.few = "", False
+        samples = sum(count_samples(inputs) for inputs, _ in shares)
+        if self.snapshot.lost:
+            lost = ", ".join(sorted(self.snapshot.lost))
+            self.note = f"verify has not put back what it can't: {lost}"
         if self.room < math.inf:
             needed = samples * whole.bytes_of_a_sample(values, shares[0])
             self.snapshot.restore()
             if needed > self.room:
-                few = trainer.runner.microbatches
+                self.few, few = True, trainer.runner.microbatches
                 shares = [map_tensors(lambda t: t[:few], share) for share in shares]
                 self.note = (
                     f"verified with {few} sample{'s' * (few > 1)} a rank only: all activations of "
@@ -185,7 +189,8 @@ class Comparison:
         self.training = Training(whole, values, trainer, state)
         for step in range(STEPS):
             if step == STEPS - 1:
-                self.scales[step] = scale_for(self.expected[-1].gradients)
+                half = trainer.precision.weights == torch.float16
+                self.scales[step] = scale_for(self.expected[-1].gradients, 16 if half else LARGE)
             self.expected.append(self.training.step(self.shares, self.scales[step]))
         with whole.whole(self.training.values):
             self.evaluated = whole.evaluate(self.shares)
@@ -200,6 +205,7 @@ class Comparison:
             return {"reason": f"in one process the loss of the first batch is {losses[0]}"}
         return {
             "note": self.note,
+            "few": self.few,
             "perturb": self.perturb,
             "scales": self.scales,
             "samples": sum(count_samples(inputs) for inputs, _ in self.shares),
@@ -243,25 +249,15 @@ class Comparison:
 
     def steps(self, header: Mapping[str, Any]) -> None:
         trainer = self.trainer
-        if header["note"]:
+        if header["few"]:
             self.batch = map_tensors(lambda t: t[: trainer.runner.microbatches], self.batch)
         if header["perturb"]:
             perturb_owned(trainer)
         lift_learning_rates(trainer.optimizer)
-        numpy = sys.modules.get("numpy")
-        states = (
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-            [
-                part.tolist() if hasattr(part, "tolist") else part
-                for part in numpy.random.get_state()
-            ]
-            if numpy
-            else None,
-        )
         # an optimizer's noise is the same on all ranks if they were seeded alike
         self.seeds = [
-            1 if trainer.agree.same(repr(state)) else 2 + trainer.position for state in states
+            1 if trainer.agree.same(str(state)) else 2 + trainer.position
+            for state in (torch.get_rng_state().tolist(), random.getstate())
         ]
         for step in range(STEPS):
             self.step(step, header, self.expected[step] if self.first else None)
@@ -319,7 +315,7 @@ class Comparison:
                 loss = trainer.compute_gradients(inputs, targets, samples)
             finally:
                 loss_check.always = False
-        if not getattr(trainer.sync, "scaled", False):  # else the trainer has divided them
+        if scale != 1 and not trainer.precision.scaled:  # else the trainer has divided them
             for p in trainer.owned.values():
                 if p.grad is not None:
                     p.grad /= scale
@@ -334,7 +330,7 @@ class Comparison:
         torch.manual_seed(self.seeds[0])
         random.seed(self.seeds[1])
         if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(self.seeds[2])
+            numpy.random.seed(self.seeds[1])
         try:
             trainer.optimizer.step()
         except Exception:  # as Muon's, which wants matrices
@@ -486,12 +482,12 @@ def messages_of_its_own(model: nn.Module) -> str:
     return ""
 
 
-def scale_for(gradients: Mapping[str, Tensor | None]) -> float:
-    """A power of two that makes the largest gradient about LARGE."""
+def scale_for(gradients: Mapping[str, Tensor | None], wanted: float) -> float:
+    """A power of two that makes the largest gradient about so large."""
     size = max(map(largest, gradients.values()), default=0.0)
     if not 0 < size < math.inf:
         return 1.0
-    return 2.0 ** max(0, min(40, round(math.log2(LARGE / size))))
+    return 2.0 ** max(0, min(40, round(math.log2(wanted / size))))
 
 
 # ── weights that are zero ──

@@ -77,7 +77,7 @@ def likely(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 def likeliest(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """torch.multinomial."""
     found = func(*args, **kwargs)
-    best = args[0].argsort(-1, descending=True, stable=True)
+    best = args[0].sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(found.shape[-1], device=found.device) % best.shape[-1]
     return best[..., rank]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from parallel101.trainers.gradient_sync import dense_gradient
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.support.arguments import LossFn, loss_and_weight
 from parallel101.trainers.support.batches import Batch, call, count_samples, map_tensors
@@ -227,7 +228,10 @@ class Training:
                 for name, p in self.parameters.items():
                     g = parameters[name].grad
                     p.grad = None if g is None else g.to(p.dtype)
-            gradients = {name: copied(p.grad) for name, p in self.parameters.items()}
+            gradients = {
+                name: None if p.grad is None else dense_gradient(name, p).detach().clone()
+                for name, p in self.parameters.items()
+            }
             norm = norm_of(gradients)
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(list(self.parameters.values()), self.clip_norm)
@@ -260,7 +264,8 @@ class Training:
                 for p in parameters.values():
                     p.grad_dtype = torch.float64
                 loss = whole.backward(shares, scale)
-                gradients = {name: copied(parameters[name].grad) for name in self.trained}
+                found = {name: parameters[name].grad for name in self.trained}
+                gradients = {name: None if g is None else g.clone() for name, g in found.items()}
                 buffers = {name: b.detach().clone() for name, b in whole.model.named_buffers()}
             finally:
                 whole.precision, whole.loss_fn = precision, loss_fn
@@ -275,10 +280,6 @@ def lift_learning_rates(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR
-
-
-def copied(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach().clone()
 
 
 def in_float32(t: Tensor) -> Tensor:

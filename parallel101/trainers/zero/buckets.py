@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from parallel101.spans import span
-from parallel101.trainers.gradient_sync import completed_twice
+from parallel101.trainers.gradient_sync import completed_twice, dense_gradient
 from parallel101.trainers.zero.flat import Flat
 
 
@@ -41,8 +41,7 @@ class BucketHooks:
     def ready(self, p: nn.Parameter) -> None:
         """autograd calls this when the gradient of p is complete."""
         flat, name = self.home[p]
-        assert p.grad is not None
-        flat.live.watch("gradients", p.grad)
+        flat.live.watch("gradients", dense_gradient(name, p))
         if not self.listening:
             return
         if self.overlap and p not in self.missing.get(flat, ()):
