@@ -33,7 +33,7 @@ def make_axes(dp, pp, tp):
     """Return this rank's group on each axis: the ranks that differ from it on that axis only."""
     grid = torch.arange(dp * pp * tp).view(dp, pp, tp)  # tp is last: it needs the fastest links
     # NCCL carries out a group's messages in order. Gradients must not wait behind activations, so
-    # pp has two groups. They are described as DeviceMesh does it: pictures then name the axis.
+    # pp has two groups. The descriptions are those of torch's DeviceMesh: pictures show the axis.
     groups = {}
     for name, axis in (("dp", 0), ("pp", 1), ("pp_back", 1), ("tp", 2)):
         lines = grid.movedim(axis, -1).flatten(0, 1).tolist()  # for tp: [[0, 1], [2, 3], …]
@@ -44,7 +44,7 @@ def make_axes(dp, pp, tp):
 # ── Tensor parallel: each rank of tp has a block of every matrix ────────────────────────────────
 #         ┌─ W₀ ─ gelu ─ V₀ ─┐          Column: some rows of W, so some of the outputs
 #   x ─▶──┤                  ├─ + ─▶ y
-#         └─ W₁ ─ gelu ─ V₁ ─┘          Row: the columns of V for these, as inputs
+#         └─ W₁ ─ gelu ─ V₁ ─┘          Row: the columns of V for these inputs
 class Column(torch.autograd.Function):
     """y = x Wᵀ + b, with this rank's rows of W and b. x (batch, time, inputs) is whole."""
 
@@ -174,7 +174,7 @@ class Pipeline:
             self.send(x.grad, self.axes.pp_back, self.rank - 1)
 
     def send(self, x, group, to):
-        """Begin to send. Blocking sends deadlock when two stages send to each other at once."""
+        """Begin to send. Blocking sends deadlock if two stages send to each other at once."""
         self.sending.append((dist.isend(x, group=group, group_dst=to), x))
 
     def receive(self, i, group, source):
