@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import runpy
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101.trainers.schedules.gpipe_1f1b_zero_bubble import one_forward_one_backward
 from tests.lessons.lesson import LESSONS
 
 FILE = LESSONS / "three_axes.py"
@@ -123,6 +125,28 @@ def test_losses_gradients_and_weights_equal_one_process(mesh, rules, one_process
     size = sum(p.numel() for p, _ in whole.values())
     cut = sum(p.numel() for name, (p, _) in whole.items() if re.search("qkv|up|out.w|down.w", name))
     assert elements.tolist() == [dp * (cut + tp * (size - cut))] * 2, "tp and pp cut the model"
+
+
+def actions():
+    """Return what this rank's stage does in a step, as 0F0 0F1 0B0 …"""
+    file, done = read(), []
+    axes = file.make_axes(1, 4, 1)
+    trainer = file.Trainer(SimpleNamespace(**CONFIG), axes, torch.device("cpu"), zero_1=False)
+
+    def noted(kind, carry_out, i):
+        done.append(f"{axes.pp.rank()}{kind}{i}")
+        carry_out(i)
+
+    trainer.pipeline.forward = functools.partial(noted, "F", trainer.pipeline.forward)
+    trainer.pipeline.backward = functools.partial(noted, "B", trainer.pipeline.backward)
+    trainer.step(*batches()[0])
+    return done
+
+
+def test_the_pipeline_is_1f1b():
+    run = p101.launch(actions, world_size=4, backend="sim", rules="nccl")
+    for rank, done in enumerate(run.results):
+        assert done == one_forward_one_backward(rank, 4, CONFIG["microbatches"], 1)
 
 
 def test_buckets_leave_during_backward():
