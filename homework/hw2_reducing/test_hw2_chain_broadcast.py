@@ -222,8 +222,6 @@ CHAIN_BROADCAST = Exercise(
         *MESSAGES,
         SENDS_UNWRITTEN,
         ROOT_IS_ZERO,
-        SENDS_UNWRITTEN,
-        SMALL,
         Misconception(
             "segments in the wrong place",
             "All segments arrive, but some end up in another place than they had on the root.",

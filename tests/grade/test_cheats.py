@@ -20,10 +20,11 @@ import torch
 
 import parallel101
 from parallel101.laboratory.grade import grading, isolation, users
+from parallel101.laboratory.grade.endings import RankDied, TimeOver
 from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.laboratory.grade.file_access import _beside, available
 from parallel101.laboratory.grade.grading import grade
-from parallel101.laboratory.grade.remote import RankDied, Submission, SubmissionRanks, TimeOver
+from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 from parallel101.laboratory.grade.submissions import exercise_result
 from parallel101.laboratory.grade.users import GRADERS, claimed, separate_users
 

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Case, Exercise
-from parallel101.laboratory.grade.failure_text import explain_error
-from parallel101.laboratory.grade.remote import (
+from parallel101.laboratory.grade.endings import (
     CalledFromThread,
     ForbiddenCall,
     LearnerError,
     PrintedTooMuch,
     RankDied,
-    Submission,
-    SubmissionRanks,
     TimeOver,
+    explain_error,
 )
+from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Case, Exercise
+from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 
 HEAD = """import os, torch, torch.distributed as dist

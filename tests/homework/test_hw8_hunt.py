@@ -13,9 +13,9 @@ from parallel101.laboratory.grade.grading import run_cases
 from parallel101.laboratory.grade.release import handed_out
 from parallel101.laboratory.grade.remote import SubmissionRanks
 from parallel101.laboratory.record.errors import DeadlockError
-from tests.homework.test_solutions import EXERCISES, HOMEWORK, submission
+from tests.homework.test_solutions import EXERCISES, HOMEWORK, reference
 
-REFERENCE = runpy.run_path(str(Path(__file__).parent / "hw8" / "reference.py"))
+SOLVED = runpy.run_path(str(Path(__file__).parent / "hw8" / "reference.py"))
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -25,7 +25,7 @@ def test_the_reference_finds_every_fault_and_only_a_hang_hangs(kind):
             one = hunt(kind, f"seed {number}", cause, rank)
             assert isinstance(one.error, DeadlockError) == (kind == "hang")
             assert one.answer[0] == rank and one.answer[2] == cause
-            assert REFERENCE[f"find_{kind}"](one.records()) == one.answer
+            assert SOLVED[f"find_{kind}"](one.records()) == one.answer
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -53,7 +53,7 @@ def test_the_questions_are_about_the_program_in_the_notebook(kind):
     source = (HOMEWORK / "hw8_beyond" / "hw8.ipynb").read_text().replace('\\"', '"')
     seed = source.partition(cell)[2].partition('"')[0]
     answer = hunt(kind, seed).answer
-    with SubmissionRanks(exercise, submission(f"find_{kind}", "reference.py")) as ranks:
+    with SubmissionRanks(exercise, reference(f"find_{kind}")) as ranks:
         (trial,) = run_cases(ranks, [exercise.questions[0].case()], time.monotonic() + 30)
     assert tuple(question.measured(trial) for question in exercise.questions) == answer
 

@@ -7,7 +7,7 @@ import pytest
 from parallel101.laboratory.grade.exercise_report import Prediction
 from parallel101.laboratory.grade.grading import run_cases
 from parallel101.laboratory.grade.remote import SubmissionRanks
-from tests.homework.test_solutions import EXERCISES, submission
+from tests.homework.test_solutions import EXERCISES, reference
 
 ANSWERS = [
     ("train_naive", "total", 3 * 4 * 2 * 3 / 4 * 928 + 3 * 928),  # the gradients, then a broadcast
@@ -38,7 +38,7 @@ ANSWERS = [
 def test_a_right_prediction_agrees_with_the_run(function, name, said):
     exercise = EXERCISES[function]
     question = next(question for question in exercise.questions if question.name == name)
-    with SubmissionRanks(exercise, submission(function, "reference.py")) as ranks:
+    with SubmissionRanks(exercise, reference(function)) as ranks:
         (trial,) = run_cases(ranks, [question.case()], time.monotonic() + 30)
     found = Prediction(name, question.ask, question.unit, said, question.measured(trial))
     assert found.agrees, found

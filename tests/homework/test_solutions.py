@@ -1,9 +1,16 @@
 """Every odd but correct solution gets full points. Every wrong one loses points and gets its name.
 
-The reference solutions run here on gloo, sim and NCCL; test_notebooks.py shows that the grader
-gives them full points. The solutions are in hwN/reference.py, unusual.py and wrong.py, or in a
-larger set in files such as wrong_experts.py. A function `ring_shift__sends_first` there is a
-solution of `ring_shift`.
+hwN/reference.py    the reference solutions. They run here on gloo and NCCL; test_notebooks.py shows
+                    that the grader gives them full points
+hwN/unusual*.py     odd but correct ones. `ring_shift__in_pairs` is a solution of `ring_shift`
+hwN/wrong*.py       wrong ones; a comment above each says what must be named, and its points
+hwN/wrong.txt       wrong ones that differ from the reference in a line or two
+
+    ring_shift__never_waits: receive's wait forgotten (4 points)
+    -     work.wait()
+    +     pass
+
+In place of a name, "-" says that nothing may be named.
 """
 
 from __future__ import annotations
@@ -11,13 +18,24 @@ from __future__ import annotations
 import ast
 import re
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from parallel101.laboratory.grade.exercise import STEPS, Case, Draw
+from parallel101.laboratory.grade.exercise import (
+    STEPS,
+    Case,
+    Draw,
+    Exercise,
+    Trial,
+    exercises_in,
+    find,
+    module_of,
+)
 from parallel101.laboratory.grade.grading import (
     EXERCISE_SECONDS,
     PUBLIC_SEED,
@@ -27,8 +45,8 @@ from parallel101.laboratory.grade.grading import (
     share,
 )
 from parallel101.laboratory.grade.homework import find_sets
-from parallel101.laboratory.grade.launched import run_launched
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
+from parallel101.laboratory.ranks.launch import launch
 
 HERE = Path(__file__).parent
 HOMEWORK = HERE.parents[1] / "homework"
@@ -37,91 +55,63 @@ EXERCISES = {
     for homework in find_sets(HOMEWORK)
     for exercise in homework.exercises
 }
-FOLDER = {
-    function: HERE / Path(exercise.path).parent.name.partition("_")[0]
-    for function, exercise in EXERCISES.items()
-}
+FOLDERS = sorted(HERE.glob("hw?"))
+LABEL = r"(?P<named>.+?)(?: \((?P<points>[\d.]+) points?\))?"
 
 
-def files(file: str) -> list[Path]:
-    """All hwN/<file>; for "wrong.py" also wrong_experts.py and the like."""
-    kind, _, suffix = file.partition(".")
-    folders = sorted(set(FOLDER.values()))
-    return [path for folder in folders for path in folder.glob(f"{kind}*.{suffix}")]
+class Solution(NamedTuple):
+    """What is graded, and which misconception must be named and which points it must earn."""
+
+    submission: Submission
+    named: str | None = None
+    points: float | None = None
 
 
-@cache
-def defined(path: Path) -> list[str]:
-    """The names of the functions and classes that a file defines."""
-    tree = ast.parse(path.read_text())
-    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+def labelled(submission: Submission, label: str) -> Solution:
+    found = re.fullmatch(LABEL, label)
+    assert found, label
+    named, points = found["named"], found["points"]
+    return Solution(submission, None if named == "-" else named, points and float(points))
 
 
-def solutions(file: str) -> list[str]:
-    """The names of all solutions in hwN/<file>, in a fixed order."""
-    names = [name for path in sorted(files(file)) for name in defined(path)]
-    edited = list(EDITS) if file == "wrong.py" else []
-    return edited + [name for name in names if "__" in name.strip("_")]
-
-
-def submission(name: str, file: str) -> Submission:
-    function = name.partition("__")[0]
-    if file == "wrong.py" and name in EDITS:
-        path = FOLDER[function] / "reference.py"
+def defined(kind: str) -> Iterator[tuple[str, Solution]]:
+    """The solutions that are functions and classes in files such as wrong_experts.py."""
+    for path in sorted(path for folder in FOLDERS for path in folder.glob(f"{kind}*.py")):
         source = path.read_text()
-        for before, after in EDITS[name]:
-            assert source.count(before) == 1, f"{name}: {source.count(before)} times {before!r}"
-            source = source.replace(before, after)
-        return Submission(path, source)
-    path = next(
-        path for path in files(file) if path.parent == FOLDER[function] and name in defined(path)
-    )
-    source = path.read_text()
-    return Submission(path, source if name == function else f"{source}\n{function} = {name}\n")
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and "__" in node.name.strip("_"):
+                first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+                above = lines[first - 2].partition("# named: ")[2] if kind == "wrong" else "-"
+                chosen = f"{source}\n{node.name.partition('__')[0]} = {node.name}\n"
+                yield node.name, labelled(Submission(path, chosen), above)
 
 
-def declared(name: str) -> dict[str, Any]:
-    """What the files wrong.py of all sets declare under this name."""
-    found: dict[str, Any] = {}
-    for path in files("wrong.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                found |= ast.literal_eval(node.value)
-    return found
-
-
-EXPECTED = declared("EXPECTED")  # the misconception that is named; None if there is none
-POINTS = declared("POINTS")  # of solutions that miss the idea of an exercise
-
-
-def edits() -> dict[str, list[tuple[str, str]]]:
-    """By wrong solution, what it has in place of which lines of the reference: from wrong.txt.
-
-    ring_shift__never_waits: receive's wait forgotten (4 points)
-    -     work.wait()
-    +     pass
-    """
-    found: dict[str, list[tuple[str, str]]] = {}
-    for path in files("wrong.txt"):
+def edited() -> Iterator[tuple[str, Solution]]:
+    """The solutions in wrong.txt: the reference with some of its lines replaced."""
+    for path in (path for folder in FOLDERS for path in folder.glob("wrong.txt")):
         for entry in path.read_text().strip().split("\n\n"):
             head, _, body = entry.partition("\n")
-            name, says, _, points = re.fullmatch(
-                r"(\w+): (.+?)( \(([\d.]+) points?\))?", head
-            ).groups()
-            EXPECTED[name] = None if says == "-" else says
-            if points:
-                POINTS[name] = float(points)
-            found[name] = [
-                tuple(
-                    "".join(f"{line[2:]}\n" for line in re.findall(f"^[{sign}].*", part, re.M))
+            name, _, label = head.partition(": ")
+            source = (path.parent / "reference.py").read_text()
+            for part in re.findall(r"(?:^-.*\n?)+(?:^\+.*\n?)*", body, re.M):
+                before, after = (
+                    "".join(f"{line[2:]}\n" for line in part.splitlines() if line[0] == sign)
                     for sign in "-+"
                 )
-                for part in re.findall(r"(?:^- .*\n?)+(?:^\+.*\n?)*", body, re.M)
-            ]
-    return found
+                assert source.count(before) == 1, f"{name}: {source.count(before)} times {before}"
+                source = source.replace(before, after)
+            yield name, labelled(Submission(path, source), label)
 
 
-EDITS = edits()
+# those of one exercise follow each other
+WRONG = dict(sorted([*edited(), *defined("wrong")], key=lambda pair: pair[0].partition("__")[0]))
+UNUSUAL = dict(defined("unusual"))
+
+
+def reference(function: str) -> Submission:
+    path = HERE / Path(EXERCISES[function].path).parent.name.partition("_")[0] / "reference.py"
+    return Submission(path, path.read_text())
 
 
 @cache
@@ -136,13 +126,13 @@ def graded():
     """
     shared: dict[str, SubmissionRanks] = {}
 
-    def grade_shared(name: str, file: str) -> ExerciseVerdict:
+    def grade_shared(name: str, solution: Solution) -> ExerciseVerdict:
         function = name.partition("__")[0]
         if function not in shared:
             while shared:
                 shared.popitem()[1].stop()
-            shared[function] = SubmissionRanks(EXERCISES[function], submission(name, file))
-        shared[function].take(submission(name, file))
+            shared[function] = SubmissionRanks(EXERCISES[function], solution.submission)
+        shared[function].take(solution.submission)
         until = time.monotonic() + EXERCISE_SECONDS
         return judge(EXERCISES[function], run_cases(shared[function], cases_of(function), until))
 
@@ -151,7 +141,7 @@ def graded():
         ranks.stop()
 
 
-def complaint(verdict) -> str:
+def complaint(verdict: ExerciseVerdict) -> str:
     """What to read if a solution should have passed."""
     wrong = [
         f"{finding.kind}: {finding.message}" for finding in verdict.findings if not finding.passed
@@ -159,50 +149,68 @@ def complaint(verdict) -> str:
     return "\n".join([f"{verdict.points} of {verdict.out_of} points", verdict.problem, *wrong])
 
 
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-@pytest.mark.parametrize("function", list(EXERCISES))
-def test_the_reference_is_right_on_other_ranks(function, backend):
-    """The clock of gloo is real: what only the virtual clock tells is not judged there."""
-    exercise = EXERCISES[function]
-    case = max(cases_of(function), key=lambda case: case.world_size)
-    kinds = None
-    if backend == "gloo":
-        kinds = {"value", "bytes"} | ({"steps"} if case.network == STEPS else set())
-    trial = run_launched(exercise, submission(function, "reference.py"), case, backend)
-    verdict = judge(exercise, [trial], kinds)
-    assert verdict.passed, complaint(verdict)
+def run_case(exercise: Exercise, source: str, path: str, arguments: list[tuple], seed: int) -> Any:
+    """What each rank does: the exercise's program, without the grader."""
+    import torch.distributed as dist
+
+    declared = exercises_in(module_of(exercise.path, exercise.source, "parallel101_exercises"))
+    learner = module_of(path, source, "homework", register=True)
+    torch.manual_seed(seed)
+    device = torch.get_default_device()
+    mine = [
+        part.clone().to(device) if isinstance(part, torch.Tensor) else part
+        for part in arguments[dist.get_rank()]
+    ]
+    function = exercise.function
+    return find(declared, function).program(getattr(learner, function), *mine)
 
 
-@pytest.mark.nccl(2)
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank")
+
+
+@pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.nccl, NEEDS_GPUS])]
+)
 @pytest.mark.parametrize("function", list(EXERCISES))
-def test_the_reference_is_right_on_nccl(function):
-    exercise = EXERCISES[function]
-    case = next(case for case in cases_of(function) if case.world_size == 2)
-    verdict = judge(
+def test_the_reference_is_right_on_real_ranks(function, backend):
+    """A solution is a real program. What only the virtual clock tells is not judged there."""
+    exercise, given = EXERCISES[function], reference(function)
+    cases = [case for case in cases_of(function) if backend == "gloo" or case.world_size == 2]
+    case = max(cases, key=lambda case: case.world_size)
+    run = launch(
+        run_case,
         exercise,
-        [run_launched(exercise, submission(function, "reference.py"), case, "nccl")],
-        {"value", "bytes"},
+        given.source,
+        str(given.path),
+        list(case.arguments),
+        case.seed,
+        world_size=case.world_size,
+        backend=backend,
+        trace=True,
     )
+    kinds = {"value", "bytes"} | (
+        {"steps"} if backend == "gloo" and case.network == STEPS else set()
+    )
+    verdict = judge(exercise, [Trial(case, run.results, run.trace, world=backend)], kinds)
     assert verdict.passed, complaint(verdict)
 
 
-@pytest.mark.parametrize("name", solutions("unusual.py"))
+@pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_solution_keeps_full_points(graded, name):
-    verdict = graded(name, "unusual.py")
+    verdict = graded(name, UNUSUAL[name])
     assert verdict.passed and verdict.points == verdict.out_of, complaint(verdict)
 
 
-@pytest.mark.parametrize("name", solutions("wrong.py"))
+@pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_solution_loses_points_and_gets_its_name(graded, name):
-    verdict = graded(name, "wrong.py")
+    solution = WRONG[name]
+    verdict = graded(name, solution)
     assert not verdict.passed, "a wrong solution passes"
     assert verdict.points < verdict.out_of or verdict.exercise.practice
     found = verdict.misconception.name if verdict.misconception else None
-    assert found == EXPECTED[name], (
-        f"named {found!r}, expected {EXPECTED[name]!r}\n{complaint(verdict)}"
-    )
-    if name in POINTS:
-        assert verdict.points == POINTS[name], complaint(verdict)
+    assert found == solution.named, complaint(verdict)
+    if solution.points is not None:
+        assert verdict.points == solution.points, complaint(verdict)
 
 
 def test_the_checks_of_an_exercise_share_its_points():
@@ -224,8 +232,8 @@ def test_the_checks_of_an_exercise_share_its_points():
             assert f"Points: {stated}." in ast.get_docstring(stub)
 
 
-def test_every_exercise_has_an_unusual_solution_and_every_wrong_one_a_name():
-    assert {name.partition("__")[0] for name in solutions("unusual.py")} == set(EXERCISES)
-    assert set(solutions("wrong.py")) == set(EXPECTED)
+def test_every_exercise_has_an_unusual_solution_and_every_misconception_a_wrong_one():
+    assert {name.partition("__")[0] for name in UNUSUAL} == set(EXERCISES)
+    shown = {(name.partition("__")[0], solution.named) for name, solution in WRONG.items()}
     named = {m.name for exercise in EXERCISES.values() for m in exercise.misconceptions}
-    assert named == {name for name in EXPECTED.values() if name}
+    assert named == {name for _, name in shown if name}

@@ -7,6 +7,7 @@
                    a rank that runs the learner's code, and what that code can't reach
     remote.py      the grader's side: the rank's messages on the sim
     frames.py      what rank.py and remote.py send each other
+    endings.py     how a run may end early, in words for the learner
     grading.py     runs the cases, judges the checks and counts the points
     learner.py     adds a picture, the predictions and the progress (homework.py)
     exercise_report.py, picture.py

@@ -19,11 +19,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from parallel101.laboratory.grade.endings import LearnerError
 from parallel101.laboratory.grade.exercise import Exercise
 from parallel101.laboratory.grade.grading import ExerciseVerdict, Finding
 from parallel101.laboratory.grade.homework import set_name
 from parallel101.laboratory.grade.picture import Picture
-from parallel101.laboratory.grade.remote import LearnerError
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed
 

@@ -14,6 +14,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from parallel101.laboratory.grade.endings import (
+    GradedRunFailed,
+    LearnerError,
+    NotStarted,
+    TimeOver,
+    explain_error,
+    in_short,
+    reason_of,
+)
 from parallel101.laboratory.grade.exercise import (
     KINDS,
     Case,
@@ -29,19 +38,8 @@ from parallel101.laboratory.grade.exercise_checks import (
     tolerated,
     too_few_bytes,
 )
-from parallel101.laboratory.grade.failure_text import NOT_LOADED, explain_error, in_short
 from parallel101.laboratory.grade.plain_text import plain
-from parallel101.laboratory.grade.remote import (
-    CalledFromThread,
-    ForbiddenCall,
-    LearnerError,
-    NotStarted,
-    PrintedTooMuch,
-    Submission,
-    SubmissionRanks,
-    TimeOver,
-    not_run,
-)
+from parallel101.laboratory.grade.remote import Submission, SubmissionRanks, not_run
 
 # of the cases that everybody sees; a teacher's own seed is in no public file
 PUBLIC_SEED = "parallel101"
@@ -57,8 +55,6 @@ SHARES = {
 }
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
-# of a run: each other one would end so too
-ENDS = (CalledFromThread, ForbiddenCall, PrintedTooMuch, TimeOver)
 
 
 @dataclass(frozen=True)
@@ -121,6 +117,20 @@ class ExerciseVerdict:
     def passed(self) -> bool:
         return all(finding.passed for finding in self.findings)
 
+    @property
+    def reason(self) -> str:
+        """Why points are missing, in a word or two, for the table of a class; "" if none are.
+
+        That is how the run ended early: "not written", "syntax error", "NameError", "time", "exit",
+        "deadlock", "wrong call", …; or else what fails: "wrong value", or "bytes, steps".
+        """
+        if self.shown is not None and self.shown.error is not None and not self.passed:
+            no_function = f"has no function {self.exercise.function}" in str(self.shown.error)
+            return "not written" if no_function else reason_of(self.shown)
+        failed = [finding.kind for finding in self.findings if not finding.passed]
+        # the others count only with the right value
+        return "wrong value" if "value" in failed else ", ".join(dict.fromkeys(failed))
+
 
 def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -> ExerciseVerdict:
     """Run all cases of an exercise, and judge them.
@@ -175,9 +185,7 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
 
 def _ends_all(error: BaseException | None) -> bool:
     """Whether more runs would tell nothing new, and only take long."""
-    if isinstance(error, LearnerError):
-        return error.not_written or error.kind in NOT_LOADED
-    return isinstance(error, ENDS)
+    return isinstance(error, GradedRunFailed) and error.ends_all
 
 
 def syntax_error(submission: Submission) -> LearnerError | None:

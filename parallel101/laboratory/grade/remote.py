@@ -29,6 +29,18 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.grade import frames, users
+from parallel101.laboratory.grade.endings import (
+    MOST_PRINTED,
+    CalledFromThread,
+    CallFailed,
+    ForbiddenCall,
+    GradedRunFailed,
+    LearnerError,
+    NotStarted,
+    PrintedTooMuch,
+    RankDied,
+    TimeOver,
+)
 from parallel101.laboratory.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
 from parallel101.laboratory.grade.file_access import available
 from parallel101.laboratory.grade.frames import Frame
@@ -47,7 +59,6 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import Recorder, compute, recorder
 
-MOST_PRINTED = 1 << 20  # bytes that a rank may print
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 MOST_SAID = 1 << 25  # bytes of text that a rank may send in one case
 MEMORY = 2 << 30  # bytes that a rank may allocate
@@ -59,54 +70,6 @@ MOST_MESSAGE = 2000  # characters of an error's text
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
-
-
-class GradedRunFailed(Exception):
-    """A run of the learner's code ended early. `rank` is the rank it was, or None."""
-
-    def __init__(self, message: str, rank: int | None = None, where: str = "?"):
-        super().__init__(message)
-        self.rank, self.where = rank, where
-
-
-class LearnerError(GradedRunFailed):
-    """The learner's code raised an exception: `kind` is its type, `traceback` its text."""
-
-    def __init__(
-        self, message: str, rank: int, where: str, kind: str, traceback: str, not_written: bool
-    ):
-        super().__init__(message, rank, where)
-        self.kind, self.traceback, self.not_written = kind, traceback, not_written
-
-
-class ForbiddenCall(GradedRunFailed):
-    """The learner's code called an operation that the exercise does not allow."""
-
-
-class CalledFromThread(GradedRunFailed):
-    """The learner's code called torch.distributed from a thread that it had started."""
-
-
-class TimeOver(GradedRunFailed):
-    """A rank was still running at the time limit; `loading`: at the top level of its file."""
-
-    loading = False
-
-
-class RankDied(GradedRunFailed):
-    """A rank's process ended without a result."""
-
-
-class CallFailed(GradedRunFailed):
-    """The calls of several ranks raised an exception together, when the data was moved."""
-
-
-class NotStarted(GradedRunFailed):
-    """A case was not run: its processes did not start, or the time for the exercise was over."""
-
-
-class PrintedTooMuch(GradedRunFailed):
-    """A rank printed more than MOST_PRINTED bytes."""
 
 
 @dataclass

@@ -39,7 +39,6 @@ from parallel101.laboratory.grade.notebook_functions import (
     functions_in_notebook,
 )
 from parallel101.laboratory.grade.plain_text import cell, plain, plain_name
-from parallel101.laboratory.grade.reason import NOT_GRADED, reason
 from parallel101.laboratory.grade.remote import Submission
 from parallel101.laboratory.grade.users import RANKS, end_processes_of, user_of
 
@@ -270,7 +269,7 @@ def _entry(exercise: Exercise) -> dict[str, Any]:
         "out_of": exercise.points,
         "graded": False,
         "not_written": False,
-        "reason": NOT_GRADED,  # why points are missing, in a word or two
+        "reason": "not graded",  # why points are missing, in a word or two
         "misconception": None,
         "problem": "",
         "findings": [],
@@ -296,7 +295,7 @@ def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
         "points": verdict.points,
         "graded": True,
         "not_written": verdict.not_written,
-        "reason": plain(reason(verdict)),
+        "reason": plain(verdict.reason),
         "problem": plain(verdict.problem),
         "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
         "findings": findings,

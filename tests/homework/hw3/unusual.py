@@ -31,16 +31,6 @@ def reduce_backward__flat(x, g, root):
     return gradient
 
 
-def reduce_backward__shape_first(x, g, root):
-    shape = torch.tensor(x.shape)
-    dist.all_reduce(shape, op=dist.ReduceOp.MAX)
-    gradient = torch.zeros(*shape.tolist(), dtype=x.dtype)
-    if g is not None:
-        gradient.copy_(g)
-    dist.broadcast(gradient, src=root, async_op=True).wait()
-    return gradient
-
-
 def scatter_backward__messages_as_they_come(x, g, root):
     rank, n = dist.get_rank(), dist.get_world_size()
     if rank != root:
@@ -95,28 +85,6 @@ def all_reduce_backward__reduce_then_broadcast(x, g):
     return total
 
 
-def all_reduce_backward__recursive_doubling_or_ring(x, g):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    total, moving = g.clone(), g.clone()
-    if n & (n - 1) == 0:
-        distance = 1
-        while distance < n:
-            arrived = torch.empty_like(total)
-            work = dist.irecv(arrived, rank ^ distance)
-            dist.send(total, rank ^ distance)
-            work.wait()
-            total, distance = total + arrived, 2 * distance
-        return total
-    for _ in range(n - 1):
-        arrived = torch.empty_like(moving)
-        sending = dist.isend(moving, (rank + 1) % n)
-        dist.recv(arrived, (rank - 1) % n)
-        sending.wait()
-        moving = arrived
-        total += moving
-    return total
-
-
 def all_to_all_backward__lists(x, g):
     blocks = [torch.empty_like(block) for block in x.chunk(dist.get_world_size())]
     dist.all_to_all(blocks, list(g.chunk(dist.get_world_size())))
@@ -161,68 +129,6 @@ def shift__blocking_in_a_safe_order(x, k, dim):
     return Shift.apply(x)
 
 
-class Passed(torch.autograd.Function):
-    """What another rank sends; its adjoint goes the other way. Autograd does the cutting."""
-
-    @staticmethod
-    def forward(ctx, x, to, source):
-        ctx.ranks = to, source
-        came = torch.empty(x.shape, dtype=x.dtype)
-        ops = [dist.P2POp(dist.irecv, came, source), dist.P2POp(dist.isend, x.contiguous(), to)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        return came
-
-    @staticmethod
-    def backward(ctx, g):
-        to, source = ctx.ranks
-        return Passed.apply(g.contiguous(), source, to), None, None
-
-
-def shift__a_function_for_the_message_alone(x, k, dim):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    kept, last = x.split([x.shape[dim] - k, k], dim)
-    if n > 1 and k:
-        last = Passed.apply(last, (rank + 1) % n, (rank - 1) % n)
-    return torch.cat((last, kept), dim)
-
-
-def shift__dim_first(x, k, dim):
-    def exchanged(x, to, source):
-        came = torch.full(x.shape, torch.nan, dtype=x.dtype)
-        works = [dist.irecv(came[:1], source)] + ([dist.irecv(came[1:], source)] if k > 1 else [])
-        dist.send(x[:1].contiguous(), to)
-        if k > 1:
-            dist.send(x[1:].contiguous(), to)
-        [work.wait() for work in works]
-        return came
-
-    class Shift(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            rank, n = dist.get_rank(), dist.get_world_size()
-            if n == 1 or not k:
-                return x.roll(k, dim)
-            x = x.movedim(dim, 0)
-            came = exchanged(x[len(x) - k :], (rank + 1) % n, (rank - 1) % n)
-            return torch.cat([came, x[: len(x) - k]]).movedim(0, dim)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, g):
-            rank, n = dist.get_rank(), dist.get_world_size()
-            if n == 1 or not k:
-                return g.roll(-k, dim)
-            g = g.movedim(dim, 0)
-            came = exchanged(g[:k], (rank - 1) % n, (rank + 1) % n)
-            return torch.cat([g[k:], came]).movedim(0, dim)
-
-    return Shift.apply(x)
-
-
 # ---- 9e ----
 
 
@@ -258,39 +164,6 @@ def all_gather_uneven__ring(x, sizes):
     return Gather.apply(x)
 
 
-def all_gather_uneven__one_root_after_the_other(x, sizes):
-    rank, n = dist.get_rank(), dist.get_world_size()
-
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            blocks = [torch.empty(size, *x.shape[1:], dtype=x.dtype) for size in sizes]
-            blocks[rank] = x.clone()
-            for root, block in enumerate(blocks):
-                for other in range(n):
-                    if rank == root != other:
-                        dist.send(block, other)
-                    elif rank == other != root:
-                        dist.recv(block, root)
-            return torch.vstack(blocks)
-
-        @staticmethod
-        def backward(ctx, g):
-            gradient = 0
-            for root, block in enumerate(torch.split(g, sizes)):
-                if rank != root:
-                    dist.send(block.clone(), root)
-                    continue
-                gradient, part = block.clone(), torch.empty_like(block)
-                for other in range(n):
-                    if other != root:
-                        dist.recv(part, other)
-                        gradient = gradient + part
-            return gradient
-
-    return Gather.apply(x)
-
-
 # ---- 9f ----
 
 
@@ -321,68 +194,3 @@ def halo_exchange__a_function_for_the_messages_alone(x, width, sizes):
         raise ValueError(f"width={width}, but the blocks have {sizes} rows")
     before, after = Neighbours.apply(x[:width], x[len(x) - width :])
     return torch.cat([before, x, after])
-
-
-def halo_exchange__to_the_right_then_to_the_left(x, width, sizes):
-    class Halo(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            rank, n = dist.get_rank(), dist.get_world_size()
-            y = torch.nn.functional.pad(x, (0, 0, width, width))
-            works = [dist.isend(x[-width:].clone(), rank + 1)] if rank + 1 < n else []
-            works += [dist.irecv(y[:width], rank - 1)] if rank else []
-            works += [dist.isend(x[:width].clone(), rank - 1)] if rank else []
-            works += [dist.irecv(y[-width:], rank + 1)] if rank + 1 < n else []
-            [work.wait() for work in works]
-            return y
-
-        @staticmethod
-        def backward(ctx, g):
-            rank, n = dist.get_rank(), dist.get_world_size()
-            gradient, halo = g[width:-width].clone(), torch.empty_like(g[:width])
-            if rank:
-                dist.send(g[:width].clone(), rank - 1)
-            if rank + 1 < n:
-                dist.recv(halo, rank + 1)
-                gradient[-width:] += halo
-                dist.send(g[-width:].clone(), rank + 1)
-            if rank:
-                dist.recv(halo, rank - 1)
-                gradient[:width] += halo
-            return gradient
-
-    if sorted(sizes)[0] < width:
-        raise ValueError
-    return Halo.apply(x)
-
-
-def halo_exchange__into_the_result(x, width, sizes):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    if not all(size >= width for size in sizes):
-        raise ValueError("every block needs a whole halo")
-    there = [(-1, slice(0, width), slice(width, 2 * width))] * (rank > 0)
-    there += [(1, slice(-width, None), slice(-2 * width, -width))] * (rank + 1 < n)
-
-    class Halo(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = x.new_zeros(len(x) + 2 * width, *x.shape[1:])
-            y[width:-width] = x
-            edges = [y[edge].clone() for _, _, edge in there]
-            works = [dist.irecv(y[halo], rank + side) for side, halo, _ in there]
-            works += [dist.isend(edge, rank + side) for (side, _, _), edge in zip(there, edges)]
-            [work.wait() for work in reversed(works)]
-            return y
-
-        @staticmethod
-        def backward(ctx, g):
-            total = g.clone()
-            parts = [torch.empty_like(g[halo]) for _, halo, _ in there]
-            works = [dist.irecv(part, rank + side) for (side, _, _), part in zip(there, parts)]
-            works += [dist.isend(g[halo].contiguous(), rank + side) for side, halo, _ in there]
-            [work.wait() for work in works]
-            for (_, _, edge), part in zip(there, parts):
-                total[edge] += part
-            return total[width:-width]
-
-    return Halo.apply(x)

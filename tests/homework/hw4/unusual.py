@@ -46,28 +46,6 @@ def train_naive__own_ring(model, loss_fn, optimizer, batches):
         optimizer.step()
 
 
-def train_naive__scatter_gather(model, loss_fn, optimizer, batches):
-    """Reduce-scatter and all-gather of each padded gradient; the loss summed; all counts
-    exchanged beforehand; gradients cleared late.
-    """
-    n = dist.get_world_size()
-    for p in reversed(list(model.parameters())):
-        with torch.no_grad():
-            dist.broadcast(p, 0)
-    sizes = torch.tensor([len(inputs) for inputs, _ in batches])
-    dist.all_reduce(sizes)
-    for (inputs, targets), total in zip(batches, sizes.tolist()):
-        (loss_fn(model(inputs), targets) * len(inputs)).backward()
-        for p in model.parameters():
-            padded = F.pad(p.grad.flatten(), (0, -p.numel() % n))
-            piece = padded.new_empty(len(padded) // n)
-            dist.reduce_scatter_single(piece, padded)
-            dist.all_gather_single(padded, piece / total)
-            p.grad.copy_(padded[: p.numel()].view_as(p))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-
 def average_in_buckets__halves(gradients, cap):
     """Rank 0's order, which it broadcasts; a reduce-scatter and an all-gather for each padded
     bucket; asynchronous.
@@ -116,39 +94,6 @@ def average_in_buckets__own_ring(gradients, cap):
         for name, piece in zip(bucket, whole.split([gradients[name].numel() for name in bucket])):
             gradients[name].copy_(piece.view_as(gradients[name]))
     return gradients
-
-
-def train_overlapped__buckets(model, loss_fn, optimizer, batches):
-    """Two layers in a bucket; waits for the bucket before when one begins; hooks that it
-    removes after each step.
-    """
-    n = dist.get_world_size()
-    parameters = list(model.parameters())
-    for microbatches in batches:
-        for inputs, targets in microbatches[:-1]:
-            (loss_fn(model(inputs), targets) / len(microbatches)).backward()
-        open_bucket, pending = [], []
-
-        def ready(p, open_bucket=open_bucket, pending=pending):
-            open_bucket.append(p)
-            if len(open_bucket) == 4:
-                flat = torch.cat([q.grad.flatten() for q in open_bucket]) / n
-                if pending and not pending[-1][2].is_completed():
-                    pending[-1][2].wait()
-                pending.append((list(open_bucket), flat, dist.all_reduce(flat, async_op=True)))
-                open_bucket.clear()
-
-        hooks = [p.register_post_accumulate_grad_hook(ready) for p in parameters]
-        inputs, targets = microbatches[-1]
-        (loss_fn(model(inputs), targets) / len(microbatches)).backward()
-        for members, flat, work in pending:
-            work.wait()
-            for p, piece in zip(members, flat.split([p.numel() for p in members])):
-                p.grad.copy_(piece.view_as(p))
-        for hook in hooks:
-            hook.remove()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def train_overlapped__messages(model, loss_fn, optimizer, batches):

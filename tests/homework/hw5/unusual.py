@@ -30,39 +30,6 @@ def train_zero1__whole_parameters(model, loss_fn, make_optimizer, batches, max_n
             dist.broadcast(p.data, src=owner[p])
 
 
-def train_zero1__one_flat_vector(model, loss_fn, make_optimizer, batches, max_norm):
-    """All parameters in one padded vector, in reverse; torch's clip, which adds 1e-6 to the
-    norm.
-    """
-    rank, n = dist.get_rank(), dist.get_world_size()
-    parameters = list(model.parameters())[::-1]
-
-    def one_vector(tensors):
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        return torch.cat([flat, flat.new_zeros(-len(flat) % n)])
-
-    flat = one_vector([p.detach() for p in parameters])
-    size = len(flat) // n
-    mine = nn.Parameter(flat[rank * size : (rank + 1) * size].clone())
-    optimizer = make_optimizer([{"params": [mine]}])
-    for inputs, targets in batches:
-        model.zero_grad(set_to_none=False)
-        (loss_fn(model(inputs), targets) / n).backward()
-        mine.grad = torch.empty_like(mine)
-        dist.reduce_scatter(mine.grad, list(one_vector([p.grad for p in parameters]).chunk(n)))
-        square = mine.grad.norm() ** 2
-        dist.all_reduce(square)
-        nn.utils.clip_grads_with_norm_([mine], max_norm, square.sqrt())
-        optimizer.step()
-        pieces = list(flat.chunk(n))
-        dist.all_gather(pieces, mine.detach())
-        for p, values in zip(
-            parameters,
-            flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters]),
-        ):
-            p.data = values.view_as(p).clone()
-
-
 def train_zero2__async(model, loss_fn, make_optimizer, batches, max_norm):
     """Reduce-scatters in the background; a whole gradient is freed when the next layer's is
     ready.
@@ -136,35 +103,6 @@ def train_mixed__torch_adds_in_float32(model, loss_fn, make_optimizer, batches):
             start += p.numel()
 
 
-def train_mixed__whole_parameters(model, loss_fn, make_optimizer, batches):
-    """Each parameter's master weights belong to one rank."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    order = sorted(enumerate(model.parameters()), key=lambda pair: -pair[1].numel())
-    held, owner = [0] * n, {}
-    for number, p in order:
-        owner[number] = held.index(min(held))
-        held[owner[number]] += p.numel()
-    masters = {i: nn.Parameter(p.detach().clone()) for i, p in order if owner[i] == rank}
-    model.bfloat16()
-    optimizers = [make_optimizer([master]) for master in masters.values()]
-    for microbatches in batches:
-        sums = [torch.zeros(p.shape) for p in model.parameters()]
-        for inputs, targets in microbatches:
-            loss = loss_fn(model(inputs), targets)
-            for total, g in zip(sums, torch.autograd.grad(loss, list(model.parameters()))):
-                total += g.float() / len(microbatches)
-        for i, total in enumerate(sums):
-            dist.reduce(total, dst=owner[i])
-            if i in masters:
-                masters[i].grad = total / n
-        for optimizer in optimizers:
-            optimizer.step()
-        for i, p in enumerate(model.parameters()):
-            if i in masters:
-                p.data.copy_(masters[i].detach())
-            dist.broadcast(p.data, src=owner[i])
-
-
 def whole(piece, shape):
     parts = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, piece.detach())
@@ -215,68 +153,6 @@ def train_zero3__by_hand(layers, shards, loss_fn, make_optimizer, batches):
             del weights, y
         optimizer.step()
     return [{name: piece.data for name, piece in pieces.items()} for pieces in own]
-
-
-def train_zero3__prefetch(layers, shards, loss_fn, make_optimizer, batches):
-    """Gathers the next layer while this one computes, and keeps whole weights out of the graph:
-    saved tensors are gathered again.
-    """
-    n = dist.get_world_size()
-    own = [{name: nn.Parameter(piece) for name, piece in of_layer.items()} for of_layer in shards]
-    optimizer = make_optimizer([piece for of_layer in own for piece in of_layer.values()])
-    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
-
-    def start(number):
-        begun = {}
-        for name, piece in own[number].items():
-            flat = torch.empty(piece.numel() * n, dtype=piece.dtype)
-            begun[name] = flat, dist.all_gather_single(flat, piece.detach(), async_op=True)
-        return begun
-
-    for inputs, targets in batches:
-        begun, gathered = {0: start(0)}, {}
-
-        def weights_of(number, following, begun=begun, gathered=gathered):
-            if number not in gathered:
-                found = begun.pop(number) if number in begun else start(number)
-                gathered.clear()
-                for _, work in found.values():
-                    work.wait()
-                gathered[number] = {
-                    name: flat[: shapes[number][name].numel()].view(shapes[number][name])
-                    for name, (flat, _) in found.items()
-                }
-                del found
-            if 0 <= following < len(layers) and following not in begun:
-                begun[following] = start(following)
-            return gathered[number]
-
-        xs = [inputs]
-        with torch.no_grad():
-            for number, layer in enumerate(layers):
-                xs.append(
-                    functional_call(
-                        layer,
-                        weights_of(number, number + 1 if number + 1 < len(layers) else -1),
-                        (xs[-1],),
-                    )
-                )
-        y = xs.pop().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss_fn(y, targets), y)
-        for number in reversed(range(len(layers))):
-            x = xs.pop().detach().requires_grad_()
-            weights = {
-                name: w.detach().requires_grad_()
-                for name, w in weights_of(number, number - 1).items()
-            }
-            with torch.enable_grad():
-                functional_call(layers[number], weights, (x,)).backward(gradient)
-            for name, w in weights.items():
-                scatter(w.grad, own[number][name])
-            gradient = x.grad
-            del weights, w
-        optimizer.step()
-    return [{name: piece.detach() for name, piece in pieces.items()} for pieces in own]
 
 
 class GradientHook(torch.autograd.Function):

@@ -34,38 +34,6 @@ def column_layer__by_hand(x, weight, bias):
     return ColumnLayerByHand.apply(x, weight, bias)
 
 
-class ExchangeColumns(Function):
-    """An all-gather by sends, and an all-to-all in backward."""
-
-    @staticmethod
-    def forward(ctx, mine):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        parts = [
-            mine.detach().contiguous()
-            if r == rank
-            else torch.empty_like(mine, memory_format=torch.contiguous_format)
-            for r in range(n)
-        ]
-        others = [r for r in range(n) if r != rank]
-        works = [dist.irecv(parts[r], r) for r in others] + [
-            dist.isend(parts[rank], r) for r in others
-        ]
-        for work in works:
-            work.wait()
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx, g):
-        blocks = torch.stack(g.chunk(dist.get_world_size(), 1))
-        parts = torch.empty_like(blocks)
-        dist.all_to_all_single(parts, blocks)
-        return parts.sum(0)
-
-
-def column_layer__exchange(x, weight, bias):
-    return F.gelu(ExchangeColumns.apply(x @ weight.T + bias))
-
-
 def draw_weights(width, hidden, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
@@ -101,45 +69,6 @@ class ParallelMLP__hooks(nn.Module):
         with torch.no_grad():
             dist.all_reduce(y)
         return y + self.b2
-
-
-class WholeMLP(Function):
-    """Forward and backward by hand; dX is summed while the gradients of the weights are computed.
-
-    The bias rides on rank 0.
-    """
-
-    @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2):
-        z = x @ w1.T + b1
-        ctx.save_for_backward(x, z, w1, w2)
-        y = F.gelu(z) @ w2.T
-        if dist.get_rank() == 0:
-            y += b2
-        dist.all_reduce(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        x, z, w1, w2 = ctx.saved_tensors
-        slope = (1 + torch.erf(z / 2**0.5)) / 2 + z * torch.exp(-z * z / 2) / (2 * torch.pi) ** 0.5
-        dz = g @ w2 * slope
-        dx = dz @ w1
-        work = dist.all_reduce(dx, async_op=True)
-        gradients = dz.T @ x, dz.sum(0), g.T @ F.gelu(z), g.sum(0)
-        work.wait()
-        return dx, *gradients
-
-
-class ParallelMLP__by_hand(ParallelMLP__hooks):
-    def forward(self, x):
-        return WholeMLP.apply(x, self.w1, self.b1, self.w2, self.b2)
-
-
-def attention(x, qkv, out, heads):
-    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(0, 1) for t in (x @ qkv.T).chunk(3, dim=-1))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return mixed.transpose(0, 1).flatten(1) @ out.T
 
 
 class ParallelAttention__head_by_head(nn.Module):

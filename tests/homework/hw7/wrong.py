@@ -1,51 +1,7 @@
-"""Wrong solutions of homework 7. EXPECTED: the misconception that the grader must name for each."""
+"""Wrong solutions of homework 7. A comment above each says what must be named."""
 
 import torch
 import torch.distributed as dist
-
-EXPECTED = {
-    "gpipe_step__no_average": "no 1/M",
-    "gpipe_step__last_only": "only the last microbatch's gradient",
-    "gpipe_step__detached": "graph detached",
-    "gpipe_step__detached_2": "graph detached",
-    "gpipe_step__wait_forgotten": "receive's wait forgotten",
-    "one_f_one_b_step__gpipe": "GPipe with a new name",
-    "one_f_one_b_step__one_more": "warm-up off by one",
-    "one_f_one_b_step__one_less": "warm-up off by one",
-    "interleaved_schedule__neighbouring_stages": "wrong chunk map",
-    "interleaved_schedule__all_forwards": "GPipe with a new name",
-    "interleaved_schedule__short_warm_up": "warm-up of one chunk",
-    "gpipe_step__one_at_a_time": "no pipelining",
-    "gpipe_step__nothing": None,
-    "gpipe_step__no_backward": None,
-    "one_f_one_b_step__one_at_a_time": "no pipelining",
-    "one_f_one_b_step__no_backward": None,
-    "one_f_one_b_step__more_ranks_than_microbatches": None,
-    "interleaved_schedule__one_at_a_time": "no pipelining",
-    "interleaved_schedule__backward_from_the_first_chunk": "chunks in the wrong order",
-    "interleaved_schedule__one_less": "warm-up off by one",
-    "interleaved_schedule__one_more": "warm-up off by one",
-    "interleaved_schedule__twice": None,
-    "zero_bubble_step__one_at_a_time": "no pipelining",
-    "zero_bubble_step__nothing": None,
-    "zero_bubble_step__only_the_optimizer": None,
-    "zero_bubble_step__more_ranks_than_microbatches": None,
-    "zero_bubble_step__step_before_w": "optimizer steps before W is done",
-    "zero_bubble_step__w_right_after_b": "W right after B",
-}
-POINTS = {  # of 10 or 5, for solutions that miss the idea
-    "gpipe_step__one_at_a_time": 4,
-    "gpipe_step__nothing": 0,
-    "one_f_one_b_step__gpipe": 5,
-    "one_f_one_b_step__one_at_a_time": 3,
-    "one_f_one_b_step__more_ranks_than_microbatches": 0,
-    "interleaved_schedule__all_forwards": 3,
-    "interleaved_schedule__one_at_a_time": 1,
-    "zero_bubble_step__w_right_after_b": 1.5,
-    "zero_bubble_step__one_at_a_time": 1.5,
-    "zero_bubble_step__nothing": 0,
-    "zero_bubble_step__more_ranks_than_microbatches": 0,
-}
 
 
 class Run:
@@ -125,22 +81,27 @@ def alternating(run, microbatches, warm_up):
     return run.end()
 
 
+# named: no 1/M
 def gpipe_step__no_average(*arguments):
     return all_then_all(Run(*arguments, scale=1.0), arguments[-1])
 
 
+# named: no pipelining (4 points)
 def gpipe_step__one_at_a_time(*arguments):
     return one_at_a_time(Run(*arguments), arguments[-1])
 
 
+# named: - (0 points)
 def gpipe_step__nothing(*arguments):
     return None
 
 
+# named: -
 def gpipe_step__no_backward(*arguments):
     return forwards_only(Run(*arguments), arguments[-1])
 
 
+# named: only the last microbatch's gradient
 def gpipe_step__last_only(stage, *rest):
     run, microbatches = Run(stage, *rest), rest[-1]
     for i in range(microbatches):
@@ -151,6 +112,7 @@ def gpipe_step__last_only(stage, *rest):
     return run.end()
 
 
+# named: graph detached
 def gpipe_step__detached(*arguments):
     """Every rank calls backward only if it has a loss."""
     run, microbatches = Run(*arguments), arguments[-1]
@@ -163,6 +125,7 @@ def gpipe_step__detached(*arguments):
     return run.end()
 
 
+# named: graph detached
 def gpipe_step__detached_2(*arguments):
     """The received activation doesn't require grad, so its .grad is None, and sending that
     raises.
@@ -177,6 +140,7 @@ def gpipe_step__detached_2(*arguments):
     return all_then_all(Detached(*arguments), arguments[-1])
 
 
+# named: receive's wait forgotten
 def gpipe_step__wait_forgotten(*arguments):
     class Hasty(Run):
         def receive(self, peer):
@@ -187,18 +151,22 @@ def gpipe_step__wait_forgotten(*arguments):
     return all_then_all(Hasty(*arguments), arguments[-1])
 
 
+# named: GPipe with a new name (5 points)
 def one_f_one_b_step__gpipe(*arguments):
     return all_then_all(Run(*arguments), arguments[-1])
 
 
+# named: no pipelining (3 points)
 def one_f_one_b_step__one_at_a_time(*arguments):
     return one_at_a_time(Run(*arguments), arguments[-1])
 
 
+# named: -
 def one_f_one_b_step__no_backward(*arguments):
     return forwards_only(Run(*arguments), arguments[-1])
 
 
+# named: - (0 points)
 def one_f_one_b_step__more_ranks_than_microbatches(*arguments):
     """The warm-up has P − rank − 1 forwards, however few microbatches there are."""
     run, microbatches = Run(*arguments), arguments[-1]
@@ -212,11 +180,7 @@ def one_f_one_b_step__more_ranks_than_microbatches(*arguments):
     return run.end()
 
 
-def one_f_one_b_step__one_more(*arguments):
-    run = Run(*arguments)
-    return alternating(run, arguments[-1], run.last + 2 - run.rank)
-
-
+# named: warm-up off by one
 def one_f_one_b_step__one_less(*arguments):
     run = Run(*arguments)
     return alternating(run, arguments[-1], run.last - run.rank)
@@ -242,22 +206,26 @@ def interleaved(
     return order
 
 
+# named: wrong chunk map
 def interleaved_schedule__neighbouring_stages(rank, ranks, microbatches, chunks):
     return interleaved(rank, ranks, microbatches, chunks, lambda chunk: rank * chunks + chunk)
 
 
+# named: GPipe with a new name (3 points)
 def interleaved_schedule__all_forwards(rank, ranks, microbatches, chunks):
     mine = range(rank, ranks * chunks, ranks)
     forwards = [f"{stage}F{i}" for stage in mine for i in range(microbatches)]
     return forwards + [f"{stage}B{i}" for stage in reversed(mine) for i in range(microbatches)]
 
 
+# named: warm-up of one chunk
 def interleaved_schedule__short_warm_up(rank, ranks, microbatches, chunks):
     return interleaved(
         rank, ranks, microbatches, chunks, lambda chunk: chunk * ranks + rank, warm_up=ranks - rank
     )
 
 
+# named: no pipelining (1 point)
 def interleaved_schedule__one_at_a_time(rank, ranks, microbatches, chunks):
     mine = range(rank, ranks * chunks, ranks)
     order = []
@@ -266,18 +234,17 @@ def interleaved_schedule__one_at_a_time(rank, ranks, microbatches, chunks):
     return order
 
 
+# named: chunks in the wrong order
 def interleaved_schedule__backward_from_the_first_chunk(*sizes):
     return interleaved(*sizes, back=lambda chunk, chunks: chunk)
 
 
+# named: warm-up off by one
 def interleaved_schedule__one_less(*sizes):
     return interleaved(*sizes, more=-1)
 
 
-def interleaved_schedule__one_more(*sizes):
-    return interleaved(*sizes, more=1)
-
-
+# named: -
 def interleaved_schedule__twice(*sizes):
     order = interleaved(*sizes)
     return [*order, order[0]]
@@ -322,6 +289,7 @@ def split_step(
     return run.end()
 
 
+# named: optimizer steps before W is done
 def zero_bubble_step__step_before_w(
     stage, inputs, targets, loss_fn, shape, microbatches, optimizer
 ):
@@ -330,6 +298,7 @@ def zero_bubble_step__step_before_w(
     )
 
 
+# named: W right after B (1.5 points)
 def zero_bubble_step__w_right_after_b(
     stage, inputs, targets, loss_fn, shape, microbatches, optimizer
 ):
@@ -338,6 +307,7 @@ def zero_bubble_step__w_right_after_b(
     return loss
 
 
+# named: no pipelining (1.5 points)
 def zero_bubble_step__one_at_a_time(
     stage, inputs, targets, loss_fn, shape, microbatches, optimizer
 ):
@@ -360,14 +330,12 @@ def zero_bubble_step__one_at_a_time(
     return loss if loss is None else loss.detach()
 
 
+# named: - (0 points)
 def zero_bubble_step__nothing(*arguments):
     return None
 
 
-def zero_bubble_step__only_the_optimizer(*arguments):
-    arguments[-1].step()
-
-
+# named: - (0 points)
 def zero_bubble_step__more_ranks_than_microbatches(
     stage, inputs, targets, loss_fn, shape, microbatches, optimizer
 ):

@@ -9,52 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 # ---- 23 ----
 
 
-def train_on_mesh__one_flat_message(
-    model, loss_fn, optimizer, batches, sizes, cut, partial, max_norm
-):
-    """Slices in place of chunks, one flat buffer along dp and then along cp, hooks for nothing; the
-    norm goes over the world, where each rank counts its share of what others hold too.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    strides = {"dp": sizes["cp"] * sizes["tp"], "cp": sizes["tp"], "tp": 1}
-    at = {axis: rank // strides[axis] % sizes[axis] for axis in sizes}
-    groups = {}
-    for axis, stride in strides.items():
-        for first in range(world):
-            if first // stride % sizes[axis] == 0:
-                ranks = [first + i * stride for i in range(sizes[axis])]
-                group = dist.new_group(ranks)
-                groups[axis] = group if rank in ranks else groups.get(axis)
-    named = dict(model.named_parameters())
-    norms = []
-    for x, y in batches:
-        samples, time = len(x) // sizes["dp"], x.shape[1] // sizes["cp"]
-        rows = slice(at["dp"] * samples, (at["dp"] + 1) * samples)
-        columns = slice(at["cp"] * time, (at["cp"] + 1) * time)
-        loss = loss_fn(model(x[rows, columns]), y[rows, columns]) / sizes["dp"] / sizes["cp"]
-        gradients = torch.autograd.grad(loss, list(named.values()))
-        flat = torch.cat([g.flatten() for g in gradients])
-        dist.all_reduce(flat, group=groups["dp"])
-        dist.all_reduce(flat, group=groups["cp"])
-        for p, g in zip(named.values(), flat.split([p.numel() for p in named.values()])):
-            p.grad = g.view_as(p).clone()
-        some = torch.cat([named[name].grad for name in sorted(partial)])
-        dist.all_reduce(some, group=groups["tp"])
-        for name, g in zip(sorted(partial), some.chunk(len(partial))):
-            named[name].grad.copy_(g)
-        squares = sum(
-            (p.grad**2).sum() / (world if name not in cut else world // sizes["tp"])
-            for name, p in named.items()
-        )
-        dist.all_reduce(squares)
-        norms.append(squares.sqrt().item())
-        if norms[-1] > max_norm:
-            for p in named.values():
-                p.grad.mul_(max_norm / norms[-1])
-        optimizer.step()
-    return norms
-
-
 def train_on_mesh__by_messages(model, loss_fn, optimizer, batches, sizes, cut, partial, max_norm):
     """No group and no collective: sums go round rings of sends and receives in the world. Two
     microbatches; the partial gradients go straight over all ranks that hold them.
@@ -169,23 +123,6 @@ def bus_bandwidth__all_in_flight(kind, start, given, result, clock, repeats):
     return moved * repeats / float(seconds)
 
 
-def bus_bandwidth__each_call_alone(kind, start, given, result, clock, repeats):
-    """The median of calls that are timed one by one, with a barrier before each; polls."""
-    times = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        began = clock()
-        work = start()
-        work.wait()
-        times.append(clock() - began)
-    n = dist.get_world_size()
-    shard = given.nbytes if kind == "all_gather" else result.nbytes
-    each = {"all_gather": shard, "reduce_scatter": shard, "all_to_all": shard / n}
-    whole = n * each[kind] if kind in each else shard
-    hops = 2 * (n - 1) if kind == "all_reduce" else n - 1 if kind in each else n
-    return torch.tensor(whole / n * hops / sorted(times[1:])[repeats // 2])
-
-
 # ---- 24b to 24d ----
 
 
@@ -212,37 +149,6 @@ def find_hang__by_next_line(record):
     for rank, own in enumerate(record):
         if own[-1]["end"] is not None:
             return [rank, usual[names[rank][-1]][0], "missing call"]
-
-
-def find_hang__one_step_at_a_time(record):
-    """Cuts the records into steps first, at the first line of the program."""
-    n = len(record)
-
-    def steps(rank):
-        found = []
-        for row in record[rank]:
-            if row["line"] == record[0][0]["line"]:
-                found.append([])
-            found[-1].append(row)
-        return found
-
-    by_rank = [steps(rank) for rank in range(n)]
-    first = [  # the first step is right
-        (row["line"], row["group"], row["peer"] is None or row["peer"] % n) for row in by_rank[0][0]
-    ]
-    for rank in range(n):
-        for step in by_rank[rank]:
-            for k, row in enumerate(step):
-                line, group, to = first[k]
-                if row["line"] != line:
-                    return rank, line, "missing call"
-                if row["group"] != group:
-                    return rank, line, "different order"
-                if row["peer"] is not None and (row["peer"] - rank) % n != to:
-                    return rank, line, "wrong peer"
-            if len(step) < len(first) and step[-1]["end"] is not None:
-                return rank, first[len(step)][0], "missing call"
-    raise AssertionError("no fault found")
 
 
 def find_slow__medians_of_steps(record):

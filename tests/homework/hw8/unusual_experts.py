@@ -73,23 +73,6 @@ def pairwise(rows, sent, received):
     return torch.cat([found[r] for r in range(n)])
 
 
-def exchange_rows__pairwise(x, counts):
-    """The function is made inside, and knows the counts."""
-    received = table_of(counts)[:, dist.get_rank()].tolist()
-
-    class Both(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return pairwise(x, counts, received)
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, g):
-            return pairwise(g, received, counts)
-
-    return Both.apply(x), received
-
-
 # ---- 22b ----
 
 
@@ -128,62 +111,3 @@ def mixture_of_experts__each_token_once(x, choice, gate, experts, sizes):
         result = result.index_add(0, mine, expert(rows[mine]) * weights[mine, slot][:, None])
     back = Pairwise.apply(result, received, sent)
     return (0 * x).index_add(0, order, back)
-
-
-def mixture_of_experts__expert_by_expert(x, choice, gate, experts, sizes):
-    """The first expert of every rank, then the second, and so on: an exchange each."""
-    rank, n = places()
-    starts, y = [sum(sizes[:r]) for r in range(n)], 0 * x
-    for i in range(max(sizes)):
-        pairs = [(choice == starts[r] + i) & (i < sizes[r]) for r in range(n)]
-        places_of = [pair.nonzero() for pair in pairs]
-        sent = [len(pair) for pair in places_of]
-        received = table_of(sent)[:, rank].tolist()
-        tokens, slots = torch.cat(places_of).T
-        rows = Pairwise.apply(x[tokens], sent, received)
-        if len(rows):
-            rows = experts[i](rows)
-        back = Pairwise.apply(rows, received, sent)
-        y = y.index_add(0, tokens, back * gate[tokens, slots][:, None])
-    return y
-
-
-class WholeLayer(torch.autograd.Function):
-    """Forward and backward by hand; the experts run with a graph of their own inside.
-
-    Parameters of the experts get their gradients when that graph runs backward.
-    """
-
-    @staticmethod
-    def forward(ctx, x, gate, choice, experts, sizes):
-        rank, _ = places()
-        owner = owners_of(choice, sizes)
-        pairs = sorted((int(choice[t, j]), t, j) for t, j in (owner >= 0).nonzero().tolist())
-        chosen, tokens, slots = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 3).T
-        sent = [int((owner == r).sum()) for r in range(len(sizes))]
-        received = table_of(sent)[:, rank].tolist()
-        numbers = pairwise(chosen[:, None], sent, received)[:, 0] - sum(sizes[:rank])
-        with torch.enable_grad():
-            rows = pairwise(x[tokens], sent, received).requires_grad_()
-            done = torch.zeros_like(rows)
-            for e in numbers.unique().tolist():
-                mine = torch.where(numbers == e)[0]
-                done = done.index_put((mine,), experts[e](rows[mine]))
-        back = pairwise(done, received, sent)
-        ctx.kept = x, gate, tokens, slots, rows, done, back, sent, received
-        return torch.zeros_like(x).index_add(0, tokens, back * gate[tokens, slots][:, None])
-
-    @staticmethod
-    def backward(ctx, g):
-        x, gate, tokens, slots, rows, done, back, sent, received = ctx.kept
-        dgate = torch.zeros_like(gate)
-        dgate[tokens, slots] = (g[tokens] * back).sum(1)
-        theirs = pairwise(g[tokens] * gate[tokens, slots][:, None], sent, received)
-        if len(rows):
-            done.backward(theirs)
-        home = pairwise(rows.grad if len(rows) else rows, received, sent)
-        return torch.zeros_like(x).index_add(0, tokens, home), dgate, None, None, None
-
-
-def mixture_of_experts__one_function(x, choice, gate, experts, sizes):
-    return WholeLayer.apply(x, gate, choice, experts, sizes)

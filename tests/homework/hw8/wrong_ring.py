@@ -1,61 +1,12 @@
 """Wrong solutions of homework 8, exercise 21b and 21c.
 
-EXPECTED: the misconception that the grader must name for each.
+A comment above each says what must be named.
 """
 
 import math
 
 import torch
 import torch.distributed as dist
-
-# 21b
-EXPECTED = {
-    "ring_attention_forward__mean": "softmaxes averaged",
-    "ring_attention_forward__halves": "softmaxes averaged",
-    "ring_attention_forward__sum": "softmaxes averaged",
-    "ring_attention_forward__always_causal": "causal mask in local positions",
-    "ring_attention_forward__triangle_in_the_past": "causal mask in local positions",
-    "ring_attention_forward__no_skip": "future positions seen",
-    "ring_attention_forward__no_mask": "future positions seen",
-    "ring_attention_forward__own": "only its own block",
-    "ring_attention_forward__own_by_torch": "only its own block",
-    "ring_attention_forward__other_direction": "block taken for another rank's",
-    "ring_attention_forward__sends_to_the_rank_before": "block taken for another rank's",
-    "ring_attention_forward__same_block": "sends its own K and V every time",
-    "ring_attention_forward__same_block_unpacked": "sends its own K and V every time",
-    "ring_attention_forward__exp_of_lse": "maximum not carried",
-    "ring_attention_forward__sums": "maximum not carried",
-    "ring_attention_forward__last_lse": "lse not merged",
-    "ring_attention_forward__first_lse": "lse not merged",
-    "ring_attention_forward__newest_lse": "lse not merged",
-    "ring_attention_forward__gathered": "whole K and V on every rank",
-    "ring_attention_forward__ring_kept": "whole K and V on every rank",
-    "ring_attention_forward__all_the_way_round": "one exchange too many",
-    "ring_attention_forward__all_the_way_round_unpacked": "one exchange too many",
-    "ring_attention_forward__waits_first": "waits before it computes",
-    "ring_attention_forward__computes_first": "waits before it computes",
-    "ring_attention_forward__own_size": "equal blocks assumed",
-    "ring_attention_forward__empty_like": "equal blocks assumed",
-    # 21c
-    "ring_attention_backward__own": "K and V not rotated in backward",
-    "ring_attention_backward__own_softmax": "K and V not rotated in backward",
-    "ring_attention_backward__lost": "gradients of K and V not sent back",
-    "ring_attention_backward__lost_at_the_end": "gradients of K and V not sent back",
-    "ring_attention_backward__left": "gradient left on the wrong rank",
-    "ring_attention_backward__one_hop_short": "gradient left on the wrong rank",
-    "ring_attention_backward__always_causal": "causal mask in local positions",
-    "ring_attention_backward__triangle_everywhere": "causal mask in local positions",
-    "ring_attention_backward__no_skip": "future positions seen",
-    "ring_attention_backward__no_mask": "future positions seen",
-    "ring_attention_backward__lse_of_block": "softmax of one block",
-    "ring_attention_backward__softmax_of_block": "softmax of one block",
-    "ring_attention_backward__overwritten": "overwritten, not added",
-    "ring_attention_backward__first_only": "overwritten, not added",
-    "ring_attention_backward__own_size": "equal blocks assumed",
-    "ring_attention_backward__empty_like": "equal blocks assumed",
-    "ring_attention_backward__gathered": "whole K and V on every rank",
-    "ring_attention_backward__ring_kept": "whole K and V on every rank",
-}
 
 
 def places():
@@ -123,6 +74,7 @@ def right_mask(source, rank):
     return None if source > rank else source == rank
 
 
+# named: softmaxes averaged
 def ring_attention_forward__mean(q, k, v, sizes, attend):
     rank, outs = dist.get_rank(), []
     for step, kb, vb in ring(k, v, sizes):
@@ -133,76 +85,22 @@ def ring_attention_forward__mean(q, k, v, sizes, attend):
     return sum(out for out, _ in outs) / len(outs), lse
 
 
-def ring_attention_forward__halves(q, k, v, sizes, attend):
-    def join(out, lse, o, m):
-        return (out + o) / 2, torch.logaddexp(lse, m)
-
-    return forward(k, v, sizes, q, attend, right_mask, join)
-
-
-def ring_attention_forward__sum(q, k, v, sizes, attend):
-    out, lse = attend(q, k, v, True)
-    for step, kb, vb in ring(k, v, sizes):
-        if 0 < step <= dist.get_rank():
-            o, m = attend(q, kb, vb, False)
-            out, lse = out + o, torch.logaddexp(lse, m)
-    return out, lse
-
-
+# named: causal mask in local positions
 def ring_attention_forward__always_causal(q, k, v, sizes, attend):
     return forward(k, v, sizes, q, attend, lambda source, rank: True)
 
 
-def ring_attention_forward__triangle_in_the_past(q, k, v, sizes, attend):
-    """Scores by hand, with a triangle of the block's own shape; attend is called for nothing."""
-    rank, found = dist.get_rank(), None
-    for step, kb, vb in ring(k, v, sizes):
-        if step > rank:
-            continue
-        attend(q, kb, vb, step == 0)
-        scores = q @ kb.transpose(1, 2) / math.sqrt(q.shape[2])
-        below = torch.ones(q.shape[1], kb.shape[1]).tril().bool()
-        scores = torch.where(below, scores, torch.tensor(-torch.inf, dtype=q.dtype))
-        new = scores.softmax(2) @ vb, scores.logsumexp(2)
-        found = merge(*found, *new) if found else new
-    return found
-
-
+# named: future positions seen
 def ring_attention_forward__no_skip(q, k, v, sizes, attend):
     return forward(k, v, sizes, q, attend, lambda source, rank: source == rank)
 
 
-def ring_attention_forward__no_mask(q, k, v, sizes, attend):
-    out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype)
-    for _, kb, vb in ring(k, v, sizes):
-        out, lse = merge(out, lse, *attend(q, kb, vb, False))
-    return out, lse
-
-
+# named: only its own block
 def ring_attention_forward__own(q, k, v, sizes, attend):
     return attend(q, k, v, True)
 
 
-def ring_attention_forward__own_by_torch(q, k, v, sizes, attend):
-    """All blocks arrive, and this rank's own is used."""
-    for _ in ring(k, v, sizes):
-        _, lse = attend(q, k, v, True)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out, lse
-
-
-def ring_attention_forward__other_direction(q, k, v, sizes, attend):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    found = None
-    for step, kb, vb in ring(k, v, sizes):
-        source = (rank + step) % n
-        if source <= rank:
-            new = attend(q, kb, vb, source == rank)
-            found = merge(*found, *new) if found else new
-    return found
-
-
+# named: block taken for another rank's
 def ring_attention_forward__sends_to_the_rank_before(q, k, v, sizes, attend):
     """K and V apart; blocks are kept with the number that the rank believes."""
     rank, n, after, before = places()
@@ -221,25 +119,12 @@ def ring_attention_forward__sends_to_the_rank_before(q, k, v, sizes, attend):
     return out, lse
 
 
+# named: sends its own K and V every time
 def ring_attention_forward__same_block(q, k, v, sizes, attend):
     return forward(k, v, sizes, q, attend, right_mask, pass_on=False)
 
 
-def ring_attention_forward__same_block_unpacked(q, k, v, sizes, attend):
-    rank, n, after, before = places()
-    out, lse = attend(q, k, v, True)
-    for step in range(1, n):
-        shape = (k.shape[0], sizes[(rank - step) % n], k.shape[2])
-        kb, vb = torch.empty(shape, dtype=k.dtype), torch.empty(shape, dtype=k.dtype)
-        works = [dist.irecv(kb, before), dist.irecv(vb, before)]
-        works += [dist.isend(k, after), dist.isend(v, after)]
-        for work in works:
-            work.wait()
-        if step <= rank:
-            out, lse = merge(out, lse, *attend(q, kb, vb, False))
-    return out, lse
-
-
+# named: maximum not carried
 def ring_attention_forward__exp_of_lse(q, k, v, sizes, attend):
     def join(out, lse, o, m):
         a, b = lse.exp(), m.exp()
@@ -248,17 +133,7 @@ def ring_attention_forward__exp_of_lse(q, k, v, sizes, attend):
     return forward(k, v, sizes, q, attend, right_mask, join)
 
 
-def ring_attention_forward__sums(q, k, v, sizes, attend):
-    """Numerator and denominator are added up over the blocks, and divided at the end."""
-    top, bottom = 0, 0
-    for step, kb, vb in ring(k, v, sizes):
-        if step <= dist.get_rank():
-            out, lse = attend(q, kb, vb, causal=step == 0)
-            top = top + out * lse.exp().unsqueeze(-1)
-            bottom = bottom + lse.exp()
-    return top / bottom.unsqueeze(-1), bottom.log()
-
-
+# named: lse not merged
 def ring_attention_forward__last_lse(q, k, v, sizes, attend):
     parts = []
     for step, kb, vb in ring(k, v, sizes):
@@ -269,13 +144,7 @@ def ring_attention_forward__last_lse(q, k, v, sizes, attend):
     return out, parts[-1][1]
 
 
-def ring_attention_forward__first_lse(q, k, v, sizes, attend):
-    def join(out, lse, o, m):
-        return merge(out, lse, o, m)[0], lse
-
-    return forward(k, v, sizes, q, attend, right_mask, join)
-
-
+# named: lse not merged
 def ring_attention_forward__newest_lse(q, k, v, sizes, attend):
     out = lse = None
     for step, kb, vb in ring(k, v, sizes):
@@ -305,6 +174,7 @@ def gathered(k, v, sizes):
     return [blocks[r] for r in range(n)]
 
 
+# named: whole K and V on every rank
 def ring_attention_forward__gathered(q, k, v, sizes, attend):
     rank, whole = dist.get_rank(), torch.cat(gathered(k, v, sizes), 2)
     start = sum(sizes[:rank])
@@ -314,19 +184,7 @@ def ring_attention_forward__gathered(q, k, v, sizes, attend):
     return out, lse
 
 
-def ring_attention_forward__ring_kept(q, k, v, sizes, attend):
-    blocks = list(ring(k, v, sizes))
-    found = attend(q, k, v, True)
-    for step, kb, vb in blocks[1:]:
-        if step <= dist.get_rank():
-            found = merge(*found, *attend(q, kb, vb, False))
-    return found
-
-
-def ring_attention_forward__all_the_way_round(q, k, v, sizes, attend):
-    return forward(k, v, sizes, q, attend, right_mask, rounds=dist.get_world_size() + 1)
-
-
+# named: one exchange too many
 def ring_attention_forward__all_the_way_round_unpacked(q, k, v, sizes, attend):
     rank, n, after, before = places()
     out, lse = None, None
@@ -346,40 +204,15 @@ def ring_attention_forward__all_the_way_round_unpacked(q, k, v, sizes, attend):
     return out, lse
 
 
+# named: waits before it computes
 def ring_attention_forward__waits_first(q, k, v, sizes, attend):
     """The exchange is over before the block that it left behind is computed."""
     return forward(k, v, sizes, q, attend, right_mask, overlap=False)
 
 
-def ring_attention_forward__computes_first(q, k, v, sizes, attend):
-    rank, n, _, _ = places()
-    kv, found = torch.stack([k, v]), attend(q, k, v, True)
-    for step in range(1, n):
-        kv = passed_on(kv, (2, k.shape[0], sizes[(rank - step) % n], k.shape[2]))
-        if step <= rank:
-            found = merge(*found, *attend(q, *kv, False))
-    return found
-
-
+# named: equal blocks assumed
 def ring_attention_forward__own_size(q, k, v, sizes, attend):
     return forward(k, v, [k.shape[1]] * len(sizes), q, attend, right_mask)
-
-
-def ring_attention_forward__empty_like(q, k, v, sizes, attend):
-    rank, n, after, before = places()
-    out, lse = None, None
-    for step in range(n):
-        works, next_k, next_v = [], torch.empty_like(k), torch.empty_like(v)
-        if step < n - 1:
-            works = [dist.irecv(next_k, before), dist.irecv(next_v, before)]
-            works += [dist.isend(k, after), dist.isend(v, after)]
-        if step <= rank:
-            new = attend(q, k, v, step == 0)
-            out, lse = merge(out, lse, *new) if step else new
-        for work in works:
-            work.wait()
-        k, v = next_k, next_v
-    return out, lse
 
 
 # ---- 21c ----
@@ -406,10 +239,7 @@ def backward(dout, q, k, v, out, lse, sizes, attend_backward, visible=right_mask
     return dq, *block[-2:]
 
 
-def ring_attention_backward__own(dout, q, k, v, out, lse, sizes, attend_backward):
-    return attend_backward(dout, q, k, v, out, lse, True)
-
-
+# named: K and V not rotated in backward
 def ring_attention_backward__own_softmax(dout, q, k, v, out, lse, sizes, attend_backward):
     """Autograd through the own block's attention. The call is only there to be counted."""
     attend_backward(dout, q, k, v, out, lse, True)
@@ -420,6 +250,7 @@ def ring_attention_backward__own_softmax(dout, q, k, v, out, lse, sizes, attend_
     return torch.autograd.grad(y, leaves, dout)
 
 
+# named: gradients of K and V not sent back
 def ring_attention_backward__lost(dout, q, k, v, out, lse, sizes, attend_backward):
     """Each block's dk and dv are computed, and only the own one's are kept."""
     rank = dist.get_rank()
@@ -433,17 +264,7 @@ def ring_attention_backward__lost(dout, q, k, v, out, lse, sizes, attend_backwar
     return dq, *mine
 
 
-def ring_attention_backward__lost_at_the_end(dout, q, k, v, out, lse, sizes, attend_backward):
-    dq, own_dk, own_dv = attend_backward(dout, q, k, v, out, lse, True)
-    rank, n, _, _ = places()
-    for step in range(1, n):
-        shape = (k.shape[0], sizes[(rank - step) % n], k.shape[2])
-        k, v = passed_on(k, shape), passed_on(v, shape)
-        if rank - step >= 0:
-            dq = dq + attend_backward(dout, q, k, v, out, lse, False)[0]
-    return dq, own_dk, own_dv
-
-
+# named: gradient left on the wrong rank
 def ring_attention_backward__left(dout, q, k, v, out, lse, sizes, attend_backward):
     """What this rank computes for any block goes into its own dk and dv."""
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
@@ -455,28 +276,24 @@ def ring_attention_backward__left(dout, q, k, v, out, lse, sizes, attend_backwar
     return dq, dk, dv
 
 
+# named: gradient left on the wrong rank
 def ring_attention_backward__one_hop_short(dout, q, k, v, out, lse, sizes, attend_backward):
     return backward(dout, q, k, v, out, lse, sizes, attend_backward, home=False)
 
 
+# named: causal mask in local positions
 def ring_attention_backward__always_causal(dout, q, k, v, out, lse, sizes, attend_backward):
     return backward(
         dout, q, k, v, out, lse, sizes, attend_backward, lambda s, r: True if s <= r else None
     )
 
 
-def ring_attention_backward__triangle_everywhere(dout, q, k, v, out, lse, sizes, attend_backward):
-    return backward(dout, q, k, v, out, lse, sizes, attend_backward, lambda s, r: True)
-
-
+# named: future positions seen
 def ring_attention_backward__no_skip(dout, q, k, v, out, lse, sizes, attend_backward):
     return backward(dout, q, k, v, out, lse, sizes, attend_backward, lambda s, r: s == r)
 
 
-def ring_attention_backward__no_mask(dout, q, k, v, out, lse, sizes, attend_backward):
-    return backward(dout, q, k, v, out, lse, sizes, attend_backward, lambda s, r: False)
-
-
+# named: softmax of one block
 def ring_attention_backward__lse_of_block(dout, q, k, v, out, lse, sizes, attend_backward):
     """The lse is computed again, from the scores of this block."""
 
@@ -489,18 +306,7 @@ def ring_attention_backward__lse_of_block(dout, q, k, v, out, lse, sizes, attend
     return backward(dout, q, k, v, out, lse, sizes, of_block)
 
 
-def ring_attention_backward__softmax_of_block(dout, q, k, v, out, lse, sizes, attend_backward):
-    """Autograd, block by block."""
-
-    def by_autograd(dout, q, kb, vb, out, lse, causal):
-        attend_backward(dout, q, kb, vb, out, lse, causal)
-        leaves = [t.clone().requires_grad_() for t in (q, kb, vb)]
-        y = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
-        return torch.autograd.grad(y, leaves, dout)
-
-    return backward(dout, q, k, v, out, lse, sizes, by_autograd)
-
-
+# named: overwritten, not added
 def ring_attention_backward__overwritten(dout, q, k, v, out, lse, sizes, attend_backward):
     """dq is that of the latest block."""
     last = []
@@ -513,27 +319,13 @@ def ring_attention_backward__overwritten(dout, q, k, v, out, lse, sizes, attend_
     return last[0], dk, dv
 
 
-def ring_attention_backward__first_only(dout, q, k, v, out, lse, sizes, attend_backward):
-    dq, _, _ = attend_backward(dout, q, k, v, out, lse, True)
-    return dq, *backward(dout, q, k, v, out, lse, sizes, attend_backward)[1:]
-
-
+# named: equal blocks assumed
 def ring_attention_backward__own_size(dout, q, k, v, out, lse, sizes, attend_backward):
     equal = [k.shape[1]] * len(sizes)
     return backward(dout, q, k, v, out, lse, equal, attend_backward)
 
 
-def ring_attention_backward__empty_like(dout, q, k, v, out, lse, sizes, attend_backward):
-    rank, n, _, _ = places()
-    dq, dk, dv = attend_backward(dout, q, k, v, out, lse, True)
-    for step in range(1, n):
-        k, v, dk, dv = (passed_on(t) for t in (k, v, dk, dv))
-        if step <= rank:
-            parts = attend_backward(dout, q, k, v, out, lse, False)
-            dq, dk, dv = dq + parts[0], dk + parts[1], dv + parts[2]
-    return (dq, passed_on(dk), passed_on(dv)) if n > 1 else (dq, dk, dv)
-
-
+# named: whole K and V on every rank
 def ring_attention_backward__gathered(dout, q, k, v, out, lse, sizes, attend_backward):
     """Everybody has all K and V; the gradients are sent to their owners."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -553,20 +345,3 @@ def ring_attention_backward__gathered(dout, q, k, v, out, lse, sizes, attend_bac
     for work in works:
         work.wait()
     return dq, *mine
-
-
-def ring_attention_backward__ring_kept(dout, q, k, v, out, lse, sizes, attend_backward):
-    """The ring brings all K and V first. Then dK and dV go round."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    blocks = [(kb, vb) for _, kb, vb in ring(k, v, sizes)]
-    parts = [
-        attend_backward(dout, q, *block, out, lse, step == 0)
-        for step, block in enumerate(blocks[: rank + 1])
-    ]
-    travelling = torch.stack(parts[0][1:])
-    for step in range(1, n + 1 if n > 1 else 1):
-        shape = (2, k.shape[0], sizes[(rank - step) % n], k.shape[2])
-        travelling = passed_on(travelling, shape)
-        if step <= rank:
-            travelling += torch.stack(parts[step][1:])
-    return sum(dq for dq, _, _ in parts), *travelling

@@ -1,34 +1,7 @@
-"""Wrong solutions of homework 9. EXPECTED: the misconception that the grader must name for each."""
+"""Wrong solutions of homework 9. A comment above each says what must be named."""
 
 import gc
-
-EXPECTED = {
-    "choose_layout__only_dp": "more than a GPU has",
-    "choose_layout__fastest_of_all": "more than a GPU has",
-    "choose_layout__only_tp": None,
-    "choose_layout__constant": None,
-    "choose_layout__beyond_the_node": "tp beyond the node",
-    "choose_layout__always_recomputes": "recomputation without need",
-    "choose_layout__one_mesh": "one layout for all",
-    "choose_layout__always_eight": "more tp than needed",
-    "choose_layout__no_chunks": "one chunk on each GPU",
-    "choose_layout__deep_pipeline": "bubble too long",
-    "choose_layout__least_memory": "recomputation without need",
-    "choose_layout__asks_the_planner": None,
-    "choose_layout__asks_through_the_tool": None,
-    "choose_layout__looks_for_the_planner": None,
-    "choose_layout__tries_everything": None,
-    "choose_layout__says_it_fits": None,
-}
-POINTS = {
-    "choose_layout__only_tp": 0.0,
-    "choose_layout__constant": 0.0,
-    "choose_layout__asks_the_planner": 0.0,
-    "choose_layout__asks_through_the_tool": 0.0,
-    "choose_layout__looks_for_the_planner": 0.0,
-    "choose_layout__tries_everything": 0.0,
-    "choose_layout__says_it_fits": 0.0,
-}
+import sys
 
 
 def divisors(n, most):
@@ -72,6 +45,7 @@ def best(layouts, evaluate, memory=float("inf"), key="seconds"):
     return min(found)[2]
 
 
+# named: more than a GPU has
 def choose_layout__only_dp(shape, gpus, memory, batch, evaluate):
     """Every GPU has the whole model."""
     dp = max(d for d in divisors(gpus, gpus) if batch % d == 0)
@@ -79,45 +53,54 @@ def choose_layout__only_dp(shape, gpus, memory, batch, evaluate):
     return {"dp": dp, "pp": pp, "microbatches": batch // dp}
 
 
+# named: more than a GPU has
 def choose_layout__fastest_of_all(shape, gpus, memory, batch, evaluate):
     """As if memory had no end."""
     return best(layouts(shape, gpus, batch, zeros=(0,)), evaluate)
 
 
+# named: - (0 points)
 def choose_layout__only_tp(shape, gpus, memory, batch, evaluate):
     return {"tp": gpus, "microbatches": batch}
 
 
+# named: - (0 points)
 def choose_layout__constant(shape, gpus, memory, batch, evaluate):
     return {"dp": 8, "tp": 8, "pp": 8, "microbatches": 32, "chunks": 2, "sequence_parallel": True}
 
 
+# named: tp beyond the node
 def choose_layout__beyond_the_node(shape, gpus, memory, batch, evaluate):
     wide = 16 if shape.heads % 16 == 0 else 8
     return best(layouts(shape, gpus, batch, tps=(wide,)), evaluate, memory)
 
 
+# named: recomputation without need
 def choose_layout__always_recomputes(shape, gpus, memory, batch, evaluate):
     return best(layouts(shape, gpus, batch, again=("full",)), evaluate, memory)
 
 
+# named: one layout for all
 def choose_layout__one_mesh(shape, gpus, memory, batch, evaluate):
     """tp fills a node, and two stages."""
     all_of_them = layouts(shape, gpus, batch, tps=(8,), zeros=(2, 3), again=("none", "full"))
     return best((one for one in all_of_them if one["pp"] == 2), evaluate, memory)
 
 
+# named: more tp than needed
 def choose_layout__always_eight(shape, gpus, memory, batch, evaluate):
     """tp fills a node, and the rest is searched."""
     return best(layouts(shape, gpus, batch, tps=(8,)), evaluate, memory)
 
 
+# named: one chunk on each GPU
 def choose_layout__no_chunks(shape, gpus, memory, batch, evaluate):
     """A pipeline of 1F1B, and no tp above 4."""
     few = layouts(shape, gpus, batch, tps=(1, 2, 4), chunked=(False,), again=("none", "full"))
     return best((one for one in few if one["pp"] > 1), evaluate, memory)
 
 
+# named: bubble too long
 def choose_layout__deep_pipeline(shape, gpus, memory, batch, evaluate):
     """As little tp as possible, and a pipeline of eight stages or more."""
     for tp in (1, 2, 4, 8):
@@ -129,17 +112,14 @@ def choose_layout__deep_pipeline(shape, gpus, memory, batch, evaluate):
             continue
 
 
-def choose_layout__least_memory(shape, gpus, memory, batch, evaluate):
-    few = layouts(shape, gpus, batch, zeros=(3,), again=("full",))
-    return best(few, evaluate, memory, "bytes")
-
-
+# named: - (0 points)
 def choose_layout__asks_the_planner(shape, gpus, memory, batch, evaluate):
     import parallel101
 
     return vars(parallel101.plan(vars(shape), gpus=gpus).best.layout)
 
 
+# named: - (0 points)
 def choose_layout__asks_through_the_tool(shape, gpus, memory, batch, evaluate):
     """The module of `evaluate` has a function that asks the planner."""
     planned = type(evaluate).__call__.__globals__["planned"]
@@ -147,6 +127,7 @@ def choose_layout__asks_through_the_tool(shape, gpus, memory, batch, evaluate):
     return best(layouts(shape, gpus, batch), evaluate, memory)
 
 
+# named: - (0 points)
 def choose_layout__looks_for_the_planner(shape, gpus, memory, batch, evaluate):
     """In the memory of this process."""
     found = [
@@ -157,6 +138,7 @@ def choose_layout__looks_for_the_planner(shape, gpus, memory, batch, evaluate):
     return found[0](evaluate.shape, gpus=gpus).best.layout
 
 
+# named: - (0 points)
 def choose_layout__tries_everything(shape, gpus, memory, batch, evaluate):
     more = (0, 1, 2, 3)
     return best(
@@ -164,6 +146,20 @@ def choose_layout__tries_everything(shape, gpus, memory, batch, evaluate):
     ) and best(layouts(shape, gpus, batch, zeros=more, again=("none", "full")), evaluate, memory)
 
 
+# named: - (0 points)
 def choose_layout__says_it_fits(shape, gpus, memory, batch, evaluate):
     """What the ranks say of a layout isn't believed."""
     return {"dp": gpus, "mfu": 0.9, "bytes": 0.0, "fits": True}
+
+
+# named: - (0 points)
+def step_seconds__asks_the_grader(shape, layout, cluster):
+    """Looks for the checks of the exercise in this process, and calls their formulas."""
+    frame, said = sys._getframe(), {}
+    while "exercise" not in frame.f_locals:
+        frame = frame.f_back
+    facts = {**vars(shape), **vars(layout), **vars(cluster)}
+    for check in frame.f_locals["exercise"].checks:
+        part = check.wrong.__closure__[0].cell_contents
+        said[part.name] = part.right(facts, said)
+    return said
