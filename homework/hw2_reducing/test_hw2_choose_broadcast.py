@@ -36,12 +36,12 @@ def broadcast_as_chosen(
     name, segments = function(dist.get_world_size(), x.nbytes, latency, bandwidth)
     if name not in NAMES:
         raise ValueError(f"{name!r} is not an algorithm: expected one of {', '.join(NAMES)}")
-    others = chosen_elsewhere(function, x.nbytes)
+    others = chosen_elsewhere(function, x.nbytes) if dist.get_rank() == 0 else []
     if name != "pipelined_chain":
         return [name, 1, collectives.broadcast(x, algorithm=name), others]
-    if type(segments) is not int or segments < 1:
+    if isinstance(segments, bool) or segments < 1 or segments != int(segments):
         raise ValueError(f"{segments!r} segments: expected a whole number of 1 or more")
-    segments = min(segments, x.numel())
+    segments = min(int(segments), x.numel())
     size = -(-x.nbytes // (segments * x.element_size())) * x.element_size()
     return [name, segments, collectives.broadcast(x, algorithm=name, segment_bytes=size), others]
 

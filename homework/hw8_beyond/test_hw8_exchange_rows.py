@@ -193,12 +193,11 @@ def padded(trials: Sequence[Trial]) -> bool:
         [event.nbytes for event in t.trace.events if event.kind == "send" and event.nbytes >= ROW]
         for t in large
     ]
-    collectives = any(e.kind == "all_to_all" for t in large for e in t.trace.events)
     return (
         bool(large)
         and not failed(trials)
         and any(bytes_sent(lambda case: case.facts["bytes"], "", few).wrong(t) for t in large)
-        and (collectives or all(len(set(own)) == 1 for own in sizes))
+        and all(len(set(own)) == 1 for own in sizes)
     )
 
 
