@@ -215,8 +215,7 @@ def test_a_missing_file_is_named(browser, page):
     is_shown(browser, "bruck")
 
 
-@pytest.mark.parametrize("width", [1100, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 390)])
 def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
     browser.emulate(prefers_color_scheme=scheme)
     browser.resize(width, 900)

@@ -382,8 +382,7 @@ def test_an_address_that_is_unknown_is_refused(browser, page, address):
     assert browser.js("state.model") == START[0] and browser.errors == []
 
 
-@pytest.mark.parametrize("width", [1100, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 390)])
 def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
     browser.emulate(prefers_color_scheme=scheme)
     pipeline = "#model=llama-3-405b&dp=8&tp=8&pp=16&microbatches=32&zero_stage=1"

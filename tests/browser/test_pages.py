@@ -232,8 +232,9 @@ def test_the_index_is_readable_on_a_screen_a_phone_and_paper(browser, index, sch
         browser.js("document.querySelector('.dated details').open = true")
         assert cut_off(browser) == []
         assert too_pale(browser) == []
-        assert without_a_name(browser) == []
-        assert out_of_reach(browser) == []
+        if scheme == "light" and width == 1280:
+            assert without_a_name(browser) == []
+            assert out_of_reach(browser) == []
     view(browser, index, 717, scheme=scheme)  # A4 without Chromium's margins
     browser.emulate("print", prefers_color_scheme=scheme)
     keep(browser, f"page-index-{scheme}-print", whole=True)

@@ -344,8 +344,7 @@ def test_lists_with_messages_are_checked_under_both_rules(opened):
         assert words in opened.js("document.querySelector('#verdict').textContent")
 
 
-@pytest.mark.parametrize("width", [1100, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 390)])
 def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
     browser.emulate(prefers_color_scheme=scheme)
     for name in ("half", "interleaved"):

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,7 +201,8 @@ def _digest_of_site(notebooks: Sequence[Path], folder: Path, *facts: object) -> 
     """What the whole site is made from, also the homework and the pages around the lessons."""
     around = [folder, folder.parent / "homework", folder.parent / "docs"]
     files = [file for place in around for file in place.rglob("*") if file.is_file()]
-    files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    left = {"__pycache__", "pictures"}  # by a run, or by a learner
+    files = [f for f in files if not left & {*f.parts} and not f.name.startswith(".")]
     citation = [file for file in (folder.parent / CITATION,) if file.exists()]
     return digest([*files, *citation], digest_of_package(), notebooks, facts, machine())
 
@@ -217,14 +219,24 @@ def _course(
         lessons, wanted = list(notebooks), set()
         for path in lessons:
             with suppress(LessonFailed):  # it is reported when it runs
-                wanted |= {*Lesson.of(path.stem, read_notebook(path)).homework}
+                wanted |= {*_lesson(path.stem, path).homework}
     homework = {
-        number: Lesson.of(path.parent.name, read_notebook(path))
+        number: _lesson(path.parent.name, path)
         for number, path in found.items()
         if number in wanted
     }
     whole = not only and syllabus is None
     return Course(lessons, homework, whole, read_opening(folder), syllabus)
+
+
+def _lesson(name: str, path: Path) -> Lesson:
+    """Return what the index says of a notebook. Raises LessonFailed if it isn't one."""
+    return _read_lesson(name, path, path.stat().st_mtime_ns)
+
+
+@cache
+def _read_lesson(name: str, path: Path, changed: int) -> Lesson:
+    return Lesson.of(name, read_notebook(path))
 
 
 def _write_pages(
@@ -239,7 +251,7 @@ def _write_pages(
         if path in ran or (out / f"{path.stem}.html").exists():
             # a notebook that did not run now and that has become unreadable
             with suppress(LessonFailed):
-                lessons[path] = Lesson.of(path.stem, read_notebook(path))
+                lessons[path] = _lesson(path.stem, path)
     pages = {}
     for path, (body, seconds, made_from) in ran.items():
         html = lesson_page(lessons[path], body, seconds, [*lessons.values()], course.repository)

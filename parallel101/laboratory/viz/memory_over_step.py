@@ -162,18 +162,14 @@ def _head(scene: Scene, microbatches: Sequence[int]) -> int:
     scene.intro = "What autograd keeps for backward, in the order of the program. Dashed: the peak."
     wide_only = scene.panel(narrow="none")
     wide_only.write(scene.intro, 28, 64, 14, "m")
-    x, start, low = 28.0, 28.0, 0
-    for number, microbatch in enumerate(microbatches[:MOST_LEGEND]):
-        more = number == MOST_LEGEND - 1 and len(microbatches) > MOST_LEGEND
-        name = f"{'' if number else 'microbatch '}{microbatch}{' …' * more}"
-        wide = 40 + 6.6 * len(name)
-        if x - start + wide > 396:  # on phones it goes into the next line
-            start, low = x, low + 18
-        entry = scene.panel(narrow=f"translate({28 - start:g},{low})")
-        entry.rect(x, 78, 14, 10, _colour(microbatch), rx=2)
-        entry.write(name, x + 20, 87, 12.5, "m")
-        x += wide
-    return low
+    entries = {
+        f"{'' if number else 'microbatch '}{microbatch}": _colour(microbatch)
+        for number, microbatch in enumerate(microbatches[:MOST_LEGEND])
+    }
+    if len(microbatches) > MOST_LEGEND:
+        last, colour = entries.popitem()
+        entries[f"{last} …"] = colour
+    return scene.legend(entries, 78)
 
 
 def _colour(microbatch: Any) -> str:

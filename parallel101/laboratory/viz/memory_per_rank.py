@@ -188,16 +188,7 @@ def _head(scene: Scene, note: str, colours: Mapping[str, int], says: str) -> int
     scene.intro = note
     scene.panel(narrow="none").write(note, 932, 40, 13, "m e")
     head.write(says, 28, 64, 14, "m")
-    x, start, low = 28.0, 28.0, 0
-    for kind, colour in colours.items():
-        wide = 40 + 6.6 * len(kind)
-        if x - start + wide > 396:  # on phones it goes into the next line
-            start, low = x, low + 18
-        entry = scene.panel(narrow=f"translate({28 - start:g},{low})")
-        entry.rect(x, 82, 14, 10, f"f{colour}", rx=2)
-        entry.write(kind, x + 20, 91, 12.5, "m")
-        x += wide
-    return low
+    return scene.legend({kind: f"f{colour}" for kind, colour in colours.items()}, 82)
 
 
 def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:

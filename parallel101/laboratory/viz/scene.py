@@ -20,6 +20,7 @@ import base64
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,6 +158,22 @@ class Scene(Node):
         `narrow` is its transform there, or "none" to leave it out.
         """
         return self.add("g", data_narrow=narrow, **attributes)
+
+    def legend(self, entries: Mapping[str, str], y: float) -> int:
+        """Add a row of coloured boxes, each with its label: {label: class}. y: of their top.
+
+        On phones they take several lines. Returns by how much the legend is higher there.
+        """
+        x, start, low = 28.0, 28.0, 0
+        for label, class_ in entries.items():
+            wide = 40 + 6.6 * len(label)
+            if x - start + wide > 396:  # on phones it goes into the next line
+                start, low = x, low + 18
+            entry = self.panel(narrow=f"translate({28 - start:g},{low})")
+            entry.rect(x, y, 14, 10, class_, rx=2)
+            entry.write(label, x + 20, y + 9, 12.5, "m")
+            x += wide
+        return low
 
     def svg(
         self,
