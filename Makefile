@@ -16,7 +16,7 @@ STALE := $(shell [ ! -e $(READY) ] || { [ "$$(cat $(READY))" = "$(CURDIR)" ] && 
 
 .PHONY: help lessons homework test quick lab doctor picture setup constraints clean stale
 help:
-	@echo "make lessons   run every lesson and write it to site/ as a web page that works offline"
+	@echo "make lessons   run every lesson that has changed and write it to site/ as a web page that works offline"
 	@echo "make test      run ruff, mypy and the tests"
 	@echo "make quick     run ruff and a test or more of every part of the package, in under a minute"
 	@echo "make lab       open the lessons in JupyterLab; LAB=... passes options to it (as root: make lab LAB=--allow-root)"

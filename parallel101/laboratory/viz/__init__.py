@@ -1,7 +1,7 @@
 """Pictures, drawn from the record of a run.
 
     collective.py         who sent what to whom, and what each rank then holds
-                          (with diagram, graph, matrix, many_ranks, captions, step_text, timing)
+                          (with diagram, graph, matrix, many_ranks, captions, timing)
     before_after.py       what each rank was given and returned, in blocks
     forward_backward.py   a collective and its backward, side by side
     sharded_product.py    which blocks each rank holds in a sharded product
@@ -20,6 +20,7 @@
     plots.py              measurements and models over a swept size
     run_table.py          the tables of `parallel101 run`
 
+    grid.py               the engine of grids with a row for each rank
     palette.py            colours
     raster.py             a scene as PNG or GIF, drawn by Chromium (chromium.py)
 
