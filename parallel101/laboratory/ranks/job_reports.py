@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
 from parallel101.laboratory.ranks.rank_stack import (
-    STACK_SIGNAL,
     StackReader,
+    ask_by_signal,
     no_stack_on_signal,
     stack_of_dump,
     stack_on_signal,
@@ -129,7 +129,7 @@ class JobReports:
         if missing and not self.silent:
             self.silent, self.until = missing, now + TO_DUMP
             for pid, _ in self._processes_here(missing).values():
-                _signal(pid)
+                ask_by_signal(pid)
             return
         stacks = {rank: from_json(self.store.get(key)) for rank, key in there.items()}
         for rank, (pid, file) in self._processes_here(missing).items():
@@ -165,9 +165,3 @@ def _dump_of(pid: int, file: int | None) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/fd/{file}").read_text(errors="replace") if file else ""
     return ""
-
-
-def _signal(pid: int) -> None:
-    if STACK_SIGNAL is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, STACK_SIGNAL)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import marshal
 import math
-import os
 import re
 import select
 import selectors
@@ -35,7 +34,7 @@ from parallel101.laboratory.ranks.diagnosis import (
 )
 from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
 from parallel101.laboratory.ranks.processes import RankProcess, kill
-from parallel101.laboratory.ranks.rank_stack import STACK_SIGNAL, RankStack, stack_of_dump
+from parallel101.laboratory.ranks.rank_stack import RankStack, ask_by_signal, stack_of_dump
 from parallel101.laboratory.ranks.run_diagnosis import WAIT_FOR_CAUSE, RunDiagnosis
 from parallel101.laboratory.ranks.stuck import REPORTS
 from parallel101.laboratory.ranks.wire import (
@@ -379,7 +378,7 @@ class Monitor:
         silent = [rank for rank in asked if rank.stacks is None and not rank.ended]
         before = {rank.rank: rank.exit_report for rank in silent}
         for rank in silent:
-            _ask_by_signal(rank)
+            ask_by_signal(rank.process.pid)
         if silent:
             self._listen_until(
                 lambda: all(_dump(rank.exit_report, before[rank.rank]) for rank in silent), seconds
@@ -445,13 +444,6 @@ def reports_in(folder: Path | None) -> Iterator[None]:
 
 def no_ranks_run(*_: object) -> None:
     """What SIGUSR1 does while `parallel101 run` has no ranks: nothing."""
-
-
-def _ask_by_signal(rank: MonitoredRank) -> None:
-    """Let a rank write its stack to its status pipe (see rank_stack.stack_on_signal)."""
-    if STACK_SIGNAL is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(rank.process.pid, STACK_SIGNAL)
 
 
 def _dump(report: bytes, before: bytes) -> str:

@@ -10,6 +10,7 @@ handler writes the stack (`stack_on_signal`), which needs no lock.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import math
@@ -214,6 +215,13 @@ def stack_on_signal(asked: int | IO, by_user: int | IO) -> None:
     for number, file in ((STACK_SIGNAL, asked), (USER_SIGNAL, by_user)):
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
             faulthandler.register(number, file, all_threads=False)
+
+
+def ask_by_signal(pid: int) -> None:
+    """Let a process write its stack (see `stack_on_signal`)."""
+    if STACK_SIGNAL is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, STACK_SIGNAL)
 
 
 def no_stack_on_signal() -> None:

@@ -152,15 +152,10 @@ class BlockedDetector:
         seen, self.seen = self.seen, blocked
         if blocked is self.reported or (blocked is not None and blocked is not seen):
             return None
-        call, limit = None, None
-        if blocked is not None:
-            call, limit = blocked.call(self.place()), blocked.caught_after
-        # another thread posts while the counts are copied: the next look reports
-        with contextlib.suppress(RuntimeError):
-            status = self.recorder.status(call, limit)
-            self.reported = blocked
-            return status
-        return None
+        self.reported = blocked
+        if blocked is None:
+            return self.recorder.status()
+        return self.recorder.status(blocked.call(self.place()), blocked.caught_after)
 
     def blocked_in(self) -> PostedCall | None:
         """The call in which the program is blocked.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.record.events import Event, EventRow
+from parallel101.laboratory.record.rank_files import RotatingFiles
 from parallel101.laboratory.record.totals import EarlierEvents
 
 LAST_EVENTS = 100_000  # of a rank, which `parallel101 run` keeps by default
@@ -36,22 +37,6 @@ class Batch(NamedTuple):
     earlier: EarlierEvents  # all events before them
 
 
-class BatchWriter:
-    """Where batches are written. This one writes nothing."""
-
-    def write(
-        self,
-        number: int,
-        events: Sequence[EventRow],
-        unfinished: Sequence[EventRow],
-        earlier: EarlierEvents,
-    ) -> None:
-        """Write a batch, again if it has grown."""
-
-    def delete(self, number: int) -> None:
-        """Delete what was written of a batch."""
-
-
 class LastEvents(threading.Thread):
     """The newest events of a rank.
 
@@ -60,7 +45,7 @@ class LastEvents(threading.Thread):
         recorded: the recorder's list, to which its program appends.
         in_seconds: events with the clock's moments → the same with seconds.
         unfinished: the rows of calls that have not ended.
-        writer: writes batches to files.
+        files: to which the batches are written, or None.
     """
 
     def __init__(
@@ -69,14 +54,14 @@ class LastEvents(threading.Thread):
         recorded: list[Event],
         in_seconds: Callable[[list[Event]], list[Event]],
         unfinished: Callable[[], Sequence[EventRow]],
-        writer: BatchWriter | None = None,
+        files: RotatingFiles | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 last events")
         if limit < 1:
             raise ValueError(f"the last {limit} events can't be kept; it must be 1 or more")
         self.limit, self.size = limit, -(-limit // BATCHES)
         self.recorded, self.in_seconds, self.unfinished = recorded, in_seconds, unfinished
-        self.writer = writer or BatchWriter()
+        self.files = files
         self.batches: deque[Batch] = deque()
         self.taken = 0  # how many events have left `recorded`
         self.summed = EarlierEvents()  # these
@@ -114,22 +99,27 @@ class LastEvents(threading.Thread):
                 del self.recorded[: self.size]
                 self.taken += self.size
                 self.summed.add(events)
-                self.writer.write(number, rows, (), batch.earlier)
+                if self.files is not None:
+                    self.files.write(number, rows, (), batch.earlier)
                 while self.batches and self._kept() - self.size >= self.limit:
-                    self.writer.delete(self.batches.popleft().number)
+                    oldest = self.batches.popleft()
+                    if self.files is not None:
+                        self.files.delete(oldest.number)
 
     def _kept(self) -> int:
         return self.size * len(self.batches) + len(self.recorded)
 
     def write_rest(self) -> None:
         """Write what is not in a full batch yet."""
+        if self.files is None:
+            return
         unfinished = self.unfinished()  # and record which collectives without a wait have ended
         with self.lock:
             count = self.taken + len(self.recorded)
             if count > self.written_count:
                 rows = [tuple(event) for event in self.in_seconds(list(self.recorded))]
                 number = self.taken // self.size + 1
-                self.writer.write(number, rows, unfinished, self.summed.copy())
+                self.files.write(number, rows, unfinished, self.summed.copy())
                 self.written_count = count
             self.written = time.monotonic()
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.laboratory.record.events import Event, EventRow, events_of
-from parallel101.laboratory.record.last_events import BatchWriter
 from parallel101.laboratory.record.totals import EarlierEvents
 from parallel101.laboratory.record.trace import Trace
 
@@ -70,7 +69,7 @@ def remove_rank_files(directory: Path, rank: int | None = None) -> None:
             path.unlink(missing_ok=True)
 
 
-class RotatingFiles(BatchWriter):
+class RotatingFiles:
     """Writes each batch of a rank's last events to a file, and deletes those of older events."""
 
     def __init__(self, directory: Path, rank: int, world_size: int, backend: str):
@@ -89,6 +88,7 @@ class RotatingFiles(BatchWriter):
         unfinished: Sequence[EventRow],
         earlier: EarlierEvents,
     ) -> None:
+        """Write a batch, again if it has grown."""
         try:
             write_rank_file(
                 self.directory,

@@ -17,7 +17,7 @@ import collections
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -43,8 +43,9 @@ from parallel101.laboratory.record.events import (
     span_event,
 )
 from parallel101.laboratory.record.host_time import HostTime
-from parallel101.laboratory.record.last_events import BatchWriter, LastEvents
+from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.program_lines import caller
+from parallel101.laboratory.record.rank_files import RotatingFiles
 from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
 from parallel101.laboratory.record.totals import EarlierEvents
 from parallel101.laboratory.record.wait_for import RankStatus
@@ -223,19 +224,20 @@ class RankRecorder:
     ) -> RankStatus:
         """What this rank reports: what it is blocked in, and all that it has posted so far.
 
-        `messages`: how many of the newest ones with a key are in it. Raises RuntimeError if another
-        thread posts meanwhile.
+        `messages`: how many of the newest ones with a key are in it.
         """
-        return RankStatus(
-            blocked,
-            returned,
-            dict(self.posted),
-            dict(self.collectives),
-            dict(self.dropped),
-            {group: list(operations) for group, operations in dict(self.recent).items()},
-            {key: list(newest)[-messages:] for key, newest in dict(self.newest).items()},
-            limit,
-        )
+        while True:
+            with suppress(RuntimeError):  # another thread posts while the counts are copied
+                return RankStatus(
+                    blocked,
+                    returned,
+                    dict(self.posted),
+                    dict(self.collectives),
+                    dict(self.dropped),
+                    {group: list(operations) for group, operations in dict(self.recent).items()},
+                    {key: list(newest)[-messages:] for key, newest in dict(self.newest).items()},
+                    limit,
+                )
 
     # ---- the record ----
 
@@ -254,19 +256,19 @@ class RankRecorder:
         return rows + of_host
 
     @contextmanager
-    def keeping_last(self, limit: int, writer: BatchWriter | None = None) -> Iterator[None]:
+    def keeping_last(self, limit: int, files: RotatingFiles | None = None) -> Iterator[None]:
         """Inside, keep the newest events only, and sums of the others.
 
         Args:
             limit: how many events, at least.
-            writer: writes them to files while the program runs.
+            files: to which they are written while the program runs.
         """
 
         def unfinished() -> list[EventRow]:
             return self.unfinished
 
         self.last_events = LastEvents(
-            limit, self.recorded, self.clock.in_seconds, unfinished, writer
+            limit, self.recorded, self.clock.in_seconds, unfinished, files
         )
         self.last_events.start()
         try:
