@@ -22,11 +22,11 @@ import parallel101
 from parallel101.laboratory.grade import grading, isolation, users
 from parallel101.laboratory.grade.endings import RankDied, TimeOver
 from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
-from parallel101.laboratory.grade.file_access import _beside, available
+from parallel101.laboratory.grade.file_access import _beside
 from parallel101.laboratory.grade.grading import grade
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 from parallel101.laboratory.grade.submissions import exercise_result
-from parallel101.laboratory.grade.users import GRADERS, claimed, separate_users
+from parallel101.laboratory.grade.users import GRADERS, claimed, protection
 
 DECLARED = """
 import torch
@@ -252,6 +252,12 @@ def no_side_channel_is_left():
         path.unlink()
 
 
+def open_files(monkeypatch):
+    """As on a machine without Landlock."""
+    offered = protection()._replace(files=False)
+    monkeypatch.setattr(users, "protection", lambda: offered)
+
+
 def test_an_honest_solution_gets_all_points(exercise):
     assert grade(exercise, submission(HONEST, "honest"), "a secret").points == 10
 
@@ -259,7 +265,7 @@ def test_an_honest_solution_gets_all_points(exercise):
 @pytest.mark.parametrize("name", CHEATS)
 def test_no_points(exercise, name, monkeypatch):
     if name in AROUND:  # where the files of others are closed, not even the values are right
-        monkeypatch.setattr(users, "CLOSED", False)
+        open_files(monkeypatch)
     verdict = grade(exercise, submission(CHEATS[name], name), "a secret")
     assert verdict.points == 0, verdict
     if name in WITH_THE_PACKAGE:
@@ -392,7 +398,7 @@ def test_two_graders_whose_process_numbers_are_alike_have_different_users():
 
 
 @pytest.mark.skipif(
-    not separate_users(), reason="needs root, and a torch that other users can read"
+    not protection().users, reason="needs root, and a torch that other users can read"
 )
 def test_as_root_a_rank_is_a_user_that_reads_and_ends_nothing_of_others(exercise, tmp_path):
     secret = tmp_path / "seed.txt"
@@ -427,7 +433,7 @@ def open_folder():
         yield folder
 
 
-@pytest.mark.skipif(not available(), reason="needs Landlock")
+@pytest.mark.skipif(not protection().files, reason="needs Landlock")
 def test_a_rank_reaches_python_and_its_own_folder_and_nothing_else(exercise, open_folder):
     code = f"""
 def refused(action, *arguments):
@@ -453,7 +459,8 @@ def all_gather(x):
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "refused"])
 def test_no_file_of_the_package_can_be_opened(exercise, monkeypatch, closed):
-    monkeypatch.setattr(users, "CLOSED", closed)
+    if not closed:
+        open_files(monkeypatch)
     package = Path(parallel101.__file__).parent
     inside = "__init__.py", "collectives/all_gather.py", "laboratory/grade/exercise.py"
     code = f"""
@@ -488,14 +495,17 @@ def all_gather(x):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not separate_users(), reason="needs root, on Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not protection().users, reason="needs root, on Linux"
+)
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "removed"])
 def test_nothing_is_left_for_the_next_submission(exercise, monkeypatch, closed):
-    if closed and not available():
+    if closed and not protection().files:
         pytest.skip("needs Landlock")
     verdicts = []
     for code, is_closed in ((LEAVES, closed), (LOOKS, False)):
-        monkeypatch.setattr(users, "CLOSED", is_closed)
+        if not is_closed:
+            open_files(monkeypatch)
         code = code.replace("{number}", str(os.getpid()))
         verdicts.append(grade(exercise, submission(code, "left"), "a secret"))
     assert not verdicts[0].problem

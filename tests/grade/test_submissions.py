@@ -339,8 +339,8 @@ def test_where_a_rank_could_read_the_submissions_the_teacher_is_told(
     homework, tmp_path, monkeypatch, capsys
 ):
     folder = handed_in(tmp_path / "all", {"a.ipynb": "", "b.ipynb": ""})
-    monkeypatch.setattr(command, "separate_users", lambda: True)
-    monkeypatch.setattr(command, "available", lambda: 0)
+    offered = users.Protection(users=True, files=False)
+    monkeypatch.setattr(users, "protection", lambda: offered)
     monkeypatch.setattr(users, "others_reach", lambda folder: True)  # tmp_path is root's
     for mode, told in ((0o755, True), (0o700, False)):
         folder.chmod(mode)

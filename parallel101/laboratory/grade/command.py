@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from parallel101.laboratory.grade.file_access import available
+from parallel101.laboratory.grade import users
 from parallel101.laboratory.grade.gradescope import exercise_text, write_gradescope
 from parallel101.laboratory.grade.grading import PUBLIC_SEED
 from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, find_sets
@@ -37,7 +37,7 @@ from parallel101.laboratory.grade.submissions import (
     write_json,
 )
 from parallel101.laboratory.grade.table import ExerciseRow, next_to_do, row, table
-from parallel101.laboratory.grade.users import readable_by_all, separate_users
+from parallel101.laboratory.grade.users import readable_by_all
 
 
 def main(path: Path | None = None) -> int:
@@ -114,7 +114,8 @@ def handed_in(
         into = json or Path("results") / homework.folder.name
         if into.exists() and not into.is_dir():
             raise ValueError(f"{into} is a file; of a class, --json is a folder for its results")
-        if separate_users() and not available() and readable_by_all(folder):
+        offered = users.protection()
+        if offered.users and not offered.files and readable_by_all(folder):
             print(
                 f"Every user of this machine can read {folder}, and without Landlock so can the "
                 f"code that is graded. Run `chmod 700 {folder}`"

@@ -6,7 +6,7 @@
 
 Linux's Landlock does that since 5.13, for every user: a process gives up rights for itself and for
 all that it starts, and can't get them back (docs.kernel.org/userspace-api/landlock.html). Where
-there is none, `available` says so, and users.py says what is left.
+there is none, `protection` in users.py says so, and its docstring says what is left.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NEW_IPC = 0x08000000  # of unshare
 
 
 @cache
-def available() -> int:
+def landlock_version() -> int:
     """The version of Landlock on this machine, or 0."""
     if sys.platform != "linux":
         return 0
@@ -55,7 +55,7 @@ def only_own_files(scratch: str, package: str) -> None:
 
     Does nothing where there is no Landlock.
     """
-    version = available()
+    version = landlock_version()
     if not version:
         return
     rights = ALL & ~sum(right for right, since in SINCE.items() if version < since)

@@ -42,7 +42,6 @@ from parallel101.laboratory.grade.endings import (
     TimeOver,
 )
 from parallel101.laboratory.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
-from parallel101.laboratory.grade.file_access import available
 from parallel101.laboratory.grade.frames import Frame
 from parallel101.laboratory.grade.plain_text import plain
 from parallel101.laboratory.grade.users import (
@@ -282,7 +281,7 @@ class SubmissionRanks:
             "module": submission.module or submission.path.stem,
             "files": submission.files,
             "library": library_copy(),
-            "closed": users.CLOSED,
+            "closed": users.protection().files,
         }
 
     def stop(self) -> None:
@@ -292,7 +291,7 @@ class SubmissionRanks:
             rank.process.close()
         own = {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
         end_processes_of(own)
-        if not (users.CLOSED and available()):
+        if not users.protection().files:
             remove_files_of(own)
         self.ranks = []
         if self.scratch is not None:

@@ -43,11 +43,13 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 
-CLOSED = True  # whether ranks give up the files of others, where Landlock allows it
+from parallel101.laboratory.grade.file_access import landlock_version
+
 SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue")  # every user can write to them
 FIRST_USER = 20_000
 RANKS = 64  # users of one grader
@@ -71,7 +73,7 @@ def user_of(rank: int) -> int | None:
 
     Graders that run at the same time use different users.
     """
-    return FIRST_USER + claimed(os.getpid()) * RANKS + rank if separate_users() else None
+    return FIRST_USER + claimed(os.getpid()) * RANKS + rank if protection().users else None
 
 
 @cache
@@ -94,15 +96,25 @@ def claimed(process: int) -> int:
     return process % GRADERS
 
 
-@cache
-def separate_users() -> bool:
-    """Whether ranks can become users of their own.
+class Protection(NamedTuple):
+    """What this machine offers against a rank that reads or ends what isn't its own.
 
-    This process must be root, and other users must be able to read torch and parallel101.
+    Attributes:
+        users: each rank can become a user of its own: this process is root, and other users can
+            read torch and parallel101.
+        files: with Landlock, a rank can give up all files but Python's and its own.
     """
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return False
-    return all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
+
+    users: bool
+    files: bool
+
+
+@cache
+def protection() -> Protection:
+    """What this machine offers."""
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    readable = all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
+    return Protection(root and readable, bool(landlock_version()))
 
 
 def end_processes_of(users: Collection[int]) -> None:
@@ -146,7 +158,7 @@ def library_copy() -> tuple[str, str] | None:
     library = sysconfig.get_path("stdlib")
     return (
         None
-        if not separate_users() or _readable(Path(library))
+        if not protection().users or _readable(Path(library))
         else (library, _copied_library(library))
     )
 
