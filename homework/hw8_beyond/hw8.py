@@ -1,6 +1,6 @@
 """Homework 8: long sequences, experts, meshes, and programs with a fault.
 
-In exercises 21 and 22 use dist.send, dist.recv, dist.isend and dist.irecv alone. n is the number of
+In exercises 21 and 22, use only dist.send, dist.recv, dist.isend and dist.irecv. n is the number of
 ranks, and all floating-point numbers are float64.
 """
 
@@ -20,7 +20,7 @@ AttendBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one new query to the keys and values of all ranks.
+    """Attend with one new query to the keys and values of all ranks.
 
     A language model that writes a long text keeps the keys and values of all tokens so far (the KV
     cache). Here each rank has some of them.
@@ -37,8 +37,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (heads, d): softmax(q·kᵀ / √d)·v over the positions of all ranks, the same on every rank.
 
-    Scores may be large: exp(1000) is infinite. To each other rank go at most d + 2 numbers for each
-    head, however many positions there are.
+    Scores may be large: exp(1000) is infinite. Send each other rank at most d + 2 numbers per head,
+    however many positions there are.
 
     Points: 40 % value, 60 % bytes.
     """
@@ -48,7 +48,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def ring_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sizes: list[int], attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention over a sequence that is cut along time: K and V go round a ring.
+    """Compute causal attention over a sequence that is cut along time: K and V go round a ring.
 
                      step 0    step 1    step 2         the block of K and V that a rank holds
         rank 0  q₀     k₀        k₂        k₁           k₁ and k₂ are the future of q₀
@@ -58,7 +58,7 @@ def ring_attention_forward(
     Args:
         q, k, v: (heads, time here, d), this rank's positions. Rank 0 has the first ones.
         sizes: how many positions each rank has.
-        attend: attend(q, k, v, causal) gives (out, lse) for one block of keys: the result of
+        attend: attend(q, k, v, causal) returns (out, lse) for one block of keys: the result of
             softmax(q·kᵀ / √d)·v, and for each query the log of Σ exp(score), as flash attention
             does. With causal=True, query i of this call sees its keys 0 to i. Call it for each
             block that is needed.
@@ -68,8 +68,8 @@ def ring_attention_forward(
         lse: (heads, time here), the log of each query's Σ exp(score) over all these positions. The
             backward pass needs it.
 
-    K and V make n − 1 exchanges, in one message or in two, and then stop. A rank never holds more
-    than a few blocks of them. The next block travels while the present one is computed.
+    K and V are exchanged n − 1 times, in one message or in two. A rank never holds more than a few
+    blocks of them. The next block is in flight while the current one is computed.
 
     Points: 15 % value, 10 % bytes, 5 % steps, 50 % memory, 20 % overlap.
     """
@@ -86,22 +86,22 @@ def ring_attention_backward(
     sizes: list[int],
     attend_backward: AttendBackward,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of ring attention.
+    """Compute the backward pass of ring attention.
 
     Args:
         dout: (heads, time here, d), the gradient of this rank's out.
         q, k, v, sizes: as in forward.
-        out, lse: what forward returned on this rank. They are given here and are right, so you can
+        out, lse: what forward returned on this rank. The correct tensors are passed in, so you can
             write this exercise before the other.
-        attend_backward: attend_backward(dout, q, k, v, out, lse, causal) gives what one block of
+        attend_backward: attend_backward(dout, q, k, v, out, lse, causal) returns what one block of
             keys adds to the gradients of its q, k and v. It computes the weights as
             exp(score − lse), so out and lse are those of the whole row.
 
     Returns:
         dq, dk, dv: (heads, time here, d), of this rank's positions.
 
-    No rank sends more than n − 1 blocks of K and V, and n blocks of dK and dV. As in forward, no
-    rank holds more than a few blocks.
+    No rank sends more than n − 1 blocks of K and V, and n blocks of dK and dV. As in the forward
+    pass, no rank holds more than a few blocks.
 
     Points: 40 % value, 40 % bytes, 20 % memory.
     """
@@ -112,24 +112,23 @@ def ring_attention_backward(
 
 
 def exchange_rows(x: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-    """An all-to-all of uneven sizes, with its backward.
+    """Exchange uneven numbers of rows between all ranks, with a backward pass.
 
         rank 0   a a b             ──▶   a a c             counts = [2, 1]   received = [2, 1]
         rank 1   c d d d           ──▶   b d d d           counts = [1, 3]   received = [1, 3]
 
     Args:
-        x: (rows, width). First come the rows for rank 0, then those for rank 1, and so on.
-        counts: how many rows go to each rank. Some may be 0, or all. Only this rank knows them.
+        x: (rows, width): the rows for rank 0, then those for rank 1, and so on.
+        counts: how many rows go to each rank. Some or all may be 0. Only this rank knows them.
 
     Returns:
-        y: (rows, width), the rows that the ranks have for this one: first those of rank 0, then
-            those of rank 1, and so on. A new tensor, through which autograd can go back: write a
-            torch.autograd.Function. In backward, the gradient of each row goes back to the rank and
-            the place from which the row came.
+        y: (rows, width), the rows sent to this rank: first those of rank 0, then those of rank 1,
+            and so on. It is a new tensor with a graph: write a torch.autograd.Function. In the
+            backward pass, the gradient of each row returns to the row's own rank and position.
         received: how many rows came from each rank (and from this rank itself).
 
-    Each row travels once, and its gradient once. All ranks call the function, forward and backward,
-    also if they have no rows. x and the gradients stay as they are.
+    Each row travels once, and its gradient once. Every rank calls it, forward and backward, even
+    with no rows. Don't change x or the gradients in place.
 
     Points: 40 % value, 60 % bytes.
     """
@@ -143,7 +142,7 @@ def mixture_of_experts(
     experts: list[Callable[[Tensor], Tensor]],
     sizes: list[int],
 ) -> Tensor:
-    """A layer with experts: each token is computed by the experts that the router chose for it.
+    """Compute a layer with experts: each token goes to the experts that the router chose for it.
 
         tokens ─ sort ─▶ dispatch ──▶ experts ──▶ combine ─ unsort ─▶ · gate ──▶ y
                          to the ranks that        back to the
@@ -151,22 +150,22 @@ def mixture_of_experts(
 
     Args:
         x: (tokens, width), this rank's tokens. There may be none.
-        choice: (tokens, k), int64: the experts of each token, numbered over all ranks. −1 is a slot
-            that was dropped, because its expert was full: it contributes nothing to y, and its
-            row doesn't travel.
-        gate: (tokens, k): how much the result of each of them counts.
+        choice: (tokens, k), int64: the experts of each token, numbered over all ranks. −1 marks a
+            choice that was dropped because its expert was full: it adds nothing to y, and no row
+            is sent for it.
+        gate: (tokens, k): the weight of each expert's result.
         experts: this rank's experts, in order. Each takes (rows, width) and returns the same shape.
         sizes: how many experts each rank has. Rank 0 has the first ones.
 
     Returns:
         y: (tokens, width), in the order of x: y[t] = Σ_j gate[t, j] · expert_{choice[t, j]}(x[t]).
 
-    The caller runs backward from a loss of its own on each rank, and the sum of these losses
-    counts. x, gate and the parameters of all experts get the gradients of one process. An expert
+    Each rank calls backward() on a loss of its own, and the objective is the sum of these losses.
+    x, gate and the parameters of all experts get the same gradients as in one process. An expert
     computes only the rows that chose it. Each row goes to its expert's rank and back, forward and
     backward. You may send up to two more numbers with each row, and a few to each rank.
 
-    Points: 25 % value, 25 % bytes, 50 % memory. Memory is here: experts compute only the rows
+    Points: 25 % value, 25 % bytes, 50 % memory. Memory means that experts compute only the rows
     that chose them.
     """
     raise NotImplementedError("mixture_of_experts is not written yet")
@@ -192,33 +191,33 @@ def train_on_mesh(
         The last axis runs fastest.            dp 1   rank 2   rank 3      have adjacent ranks
 
     Args:
-        model: this rank's part. Its forward and backward already send all messages that activations
-            need, along tp and cp. No message for gradients is sent yet.
+        model: this rank's part. Its forward and backward already send the messages for activations,
+            along tp and cp, but none for gradients.
         loss_fn: loss_fn(outputs, targets) is the mean loss of these outputs, a scalar.
-        optimizer: has all parameters of the model.
+        optimizer: updates all parameters of the model.
         batches: for each step, the whole batch (inputs, targets), the same on all ranks. Inputs and
             targets are (samples, time, features). Cut the samples along dp and the time along cp,
             each into equal pieces in rank order. Ranks along tp need the same piece.
         sizes: the number of ranks along each axis, in the order of the axes.
         cut: the names of the parameters that are cut along tp. Each rank along tp has its own part.
             All other parameters are the same on all ranks.
-        partial: the names of those other parameters whose gradient has several parts along tp: each
-            rank along tp used the parameter for a part of the time only, so the gradient is the sum
-            of their parts. (Those in neither set have the same gradient on all ranks along tp.)
+        partial: the names of the replicated parameters that each rank along tp used for only some
+            positions, so that their gradient is the sum of the ranks' parts. (Parameters in neither
+            set have the same gradient on all ranks along tp.)
         max_norm: if the norm of the whole model's gradient is larger, multiply all gradients by
             max_norm / norm before the step. It may be math.inf.
 
     Returns:
-        For each step, the norm of the whole model's gradient before clipping: each number of the
-        model counts once. It is the same on all ranks.
+        For each step, the norm of the whole model's gradient before clipping. It counts each
+        parameter once, and is the same on all ranks.
 
-    Every step equals one process with the whole model and the whole batch. With G bytes of
+    Every step equals that of one process with the whole model and the whole batch. With G bytes of
     gradients on a rank and n ranks along an axis, the rank sends 2(n−1)/n · G bytes along dp, as
     many along cp (or both at once, over dp·cp ranks), and along tp only what `partial` needs, plus
     a few numbers. You may use all collectives of torch.distributed, and dist.new_group. (All ranks
     must call new_group for all groups, in the same order.)
 
-    Points: 40 % value, 40 % bytes, 20 % memory. Memory is here: each rank computes only its
+    Points: 40 % value, 40 % bytes, 20 % memory. Memory means that each rank computes only its
     share.
     """
     raise NotImplementedError("train_on_mesh is not written yet")
@@ -243,13 +242,14 @@ def bus_bandwidth(
         given: this rank's input.
         result: this rank's output. For all_reduce, broadcast and reduce it is the input's tensor.
         clock: clock() is the time on this rank's clock, in seconds.
-        repeats: t is the mean time of so many calls.
+        repeats: t is the mean over this many calls.
 
     Returns:
         The bus bandwidth in bytes per second. S is the size of the whole array in bytes, and the
         factor depends on the collective: see doc/PERFORMANCE.md of NVIDIA's nccl-tests.
 
-    The ranks don't begin at the same time. What only happens once doesn't count.
+    The ranks don't start at the same time. Anything that happens only once, such as connecting,
+    doesn't count.
     """
     raise NotImplementedError("bus_bandwidth is not written yet")
 
@@ -257,7 +257,7 @@ def bus_bandwidth(
 def find_hang(record: list[list[dict[str, Any]]]) -> tuple[int, int, str]:
     """Find out why a run hangs, from its record.
 
-    Every rank ran the same program, one rank did something else in one step, and now all wait.
+    Every rank ran the same program. One rank deviated in one step, and now all are stuck.
 
     Args:
         record: for each rank, what it did, in the order of its program. Each entry is a dict:
@@ -267,7 +267,7 @@ def find_hang(record: list[list[dict[str, Any]]]) -> tuple[int, int, str]:
             that has not ended.
 
     Returns:
-        The rank that did something else; the line; the cause. That is one of
+        The rank that deviated; the line; the cause, which is one of
         "missing call": it left out a send, or the all-reduce of the loss; the line is that of the
             call;
         "different order": it made the all-reduces of two buckets in the other order, and the line
@@ -278,16 +278,16 @@ def find_hang(record: list[list[dict[str, Any]]]) -> tuple[int, int, str]:
 
 
 def find_slow(record: list[list[dict[str, Any]]]) -> tuple[int, int, str]:
-    """Find out who makes a run slow, from its record.
+    """Find out which rank makes a run slow, from its record.
 
-    One rank does something in every step that slows down all of them. (Another rank was slow once.
-    That happens, and is not the fault.)
+    In every step, one rank does something that slows all of them down. (Another rank was slow once,
+    which isn't the fault.)
 
     Args:
         record: as for `find_hang`. All calls have ended.
 
     Returns:
-        The rank; the line; the cause. That is one of
+        The rank; the line; the cause, which is one of
         "slow compute": a part that computes takes longer than on the other ranks;
         "large message": it sends more bytes than the other ranks;
         "late send": it sends only after it has received, and the line is that of the send.
@@ -296,17 +296,17 @@ def find_slow(record: list[list[dict[str, Any]]]) -> tuple[int, int, str]:
 
 
 def find_wrong(record: list[list[dict[str, Any]]]) -> tuple[int, int, str]:
-    """Find out which replica of data parallel training goes wrong first, from written values.
+    """Find out which replica of data parallel training goes wrong first, from the values it logged.
 
     Args:
-        record: for each rank, the values that it wrote down, in the order of its program. Each
+        record: for each rank, the values that it logged, in the order of its program. Each
             entry is a dict: "line": of the program; "name": "local gradient" (before the
             all-reduce), "gradient" (after it) or "weights" (after the update); "value": a list of
             numbers.
 
     Returns:
-        The first rank whose gradient or weights are wrong; the line where it wrote the first wrong
-        value; the cause. That is one of
+        The first rank whose gradient or weights are wrong; the line where it logged the first wrong
+        value; the cause, which is one of
         "not summed": the gradient is this rank's own;
         "divided twice": the gradient was divided by the number of ranks twice;
         "stale gradient": the gradient is that of the step before;

@@ -76,13 +76,13 @@ def memory(shape: Shape, layout: Layout) -> dict[str, float]:
         first of 3 stages   F0 F1 F2 ·  ·  B0 F3 B1 …     what a forward pass keeps
         last of 3 stages    ·  ·  F0 B0 F1 B1 F2 B2 …     is freed by its backward pass
 
-    Parameters: the embedding has V · h, and each layer 12h². tp cuts all of them. Biases, norms and
-    positions are left out. There are at least two stages, and the output layer is on the last one.
+    Parameters: the embedding has V · h, and each layer 12h². tp cuts all of them. Leave out biases,
+    norms and positions. There are at least two stages, and the output layer is on the last one.
 
     Precision: weights are in bf16 and gradients in fp32. Adam keeps two averages and the master
     weights, all in fp32. ZeRO-1 cuts the optimizer's state over dp, and ZeRO-2 the gradients, too.
 
-    Activations are in bf16. Of one microbatch, a layer keeps
+    Activations are in bf16. For each microbatch, a layer keeps
 
         inputs of the two norms, of query-key-value, and of the MLP       4 of (b, s, h)
         query, key, value, and what attention returns                     4 of (b, s, h)
@@ -100,13 +100,13 @@ def memory(shape: Shape, layout: Layout) -> dict[str, float]:
     Returns:
         "weights", "gradients", "optimizer", "activations": bytes.
 
-    "activations" earns two fifths of the points, the others a fifth each.
+    Points: two fifths for "activations", a fifth for each of the others.
     """
     raise NotImplementedError("memory is not written yet")
 
 
 def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, float]:
-    """Estimate the time of a training step, as one would on paper.
+    """Estimate the time of a training step, as you would on paper.
 
         first of 3 stages   F0 F1 F2 ·  ·  B0 F3 B1 … B3   ┐ all-reduce of
         last of 3 stages    ·  ·  F0 B0 F1 B1 F2 B2 …      ┘ the gradients
@@ -115,28 +115,30 @@ def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, fl
 
     Only these parts take time, and none of them overlaps with another:
 
-    1. Matrix products of the layers. The weight matrices of a layer have 12h² numbers together. In
-       attention, queries are multiplied with keys, and weights with values: all s² pairs, although
+    1. Matrix products of the layers. The weight matrices of a layer have 12h² numbers
+       together. In attention, queries are multiplied by keys, and weights by values: all s²
+       pairs, although
        half of them are masked. A backward pass takes twice the operations of its forward pass.
        Products run at `efficiency` of the peak, and tp divides each of them evenly.
-    2. All-reduces along tp, of a microbatch's activations in bf16, (b, s, h). The attention has one
-       in forward and one in backward; so has the MLP. A second forward pass repeats forward's.
+    2. All-reduces along tp, of a microbatch's activations in bf16, (b, s, h). Attention has
+       one in the forward pass and one in the backward pass, and so does the MLP. A
+       second forward pass repeats those of the first.
     3. The bubble of 1F1B, or of the interleaved schedule if v > 1: how long a GPU waits in a step
        for other stages.
     4. One all-reduce along dp of the GPU's gradients, once a step, in fp32.
 
-    An all-reduce is a ring's, without latency. Its links are NVLink if all of its GPUs are in one
-    node, else all are as slow as the network.
+    Each all-reduce is a ring without latency. It runs at NVLink's speed if all its GPUs are in one
+    node, and otherwise at the network's.
 
     Returns:
         "matmul", "tp", "bubble" and "dp": seconds of these parts on one GPU, in one step;
-        "mfu": the model FLOPs utilisation of the step that takes all four together. What is
-        computed a second time isn't the model's work.
+        "mfu": the model FLOPs utilization of a step that takes the sum of all four. Recomputation
+        isn't the model's own work.
 
-    L is a multiple of P · v, and heads of t. Embedding and output layer are left out, and all other
-    small things.
+    L is a multiple of P · v, and the heads are a multiple of t. Leave out the embedding, the output
+    layer and everything smaller.
 
-    Each of the five numbers earns a fifth of the points.
+    Points: a fifth for each of the five numbers.
     """
     raise NotImplementedError("step_seconds is not written yet")
 
@@ -153,18 +155,18 @@ def choose_layout(
         batch: samples of a step: batch = microbatch · microbatches · dp.
         evaluate: evaluate(dp=…, tp=…, pp=…, microbatch=…, microbatches=…, …) predicts a step, and
             returns a dict: "seconds"; "mfu"; "bytes", at the peak, on the fullest GPU. Its
-            arguments are Layout's fields. For what can't be a layout it raises a ValueError that
-            says why; that doesn't count. Everything else counts: at most 400 calls.
+            arguments are Layout's fields. An invalid layout raises a ValueError that says why, and
+            doesn't use up a call. You have 400 calls.
 
     Returns:
-        A Layout, or a dict with its fields. "bytes" of it is at most `memory`. Its MFU is compared
+        A Layout, or a dict with its fields, whose "bytes" are at most `memory`. Its MFU is compared
         with that of the best layout that the planner of parallel101 finds for this model and
-        cluster. 95 % of that earns full points, and 60 % none. In between, the points grow evenly.
+        cluster: 95 % earns full points, 60 % none, linear in between.
 
     The grader draws models and clusters that you haven't seen. `evaluate` is lesson 11's quick
-    model, with latencies and all small kernels. Here the gradients are in bf16.
+    model, with latencies and all small kernels, and gradients in bf16.
 
-    Points: 30 % value, 70 % mfu. Value is here: the layout has all GPUs, and fits.
+    Points: 30 % value, 70 % mfu. Value means that the layout uses all GPUs, and fits.
     """
     raise NotImplementedError("choose_layout is not written yet")
 
@@ -177,32 +179,30 @@ def checkpoint_interval(
         ───────── interval ─────────┤write├───────── interval ──── ✗ restart ├─ again ─┤ …
 
     Args:
-        gpus: in the run. Each failure of one stops all.
+        gpus: the GPUs of the run. When one fails, all stop.
         hours_between_failures: the mean time between failures of one GPU, in hours.
-        write: seconds in which a checkpoint is written. Nobody computes meanwhile.
-        restart: seconds from a failure to the moment when the run computes again, from the latest
-            checkpoint.
+        write: seconds to write a checkpoint, during which nobody computes.
+        restart: seconds from a failure until the run computes again, from the latest checkpoint.
 
     Returns:
         "interval": seconds of computing between two checkpoints, so that the least time is lost;
-        "lost": the share of time that is lost with this interval: to writing, to what is computed
-        again, and to restarts.
+        "lost": the share of time lost with this interval: to writing, repeating and restarting.
 
-    Use Young's approximation: the run works for much longer than all these times before it fails.
-    So divide the time of a write by the interval, and the time that a failure costs by the time
+    Use Young's approximation, which assumes that failures are much rarer than all these times:
+    divide the time of a write by the interval, and the time that a failure costs by the time
     between two failures. A failure is equally likely at any moment of an interval.
 
-    Each of the two numbers earns half of the points.
+    Points: half for each of the two numbers.
     """
     raise NotImplementedError("checkpoint_interval is not written yet")
 
 
 def stragglers(gpus: int, q: float, slowdown: float) -> dict[str, float]:
-    """What slow GPUs cost in synchronous training.
+    """Estimate what slow GPUs cost in synchronous training.
 
     Args:
-        gpus: in the run. A step ends when the last of them has ended it.
-        q: the probability that a GPU is slow in a step, for each GPU and each step alike.
+        gpus: the GPUs of the run. A step ends when the slowest is done.
+        q: the probability that a GPU is slow in a step, the same for each GPU and each step.
         slowdown: how many times longer a slow GPU takes.
 
     Returns:

@@ -321,7 +321,7 @@ MISTAKES = (
     Misconception(
         "recomputation counted in MFU",
         (
-            "That is HFU, the hardware's utilisation. MFU counts what the model needs once, so "
+            "That is HFU, the hardware's utilization. MFU counts what the model needs once, so "
             "recomputation lowers it."
         ),
         off_by(MFU, lambda f: passes(f) / 3),

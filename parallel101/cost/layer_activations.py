@@ -181,7 +181,7 @@ def layer_kept(
         "input of the attention's output layer": e * h * n / t,
         "input of the MLP": e * h * gathered,
     }
-    if shape.norm == "rms" and cpu:  # in 32 bits: the input's copy, and the normalised input
+    if shape.norm == "rms" and cpu:  # in 32 bits: the input's copy, and the normalized input
         found["inputs of the two norms"] = 2 * (4 + 4) * h * outside
         found["statistics of the norms"] = 2 * 4 * outside
     if shape.attention == "fused" or layout.cp > 1:

@@ -109,12 +109,12 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation (Chowdhery et al., PaLM, appendix B)."""
+        """Model FLOPs utilization (Chowdhery et al., PaLM, appendix B)."""
         return self.model_flops / self.seconds / self.peak
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: what is computed again counts, too (ibid.)."""
+        """Hardware FLOPs utilization: what is computed again counts, too (ibid.)."""
         return self.hardware_flops / self.seconds / self.peak
 
     @property

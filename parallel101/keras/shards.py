@@ -1,4 +1,4 @@
-"""What each rank holds of a Keras model's weights, by our trainers' layout and synchronisation.
+"""What each rank holds of a Keras model's weights, by our trainers' layout and synchronization.
 
 zero_stage 0      the model's own variables; gradients are summed over dp
 zero_stage 1-3    a Keras variable for this rank's piece of each weight, in the same memory: the

@@ -143,7 +143,7 @@ def run(
             arrays.
         wholes: the whole operands: a and b, or one array to reshard.
         program: instead of the plan, a function of this rank's blocks that returns its block of the
-            result. It runs on every rank, with torch.distributed initialised; rank r is at place r
+            result. It runs on every rank, with torch.distributed initialized; rank r is at place r
             of the mesh, row by row.
         backend, launched: as for `parallel101.launch`.
 

@@ -1,8 +1,8 @@
-"""What a gradient synchronisation does in a step, and how it groups parameters.
+"""What a gradient synchronization does in a step, and how it groups parameters.
 
     begin ─▶ forward, backward of each microbatch ─▶ finish ─▶ the optimizer's step ─▶ publish
 
-data_parallel.py and zero_1_2_3.py have the synchronisations.
+data_parallel.py and zero_1_2_3.py have the synchronizations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MiB = 1024**2
 
 
 class GradientSync:
-    """The synchronisation of one rank alone, which sends nothing. The others override its methods.
+    """The synchronization of one rank alone, which sends nothing. The others override its methods.
 
     Args:
         parameters: by name, those that are trained.
@@ -104,7 +104,7 @@ class WithZeros(GradientSync):
 
 
 class Together(GradientSync):
-    """Several synchronisations as one. They begin and finish in their order, which is the same on
+    """Several synchronizations as one. They begin and finish in their order, which is the same on
     all ranks.
     """
 

@@ -77,7 +77,7 @@ class HybridTrainer(Trainer):
             are given the same ones.
         zero_stage: 0: every position along dp has all of its stage's and shard's weights; 1, 2, 3:
             see `ShardedTrainer`.
-        overlap, bucket_bytes, layers: how gradients are synchronised along dp; see
+        overlap, bucket_bytes, layers: how gradients are synchronized along dp; see
             `DataParallelTrainer` and `ShardedTrainer`. With cp or ep, gradients leave after
             backward, which has messages of its own; on stage 3 they don't, and there all ranks'
             samples must take the same way through the model.
@@ -291,11 +291,11 @@ class HybridTrainer(Trainer):
         self.owned = self.sync.owned
         self.optimizer = built
         self.sharded_optimizer = ShardedOptimizer(built, whole, self.owned, self.layout)
-        synchronised = sync_batch_norm and axes.size(DATA) > 1 and any(norms_of(model))
-        if synchronised:
+        synchronized = sync_batch_norm and axes.size(DATA) > 1 and any(norms_of(model))
+        if synchronized:
             synchronise_norms(model, axes.along(set(DATA).intersection(axes.sizes)))
         least, why = 0, ""
-        if synchronised:
+        if synchronized:
             least, why = 1, "sync_batch_norm needs one on each rank"
         if pipeline and always:
             least, why = many, f"a pipeline with experts needs one for each of {many} microbatches"

@@ -10,7 +10,7 @@ Nothing is sent here but in `gather` and `norm`.
 The axes cut in this order, the outermost first; an axis that is not named replicates. All that
 concerns the whole model follows from the layout: `state_dict`, gradients, checkpoints, and the
 norm, in which each element counts once. It does not decide who holds what: the plans and the
-gradient synchronisations do, and say so here.
+gradient synchronizations do, and say so here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How gradients are synchronised over dp (with cp and ep), from a trainer's options.
+"""How gradients are synchronized over dp (with cp and ep), from a trainer's options.
 
 zero_stage 0, overlap          Overlapped        1, 2    ZeRO12
               bucket_bytes 0   Naive             3       ZeRO3
@@ -72,7 +72,7 @@ def how_to_sync(
     precision: Precision,
     chosen: Algorithms,
 ) -> MakeSync:
-    """What builds the synchronisation of a stage's parameters. Raises ValueError for other values.
+    """What builds the synchronization of a stage's parameters. Raises ValueError for other values.
 
     Args: see `HybridTrainer`.
     """

@@ -151,7 +151,7 @@ class MasterWeights(GradientSync):
     needs it in 32 bits.
 
     Args:
-        sync: synchronises the gradients of the rounded weights.
+        sync: synchronizes the gradients of the rounded weights.
         values: name → the initial master weight.
         local: names of all trained parameters on this rank, owned or not.
         scaled: scale the loss by `scale`. If a gradient overflows on any rank, no rank changes a

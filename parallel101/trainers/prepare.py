@@ -40,7 +40,7 @@ class LocalModel(NamedTuple):
     Attributes:
         parts: global stage → its modules.
         local: name → parameter or buffer that this rank has, whole or a shard.
-        syncs: (stages, the synchronisation over dp, cp and ep of the parameters that are on just
+        syncs: (stages, the synchronization over dp, cp and ep of the parameters that are on just
             these).
         placements: name → axis → how it cuts this parameter or buffer of the whole model.
         sums: (names, group): gradients that are also summed over these ranks.
@@ -85,7 +85,7 @@ def prepare(
     apart |= dict.fromkeys(of_experts, "experts")
     apart |= {name: f"tied: {name}" for name, of_name in on_stages.items() if len(of_name) > 1}
 
-    def synchronise() -> list[tuple[frozenset[int], GradientSync]]:
+    def synchronize() -> list[tuple[frozenset[int], GradientSync]]:
         by_stages: dict[frozenset[int], dict[str, nn.Parameter]] = {}
         for name, p in trained_of(local).items():
             by_stages.setdefault(mine.intersection(on_stages[name]), {})[name] = p
@@ -108,7 +108,7 @@ def prepare(
     same_experts = tuple(axis for axis in data if axis != "ep")
     # without stages all ranks have the same modules, and so the same errors
     doing = "prepare its part of the model"
-    syncs = agree.all_or_none(doing, synchronise) if stages else synchronise()
+    syncs = agree.all_or_none(doing, synchronize) if stages else synchronize()
 
     placements: dict[str, dict[str, Any]] = {name: {} for name in names}
     if axes.sizes.get("pp", 1) > 1:

@@ -99,7 +99,7 @@ class Step:
             inputs, targets, losses.part = self.context.cut(inputs, targets)
         with self.random_numbers.of_step(self.steps):
             self.runner.run(self.precision.cast(inputs), targets, losses)
-        with wait_span("synchronise"):
+        with wait_span("synchronize"):
             unused = self.sync.finish()
             for names, group in self.sums:
                 parts = {name: self.owned[name] for name in names if name in self.owned}

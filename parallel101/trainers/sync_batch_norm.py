@@ -33,7 +33,7 @@ from parallel101.mesh import Group
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronised: bool) -> None:
+def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: bool) -> None:
     """Raises ValueError for a norm that would see a part of the batch only: of `ranks` along
     dp, a rank's share; or a microbatch.
     """
@@ -53,7 +53,7 @@ def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronised: b
                     "Use one microbatch a step (accumulate=1; in a pipeline microbatches=1), "
                     f"or {others}"
                 )
-            if ranks > 1 and not synchronised:
+            if ranks > 1 and not synchronized:
                 raise ValueError(
                     f"{what}, and each rank has only its share: the result would differ from "
                     "one process. "

@@ -1,4 +1,4 @@
-"""Values that encode their origin: copies and sums are decoded, and other values are recognised
+"""Values that encode their origin: copies and sums are decoded, and other values are recognized
 as such.
 """
 

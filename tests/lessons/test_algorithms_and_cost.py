@@ -246,17 +246,7 @@ def test_exercise_1_two_measurements_of_a_link():
     )
 
 
-def test_exercise_2_rabenseifner_on_a_switch_and_on_a_ring():
-    neighbours = p101.Network.ring(latency=20e-6, bandwidth=1.25e9)
-    found = [
-        milliseconds(algorithm, network)
-        for network in (LESSON["ETHERNET"], neighbours)
-        for algorithm in ("rabenseifner", "ring")
-    ]
-    assert found == pytest.approx([5.99, 6.15, 11.11, 6.15], abs=0.006)
-
-
-def test_exercise_3_the_weights_along_a_chain():
+def test_exercise_2_the_weights_along_a_chain():
     n, p, alpha, bandwidth = 140e9, 1024, 5e-6, 50e9
     m = best_segments(p, n, alpha, bandwidth)
     assert m == pytest.approx(24_000, rel=0.005) and n / m == pytest.approx(6e6, rel=0.03)

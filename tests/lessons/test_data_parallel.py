@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel101 as p101
@@ -102,19 +101,6 @@ def test_exercise_2_other_buckets():
     )
     assert [round(found["mine"], 1) for found in (one, quarter, nothing)] == [16.4, 14.5, 14.5]
     assert round(one["overlapped"], 1) == 14.0
-
-
-def test_exercise_3_the_lecture_program_takes_the_mean_of_means():
-    def average(gradient, part):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
-        return gradient / dist.get_world_size()
-
-    for samples in (12, 10):
-        theirs = p101.launch(
-            LESSON["by_hand"], batch(samples), average, world_size=4, backend="sim"
-        ).results[0]
-        assert torch.allclose(theirs, by_one(samples), rtol=1e-6) == (samples == 12)
 
 
 def test_the_lesson_needs_lesson_01_only():

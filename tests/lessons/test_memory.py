@@ -9,7 +9,6 @@ import torch
 
 import parallel101 as p101
 from parallel101.cost import LayerShape, first_stage_activations, layer_activations, model_states
-from parallel101.models import GPT, next_token_loss
 from parallel101.models.mlp import MLP
 from tests.lessons.lesson import answer_text, definitions
 
@@ -50,25 +49,6 @@ def test_exercise_1_fits_one_sequence_and_eight_with_recomputation() -> None:
     assert kept == pytest.approx(8.6 * GB, rel=1e-2)
     assert 8 * layer == pytest.approx(4.3 * GB, rel=1e-2)
     assert states + kept + 8 * layer < 80 * GB
-
-
-def test_exercise_2_is_below_half_way_and_the_other_blocks_above() -> None:
-    batch = torch.randint(256, (4, 129))
-
-    def peak(recompute) -> int:
-        trainer = p101.DataParallelTrainer(
-            GPT(LESSON["LONG"]), next_token_loss, torch.optim.AdamW, recompute=recompute
-        )
-        with p101.count_activations(trainer) as activations:
-            trainer.step(batch[:, :-1], batch[:, 1:])
-        return activations.peak
-
-    half = (peak("none") + peak("full")) / 2
-    first, second = (
-        peak(lambda name, of=of: name in of)
-        for of in (("blocks.0", "blocks.2"), ("blocks.1", "blocks.3"))
-    )
-    assert (half, first, second) == pytest.approx((22e6, 18.4e6, 25.5e6), rel=1e-2)
 
 
 def test_attention_and_logits_of_the_text() -> None:

@@ -161,17 +161,3 @@ def test_exercise_3_slow_messages():
     )
     before, after = longer("zb-h2")
     assert after - before < 37.8 - 33
-
-
-def test_exercise_4_why_rank_0_does_not_put_off_its_weight_gradients():
-    schedule = p101.schedule("zb-h1", stages=4, microbatches=8)
-    assert "0I0 0W0 0F4 0I1 0W1 0F5" in " ".join(schedule.actions[0])
-    last = [
-        max(
-            slot.end
-            for slot in schedule.time().slots
-            if slot.rank == rank and slot.action.kind == "I"
-        )
-        for rank in range(4)
-    ]
-    assert last[0] - last[3] == 3 and schedule.actions[3][-3:] == ["3W5", "3W6", "3W7"]

@@ -430,7 +430,7 @@ PRINTED = {
         "experts-run": [r"46\.7 billion\nused by a token .* 12\.9 billion"],
         "dispatch-check": [r"not right yet: off by \d\d+%"],
         "hot-run": [r"tokens of each expert: \[24, 146, 71, 15\]   146 ms"],
-        "balance-code": [r"alike: 1   one expert: 4"],
+        "balance-code": [r"equally: 1   one expert: 4"],
         "balance-train": [
             r"step   0: 1\.40(.|\n)*step 200: 1\.0[12]",
             r"tokens of each expert: \[[567]\d(, [567]\d){3}\]   7\d ms",

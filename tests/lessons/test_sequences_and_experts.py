@@ -119,13 +119,7 @@ def test_exercise_2_the_next_block_arrives_in_time():
     assert (ring, ulysses) == (30, 60)
 
 
-def test_exercise_3_nodes_of_a_token():
-    left_out = math.comb(224, 8) / math.comb(256, 8)  # exactly
-    assert left_out == pytest.approx((7 / 8) ** 8, abs=0.01) and round((7 / 8) ** 8, 2) == 0.34
-    assert 8 * (1 - left_out) == pytest.approx(5.3, abs=0.05)
-
-
-def test_exercise_4_what_a_capacity_drops():
+def test_exercise_3_what_a_capacity_drops():
     counts = torch.stack([choice.bincount(minlength=4) for choice in LESSON["choices"](HOT)])
     kept = counts.clamp(max=20).sum(0).tolist()
     assert kept == [24, 80, 69, 15] and counts.sum() - sum(kept) == 68

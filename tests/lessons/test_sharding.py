@@ -93,28 +93,8 @@ def test_exercise_1_the_table_of_the_paper():
         assert f"= {round(7.5 * bytes_a_parameter, 1):g}$ GB" in answers
 
 
-def step_of(name, seconds_a_layer):
-    links = p101.Network(latency=0.0, bandwidth=4 * (64 * 64 + 64) / 2 / seconds_a_layer)
-    trace = p101.launch(LESSON["ahead_or_not"], world_size=2, backend="sim", network=links).trace
-    (*_, step) = (s for s in trace.spans(name) if s.rank == 0)
-    waits = [
-        s
-        for s in trace.spans("wait for weights")
-        if s.rank == 0 and step.start <= s.start < step.end and s.end - s.start > 0.1
-    ]
-    turn = min(s.start for s in trace.spans("backward") if s.rank == 0 and s.start >= step.start)
-    return step.end - step.start, [s.start < turn for s in waits]
-
-
-def test_exercise_2_slower_links():
-    fast, waits = step_of("prefetched", 0.8)
-    assert fast < 18 + 4 * 0.8 and waits == [True, False]  # the first layer of each direction
-    slow, waits = step_of("prefetched", 1.6)
-    assert slow >= 3 * 6 * 1.6 * 0.9 and waits.count(True) > 1 and waits.count(False) > 1
-
-
 @pytest.mark.parametrize(("stage", "passages"), [(1, 2), (2, 5), (3, 12)])
-def test_exercise_4_accumulation(stage, passages):
+def test_exercise_3_accumulation(stage, passages):
     def accumulate():
         model, x = MLP([32] * 5), torch.randn(2, 8, 32).unbind()
         trainer = p101.ShardedTrainer(

@@ -265,7 +265,7 @@ def test_ddp_runs_on_a_recorded_group():
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_whole_script_with_its_own_init_process_group_runs_unchanged(backend):
-    """As in the lecture: main(rank, world_size) initialises its process group, uses it, and
+    """As in the lecture: main(rank, world_size) initializes its process group, uses it, and
     destroys it.
     """
 

@@ -77,7 +77,7 @@ def ddp(**options: Any) -> list[Tensor]:
 
 
 def ddp_accumulates() -> list[Tensor]:
-    """As nanoGPT does it: only the last of the microbatches synchronises."""
+    """As nanoGPT does it: only the last of the microbatches synchronizes."""
     net = mlp()
     model = DDP(net)
     for micro in range(3):

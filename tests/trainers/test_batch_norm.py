@@ -228,7 +228,7 @@ def refusals():
 
     found = {
         "microbatches": said(lambda: many(Net(), accumulate=2)),
-        "synchronised": said(lambda: many(Net(), accumulate=2, sync_batch_norm=True)),
+        "synchronized": said(lambda: many(Net(), accumulate=2, sync_batch_norm=True)),
         "pipeline": said(lambda: stages(4)),
     }
     if group_of().size > 1:
@@ -245,7 +245,7 @@ def test_what_a_norm_would_not_see_is_refused():
     assert first == second
     words = r"'image\.1' is a BatchNorm2d, .* runs it on 2 microbatches.*accumulate=1"
     assert re.search(words, alone["microbatches"])
-    assert alone["microbatches"] == alone["synchronised"] == first["microbatches"]
+    assert alone["microbatches"] == alone["synchronized"] == first["microbatches"]
     assert "'1' is a BatchNorm2d" in alone["pipeline"]
     assert "4 microbatches" in first["pipeline"]
     words = r"each rank has only its share.*sync_batch_norm=True.*get_submodule\('image\.1'\)\.eval"

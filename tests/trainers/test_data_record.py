@@ -182,8 +182,8 @@ def test_time_is_saved_by_sending_while_computing():
     times = {}
     for overlap in (True, False):
         trace = p101.launch(deep, overlap, world_size=2, backend="sim", network=network).trace
-        backward, synchronise = trace.spans("backward")[0], trace.spans("synchronise")[0]
-        times[overlap] = (backward.end - backward.start, synchronise.end - synchronise.start)
+        backward, synchronize = trace.spans("backward")[0], trace.spans("synchronize")[0]
+        times[overlap] = (backward.end - backward.start, synchronize.end - synchronize.start)
     assert times[False] == pytest.approx((60.0, 6 * 4.0))
     assert times[True] == pytest.approx((60.0, 2.0 + 4.0))
 

@@ -177,7 +177,7 @@ def test_on_real_ranks_and_by_the_rules_of_nccl(where):
 
 def test_with_data_parallel():
     """Weight gradients that are computed while the all-reduce over tp is in flight are
-    synchronised over dp, each once.
+    synchronized over dp, each once.
     """
     several = [
         case(name, trainer=on_mesh("dp 2, tp 2"), **options)

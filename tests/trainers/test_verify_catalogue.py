@@ -589,7 +589,7 @@ def own_batch_norm() -> nn.Module:
     return chain(p101.layers.BatchNorm(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), 6))
 
 
-def normalise(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     return (x - x.mean(0)) / (x.var(0, correction=0) + 1).sqrt()
 
 
@@ -602,7 +602,7 @@ def spectral() -> nn.Module:
 MIXES = "Something in the model mixes samples"
 STATISTICS = {
     "parallel101's BatchNorm": Program("BatchNorm", DP, own_batch_norm),
-    "statistics of one's own": Program(MIXES, (*PARTS, "pp"), lambda: chain(Function(normalise))),
+    "statistics of one's own": Program(MIXES, (*PARTS, "pp"), lambda: chain(Function(normalize))),
     "a mean of one's own": Program(
         MIXES, (*PARTS, "pp"), lambda: chain(Function(lambda x: x - x.mean(0)))
     ),

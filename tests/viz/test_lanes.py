@@ -55,7 +55,7 @@ def step(overlap):
         span(0, "step", 0.0, 7.0),
         span(0, "backward", 0.0, 4.0, 1),
         message("send", 0, 1, start, start + 2.0),
-        span(0, "synchronise", 4.0, 6.0, 2, waiting=True),
+        span(0, "synchronize", 4.0, 6.0, 2, waiting=True),
         span(0, "optimizer", 6.0, 7.0, 3),
         span(1, "step", 0.0, 7.0),
         message("recv", 1, 0, start, start + 2.0),
@@ -131,7 +131,7 @@ def test_positions_of_bars():
     assert float(backward.get("width")) == pytest.approx(4 * scale, abs=1)
     assert float(sent.get("x")) == pytest.approx(LEFT + 3 * scale, abs=0.1)
     assert float(received.get("y")) > float(sent.get("y")) > float(backward.get("y"))
-    assert [wait.get("class") for wait in titled(scene, "synchronise")] == ["idle"]
+    assert [wait.get("class") for wait in titled(scene, "synchronize")] == ["idle"]
 
 
 def test_panels_share_one_scale_and_take_the_last_span_of_their_name():

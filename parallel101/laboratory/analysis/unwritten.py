@@ -5,7 +5,7 @@
     torch.cat(buffers) returns marks      ──▶  where each buffer is in the result, and so which
                                                chunk it was meant for
 
-What a mark is, and how it is recognised, is in provenance.py. Memory that is made in another way
+What a mark is, and how it is recognized, is in provenance.py. Memory that is made in another way
 (resize_, C++) is filled by torch itself, with NaN or the largest integer.
 """
 

@@ -201,7 +201,7 @@ def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
     return bool(found) and all(is_so(trial, gradients) for trial, _, gradients in found)
 
 
-def unsynchronised(trials: Sequence[Trial]) -> bool:
+def unsynchronized(trials: Sequence[Trial]) -> bool:
     """Every rank begins with the weights that it was given."""
     found = [(trial, rank) for trial, rank, _ in first_steps(trials)]
     return bool(found) and all(
@@ -271,7 +271,7 @@ NO_FIRST_SYNCHRONISATION = Misconception(
         "Every rank starts from its own weights. Equal gradients then change unequal weights, so "
         "the replicas never become equal."
     ),
-    unsynchronised,
+    unsynchronized,
 )
 OTHER_START = Misconception(
     "begins with another rank's weights",

@@ -494,7 +494,7 @@ class PlayedAccumulation:
 
 
 class PlayedSync:
-    """Stands before the synchronisation of gradients, in an Accumulation."""
+    """Stands before the synchronization of gradients, in an Accumulation."""
 
     def __init__(self, played: PlayedAccumulation, sync: GradientSync):
         self.played, self.sync = played, sync

@@ -46,7 +46,7 @@ class SimulatedStep:
     Attributes:
         seconds: from the end of the step before, on the slowest rank, to its own end.
         peak_bytes: on a rank of each stage of the pipeline.
-        mfu, hfu: model and hardware FLOPs utilisation, see cost/step_time.py.
+        mfu, hfu: model and hardware FLOPs utilization, see cost/step_time.py.
         run: the run, with its record.
         wall_seconds: that the simulation took.
     """

@@ -146,7 +146,7 @@ def launch(
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
 
-    torch.distributed is initialised on each rank.
+    torch.distributed is initialized on each rank.
 
     Args:
         fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank

@@ -5,7 +5,7 @@
                                                          PARALLEL101_START=spawn)
 
 The fork server has only imported torch. Such a process can be forked safely: no operation has run,
-so no OpenMP or autograd threads would be lost, and CUDA is not initialised. (multiprocessing's own
+so no OpenMP or autograd threads would be lost, and CUDA is not initialized. (multiprocessing's own
 fork server would import the caller's script again in every rank, and it can't capture output.) No
 process outlives the launching one: the fork server exits when its socket closes, and kills its
 ranks. Its side is in forkserver.py.

@@ -122,7 +122,7 @@ def join_job(
         )
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is already initialised, and launch() initialises it itself. Call "
+            "torch.distributed is already initialized, and launch() initializes it itself. Call "
             "launch() first, or use your own process group without launch()"
         )
     global _launches

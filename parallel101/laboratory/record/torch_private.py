@@ -133,7 +133,7 @@ def leave_out_of_flight_recorder(backend: str) -> None:
 def fill_new_tensors() -> None:
     """Make torch.empty return NaN, or the largest integer, from now on.
 
-    So memory which was never written can be recognised. Relies on `_set_deterministic_algorithms`.
+    So memory which was never written can be recognized. Relies on `_set_deterministic_algorithms`.
     (The public function imports torch's compiler as well, which takes 2 seconds.)
     """
     # an operation without a deterministic version only warns

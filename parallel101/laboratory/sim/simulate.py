@@ -99,7 +99,7 @@ def simulate(
     keep_waiting: bool = False,
     on_start: Callable[[SharedState], None] = lambda _: None,
 ) -> SimResult:
-    """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised.
+    """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialized.
 
     Args:
         rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors.

@@ -1,4 +1,4 @@
-"""A rank with several pipeline stages has a gradient synchronisation for each, and one for the
+"""A rank with several pipeline stages has a gradient synchronization for each, and one for the
 weights that several of its stages share. Together they are steered as one.
 """
 
@@ -12,10 +12,10 @@ from parallel101.trainers.schedules.actions import Action
 
 
 class StageSyncs(Together):
-    """The synchronisations of this rank's stages.
+    """The synchronizations of this rank's stages.
 
     Args:
-        syncs: (stages, the synchronisation of the parameters that are on just these).
+        syncs: (stages, the synchronization of the parameters that are on just these).
         actions: of this rank in a step.
     """
 

@@ -80,7 +80,7 @@ class Holdings:
 
     Attributes: title: which trainer, on how many ranks. ranks: their ranks in the world. bytes:
         kind → bytes by position, such as {"weights": [4096, 4096], …}. notes: what else is worth
-        telling, a line each: how modules are cut, parameters placed and gradients synchronised.
+        telling, a line each: how modules are cut, parameters placed and gradients synchronized.
         parts: kind → by position, which parts of the whole model these bytes belong to; see
         `parts_held`.
     """

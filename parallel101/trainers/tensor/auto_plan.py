@@ -5,7 +5,7 @@ attention by heads          by the names in ATTENTION: column(heads=…) and row
 feed-forward                by the names in FEED_FORWARD: column and row
 head, and its embedding     vocabulary, if the loss is vocabulary_cross_entropy
 
-What it does not recognise stays replicated. Names are a guess at what the code between the layers
+What it does not recognize stays replicated. Names are a guess at what the code between the layers
 does; a plan says it.
 
 GPT-2's attention, as in nanoGPT, takes the width of a head from its input: `k.view(B, T,
