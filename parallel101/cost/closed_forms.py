@@ -244,6 +244,23 @@ def closed_form(
     return cost._replace(steps=form[0], path=form[1])
 
 
+def ring_cost(operation: str, p: int, nbytes: float) -> Cost:
+    """Return the cost of a collective by rings, of p ranks and any number of bytes.
+
+    NCCL's, torch's own on the simulator, and the planner's: of all-gather, reduce-scatter and
+    all-reduce "ring"; of gather, scatter and all-to-all as many steps and bytes as an all-gather;
+    of broadcast and reduce a chain in very small pieces; of a barrier the all-reduce of nothing.
+    """
+    if p == 1:
+        return Cost(0, 0, 0)
+    steps, block = p - 1, nbytes / p
+    if operation in ("broadcast", "reduce"):
+        return Cost(steps, nbytes, nbytes)  # type: ignore[arg-type]
+    if operation in ("all_reduce", "barrier"):
+        return FORMS["all_reduce"]["ring"](p, nbytes, block if operation != "barrier" else 0)
+    return FORMS["all_gather"]["ring"](p, nbytes, block)
+
+
 def lg_up(p: int) -> int:
     """Return ⌈lg p⌉."""
     return (p - 1).bit_length()

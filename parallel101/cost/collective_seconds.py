@@ -22,6 +22,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel101.cost.closed_forms import ring_cost
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.kernels import memory_seconds
 
@@ -58,7 +59,7 @@ def all_gather_seconds(
         return 0.0
     links = axis_links(cluster, ranks, stride)
     if algorithm == "ring" or links.inside in (1, ranks):
-        return nbytes * (ranks - 1) / ranks / links.bandwidth + links.latency
+        return ring_cost("all_gather", ranks, nbytes).path / links.bandwidth + links.latency
     has, outside = cluster.kernels, ranks - links.inside
     return max(  # the card and NVLink send at the same time
         outside * (nbytes / ranks / cluster.card_bandwidth + has.network_step),
@@ -86,7 +87,8 @@ def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int 
         return 0.0
     links, has = axis_links(cluster, ranks, stride), cluster.kernels
     if links.inside == ranks:
-        return nbytes * (ranks - 1) / ranks / cluster.inside_bandwidth + has.nvlink_step
+        path = ring_cost("all_to_all", ranks, nbytes).path
+        return path / cluster.inside_bandwidth + has.nvlink_step
     out = nbytes * (ranks - links.inside) / ranks / cluster.card_bandwidth
     return out + has.network_step
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.parallel_layout import KNOWN, ParallelLayout
 
 
 class LayerTensor(NamedTuple):
@@ -58,7 +58,7 @@ TERMS = (
     LayerTensor("input of the MLP's second layer", 8, inside=True),
     LayerTensor("dropout mask after the MLP", 1, dropout=True),
 )
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = KNOWN["recompute"]
 
 
 class LayerShape(NamedTuple):
@@ -212,6 +212,11 @@ def layer_kept(
 def itemsize(layout: ParallelLayout) -> int:
     """Bytes of a weight in the forward, and of a number in most activations."""
     return 4 if layout.precision == "fp32" else 2
+
+
+def gradient_itemsize(layout: ParallelLayout) -> int:
+    """Bytes of a gradient where gradients are added up and sent."""
+    return 4 if layout.gradient_dtype == "fp32" else itemsize(layout)
 
 
 def check(of: LayerShape) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 # how many running averages of the gradients an optimizer keeps, each as large as the weights
 AVERAGES = {"adamw": 2, "momentum": 1, "sgd": 0}
-KNOWN = {
+KNOWN: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(AVERAGES),
     "zero_stage": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
@@ -31,7 +32,8 @@ class ParallelLayout:
             `schedule`.
         optimizer: torch's fused AdamW, or SGD with or without momentum. The planner plans AdamW.
         zero_stage, recompute, sequence_parallel, precision, gradient_dtype, overlap, context: as
-            HybridTrainer's. gradient_dtype is "fp32" or None here.
+            HybridTrainer's. gradient_dtype is "fp32" or None here. "selective" recomputes the core
+            of attention (Korthikanti et al.); torchtitan's means every second product.
     """
 
     dp: int = 1

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel101.cost.layer_activations import CORE, itemsize, layer_kept
+from parallel101.cost.layer_activations import CORE, gradient_itemsize, itemsize, layer_kept
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
@@ -107,7 +107,7 @@ class _RankMemory:
         self.first, self.last = position == 0, position == layout.pp - 1
         self.position = position
         self.e = itemsize(layout)
-        self.g = 4 if layout.gradient_dtype == "fp32" else self.e
+        self.g = gradient_itemsize(layout)
         self.mixed = layout.precision.endswith("mixed")
         self.n = layout.microbatch * shape.time // layout.cp
         self.outside = self.n / layout.tp if layout.sequence_parallel else float(self.n)

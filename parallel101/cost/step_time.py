@@ -23,6 +23,7 @@ from parallel101.cost.collective_seconds import (
     all_reduce_seconds,
     send_seconds,
 )
+from parallel101.cost.layer_activations import gradient_itemsize, itemsize
 from parallel101.cost.layer_kernels import LayerCut
 from parallel101.cost.layer_seconds import (
     Pass,
@@ -37,11 +38,9 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (
-    ITEMSIZE,
     GradientSeconds,
     Stage,
     accumulation_seconds,
-    gradient_itemsize,
     gradient_seconds,
     optimizer_seconds,
 )
@@ -224,7 +223,7 @@ def cut_of(layout: ParallelLayout) -> LayerCut:
         layout.microbatch,
         layout.sequence_parallel and layout.tp > 1,
         layout.recompute,
-        ITEMSIZE[layout.precision],
+        itemsize(layout),
         layout.context,
         layout.overlap,
     )
@@ -289,12 +288,13 @@ def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
     """Seconds in which a rank waits while the others compute one microbatch each.
 
     Interleaved stages are 1/chunks as long. Zero-bubble schedules compute weight gradients instead
-    of waiting: zb-h1 waits (P − 1)(F + B − W), zb-h2 (P − 1)(F + B − 2W), if W is half of backward
-    (Qi et al., arXiv 2401.10241, Table 2).
+    of waiting: zb-h1 waits (P − 1)(F + B − W), which is (P − 1) F if W is half of what backward
+    takes (Qi et al., arXiv 2401.10241, Table 2). zb-h2's (P − 1)(F + B − 2W) counts from each
+    rank's own first start. In steps that start together it takes as long as zb-h1.
     """
     forward, backward = one.forward.total, one.backward.total
-    saved = {"zb-h1": backward, "zb-h2": 1.5 * backward}.get(layout.schedule, 0.0)
-    return others / layout.chunks * max(0.0, 1 - saved / (forward + backward))
+    saved = backward if layout.schedule.startswith("zb") else 0.0
+    return others / layout.chunks * (1 - saved / (forward + backward))
 
 
 def pipeline_seconds(
@@ -316,8 +316,8 @@ def pipeline_seconds(
     """
     if layout.pp == 1:
         return 0.0
-    itemsize, stride, P = ITEMSIZE[layout.precision], layout.strides["pp"], layout.pp
-    size = layout.microbatch * shape.time / layout.cp * shape.width * itemsize
+    stride, P = layout.strides["pp"], layout.pp
+    size = layout.microbatch * shape.time / layout.cp * shape.width * itemsize(layout)
     cut = layout.tp if layout.sequence_parallel or software.scatter_gather else 1
     once = send_seconds(cluster, size / cut, stride, ranks=P)
     if software.scatter_gather and not layout.sequence_parallel:

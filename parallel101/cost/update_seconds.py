@@ -14,13 +14,12 @@ from typing import NamedTuple
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
+from parallel101.cost.layer_activations import gradient_itemsize, itemsize
 from parallel101.cost.layer_arrays import Gradients, buckets, count_arrays
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import Software
-
-ITEMSIZE = {"fp32": 4, "bf16": 2, "bf16-mixed": 2, "fp16-mixed": 2}
 
 
 @lru_cache(maxsize=1 << 14)
@@ -47,10 +46,6 @@ def rank_parameters(
     return found
 
 
-def gradient_itemsize(layout: ParallelLayout) -> int:
-    return 4 if layout.gradient_dtype == "fp32" else ITEMSIZE[layout.precision]
-
-
 class Stage(NamedTuple):
     """What of a model is on the rank: so many layers, and maybe the embedding and the head."""
 
@@ -75,7 +70,7 @@ def accumulation_seconds(
     if software.accumulation == "fused":
         return 0.0, 0.0
     parameters, launch = stage.parameters(layout), cluster.kernels.launch
-    size, weight = gradient_itemsize(layout), ITEMSIZE[layout.precision]
+    size, weight = gradient_itemsize(layout), itemsize(layout)
     added = memory_seconds(cluster.chip, parameters * (weight + 2 * size))
     if software.accumulation == "each":
         return layout.microbatches * added, 0.0
@@ -116,7 +111,7 @@ def buckets_of(layout: ParallelLayout, stage: Stage) -> tuple[Gradients, ...]:
         layout.tp,
         layout.ep,
         *stage[1:],
-        itemsize=ITEMSIZE[layout.precision],
+        itemsize=itemsize(layout),
         apart=sent_apart(layout),
         at_least=4 if layout.zero_stage else 2,
         recompute=layout.recompute,
@@ -137,9 +132,9 @@ def bucket_seconds(
     """
     ranks, found = layout.dp * layout.ep * layout.cp, buckets_of(layout, stage)
     per_work = backward / max(1.0, sum([work for _, _, work in found]))
-    itemsize, how = gradient_itemsize(layout), software.collectives
+    nbytes, how = gradient_itemsize(layout), software.collectives
     took = {
-        size: all_gather_seconds(cluster, size * itemsize, ranks, layout.tp, algorithm=how)
+        size: all_gather_seconds(cluster, size * nbytes, ranks, layout.tp, algorithm=how)
         for size in {size for size, _, _ in found}
     }
     now = free = summed = waited = second_half = 0.0
@@ -176,9 +171,9 @@ def gradient_seconds(
         return GradientSeconds()
     parameters, count = stage.parameters(layout), messages_of(layout, software, stage)
 
-    def seconds(itemsize: int, part: float = 1.0, messages: int = count) -> float:
+    def seconds(size: int, part: float = 1.0, messages: int = count) -> float:
         """Of a reduce-scatter, or of an all-gather, of a part of the parameters."""
-        nbytes = part * parameters * itemsize / max(1, messages)
+        nbytes = part * parameters * size / max(1, messages)
         how = software.collectives
         return messages * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=how)
 
@@ -192,7 +187,7 @@ def gradient_seconds(
         rest = (parts - 1) / parts
         return messages / parts + beside(rest * messages, rest * kernels, software)
 
-    weight, gradient = ITEMSIZE[layout.precision], gradient_itemsize(layout)
+    weight, gradient = itemsize(layout), gradient_itemsize(layout)
     ends = stage.first + stage.last
     if layout.zero_stage < 3:
         gather = seconds(weight) if layout.zero_stage else 0.0

@@ -19,6 +19,8 @@ CASES = {
     "one GPU": (GPT, ParallelLayout(microbatch=2, microbatches=2)),
     "recomputed": (GPT, ParallelLayout(microbatch=2, microbatches=2, recompute="full")),
     "stages": (GPT, ParallelLayout(pp=4, microbatches=8)),
+    "zb-h1": (GPT, ParallelLayout(pp=4, microbatches=8, schedule="zb-h1")),
+    "zb-h2": (GPT, ParallelLayout(pp=4, microbatches=4, schedule="zb-h2")),
     "interleaved": (GPT, ParallelLayout(pp=2, chunks=2, microbatches=8)),
     "tp": (GPT, ParallelLayout(tp=8, microbatches=2)),
     "tp, sequence parallel": (LLAMA, ParallelLayout(tp=8, microbatches=2, sequence_parallel=True)),

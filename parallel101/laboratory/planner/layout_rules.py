@@ -17,22 +17,17 @@ from itertools import product
 from typing import Any
 
 from parallel101.cost.cluster import Cluster
-from parallel101.cost.layer_activations import RECOMPUTE
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.parallel_layout import KNOWN, ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 KEYS = tuple(field.name for field in fields(ParallelLayout))
 CHOICES: dict[str, tuple[Any, ...]] = {
+    **KNOWN,
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
-    "zero_stage": (0, 1, 2, 3),
-    "recompute": RECOMPUTE,
     "sequence_parallel": (False, True),
-    "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed"),
-    "gradient_dtype": (None, "fp32"),
     "overlap": (False, True),
-    "context": ("zigzag", "contiguous", "ulysses"),
     "optimizer": ("adamw",),  # which the trainer is called with
 }
 # fixed, or as the layout has them by default
@@ -159,7 +154,7 @@ def layouts_of(
     zero = CHOICES["zero_stage"] if data > 1 else (0,)
     in_time = (False, True) if mesh.tp > 1 else (False,)
     # fused attention keeps no matrix that "selective" would compute again
-    recompute = RECOMPUTE if shape.attention == "unfused" else ("none", "full")
+    recompute = KNOWN["recompute"] if shape.attention == "unfused" else ("none", "full")
     others = {key: fixed[key] for key in OTHERS if key in fixed}
     for microbatch, of_rank in product(
         fixed_or(fixed, "microbatch", microbatches_tried(share, fixed)),

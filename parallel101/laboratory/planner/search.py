@@ -20,11 +20,11 @@ from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import TRAINERS, Software
-from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.step_memory import StageMemory, step_memory
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.laboratory.planner.layout_rules import (
     Refusals,
+    can_be_staged,
     divisors,
     layouts_of,
     meshes_of,
@@ -209,7 +209,7 @@ def meshes_by_size(
     stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
     axes: dict[str, Any] = {
         "tp": [n for n in divisors(shape.kv) if n <= per_node],
-        "pp": [n for n in stages if can_have(shape.layers, n)],
+        "pp": [n for n in stages if can_be_staged(shape.layers, n)],
         "cp": [1, *(n for n in divisors(shape.time // 2) if 1 < n <= 32)],
         "ep": divisors(shape.experts) if shape.experts else [1],
         "dp": divisors(batch),
@@ -218,13 +218,6 @@ def meshes_by_size(
     every: Iterator[dict[str, Any]] = (dict(zip(axes, n)) for n in product(*axes.values()))
     meshes = [ParallelLayout(**sizes) for sizes in every]
     yield from sorted(((m.gpus, m) for m in meshes), key=lambda pair: pair[0])
-
-
-def can_have(layers: int, stages: int) -> bool:
-    try:
-        return bool(stage_layers(layers, stages))
-    except ValueError:
-        return False
 
 
 # ── in words ──

@@ -11,10 +11,11 @@ group's order:
     broadcast, reduce        (p−1)α + V·β              (a chain, pipelined in very small pieces)
     barrier                  2(p−1)α                   (an all_reduce of zero bytes)
 
-This closed form ignores other traffic on the links. To see a collective contend for links, write it
-with isend and irecv, or use parallel101's own collectives, which are written that way. A hop
-between nodes has the speed of one of their rails. (NCCL runs several rings at once, and they use
-all.) How ranks wait for each other in a collective is in group.py.
+It is `ring_cost` of cost/closed_forms.py, and ignores other traffic on the links. To see a
+collective contend for links, write it with isend and irecv, or use parallel101's own collectives,
+which are written that way. A hop between nodes has the speed of one of their rails. (NCCL runs
+several rings at once, and they use all.) How ranks wait for each other in a collective is in
+group.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallel101.cost.closed_forms import ring_cost
 from parallel101.laboratory.record.signatures import COLLECTIVES, flat, layout
 from parallel101.laboratory.sim.network import Router
 
@@ -275,10 +277,5 @@ def duration(kind: str, ranks: Sequence[int], nbytes: int, route: Router) -> flo
     if p == 1:
         return 0.0
     hops = [route(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
-    latency = (p - 1) * max(hop.latency for hop in hops)
-    all_bytes = nbytes / min(hop.bandwidth for hop in hops)
-    if kind == "all_reduce":
-        return 2 * latency + 2 * (p - 1) / p * all_bytes
-    if kind == "barrier":
-        return 2 * latency
-    return latency + (all_bytes if kind in ("broadcast", "reduce") else (p - 1) / p * all_bytes)
+    latency, bandwidth = max(hop.latency for hop in hops), min(hop.bandwidth for hop in hops)
+    return ring_cost(kind, p, nbytes).seconds(latency, bandwidth)
