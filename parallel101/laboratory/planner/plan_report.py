@@ -176,8 +176,8 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
         [head[k] for k in kept],
         [[row[k] for k in kept] for row in rows],
         numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
-        note="first, last: the memory that a GPU of the first and of the last stage needs. range: "
-        f"{plan.cluster.kernels.runs_words}.{ring_note(plan)}",
+        note="first, last: the memory that a GPU of the first and of the last stage needs.\n"
+        f"  range: {plan.cluster.kernels.runs_words}.{ring_note(plan)}",
     )
 
 
@@ -186,7 +186,7 @@ def ring_note(plan: RankedLayouts) -> str:
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
             return (
-                f" cp: with a fused ring attention. HybridTrainer's own isn't fused, and layout "
+                f"\n  cp: with a fused ring attention. HybridTrainer's own isn't fused, and layout "
                 f"{number} takes {human_seconds(of.own_seconds)} with it (see --ring)."
             )
     return ""

@@ -19,7 +19,7 @@ const memoryChanges = (() => {
     const e = itemsize(layout), g = layout.gradient_dtype === "fp32" ? 4 : e;
     const computing = hardwareFlops(shape, batchOf(layout), layout.recompute) / gpus(layout)
       / gpu.flops;
-    const waits = { "zb-h1": 1 / 3, "zb-h2": 0 }[layout.schedule] ?? 1;
+    const waits = layout.schedule.startsWith("zb") ? 1 / 3 : 1;
     const bubble = ((computing / many) * (pp - 1) * waits) / chunks;
 
     const tokens = (microbatch * shape.time) / cp, h = shape.width;

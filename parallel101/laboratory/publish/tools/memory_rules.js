@@ -303,8 +303,9 @@ const memoryRules = (() => {
         : 2 * g * (zero === 2 ? bucket : first ? ofEmbedding : ofLayer);
     let atOnce = waiting + earlier;
     if (warmUp === microbatches) {  // the first backward has all of them, the second one fewer
-      atOnce = Math.max(waiting, waiting * (1 - 1 / microbatches) + earlier);
-      if (atOnce === waiting) earlier = 0;
+      const fewer = waiting * (1 - 1 / microbatches) + earlier;
+      atOnce = Math.max(waiting, fewer);
+      if (waiting > fewer) earlier = 0;
     }
     const moments = { backward: atOnce + backward, gradients: travelling, optimizer: update };
     if (last) moments.loss = atOnce + loss;
