@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "sim": {"record"},
     "sim.virtual_gpu": {"record", "cost"},
     "sim.operation_costs": {"cost"},
+    "sim.torch_collectives": {"cost.closed_forms", "record"},  # a ring's steps and bytes
     "ranks": {"sim", "record"},
     "ranks.launch": {"cost.hardware", "cost.cluster", "sim", "record"},  # the names of GPUs
     "analysis": {"record"},
