@@ -5,7 +5,6 @@ The ideas, each in one file that is read from top to bottom, and that the traine
     data_parallel.py        naive, bucketed, overlapped: gradients are summed over the ranks
     zero_1_2_3.py           ZeRO-1, ZeRO-2, ZeRO-3: each rank keeps 1/n
     tensor_parallel.py      column and row layers, heads, the vocabulary: both directions
-    context_parallel.py     ring attention: each rank has a part of the time
     expert_parallel.py      each has some of the experts; rows travel to them and back
     pipeline_parallel.py    one loop over actions, which runs 1F1B and every other schedule
     context_parallel.py     ring attention: each rank has a part of the time; context/ has Ulysses
@@ -15,8 +14,7 @@ The ideas, each in one file that is read from top to bottom, and that the traine
 Behind them:
 
     hybrid.py, one_axis.py  the public trainers: HybridTrainer, and it on one axis
-    prepare.py, layout.py   from the whole model to a rank's part; where every parameter is
-    accumulation.py         microbatches without a pipeline
+    local_model.py, layout.py    from the whole model to a rank's part; where every parameter is
     gradient_sync.py, make_sync.py, zero/    what gradients need; odd models
     context/                whose positions are where, a batch cut along time, Ulysses
     experts_plan.py         which modules hold experts

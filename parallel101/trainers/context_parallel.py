@@ -21,20 +21,20 @@ Sources: Liu et al., "Ring Attention" (arXiv 2310.01889). Brandon et al., "Strip
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from parallel101.collectives.comm import Comm
+from parallel101.collectives.comm import Comm, Work, wait_all
 from parallel101.mesh import GroupLike
+from parallel101.spans import wait_span
 from parallel101.trainers.context.attention_arguments import checked
 from parallel101.trainers.context.attention_blocks import attend, attend_backward, by_kv_head
 from parallel101.trainers.context.attention_call import AttentionCall, begin_ring, computing
 from parallel101.trainers.context.attention_call import without_autocast as exact
-from parallel101.trainers.context.passing import Passing
 
 
 def ring_attention(
@@ -146,3 +146,16 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     old, new = ((x - finite).exp()[..., None] for x in (lse, block_lse))
     out.mul_(old).add_(new * block_out)
     lse.copy_(total)
+
+
+class Passing(NamedTuple):
+    """Messages in flight: don't change what was sent, and don't read what arrives."""
+
+    arriving: Tensor
+    works: list[Work]
+
+    def wait(self, why: str) -> Tensor:
+        """Return what has arrived. The wait is recorded under the name `why`."""
+        with wait_span(why):
+            wait_all(self.works)
+        return self.arriving

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import DATA, Axes, Entry, Layout
+from parallel101.trainers.layout import DATA, Axes, Entry, Layout, StateNames, tensors_of_state
+from parallel101.trainers.local_model import prepare
 from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
 from parallel101.trainers.precision import MasterWeights, choose_precision
-from parallel101.trainers.prepare import prepare
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import Recompute, modules_to_recompute, recompute_in_backward
 from parallel101.trainers.shares import Shares, check_frozen
+from parallel101.trainers.step import Accumulation, Trainer
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
     LossFn,
@@ -44,9 +44,7 @@ from parallel101.trainers.support.arguments import (
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
-from parallel101.trainers.support.state_names import StateNames, tensors_of_state
 from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronise_norms
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
 

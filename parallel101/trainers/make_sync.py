@@ -22,8 +22,8 @@ from parallel101.trainers.gradient_sync import (
     default_bucket_bytes,
 )
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.local_model import MakeSync
 from parallel101.trainers.precision import Precision
-from parallel101.trainers.prepare import MakeSync
 
 Algorithms = Mapping[str, str]  # operation → algorithm
 

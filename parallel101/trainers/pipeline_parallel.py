@@ -14,7 +14,8 @@ al. (arXiv 2104.04473), section 2.2; Qi et al., "Zero Bubble Pipeline Parallelis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 
 from parallel101.mesh import split_sizes
 from parallel101.spans import span
+from parallel101.trainers.gradient_sync import GradientSync, Together
 from parallel101.trainers.pipeline.stage_messages import Messages, activations, is_first_forward
-from parallel101.trainers.pipeline.stage_syncs import StageSyncs
 from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.support.batches import Batch, call, count_samples, split
 from parallel101.trainers.support.losses import Losses
@@ -145,3 +146,37 @@ class Pipeline:
             self.results[Action(stage, "SEND_B", i)] = gradient
         if weights.split:
             self.later[stage, i] = weights
+
+
+class StageSyncs(Together):
+    """The synchronisations of this rank's stages, steered as one: one for each stage, and one for
+    the weights that several of them share.
+
+    Args:
+        syncs: (stages, the synchronisation of the parameters that are on just these).
+        actions: of this rank in a step.
+    """
+
+    def __init__(
+        self, syncs: Sequence[tuple[frozenset[int], GradientSync]], actions: Sequence[Action]
+    ):
+        super().__init__([sync for _, sync in syncs])
+        self.on_stage = [(stages, sync, last_backward(stages, actions)) for stages, sync in syncs]
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Goes around what a stage computes."""
+        with ExitStack() as contexts:
+            for stages, sync, last in self.on_stage:
+                if action.stage in stages:
+                    contexts.enter_context(
+                        sync.forward()
+                        if action.kind == "F"
+                        else sync.backward(action.kind, action == last)
+                    )
+            yield
+
+
+def last_backward(stages: frozenset[int], actions: Sequence[Action]) -> Action:
+    """With it the gradients of these stages are complete."""
+    return [action for action in actions if action.kind in "BW" and action.stage in stages][-1]

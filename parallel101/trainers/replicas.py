@@ -18,7 +18,7 @@ import torch
 
 from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.step import Trainer
 
 CLOSE = 1e-3  # how much two norms may differ, relative to the larger one
 SMALL = 1e-6  # a norm below this part of the largest is rounding noise

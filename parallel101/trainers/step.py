@@ -13,32 +13,33 @@ Afterwards every weight is what one process would have made of it with the whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
-from parallel101.mesh import Group
+from parallel101.mesh import Group, split_sizes
 from parallel101.spans import span, wait_span
-from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, sum_gradients
-from parallel101.trainers.layout import Axes, Layout
+from parallel101.trainers.layout import Axes, Layout, StateNames
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.shares import Shares
-from parallel101.trainers.support.batches import Batch
+from parallel101.trainers.support.batches import Batch, call, count_samples, split
+from parallel101.trainers.support.history import History
 from parallel101.trainers.support.losses import Losses, agree_on_loss
+from parallel101.trainers.support.optimizers import ShardedOptimizer
 
 if TYPE_CHECKING:
     from parallel101.trainers.context.cut_time import ContextAxis
     from parallel101.trainers.pipeline_parallel import Pipeline
 
 
-class Step:
-    """What a rank holds of the model, and the step that trains it."""
+class Trainer:
+    """What a rank holds of the model, and the step that trains it. hybrid.py builds it."""
 
     model: nn.Module  # this rank's part
     optimizer: torch.optim.Optimizer  # of what this rank owns
@@ -61,6 +62,14 @@ class Step:
     device: torch.device
     verification: Any  # compares with one process; see verify/
     steps: int
+    # for `fit`, checkpoints and reports
+    position: int  # of this rank, in the group
+    history: History  # of `fit`
+    notes: Sequence[str]  # for `describe`
+    state: StateNames  # what the whole model's state_dict has
+    sharded_optimizer: ShardedOptimizer  # its state, whole and by name
+    reads_parts: bool  # whether the model's own state_dict may be read now
+    activations: Any = None  # an Activations, the last that were counted
 
     def step(self, inputs: Batch, targets: Batch = None) -> float:
         """Train on one batch, of which this rank gives its share, and return the loss of the whole,
@@ -127,3 +136,56 @@ class Step:
         """The norm of all gradients together, each element counted once."""
         gradients = {name: p.grad for name, p in self.owned.items() if p.grad is not None}
         return self.layout.norm(gradients)
+
+    # ── what surrounds the step ──
+
+    def need_numbers(self, method: str) -> None:
+        """Raises ValueError if the model is on the meta device, where it has none."""
+        if self.device.type == "meta":
+            raise ValueError(
+                f"{method}() needs numbers, and the model is on the meta device, which has none: "
+                "call step() there, and describe(), or launch without device="
+            )
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Name → what this rank has of it: of trained parameters what it owns, and the others
+        and buffers whole.
+        """
+        here = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        others = self.layout.entries.keys() & self.local.keys() - set(self.trained)
+        return {name: here[name] for name in here if name in others} | dict(self.owned)
+
+
+class Accumulation:
+    """All layers are on this rank. The gradients of its microbatches add up in .grad."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: GradientSync,
+        microbatches: int,
+        autocast: Callable[[], Any],
+        always: bool,
+    ):
+        self.model, self.sync, self.microbatches = model, sync, microbatches
+        self.autocast, self.always = autocast, always  # without samples, too: others send some here
+
+    def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
+        sizes = split_sizes(count_samples(inputs), self.microbatches)
+        for i, (x, y) in enumerate(zip(split(inputs, sizes), split(targets, sizes))):
+            with span("forward", microbatch=i):
+                loss = self.forward(x, y, losses)
+            with span("backward", microbatch=i), self.sync.backward(last=i + 1 == len(sizes)):
+                if loss is not None:
+                    loss.backward()
+
+    def forward(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
+        samples = count_samples(inputs)
+        with self.sync.forward(), self.autocast():  # without samples, too: other ranks have some
+            outputs = call(self.model, inputs) if samples or self.always else None
+            if samples:
+                return losses.of(outputs, targets, samples)
+            return losses.of_nothing(outputs, targets) if self.always else None
+
+    evaluate = forward

@@ -20,12 +20,18 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
 
 from parallel101.spans import span, wait_span
-from parallel101.trainers.gradient_sync import Parameters, by_size
-from parallel101.trainers.zero.buckets import BucketHooks
+from parallel101.trainers.gradient_sync import (
+    Parameters,
+    by_size,
+    completed_twice,
+    dense_gradient,
+)
 from parallel101.trainers.zero.flat import Flat, Sharing
 from parallel101.trainers.zero.layer_by_layer import Layer, LayerByLayer
 from parallel101.trainers.zero.sharded_sync import ShardedSync
@@ -53,10 +59,41 @@ class ZeRO12(ShardedSync):
             for together in by_size(parameters, bucket_bytes, sharing.apart)
         ]
         super().__init__(buckets, sharing)
-        self.hooks = BucketHooks(buckets, self.reduce_scatter, sharing.overlap)
+        self.overlap, self.listening = sharing.overlap, False
+        self.missing: dict[Flat, set[nn.Parameter]] = {}  # to be sent → its gradients to come
+        self.home = {p: (flat, name) for flat in buckets for name, p in flat.parameters.items()}
+        for p in self.home:
+            p.register_post_accumulate_grad_hook(self.ready)
 
-    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
-        return self.hooks.sending(last or (self.zero_stage == 2 and kind != "I"))
+    @contextmanager
+    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
+        complete = last or (self.zero_stage == 2 and kind != "I")
+        self.missing = {flat: set(flat.parameters.values()) for flat in self.flats}
+        self.listening = complete
+        try:
+            yield
+        finally:
+            self.listening = False
+        while complete and self.missing:  # some gradient in it never came
+            self.send_next()
+
+    def ready(self, p: nn.Parameter) -> None:
+        """autograd calls this when the gradient of p is complete."""
+        flat, name = self.home[p]
+        flat.live.watch("gradients", dense_gradient(name, p))
+        if not self.listening:
+            return
+        if self.overlap and p not in self.missing.get(flat, ()):
+            raise completed_twice(name)
+        with span("gradient ready", parameter=name):
+            self.missing[flat].discard(p)
+        while self.overlap and self.missing and not next(iter(self.missing.values())):
+            self.send_next()
+
+    def send_next(self) -> None:
+        flat = next(iter(self.missing))
+        del self.missing[flat]
+        self.reduce_scatter(flat)
 
     def publish(self) -> None:
         """After the optimizer's step: every rank sends the blocks that it has updated."""

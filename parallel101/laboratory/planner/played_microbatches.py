@@ -14,7 +14,7 @@ tape's seconds pass, which is the same. Real are, for each stage,
     a forward behind a backward   and any other pair the first time, since an action may free what
                                   the one before it has kept
 
-The hooks go around the runner of a trainer (trainers/pipeline_parallel.py, accumulation.py), which
+The hooks go around the runner of a trainer (trainers/pipeline_parallel.py, step.py), which
 does everything else itself: it posts, waits and sends as always.
 """
 
@@ -34,13 +34,12 @@ from parallel101.laboratory.sim.mirrored_exchange import Exchange
 from parallel101.laboratory.sim.mirrored_group import MirroredGroup
 from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
 from parallel101.spans import Collective, current_collective, set_current_collective, span
-from parallel101.trainers.accumulation import Accumulation
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline
 from parallel101.trainers.schedules.actions import Action
+from parallel101.trainers.step import Accumulation, Trainer
 from parallel101.trainers.support.batches import Batch, count_samples
 from parallel101.trainers.support.losses import Losses
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.weight_gradients import WeightGradients
 
 Key = tuple[int, str]  # stage and kind of an action

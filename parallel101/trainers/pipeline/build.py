@@ -10,11 +10,10 @@ from torch import nn
 
 from parallel101.collectives.comm import comm_of
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.local_model import LocalModel
 from parallel101.trainers.pipeline.split import StageCut
 from parallel101.trainers.pipeline.stage_messages import Messages
-from parallel101.trainers.pipeline.stage_syncs import StageSyncs
-from parallel101.trainers.pipeline_parallel import Pipeline
-from parallel101.trainers.prepare import LocalModel
+from parallel101.trainers.pipeline_parallel import Pipeline, StageSyncs
 from parallel101.trainers.schedules.schedule import Schedule, schedule_for
 from parallel101.trainers.schedules.with_messages import has_messages, with_messages
 from parallel101.trainers.support.arguments import check_accumulate, check_model

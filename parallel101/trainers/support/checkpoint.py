@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.history import History
-from parallel101.trainers.trainer import Trainer
 
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}

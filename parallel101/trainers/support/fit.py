@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from parallel101.mesh import split_sizes
 from parallel101.spans import span
 from parallel101.trainers.layout import SAMPLES
+from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.batches import (
     Batch,
     check_pair,
@@ -38,7 +39,6 @@ from parallel101.trainers.support.batches import (
 from parallel101.trainers.support.checkpoint import check_place, save
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.losses import Losses
-from parallel101.trainers.trainer import Trainer
 
 END = object()
 

@@ -23,7 +23,7 @@ from parallel101.trainers.layout import (
     Shard,
     Stages,
 )
-from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.step import Trainer
 
 Part = tuple[float, float]  # from, to: fractions of the whole model
 

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 from parallel101.collectives import broadcast
 from parallel101.trainers.layout import SAMPLES
+from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.batches import count_samples, join, map_tensors, tensors_of
 from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.losses import NoTargets
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.support.optimizers import tell_first
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import LossCheck

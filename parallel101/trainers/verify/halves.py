@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.arguments import LossFn, loss_and_weight
 from parallel101.trainers.support.batches import map_tensors, split, tensors_of
 from parallel101.trainers.support.losses import Losses
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import Share, WholeModel
 from parallel101.trainers.verify.snapshot import Snapshot

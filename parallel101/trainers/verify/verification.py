@@ -20,11 +20,11 @@ from torch import nn
 from parallel101.spans import unrecorded
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.replicas import compare_replicas
+from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.support.memory import readable
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.compare import Comparison
 from parallel101.trainers.verify.halves import LossCheck
 from parallel101.trainers.verify.one_process import WholeModel
