@@ -27,6 +27,8 @@ class GradientSync:
 
     Args:
         parameters: by name, those that are trained.
+        zeros: whether a gradient that no sample gave is zeros, since other ranks have other parts
+            of the parameter, such as other experts, to which a sample may have given one.
 
     Attributes:
         owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
@@ -40,8 +42,9 @@ class GradientSync:
     how = "of the whole batch on each rank that has them"
     scale = 1.0
 
-    def __init__(self, parameters: Parameters):
+    def __init__(self, parameters: Parameters, zeros: bool = False):
         self.owned: Parameters = parameters
+        self.zeros = zeros
         self.placements: Mapping[str, Pieces] = {}
 
     def begin(self) -> None:
@@ -65,7 +68,10 @@ class GradientSync:
 
         Returns the names of the parameters to which this rank's samples gave no gradient.
         """
-        return self.without_gradient()
+        unused = self.without_gradient()
+        for name in unused if self.zeros else ():
+            self.owned[name].grad = dense_gradient(name, self.owned[name])
+        return unused
 
     def without_gradient(self) -> list[str]:
         return [name for name, p in self.owned.items() if p.grad is None]
@@ -88,19 +94,6 @@ class GradientSync:
 
     def describe(self) -> str:
         return f"{len(self.owned)} gradients, {self.how}"
-
-
-class WithZeros(GradientSync):
-    """Of one rank alone, of whose parameters other ranks have other parts, such as other experts. A
-    gradient that no sample gave is zeros: perhaps one did to the other parts.
-    """
-
-    def finish(self) -> list[str]:
-        unused = self.without_gradient()
-        for name in unused:
-            p = self.owned[name]
-            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-        return unused
 
 
 class Together(GradientSync):

@@ -18,7 +18,6 @@ from parallel101.trainers.gradient_sync import (
     GradientSync,
     Parameters,
     Together,
-    WithZeros,
     default_bucket_bytes,
 )
 from parallel101.trainers.layout import Axes
@@ -110,9 +109,8 @@ def how_to_sync(
             dense = {name: p for name, p in parameters.items() if name not in experts}
             few = {name: p for name, p in parameters.items() if name in experts}
             one_group = next(iter(experts.values()))
-            syncs = [
-                make_sync(part, few, one_group, {}, apart) if one_group.size > 1 else WithZeros(few)
-            ]
+            alone = GradientSync(few, zeros=True)
+            syncs = [alone if one_group.size == 1 else make_sync(part, few, one_group, {}, apart)]
             if dense:
                 syncs.insert(0, make_sync(part, dense, group, {}, apart))
             return Together(syncs)

@@ -48,7 +48,7 @@ class Pipeline:
         parts: global stage → its layers.
         actions: of this rank in a step, in order, with sends and receives.
         messages: between this rank's stages and those of other ranks.
-        sync: sums their gradients over dp.
+        syncs: (stages, what sums the gradients of the parameters that are on just these over dp).
         stages: how many the whole model has.
         autocast: gives the context of a forward.
     """
@@ -58,11 +58,13 @@ class Pipeline:
         parts: Mapping[int, nn.Module],
         actions: Sequence[Action],
         messages: Messages,
-        sync: StageSyncs,
+        syncs: Sequence[tuple[frozenset[int], GradientSync]],
         stages: int,
         autocast: Callable[[], Any],
     ):
-        self.parts, self.actions, self.messages, self.sync = parts, actions, messages, sync
+        self.parts, self.actions, self.messages = parts, actions, messages
+        self.sync = Together([sync for _, sync in syncs])
+        self.on_stage = [(stages, sync, last_backward(stages, actions)) for stages, sync in syncs]
         self.last_stage, self.autocast = stages - 1, autocast
         self.microbatches = 1 + max(action.microbatch for action in actions)
         self.split = {action[::2] for action in actions if action.kind == "I"}
@@ -104,7 +106,7 @@ class Pipeline:
     def compute(self, action: Action) -> None:
         stage, kind, i = action[:3]
         arrived = self.receive(action) if self.sizes[i] else None
-        with span(NAMES[kind], microbatch=i, stage=stage), self.sync.around(action):
+        with span(NAMES[kind], microbatch=i, stage=stage), self.synchronising(action):
             if self.sizes[i] and kind == "F":
                 self.forward(stage, i, arrived)
             elif self.sizes[i] and kind == "W":
@@ -147,33 +149,15 @@ class Pipeline:
         if weights.split:
             self.later[stage, i] = weights
 
-
-class StageSyncs(Together):
-    """The synchronisations of this rank's stages, steered as one: one for each stage, and one for
-    the weights that several of them share.
-
-    Args:
-        syncs: (stages, the synchronisation of the parameters that are on just these).
-        actions: of this rank in a step.
-    """
-
-    def __init__(
-        self, syncs: Sequence[tuple[frozenset[int], GradientSync]], actions: Sequence[Action]
-    ):
-        super().__init__([sync for _, sync in syncs])
-        self.on_stage = [(stages, sync, last_backward(stages, actions)) for stages, sync in syncs]
-
     @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
-        """Goes around what a stage computes."""
+    def synchronising(self, action: Action) -> Iterator[None]:
+        """Goes around what a stage computes: what sums its gradients follows it."""
         with ExitStack() as contexts:
             for stages, sync, last in self.on_stage:
-                if action.stage in stages:
-                    contexts.enter_context(
-                        sync.forward()
-                        if action.kind == "F"
-                        else sync.backward(action.kind, action == last)
-                    )
+                if action.stage in stages and action.kind == "F":
+                    contexts.enter_context(sync.forward())
+                elif action.stage in stages:
+                    contexts.enter_context(sync.backward(action.kind, action == last))
             yield
 
 

@@ -13,7 +13,7 @@ from parallel101.trainers.layout import Axes
 from parallel101.trainers.local_model import LocalModel
 from parallel101.trainers.pipeline.split import StageCut
 from parallel101.trainers.pipeline.stage_messages import Messages
-from parallel101.trainers.pipeline_parallel import Pipeline, StageSyncs
+from parallel101.trainers.pipeline_parallel import Pipeline
 from parallel101.trainers.schedules.schedule import Schedule, schedule_for
 from parallel101.trainers.schedules.with_messages import has_messages, with_messages
 from parallel101.trainers.support.arguments import check_accumulate, check_model
@@ -68,5 +68,4 @@ class PipelinePlan:
         lists = with_messages(ranks, placement)
         mine = lists[axes.here["pp"]]
         messages = Messages(axes, lists, placement, has_messages(ranks), device)
-        syncs = StageSyncs(local.syncs, mine)
-        return Pipeline(local.parts, mine, messages, syncs, len(placement), autocast)
+        return Pipeline(local.parts, mine, messages, local.syncs, len(placement), autocast)

@@ -56,7 +56,10 @@ class Snapshot:
             obj = waiting.pop()
             if id(obj) not in self.met:
                 self.met[id(obj)] = obj
-                waiting.extend(self.keep(obj))
+                try:
+                    waiting.extend(self.keep(obj))
+                except Exception:  # whatever an object of some library raises if it is looked at
+                    self.lost.add(name_of(obj))
 
     def restore(self) -> None:
         """Put everything back."""
@@ -97,7 +100,7 @@ class Snapshot:
         elif type(obj).__module__.partition(".")[0] == "numpy":
             self.of_numpy(obj)
         elif isinstance(obj, types.GeneratorType | io.IOBase) or hasattr(type(obj), "__next__"):
-            self.lost.add(f"{type(obj).__module__}.{type(obj).__qualname__}")
+            self.lost.add(name_of(obj))
         elif looked_into(obj):
             yield from self.object(obj)
 
@@ -140,12 +143,12 @@ class Snapshot:
             for name, value in vars(cls).items():
                 if isinstance(value, types.MemberDescriptorType):  # of __slots__
                     if (held := getattr(obj, name, MISSING)) is not MISSING:
-                        self.undo.append(partial(setattr, obj, name, held))
+                        self.undo.append(partial(put_back_attribute, obj, name, held))
                         yield held
                 elif isinstance(value, types.FunctionType):
                     yield value
                 elif not name.startswith("__") and not hasattr(value, "__get__"):
-                    self.undo.append(partial(setattr, cls, name, value))
+                    self.undo.append(partial(put_back_attribute, cls, name, value))
                     yield value
 
     def of_numpy(self, obj: Any) -> None:
@@ -170,6 +173,15 @@ def put_back_tensor(
             t._backward_hooks = hooks
         if t.requires_grad != trained:
             t.requires_grad_(trained)
+
+
+def put_back_attribute(obj: Any, name: str, value: Any) -> None:
+    if getattr(obj, name, MISSING) is not value:
+        setattr(obj, name, value)
+
+
+def name_of(obj: Any) -> str:
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
 def fill(container: Any, before: Any, add: Callable[[Any], object]) -> None:
