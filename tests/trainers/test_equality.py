@@ -17,7 +17,7 @@ import parallel101 as p101
 from parallel101.mesh import split_sizes
 from parallel101.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.trainers.support import bucket
+from parallel101.trainers import data_parallel
 from tests.trainers.cases import (
     OPTIMIZERS,
     STEPS,
@@ -78,7 +78,7 @@ def test_a_bucket_may_be_one_gradient_or_all_of_them():
 
 def some_in_place(least):
     """Gradients of at least so many bytes are sent from the memory that they are in."""
-    bucket.LARGE = least
+    data_parallel.LARGE = least
     options = ({"bucket_bytes": size, "accumulate": many} for size in (1, 10**9) for many in (1, 2))
     tasks = itertools.product(("mlp", "sometimes", "tied gpt"), options)
     build = TRAINERS["overlapped"]
@@ -93,14 +93,14 @@ def test_large_gradients_are_summed_where_they_are(least, world_size):
 
 
 def test_each_rank_adds_up_as_much():
-    assert bucket.even_shares([4, 4, 4, 4], 4) == [
+    assert data_parallel.even_shares([4, 4, 4, 4], 4) == [
         [4, 0, 0, 0],
         [0, 4, 0, 0],
         [0, 0, 4, 0],
         [0, 0, 0, 4],
     ]
     for ranks in (1, 2, 3, 5):
-        shares = bucket.even_shares([7, 1, 0, 12], ranks)
+        shares = data_parallel.even_shares([7, 1, 0, 12], ranks)
         assert [sum(of_tensor) for of_tensor in shares] == [7, 1, 0, 12]
         assert [sum(of_rank) for of_rank in zip(*shares)] == split_sizes(20, ranks)
 
