@@ -106,7 +106,7 @@ class Pipeline:
     def compute(self, action: Action) -> None:
         stage, kind, i = action[:3]
         arrived = self.receive(action) if self.sizes[i] else None
-        with span(NAMES[kind], microbatch=i, stage=stage), self.synchronising(action):
+        with span(NAMES[kind], microbatch=i, stage=stage), self.synchronizing(action):
             if self.sizes[i] and kind == "F":
                 self.forward(stage, i, arrived)
             elif self.sizes[i] and kind == "W":
@@ -150,7 +150,7 @@ class Pipeline:
             self.later[stage, i] = weights
 
     @contextmanager
-    def synchronising(self, action: Action) -> Iterator[None]:
+    def synchronizing(self, action: Action) -> Iterator[None]:
         """Goes around what a stage computes: what sums its gradients follows it."""
         with ExitStack() as contexts:
             for stages, sync, last in self.on_stage:
