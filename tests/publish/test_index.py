@@ -77,7 +77,7 @@ def test_the_index_opens_with_a_moving_picture_and_three_routes():
     assert [h.get_text() for h in page.select(".route h3")] == [
         "One lecture 75\u00a0minutes",
         "A week 9\u00a0hours",
-        "A term 14\u00a0hours",
+        "A term 15\u00a0hours",
     ]
     lecture, week, term = page.select(".route")
     assert "00 Ranks, the short way: 30\u00a0minutes" in lecture.get_text()
