@@ -97,7 +97,7 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         sub.add_argument(
             "--page",
             metavar="FILE",
-            type=Path,
+            type=_output_file,
             help="write a web page with the timeline and the traffic",
         )
         sub.add_argument(
@@ -108,7 +108,7 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
             "last ones)",
         )
         sub.add_argument(
-            "--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev"
+            "--chrome", metavar="FILE", type=_output_file, help="write a trace for ui.perfetto.dev"
         )
 
 
@@ -122,6 +122,18 @@ def seconds_of(text: str) -> float:
             f"{text} is not a valid time limit; expected a finite number of seconds greater than 0"
         )
     return seconds
+
+
+def _output_file(text: str) -> Path:
+    """Make the folder of a file now, so that a run isn't lost when the file is written."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"can't write {text}: {error.strerror}") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; expected the name of a file")
+    return path
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -32,6 +32,8 @@ def test_wrong_arguments_get_a_message_with_what_was_expected(capsys, tmp_path):
     assert "unrecognized arguments: --fast" in usage_error(capsys, "lessons", "--fast")
     assert "nowhere is not a folder" in usage_error(capsys, "lessons", "--lessons", "nowhere")
     assert "no notebook" in usage_error(capsys, "lessons", "--lessons", str(tmp_path))
+    assert "is a folder" in usage_error(capsys, "run", "--page", str(tmp_path), "train.py")
+    assert "can't write" in usage_error(capsys, "run", "--page", "/dev/null/a.html", "train.py")
     for seconds in ("0", "-1", "nan", "inf", "soon"):
         message = (
             f"argument --timeout: {seconds} is not a valid time limit; expected a finite "

@@ -203,12 +203,12 @@ def test_under_torchrun_each_rank_writes_its_record_also_if_another_one_dies(
     )
     assert ended.returncode == 1 and "exitcode  : 7" in ended.stderr, ended.stderr
     assert os.listdir("kept") == ["rank-0.json.gz"]
-    assert cli.main(["merge", "kept", "--page", "trace.html", "--chrome", "trace.json"]) == 0
+    assert cli.main(["merge", "kept", "--page", "new/trace.html", "--chrome", "trace.json"]) == 0
     out, err = capsys.readouterr()
     assert "parallel101 merge: rank 1 wrote no file" in err
     assert "train.py --case killed: 2 ranks on gloo" in out and "all_reduce" in out
     assert "dist.recv(torch.ones(1), 1)" in out
-    page = Path("trace.html").read_text()
+    page = Path("new/trace.html").read_text()
     assert list(external_addresses(page)) == [] and "train.py --case killed" in page
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
     assert p101.Trace.load("kept/trace.json.gz").world_size == 2
