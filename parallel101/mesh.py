@@ -1,6 +1,6 @@
-"""Who takes part in a collective: a group of ranks in order, often an axis of a mesh.
+"""The group of a collective: its ranks in order, often an axis of a mesh.
 
-It also says how n things are split over p ranks: split_sizes(7, 3) = [3, 2, 2].
+This file also says how n things are split over p ranks: split_sizes(7, 3) = [3, 2, 2].
 
     world 0 1 2 3 4 5     group=[4, 0, 2]: rank 4 has position 0, rank 0 position 1, rank 2
                           position 2; ranks 1, 3 and 5 are idle
@@ -27,7 +27,7 @@ OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER
 
 
 class Group(NamedTuple):
-    """Ranks in order. A rank's place in that order is its position.
+    """The ranks of a collective, in order. A rank's place in that order is its position.
 
     Roots and peers of collectives are positions, not global ranks.
     """
@@ -37,7 +37,7 @@ class Group(NamedTuple):
     position: int | None  # of this rank; None: this rank is idle
     # of the mesh, its positions counted row by row; (size,) for a flat group
     shape: tuple[int, ...]
-    process_group: dist.ProcessGroup | None  # which carries the messages; None: the default group
+    process_group: dist.ProcessGroup | None  # carries the messages; None: the default group
     axes: tuple[str, ...] = ()  # the names of the mesh's axes, if they have names
 
     @property
@@ -107,7 +107,7 @@ def group_of(group: GroupLike = None) -> Group:
 
 
 def _axes(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the axis of the DeviceMesh that made the group."""
+    """Return the name of the mesh axis that made the group, or nothing."""
     axis = axis_described(group.group_desc)
     return () if axis is None else (axis,)
 
@@ -157,6 +157,6 @@ def split_sizes(n: int, p: int) -> list[int]:
 
 
 def split_ranges(n: int, p: int) -> list[range]:
-    """Return the same split as ranges: which of the things 0 to n − 1 each rank has."""
+    """Return each rank's range of the things 0 to n − 1, split as `split_sizes` splits them."""
     sizes = split_sizes(n, p)
     return [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes))]

@@ -1,4 +1,4 @@
-"""What a program tells the record: its spans, and which collective a message belongs to.
+"""Spans: what a rank computes or waits for, and which collective a message belongs to.
 
     with span("forward", microbatch=3): …        named compute
     with wait_span("wait for gradients"): …      a named wait: the rank computes nothing
@@ -62,7 +62,7 @@ class Recorder(Protocol):
 
 
 class _Thread(threading.local):
-    """What this thread has of its own."""
+    """This thread's own recorder, listener and current collective."""
 
     recorder: Recorder | None = None
     listener: Listener | None = None
@@ -74,9 +74,9 @@ _process: list[Recorder | None] = [None]
 
 
 def recorder() -> Recorder | None:
-    """The recorder of this thread's rank (sim) or of this process's rank (gloo, NCCL).
+    """Return the recorder of this thread's rank (sim) or this process's rank (gloo, NCCL).
 
-    None outside a recorded run.
+    Outside a recorded run it is None.
     """
     return _thread.recorder or _process[0]
 
@@ -98,8 +98,9 @@ Listener = Callable[[str | None, Mapping[str, Any]], contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside, the listener is called with the name and the labels of each span of this thread, and
-    so are those of the blocks around this one.
+    """Call the listener with the name and the labels of each of this thread's spans inside.
+
+    The listeners of enclosing blocks are called, too.
     """
     before = _thread.listener
     _thread.listener = listener if before is None else partial(_each, before, listener)
@@ -110,17 +111,18 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def current_collective() -> Collective | None:
-    """The collective of parallel101 whose message this thread is posting.
+    """Return the collective of parallel101 whose message this thread is posting.
 
-    None: the program posts a message of its own.
+    None means that the program posts a message of its own.
     """
     return _thread.collective
 
 
 def axis_described(description: str) -> str | None:
-    """The mesh axis whose process group has this description.
+    """Return the name of the mesh axis whose process group has this description.
 
-    "mesh_tp" is of the axis "tp", and "mesh_dim_0" of an axis without a name.
+    For "mesh_tp" that is "tp". For "mesh_dim_0", whose axis has no name, and for other groups it is
+    None.
     """
     made_by, _, name = description.partition("_")
     return (
@@ -131,16 +133,15 @@ def axis_described(description: str) -> str | None:
 
 
 def set_current_collective(collective: Collective | None) -> None:
-    """Say which collective the messages belong to that this thread posts from now on."""
+    """Set the collective to which the messages belong that this thread posts from now on."""
     _thread.collective = collective
 
 
 def span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]:
     """Record what happens inside under `name`, with labels such as `microbatch=3`.
 
-    `plain` turns their values into JSON at once.
-
-    A label may have any name, even `name`: the span's own name comes first, without a keyword.
+    `plain` turns the labels' values into JSON at once. A label may have any name, even
+    `name`: the span's own name comes first, without a keyword.
 
     Example:
         >>> def program():
@@ -154,7 +155,7 @@ def span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]
 
 
 def wait_span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]:
-    """The same for a time in which the rank waits for other ranks.
+    """Record a `span` in which the rank waits for other ranks.
 
     Pictures and sums do not count it as compute.
     """
@@ -178,12 +179,11 @@ def _span(name: str, labels: dict[str, Any], waiting: bool) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """A label in the types that JSON has.
+    """Return a label's value in the types that JSON has.
 
-    Numbers, strings, None, and lists and dicts of them stay as they are.
-
-    A tuple becomes a list, and a tensor or NumPy array of 0 dims its number. NaN, infinity and
-    everything else become text.
+    Numbers, strings, None, and lists and dicts of them stay as they are. A tuple becomes a list,
+    and a tensor or NumPy array of 0 dims becomes its number. NaN, infinity and everything else
+    become text.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -223,10 +223,10 @@ def compute(seconds: float) -> None:
 def unrecorded() -> contextlib.AbstractContextManager[None]:
     """Leave what happens inside out of the run.
 
-    That is messages, collectives, spans, compute(), and on sim the time that they take. All ranks
-    of a group enter and leave it together: make a collective of the group the first and the last
-    thing inside. Wait inside for what was begun inside, and before it for what was begun before.
-    Make process groups outside.
+    This covers messages, collectives, spans, compute(), and on sim the time that they take. All
+    ranks of a group enter and leave it together: make a collective of the group the first and the
+    last thing inside. Wait inside for what was begun inside, and before it for what was begun
+    before. Make process groups outside.
 
     Inside, deadlocks and calls that do not agree are found as elsewhere. On sim each rank goes on
     at the time at which it entered, as if the block had not been there (second_world.py names the

@@ -401,7 +401,7 @@ def all_to_all(
     concat_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Return what arrives, joined along a dim, if every rank sends its j-th block to position j.
+    """Send the j-th block of x to position j, and return the blocks that arrive, joined.
 
         rank 0  [a₀ a₁] ──▶ [a₀ b₀]        each block of the gradients goes back to where
         rank 1  [b₀ b₁] ──▶ [a₁ b₁]        the block of x came from

@@ -79,7 +79,7 @@ def differentiable(
 
 
 class CollectiveFunction(Function):
-    """A node of the graph. It returns a `tie` besides its result.
+    """A node of autograd's graph for a collective. It returns a `tie` besides its result.
 
     The tie has zero volume and depends on x as the result does.
     """
@@ -126,7 +126,7 @@ class CollectiveFunction(Function):
 
 @functools.cache
 def _node(operation: str) -> Any:
-    """Return the Function under a name that shows in `y.grad_fn`: AllReduceBackward."""
+    """Return the Function under a name that appears in `y.grad_fn`, such as AllReduceBackward."""
     return type(CollectiveFunction)(
         "".join(word.capitalize() for word in operation.split("_")), (CollectiveFunction,), {}
     )  # type: ignore[misc]
@@ -145,9 +145,9 @@ def scaled(g: Tensor, op: str, p: int) -> Tensor:
 
 
 def placeholder(g: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return g at the root, and on the other ranks, where g is empty, a tensor of the root's shape.
+    """Return g at the root; on the other ranks, where g is empty, a tensor of the root's shape.
 
-    It depends on g, has its dtype and takes no memory.
+    That tensor depends on g, has its dtype and takes no memory.
     """
     return g if g.shape == Size(shape) else g.sum().expand(shape)
 

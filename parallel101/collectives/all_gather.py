@@ -5,7 +5,7 @@ rank 1  [. b .]   →    [a b c]
 rank 2  [. . c]        [a b c]
 
 Each rank must receive n(p−1)/p bytes, whatever the algorithm. The algorithms differ in the number
-of steps, and in who sends to whom.
+of steps, and in which ranks send to each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel101.mesh import GroupLike
 
 
 def direct_steps(blocks: Blocks, comm: Comm) -> Iterator[None]:
-    """Each rank sends its block to every other rank: p − 1 steps, each with another partner."""
+    """Send this rank's block to every other rank: p − 1 steps, each with another partner."""
     p, rank, mine = comm.size, comm.rank, blocks[comm.rank]
     sent = [comm.isend(mine, to=(rank + step) % p) for step in range(1, p)]
     received = [
@@ -39,7 +39,7 @@ direct = blocking(direct_steps)
 
 
 def ring(blocks: Blocks, comm: Comm) -> None:
-    """Each rank passes to its right the block that it last received from its left: p − 1 steps."""
+    """Pass to the right, in each step, the block last received from the left: p − 1 steps."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in range(p - 1):
@@ -85,7 +85,7 @@ def recursive_doubling(blocks: Blocks, comm: Comm) -> None:
 
 
 def double(blocks: Blocks, comm: Comm) -> None:
-    """Recursive doubling on a power of two of ranks."""
+    """Run recursive doubling on ranks whose number is a power of two."""
     width = 1
     while width < comm.size:
         # I have the blocks mine … mine + width − 1, my partner the next or previous `width`

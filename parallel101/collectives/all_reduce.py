@@ -46,7 +46,7 @@ def reduce_broadcast(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def direct(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Each rank sums one block, which all others send to it, and sends the sum to all.
+    """Sum this rank's block, which all others send to it, and send the sum to all.
 
     2(p − 1) steps, 2n(p−1)/p bytes.
     """

@@ -48,7 +48,7 @@ def direct(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None
 
 
 def pairwise(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
-    """One partner at a time: p − 1 steps, and never more than one message in flight to a rank."""
+    """Exchange blocks with one partner at a time: p − 1 steps, one message in flight to a rank."""
     p = comm.size
     incoming[comm.rank].copy_(outgoing[comm.rank])
     for step in range(1, p):
@@ -57,7 +57,7 @@ def pairwise(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> No
 
 
 def bruck(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
-    """A block for the rank j to the right moves by the powers of two that add up to j.
+    """Move the block for the rank j to the right by the powers of two that add up to j.
 
     All blocks that move by 2ᵏ are one message.
     """
@@ -94,7 +94,7 @@ def all_to_all(
     concat_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Return what arrives, joined along a dim, if every rank sends its j-th block to position j.
+    """Send the j-th block of x to position j, and return the blocks that arrive, joined.
 
     Moves values only; `parallel101.autograd.all_to_all` describes the arguments and adds the
     gradient.

@@ -46,7 +46,7 @@ class AsyncCollective:
         return self.done
 
     def wait(self) -> Tensor:
-        """Do everything that is left and return the result.
+        """Take all remaining steps and return the result.
 
         Before that, read and change neither the result nor the input.
         """
@@ -56,18 +56,18 @@ class AsyncCollective:
 
 
 class SideBySide:
-    """Several collectives that have begun, and take each further step together."""
+    """Several collectives that have begun and take each further step together."""
 
     def __init__(self, each: Sequence[AsyncCollective]):
         self._each = each
 
     def advance(self) -> bool:
-        """Advance each. Returns True if all results are complete."""
+        """Advance each collective. Returns True if all results are complete."""
         done = [one.advance() for one in self._each]  # all of them, before the answer
         return all(done)
 
     def wait(self) -> list[Tensor]:
-        """Do everything that is left and return the results."""
+        """Take all remaining steps and return the results."""
         while not self.advance():
             pass
         return [one.wait() for one in self._each]
@@ -87,8 +87,8 @@ def all_reduce_async(
         x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
             it before the result is complete.
         op, group: as in `all_reduce`.
-        sizes: how many elements each rank adds up and sends to all, of x in one row. None: on all
-            ranks about as many.
+        sizes: how many elements of x, flattened, each rank adds up and sends to all. None: as even
+            a split as possible.
         out: the tensor for the result, contiguous and like x; x itself for an all-reduce in place.
             None: a new tensor.
 
@@ -174,7 +174,7 @@ def all_gather_async(
 
 
 def _all_reduce_steps(blocks: Blocks, sums: Blocks, op: Reduction, comm: Comm) -> Iterator[None]:
-    """Each rank adds up one block and sends the sum to all. `sums` may be `blocks`."""
+    """Add up this rank's block and send the sum to all. `sums` may be `blocks`."""
     yield from _reduce_scatter_steps(blocks, sums[comm.rank], op, comm)
     yield from direct_all_gather(sums, comm)
 

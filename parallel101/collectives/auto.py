@@ -59,7 +59,7 @@ AUTO: dict[str, list[Rule]] = {
 
 
 def present_name(algorithm: str, algorithms: Mapping[str, Any]) -> str:
-    """Return the algorithm's name, or its present one if it had another: "chain" still works."""
+    """Return the algorithm's present name, also for an old one: "chain" still works."""
     renamed = algorithm == "chain" and "pipelined_chain" in algorithms
     return "pipelined_chain" if renamed else algorithm
 
@@ -71,7 +71,7 @@ def check_algorithm(
     algorithms: Mapping[str, Any],
     on_a_mesh: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError for an algorithm that the operation lacks, or that needs another group.
+    """Raise ValueError for an algorithm that the operation lacks, or that needs another group.
 
     An algorithm `on_a_mesh` needs a mesh of two axes or more as its group.
     """

@@ -21,7 +21,7 @@ from parallel101.mesh import GroupLike
 
 
 def flat(buffer: Tensor, root: int, comm: Comm) -> None:
-    """The root sends to each of the others: p − 1 steps."""
+    """Send the root's array to each of the others: p − 1 steps."""
     if comm.rank == root:
         wait_all([comm.isend(buffer, to) for to in range(comm.size) if to != root])
     else:
@@ -29,7 +29,7 @@ def flat(buffer: Tensor, root: int, comm: Comm) -> None:
 
 
 def binomial(buffer: Tensor, root: int, comm: Comm) -> None:
-    """In each step, every rank that has the array sends it to one that hasn't: ⌈lg p⌉ steps."""
+    """Send the array from every rank that has it to one that hasn't: ⌈lg p⌉ such steps."""
     for parent, child, _ in path(comm.size, root, comm.rank):
         if comm.rank == parent:
             comm.isend(buffer, to=child).wait()

@@ -123,14 +123,14 @@ def begin(
 
 
 def compare(operation: str, group: Group, numbered: str = "", **arguments: Any) -> int:
-    """In a checked run, compare this rank's call with the other ranks' call of the same number.
+    """Compare this rank's call with the other ranks' call of the same number, in a checked run.
 
     Args:
         operation: its name, the same on all ranks.
         group: its ranks.
         numbered: the name of a count of its own, if these calls aren't numbered with the group's
             others.
-        arguments: what must be the same on all ranks.
+        arguments: the values that must be the same on all ranks.
 
     Returns the number of the call; 0 if nothing is compared, as on an idle rank. Raises MisuseError
     if the calls differ.
@@ -149,7 +149,7 @@ def compare(operation: str, group: Group, numbered: str = "", **arguments: Any) 
 
 @contextlib.contextmanager
 def uncompared() -> Iterator[None]:
-    """Inside, `compare` does nothing: for calls without messages, which may come in any order."""
+    """Turn `compare` off inside, for calls without messages, which may come in any order."""
     _thread.uncompared = True
     try:
         yield

@@ -34,7 +34,7 @@ class Work(Protocol):
 
 
 class Comm:
-    """One rank's view of its group.
+    """One rank's view of its group, with which it sends and receives.
 
     `rank` is this rank's position in the group, not its global rank; so are `to` and `source`.
     `size` is the number of ranks, `shape` the mesh's.
@@ -76,7 +76,7 @@ class Comm:
     def irecv(self, tensor: Tensor, source: int) -> Work:
         """Begin to receive from position `source` into `tensor`.
 
-        It is contiguous, and as large as what is sent.
+        `tensor` is contiguous, and as large as the tensor that is sent.
         """
         return self._post(dist.irecv, tensor, source)
 
@@ -228,7 +228,7 @@ def _collective(operation: str, ranks: tuple[int, ...], axis: str | None) -> Col
 
 
 def collective_of(operation: str, group: Group) -> Collective:
-    """Return the name of this collective in the record.
+    """Return the Collective that names this operation in the record.
 
     Equal ones are one object, so the simulator compares the two sides of a message at once.
     """
@@ -237,7 +237,7 @@ def collective_of(operation: str, group: Group) -> Collective:
 
 @functools.cache
 def backends_in(config: str) -> dict[str, str]:
-    """Return the backend that sends from each device.
+    """Return the backend that sends from each type of device.
 
     For "cpu:gloo,cuda:nccl" that is {"cpu": "gloo", "cuda": "nccl"}. gloo has no send on GPUs. The
     sim has tensors on the meta device, too.

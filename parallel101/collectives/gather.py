@@ -21,7 +21,7 @@ from parallel101.mesh import GroupLike
 
 
 def flat(blocks: Blocks, root: int, comm: Comm) -> None:
-    """Each of the others sends its block to the root: p − 1 steps."""
+    """Send each other rank's block to the root: p − 1 steps."""
     if comm.rank == root:
         wait_all(
             [comm.irecv(blocks[source], source) for source in range(comm.size) if source != root]

@@ -1,4 +1,4 @@
-"""Tensors without numbers: those on torch's meta device, which have a shape and a dtype only.
+"""Tensors without numbers, on torch's meta device: they have only a shape and a dtype.
 
     x = torch.ones(4, device="meta")     x + x has shape (4,), and nothing is computed
 
@@ -16,7 +16,7 @@ from parallel101.mesh import split_sizes
 
 
 def numbers_device(device: torch.device) -> torch.device:
-    """Where to put small tensors that a program reads: on this device, or the CPU if it is meta."""
+    """Return the device for small tensors that a program reads: the CPU if `device` is meta."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -34,7 +34,7 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def count_choices(choice: Tensor, options: int) -> Tensor:
-    """Return how often each of 0, …, options − 1 is in `choice`; on meta, all of them alike."""
+    """Return how often each of 0, …, options − 1 is in `choice`; on meta, an even split."""
     if choice.is_meta:
         return torch.tensor(split_sizes(choice.numel(), options), device="cpu")
     return choice.bincount(minlength=options)

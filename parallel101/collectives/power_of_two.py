@@ -39,7 +39,7 @@ def nearest_power_of_two(comm: Comm) -> PowerOfTwo:
 
 
 def reduce_to_core(blocks: Blocks, op: Reduction, comm: Comm, partner: int | None) -> Blocks:
-    """The step before a reduction: the even rank of a pair combines both ranks' values.
+    """Combine both ranks' values on the even rank of each pair, before a reduction.
 
     Returns the combined values in new memory, or `blocks` if there is nothing to combine.
     """
@@ -55,7 +55,7 @@ def reduce_to_core(blocks: Blocks, op: Reduction, comm: Comm, partner: int | Non
 
 
 def copy_from_core(result: Tensor, comm: Comm, partner: int | None) -> None:
-    """The step after: the odd rank of a pair receives the result."""
+    """Send the result to the odd rank of each pair, after the algorithm."""
     if partner is not None and comm.rank % 2:
         comm.irecv(result, source=partner).wait()
     elif partner is not None:

@@ -25,7 +25,7 @@ from parallel101.mesh import GroupLike
 
 
 def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """All ranks send to the root, which adds the arrays in a fixed order: p − 1 steps."""
+    """Send all arrays to the root, which adds them in a fixed order: p − 1 steps."""
     total = x
     if comm.rank != root:
         comm.isend(x, to=root).wait()
@@ -76,7 +76,7 @@ def pipelined_chain(
 
 
 def reduce_scatter_gather(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """Each rank sums its own block (ring), and the root gathers the sums (binomial).
+    """Sum this rank's own block (ring), and gather the sums at the root (binomial).
 
     p − 1 + ⌈lg p⌉ steps, 2n(p−1)/p bytes for any p.
     """

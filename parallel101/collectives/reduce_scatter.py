@@ -25,7 +25,7 @@ from parallel101.mesh import GroupLike
 
 
 def direct_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iterator[None]:
-    """Each rank sends every block to its owner, which adds them up: p − 1 steps.
+    """Send every block to its owner, which adds up what arrives: p − 1 steps.
 
     In each step, every rank has another partner. `out` may be this rank's own block.
     """
@@ -48,7 +48,7 @@ direct = blocking(direct_steps)
 
 
 def ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """The partial sum of each block travels to the right round the ring and ends at its owner.
+    """Pass the partial sum of each block to the right round the ring until it is at its owner.
 
     p − 1 steps of one block.
     """
@@ -65,7 +65,7 @@ def ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
 
 
 def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """Two partial sums of each block, one from each side, meet at its owner.
+    """Pass two partial sums of each block, one from each side, to its owner.
 
     ⌊p/2⌋ steps on links that carry both directions.
     """
@@ -110,7 +110,7 @@ def recursive_halving(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) ->
 
 
 def halve(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Recursive halving on a power of two of ranks. Returns this rank's block."""
+    """Run recursive halving on a power of two of ranks. Returns this rank's block."""
     low, high = 0, comm.size
     while high - low > 1:
         middle = (low + high) // 2

@@ -19,7 +19,7 @@ from parallel101.mesh import GroupLike
 
 
 def flat(blocks: Blocks, out: Tensor, root: int, comm: Comm) -> None:
-    """The root sends each of the others its block: p − 1 steps."""
+    """Send each of the others its block from the root: p − 1 steps."""
     if comm.rank == root:
         sent = [comm.isend(blocks[to], to) for to in range(comm.size) if to != root]
         out.copy_(blocks[root])  # while the messages are in flight

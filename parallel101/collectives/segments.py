@@ -55,7 +55,7 @@ def segments_of(flat: Tensor, p: int, segment_bytes: int | None = None) -> Seque
 
 
 def check_segment_bytes(segment_bytes: int | None, algorithm: str, element: int) -> None:
-    """Raises ValueError or TypeError if this algorithm cannot send segments of that size."""
+    """Raise ValueError or TypeError if this algorithm cannot send segments of that size."""
     if segment_bytes is None:
         return
     if algorithm != "pipelined_chain":

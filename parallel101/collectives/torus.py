@@ -47,9 +47,9 @@ def all_gather(blocks: Blocks, comm: Comm) -> None:
 
 
 def reduce_scatter(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """The all-gather backwards.
+    """Sum each part along one axis after the other: the all-gather backwards.
 
-    Each part is summed along its last axis first, where its share is largest.
+    Begin with each part's last axis, where its share is largest.
     """
     routes = routes_of(comm)
     parts = [
@@ -143,7 +143,7 @@ Steps = Iterator[list[Work]]
 
 
 def gather_steps(blocks: Blocks, route: Route) -> Steps:
-    """Ring all-gather along one line after the other, each time of everything gathered before."""
+    """Run a ring all-gather of everything gathered so far along one line after the other."""
     for line, windows in route.windows():
         p, rank = line.size, line.rank
         for step in range(p - 1):
@@ -153,9 +153,9 @@ def gather_steps(blocks: Blocks, route: Route) -> Steps:
 
 
 def scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, route: Route) -> Steps:
-    """Ring reduce-scatter along one line after the other, from the last to the first.
+    """Run a ring reduce-scatter along one line after the other, from the last to the first.
 
-    Each time it reduces what is left.
+    Each one reduces the block that the one before it left.
     """
     for line, windows in reversed(route.windows()):
         p, rank = line.size, line.rank
@@ -174,10 +174,10 @@ def scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, route: Route) -> S
 def exchange_steps(
     slots: list[Tensor], axes: list[int], part: int, count: Callable[[int, int], int], comm: Comm
 ) -> Steps:
-    """Direct all-to-all along one line after the other.
+    """Run a direct all-to-all along one line after the other.
 
     At first, slot j holds the block for position j, and at the end the block from j. In between,
-    the rank at place i of a line gets its neighbours' blocks for i, in the slots whose blocks it
+    the i-th rank of a line gets its neighbours' blocks for i, in the slots whose blocks it
     sent.
     """
     sources, targets = [comm.rank] * comm.size, list(range(comm.size))  # of the block in each slot

@@ -1,4 +1,4 @@
-"""Bytes of attention over a time that is cut: ring attention, and Ulysses.
+"""Bytes of attention over a time axis that is cut: ring attention and Ulysses.
 
     n ranks, h heads of width d, of which g with keys and values, a time of T over all ranks
 
@@ -10,7 +10,7 @@
 Forward, ring attention sends less if n < 1 + h/g. With as many heads of keys as of queries, h = g,
 both send the same at n = 2, and beyond that Ulysses sends less. Grouped queries often reverse it:
 Ulysses needs n to divide g, so the 64 heads and 8 kv heads of Llama 3 70B allow n ≤ 8, and ring
-attention sends less up to there (forward alone). Tests compare these bytes with those of a run.
+attention sends less there (forward alone). Tests compare these bytes with those of a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class AttentionBytes(NamedTuple):
-    """Bytes that each rank sends."""
+    """The bytes that each rank sends."""
 
     forward: int
     backward: int
@@ -48,7 +48,7 @@ class AttentionShape(NamedTuple):
 
 
 def ring_attention_bytes(of: AttentionShape) -> AttentionBytes:
-    """Return what each rank sends in ring attention.
+    """Return the bytes that each rank sends in ring attention.
 
     The gradients of keys and values travel in 32 bit at least. Raises ValueError for sizes that
     don't fit each other.
@@ -60,7 +60,7 @@ def ring_attention_bytes(of: AttentionShape) -> AttentionBytes:
 
 
 def ulysses_bytes(of: AttentionShape) -> AttentionBytes:
-    """Return what each rank sends in Ulysses.
+    """Return the bytes that each rank sends in Ulysses.
 
     Raises ValueError for sizes that don't fit each other.
     """
@@ -75,7 +75,7 @@ def ulysses_bytes(of: AttentionShape) -> AttentionBytes:
 
 
 def rows(of: AttentionShape) -> int:
-    """Return the rows of a rank, batch × time here."""
+    """Return the number of rows on a rank: batch · time / ranks."""
     if min(of) < 1 or of.time % of.ranks or of.heads % of.kv_heads:
         raise ValueError(
             f"{of}: expected numbers of 1 or more, a time that the ranks divide evenly, and heads "

@@ -1,4 +1,4 @@
-"""GPUs of one kind in equal nodes, joined by a network: what a layout is placed on.
+"""A cluster: GPUs of one kind in equal nodes, joined by a network.
 
     node 0   GPU 0 … GPU 7 ── NVLink switch      8 network cards ──┐
     node 1   GPU 8 … GPU 15 ─ NVLink switch      8 network cards ──┴── switches
@@ -17,7 +17,7 @@ from parallel101.cost.hardware import Chip, KernelFigures, Level, Torus, chip_of
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` GPUs in nodes of `nodes_of`.
+    """A cluster of `gpus` GPUs in nodes of `nodes_of`.
 
     Attributes:
         chip: one of hardware.py's GPUs, or its name.

@@ -28,7 +28,7 @@ from parallel101.cost.kernels import memory_seconds
 
 
 class AxisLinks(NamedTuple):
-    """What a ring along an axis has."""
+    """The links that a ring along an axis uses."""
 
     ranks: int
     inside: int  # of them in a node
@@ -37,7 +37,7 @@ class AxisLinks(NamedTuple):
 
 
 def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
-    """Return the links of `ranks` that are `stride` apart."""
+    """Return the links of a ring of `ranks` ranks whose numbers are `stride` apart."""
     inside = max(1, min(ranks, cluster.nodes_of // stride))
     has = cluster.kernels
     nodes = -(-ranks // inside)
@@ -54,7 +54,7 @@ def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
 def all_gather_seconds(
     cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
 ) -> float:
-    """Seconds of an all-gather of `nbytes` in all; a reduce-scatter takes as long."""
+    """Return the seconds of an all-gather of `nbytes` in total; a reduce-scatter takes as long."""
     if ranks == 1 or not nbytes:
         return 0.0
     links = axis_links(cluster, ranks, stride)
@@ -70,19 +70,20 @@ def all_gather_seconds(
 def all_reduce_seconds(
     cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
 ) -> float:
-    """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=algorithm)
 
 
 def added_seconds(cluster: Cluster, nbytes: float, ranks: int) -> float:
-    """Seconds of a kernel that adds the block of another rank, as our own reduce-scatter does for
-    each. NCCL's kernels add while they receive.
+    """Return the seconds of the kernel that adds one other rank's block.
+
+    Our own reduce-scatter runs it for each block. NCCL's kernels add while they receive.
     """
     return memory_seconds(cluster.chip, 3 * nbytes / ranks) if ranks > 1 else 0.0
 
 
 def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Seconds of an all-to-all in which each rank has `nbytes`, an equal part for each rank."""
+    """Return the seconds of an all-to-all of `nbytes` on each rank, in equal parts."""
     if ranks == 1 or not nbytes:
         return 0.0
     links, has = axis_links(cluster, ranks, stride), cluster.kernels
@@ -94,7 +95,7 @@ def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int 
 
 
 def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1, *, ranks: int = 2) -> float:
-    """Seconds of a message to the next rank along an axis of so many `ranks`, all at once."""
+    """Return the seconds in which all `ranks` of an axis send the next one `nbytes` at once."""
     if not nbytes:
         return 0.0
     if stride * ranks <= cluster.nodes_of:

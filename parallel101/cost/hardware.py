@@ -165,7 +165,7 @@ def kernel_figures(
     runs: tuple[float, float, str],
     source: str,
 ) -> KernelFigures:
-    """Return the figures of a GPU. What isn't given is the A100's.
+    """Return the kernel figures of a GPU. Figures that aren't arguments are the A100's.
 
     Args:
         attention: forward and backward.

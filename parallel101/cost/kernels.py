@@ -1,5 +1,6 @@
-"""Seconds of one kernel on a GPU: a product of matrices, fused attention, or anything bound by
-memory. The quick model (step_time.py) and the clock of virtual GPUs compute with the same rules.
+"""Seconds of one kernel on a GPU: a matrix product, fused attention, or a memory-bound kernel.
+
+The quick model (step_time.py) and the clock of virtual GPUs compute with the same rules.
 
     product     waves of tiles · seconds of a tile,   or its bytes / reached bandwidth if larger
 
@@ -20,7 +21,7 @@ from parallel101.cost.hardware import Chip, KernelFigures
 
 
 def figures(chip: Chip) -> KernelFigures:
-    """Return the chip's figures of kernels. Raises ValueError for a chip without."""
+    """Return the chip's figures of kernels. Raises ValueError if it has none."""
     if chip.kernels is None:
         raise ValueError(
             f"{chip.name} has no figures of kernels: expected a GPU such as 'A100' or 'H100'"
@@ -29,12 +30,12 @@ def figures(chip: Chip) -> KernelFigures:
 
 
 def peak(chip: Chip, itemsize: int) -> float:
-    """Operations per second of the tensor cores: in 32 bits (TF32) half of those in 16."""
+    """Return the tensor cores' operations per second: half as many in 32 bits (TF32) as in 16."""
     return chip.flops if itemsize <= 2 else chip.flops / 2
 
 
 def aligned(has: KernelFigures, nbytes: int) -> float:
-    """The part of its speed that a product keeps whose sizes are multiples of `nbytes`."""
+    """Return the fraction of its speed that a product with sizes in multiples of `nbytes` keeps."""
     return next((part for multiple, part in has.alignment if nbytes % multiple == 0), 0.3)
 
 
@@ -42,7 +43,7 @@ def aligned(has: KernelFigures, nbytes: int) -> float:
 def product_seconds(
     chip: Chip, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2
 ) -> float:
-    """Seconds of `batch` products (m, k) · (k, n)."""
+    """Return the seconds of `batch` products (m, k) · (k, n)."""
     if min(m, n, k, batch) < 1:
         return 0.0
     has = figures(chip)
@@ -58,7 +59,7 @@ def product_seconds(
 
 
 def memory_seconds(chip: Chip, nbytes: float) -> float:
-    """Seconds of a kernel that reads and writes `nbytes` together."""
+    """Return the seconds of a kernel whose reads and writes add up to `nbytes`."""
     has = figures(chip)
     return nbytes / (chip.hbm_bandwidth * has.hbm) + has.launch if nbytes else 0.0
 
@@ -66,7 +67,7 @@ def memory_seconds(chip: Chip, nbytes: float) -> float:
 def attention_seconds(
     chip: Chip, flops: float, nbytes: float, *, backward: bool = False, itemsize: int = 2
 ) -> float:
-    """Seconds of fused attention.
+    """Return the seconds of fused attention.
 
     Args:
         flops: of its products; of the causal half, if it is causal.

@@ -86,7 +86,7 @@ class LayerShape(NamedTuple):
 
 
 def layer_activations(of: LayerShape) -> dict[str, float]:
-    """Name of a tensor → the bytes of it that a rank keeps of one layer, in 16 bit.
+    """Return the bytes that a rank keeps of one layer, by name of the tensor, in 16 bit.
 
     They add up to the formula of Table 2. With full recomputation and sequence parallel the layer's
     input is cut, too: 2sbh/t, where Table 2 has 2sbh.
@@ -106,7 +106,7 @@ def layer_activations(of: LayerShape) -> dict[str, float]:
 
 
 def kept_by_our_gpt(of: LayerShape) -> dict[str, float]:
-    """What this package's GPT in bfloat16 on a CPU keeps besides `layer_activations`, in bytes.
+    """Return the bytes that our GPT in bfloat16 on a CPU keeps besides `layer_activations`.
 
     It is GPTConfig(attention="unfused"); the fused attention keeps no matrix of (time, time). With
     recomputation, torch's checkpoint also keeps the state of the random numbers for each module
@@ -135,7 +135,7 @@ def kept_by_our_gpt(of: LayerShape) -> dict[str, float]:
 def first_stage_activations(
     of: LayerShape, layers: int, stages: int, *, chunks: int = 1, vocabulary: int = 0
 ) -> float:
-    """Bytes of activations on the first stage of a pipeline with the schedule 1F1B.
+    """Return the bytes of activations on the first stage of a pipeline with the schedule 1F1B.
 
     It holds `stages` microbatches of its layers, which are as many as one microbatch of all layers.
     With one stage, the output layer and the loss are on it, too: 4sbh(1 + v/h)/t, with the logits
@@ -154,15 +154,16 @@ def first_stage_activations(
     return sum(layer_activations(of).values()) * layers * penalty + embedding + head
 
 
-# what of `layer_kept` selective recomputation computes again
+# the tensors of `layer_kept` that selective recomputation computes again
 CORE = ("log of the sums of the softmax", "softmax", "causal mask", "attention's dropout")
 
 
 def layer_kept(
     shape: ModelShape, layout: ParallelLayout, *, regather: bool = False, cpu: bool = False
 ) -> dict[str, float]:
-    """Name of a tensor → the bytes of it that a rank keeps of one layer and one microbatch, without
-    recomputation.
+    """Return the bytes that a rank keeps of one layer and one microbatch, by name of the tensor.
+
+    Recomputation is left out.
 
     Args:
         regather: with sequence parallel, inputs of column layers are kept cut.
@@ -210,17 +211,17 @@ def layer_kept(
 
 
 def itemsize(layout: ParallelLayout) -> int:
-    """Bytes of a weight in the forward, and of a number in most activations."""
+    """Return the bytes of a weight in the forward, and of a number in most activations."""
     return 4 if layout.precision == "fp32" else 2
 
 
 def gradient_itemsize(layout: ParallelLayout) -> int:
-    """Bytes of a gradient where gradients are added up and sent."""
+    """Return the bytes of a number in the gradients that are accumulated and sent."""
     return 4 if layout.gradient_dtype == "fp32" else itemsize(layout)
 
 
 def check(of: LayerShape) -> None:
-    """Raises ValueError for sizes that don't fit each other."""
+    """Raise ValueError for sizes that don't fit each other."""
     for name in ("width", "heads", "time", "batch", "ranks"):
         if type(value := getattr(of, name)) is not int or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")

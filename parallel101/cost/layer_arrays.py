@@ -1,11 +1,12 @@
-"""The parameters of a stage as its arrays, in the model's order, and the messages in which their
-gradients travel along dp: each message costs the latency of a collective.
+"""A stage's arrays of parameters, and the messages in which their gradients travel along dp.
+
+The arrays are in the model's order. Each message costs the latency of a collective.
 
     ZeRO 0, 1, 2    buckets, filled from the last parameter on
     ZeRO 3          one for each layer
 
 With sequence parallel, norms see a part of the positions on each rank along tp. Their gradients are
-summed there, too, so ZeRO sends them apart. Source: by_size in trainers/gradient_sync.py.
+summed along tp, too, so ZeRO sends them separately. Source: by_size in trainers/gradient_sync.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         size: in parameters.
-        apart: whether sequence parallel sends it apart.
+        apart: whether sequence parallel sends it separately.
         work: of backward since the ones before, in parameters: each takes two products.
     """
 
@@ -37,13 +38,13 @@ Parts = list[Gradients]
 
 
 def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -> Parts:
-    """The arrays of one layer on a rank."""
+    """Return the arrays of one layer on a rank."""
     h, q, kv = shape.width, shape.width // tp, shape.kv_width // tp
     inside, bias = shape.inside // tp, shape.biases
     norm = [Gradients(float(h), True, 0.0)] * (2 if shape.norm == "layer" else 1)
 
     def linear(rows: int, columns: int, with_bias: bool, row: bool = False) -> Parts:
-        """Backward makes a bias last, but a row layer's first: it's added after the sum."""
+        """Return a linear layer's arrays: backward makes its bias last, but a row layer's first."""
         work, bias_first = float(rows * columns), row and tp > 1
         weight = Gradients(work, False, work if bias_first or not with_bias else 0.0)
         return [weight] + [Gradients(float(columns), row, 0.0 if bias_first else work)] * with_bias
@@ -66,7 +67,7 @@ def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -
 def stage_arrays(
     shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool, recompute: str
 ) -> Parts:
-    """The arrays of a rank with so many layers, and maybe the embedding or the head."""
+    """Return the arrays of a rank with this many layers, and maybe the embedding or the head."""
     h, norms = float(shape.width), 2 if shape.norm == "layer" else 1
     words, learned = shape.vocabulary * h / tp, shape.positions == "learned"
     embedding = [Gradients(words, False, 0.0)] + [Gradients(shape.time * h, True, 0.0)] * learned
@@ -95,11 +96,11 @@ def buckets(
     at_least: int,
     recompute: str = "none",
 ) -> tuple[Gradients, ...]:
-    """The buckets in which these arrays travel, in the order in which backward fills them.
+    """Return the buckets in which a stage's gradients travel, in the order backward fills them.
 
     Args:
-        itemsize: bytes of a weight. apart: whether some are sent apart.
-        at_least: as many buckets there are, if each is full.
+        itemsize: bytes of a weight. apart: whether some are sent separately.
+        at_least: the fewest buckets, if each is full.
     """
     arrays = stage_arrays(shape, tp, ep, layers, first, last, recompute)
     most = min(BUCKET, ceil(itemsize * sum(part.size for part in arrays) / at_least))

@@ -27,7 +27,7 @@ SMALL = 1.0  # bytes of a kernel that takes as long as its launch
 
 
 class LayerCut(NamedTuple):
-    """What of a ParallelLayout a layer's time depends on."""
+    """The part of a ParallelLayout that a layer's time depends on."""
 
     tp: int = 1
     cp: int = 1
@@ -41,7 +41,7 @@ class LayerCut(NamedTuple):
 
 
 class Product(NamedTuple):
-    """`batch` products (m, k) · (k, n)."""
+    """A batch of `batch` products (m, k) · (k, n)."""
 
     m: int
     n: int
@@ -54,12 +54,12 @@ class Product(NamedTuple):
 
     @property
     def input_gradient(self) -> Product:
-        """∂x (m, k) = g (m, n) · Wᵀ (n, k)."""
+        """The product of the input's gradient: ∂x (m, k) = g (m, n) · Wᵀ (n, k)."""
         return Product(self.m, self.k, self.n, self.batch)
 
     @property
     def weight_gradient(self) -> Product:
-        """∂W (k, n) = xᵀ (k, m) · g (m, n)."""
+        """The product of the weight's gradient: ∂W (k, n) = xᵀ (k, m) · g (m, n)."""
         return Product(self.k, self.n, self.m, self.batch)
 
 
@@ -73,7 +73,7 @@ class MemoryKernels(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The letters of this file's docstring, and the numbers of tokens."""
+    """The sizes named in this file's docstring, and the number of tokens."""
 
     N: float
     Q: float
@@ -98,7 +98,10 @@ def sizes(shape: ModelShape, cut: LayerCut) -> Sizes:
 
 
 def linear_products(shape: ModelShape, cut: LayerCut, *, joined: bool) -> list[Product]:
-    """The products with weights. Joined: query, key and value are one, and so are gate and up."""
+    """Return the products with weights.
+
+    If `joined`, query, key and value are one product, and so are gate and up.
+    """
     tokens, h = cut.microbatch * shape.time // cut.cp, shape.width
     q, kv, inside = h // cut.tp, shape.kv_width // cut.tp, shape.inside // cut.tp
     rows, experts = tokens, 1
@@ -119,24 +122,27 @@ def linear_products(shape: ModelShape, cut: LayerCut, *, joined: bool) -> list[P
 
 
 def square_products(shape: ModelShape, cut: LayerCut) -> list[Product]:
-    """Scores and context of unfused attention, over the whole square."""
+    """Return the products of unfused attention, scores and context, over the whole square."""
     heads = cut.microbatch * shape.heads // cut.tp
     q, d = shape.time // cut.cp, shape.head_width
     return [Product(q, shape.time, d, heads), Product(q, d, shape.time, heads)]
 
 
 def ring_share(cut: LayerCut) -> float:
-    """The part of its queries · all keys that ring attention computes on the slowest rank.
+    """Return the fraction of queries · keys that ring attention's slowest rank computes.
 
-    Contiguous, the last rank needs all blocks. In zigzag, each needs its own block, whose masked
-    half is computed, too, and half of each other block.
+    The queries are the rank's own, the keys those of all ranks. In the contiguous layout, the last
+    rank needs all blocks. In zigzag, each rank needs its own block, whose masked half is computed,
+    too, and half of each other block.
     """
     return 1.0 if cut.context == "contiguous" else (cut.cp + 1) / (2 * cut.cp)
 
 
 def flash_attention(shape: ModelShape, cut: LayerCut) -> tuple[float, float]:
-    """Operations of the causal half, and bytes of queries, keys, values and the result; along cp of
-    the slowest rank.
+    """Return the operations and the bytes of fused attention, on the slowest rank along cp.
+
+    The operations are those of the causal half; the bytes those of queries, keys, values and the
+    result.
     """
     of = sizes(shape, cut)
     ring = cut.cp > 1 and cut.context != "ulysses"
@@ -146,7 +152,7 @@ def flash_attention(shape: ModelShape, cut: LayerCut) -> tuple[float, float]:
 
 
 def fused_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
-    """As Megatron-LM fuses them."""
+    """Return the memory-bound kernels as Megatron-LM fuses them."""
     N, Q, K, F, S, e, _ = sizes(shape, cut)
     mask = 1 if shape.dropout else 0
     around = [2 * e * N] * 2  # norms
@@ -177,7 +183,7 @@ def fused_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
 
 
 def eager_memory(shape: ModelShape, cut: LayerCut, fused_ring: bool = False) -> MemoryKernels:
-    """One for each operation of torch, as models/gpt.py and models/llama.py are written."""
+    """Return one memory-bound kernel per torch operation of models/gpt.py or models/llama.py."""
     N, Q, K, F, S, e, tokens = sizes(shape, cut)
     whole = tokens * shape.width  # the input of column layers
     around = [2 * e * N] * 2 + [3 * e * N] * 2

@@ -70,7 +70,7 @@ class Pass(NamedTuple):
 
 
 def waiting_for_host(gpu: float, kernels: int, software: Software) -> float:
-    """Seconds in which the GPU waits for the CPU to launch its kernels.
+    """Return the seconds in which the GPU waits for the CPU to launch its kernels.
 
     If each kernel took as long as the others, the slower of the two would decide. They don't: short
     ones make the GPU wait even where long ones let the CPU get ahead. √(GPU² + CPU²) is between the
@@ -80,9 +80,9 @@ def waiting_for_host(gpu: float, kernels: int, software: Software) -> float:
 
 
 def beside(messages: float, kernels: float, software: Software) -> float:
-    """Exposed seconds of messages that are in flight while kernels run.
+    """Return the exposed seconds of messages that are in flight while kernels run.
 
-    What is hidden slows the kernels down, see Software.contention.
+    Hidden messages slow the kernels down; see Software.contention.
     """
     return max(0.0, messages - kernels) + software.contention * min(messages, kernels)
 
@@ -97,7 +97,7 @@ def products_seconds(cluster: Cluster, products: list[Product], itemsize: int) -
 def context_seconds(
     shape: ModelShape, cluster: Cluster, cut: LayerCut, compute: float, tensors: int
 ) -> float:
-    """Exposed seconds of ring attention, in which so many `tensors` travel, or of Ulysses."""
+    """Return the exposed seconds of Ulysses, or of ring attention that sends `tensors` tensors."""
     if cut.cp == 1:
         return 0.0
     of = sizes(shape, cut)
@@ -110,7 +110,7 @@ def context_seconds(
 
 @lru_cache(maxsize=1 << 14)
 def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
-    """Return forward and backward of one layer for one microbatch."""
+    """Return the seconds of one layer's forward and backward for one microbatch."""
     chip, e, launch = cluster.chip, cut.itemsize, cluster.kernels.launch
     memory = (
         fused_memory(shape, cut)
@@ -189,10 +189,11 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: 
 def backward_messages(
     tp: float, weight_gradients: float, cut: LayerCut, software: Software
 ) -> float:
-    """Exposed seconds of a layer's messages along tp in backward, two sums of `tp` seconds.
+    """Return the exposed seconds of a layer's messages along tp in backward.
 
-    Sequence parallel has an all-gather and a reduce-scatter instead of each, half a sum each. Only
-    those of column layers can overlap: row layers need theirs first.
+    These are two sums of `tp` seconds. Sequence parallel replaces each by an all-gather and a
+    reduce-scatter, which take half as long. Only the messages of column layers can overlap: row
+    layers need theirs first.
     """
     if cut.tp == 1:
         return 0.0
@@ -209,7 +210,7 @@ def backward_messages(
 def embedding_seconds(
     shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software
 ) -> Pass:
-    """Return forward and backward of the embedding."""
+    """Return the seconds of the embedding's forward and backward."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
     size = of.tokens * shape.width * e
@@ -231,14 +232,14 @@ def embedding_seconds(
 
 
 def padded_vocabulary(shape: ModelShape, tp: int, software: Software) -> int:
-    """Words of the output layer on each tp rank."""
+    """Return the number of words in the output layer on each tp rank, with padding."""
     mine = -(-shape.vocabulary // tp)
     return -(-mine // software.padding) * software.padding
 
 
 @lru_cache(maxsize=1 << 14)
 def head_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
-    """Return forward and backward of the final norm, the output layer and the loss."""
+    """Return the seconds of forward and backward of the final norm, output layer and loss."""
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
     logits = Product(of.tokens, padded_vocabulary(shape, cut.tp, software), shape.width)

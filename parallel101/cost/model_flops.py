@@ -20,7 +20,7 @@ from parallel101.cost.model_shape import ModelShape
 
 @lru_cache(maxsize=1 << 10)
 def weights_in_use(shape: ModelShape) -> float:
-    """Weights of a layer's products that a token meets."""
+    """Return the number of weights in a layer's products that one token is multiplied by."""
     h = shape.width
     mlp = (3 if shape.gated else 2) * h * shape.inside
     if shape.experts:
@@ -30,13 +30,13 @@ def weights_in_use(shape: ModelShape) -> float:
 
 @lru_cache(maxsize=1 << 10)
 def flops_per_token(shape: ModelShape) -> float:
-    """Operations of forward and backward for one token."""
+    """Return the operations of forward and backward for one token."""
     weights = shape.layers * weights_in_use(shape) + shape.vocabulary * shape.width
     return 6 * weights + 12 * shape.layers * shape.time * shape.width
 
 
 def model_flops(shape: ModelShape, batch: int) -> float:
-    """Operations of a step of `batch` samples, without those that are done again."""
+    """Return the operations of a step of `batch` samples, without recomputed ones."""
     return batch * shape.time * flops_per_token(shape)
 
 
@@ -49,6 +49,6 @@ def again_per_token(shape: ModelShape, recompute: str) -> float:
 
 
 def hardware_flops(shape: ModelShape, batch: int, recompute: str) -> float:
-    """Operations of a step of `batch` samples, with those that are done again."""
+    """Return the operations of a step of `batch` samples, with recomputed ones."""
     again = batch * shape.time * again_per_token(shape, recompute)
     return model_flops(shape, batch) + again

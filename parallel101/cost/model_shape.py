@@ -1,4 +1,4 @@
-"""The shape of a transformer: all that its cost depends on, and nothing of how it is trained.
+"""The shape of a transformer: everything its cost depends on except how it is trained.
 
 h width   L layers   a heads   V vocabulary   s time
 """
@@ -97,20 +97,21 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Features of all keys; of all values as many."""
+        """Features of all keys together; all values have as many."""
         return self.kv * self.head_width
 
     @property
     def attention_parameters(self) -> int:
-        """Of a layer's attention: query, key, value and output layer. A key has no bias, as in
-        models/gpt.py: softmax would ignore it.
+        """The parameters of a layer's attention: query, key, value and output layer.
+
+        A key has no bias, as in models/gpt.py: softmax would ignore it.
         """
         h, kv = self.width, self.kv_width
         return 2 * h * h + 2 * h * kv + (2 * h + kv if self.biases else 0)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one MLP, or of one expert."""
+        """The parameters of one MLP, or of one expert."""
         h, inside = self.width, self.inside
         first = 2 if self.gated else 1
         return (first + 1) * h * inside + (first * inside + h if self.biases else 0)
@@ -121,23 +122,23 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, with all of its experts and their router."""
+        """The parameters of one layer, with all of its experts and their router."""
         mlps = max(1, self.experts) * self.mlp_parameters + self.experts * self.width
         return self.attention_parameters + mlps + 2 * self.norm_parameters
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding: of tokens, and of positions if those are learned."""
+        """The parameters of the embedding of tokens, and of positions if those are learned."""
         return (self.vocabulary + (self.time if self.positions == "learned" else 0)) * self.width
 
     @property
     def head_parameters(self) -> int:
-        """Of the output layer, and of the norm before it."""
+        """The parameters of the output layer, and of the norm before it."""
         return self.norm_parameters + (0 if self.tied else self.vocabulary * self.width)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The parameters of the whole model."""
         return (
             self.embedding_parameters + self.layers * self.layer_parameters + self.head_parameters
         )

@@ -1,4 +1,4 @@
-"""How a model is laid out on GPUs: the sizes of the mesh's axes, and the trainer's options."""
+"""A model's layout on GPUs: the sizes of the mesh's axes, and the trainer's options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KNOWN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The arguments of a HybridTrainer that decide how long a step takes, and what it holds.
+    """The arguments of a HybridTrainer that decide the time and the memory of a step.
 
     Attributes:
         dp, tp, pp, cp, ep: ranks along each axis. GPUs are numbered with tp fastest, then cp, ep,
@@ -71,7 +71,7 @@ class ParallelLayout:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Axis → how far apart its neighbouring ranks are."""
+        """The distance between neighbouring ranks of each axis, by name."""
         found, stride = {}, 1
         for axis in ("tp", "cp", "ep", "dp", "pp"):
             found[axis] = stride

@@ -1,8 +1,8 @@
-"""What a training program does besides its layout: which kernels it fuses, what it overlaps.
+"""Training programs beyond their layout: the kernels they fuse, the messages they overlap.
 
 The same layout on the same GPUs takes longer with an older program. The published tables were
 measured with Megatron-LM. `TRAINERS` is this package's HybridTrainer, as virtual GPUs run it, but
-with a fused ring attention; `OWN_RING` is it with its own.
+with a fused ring attention; `OWN_RING` has its own ring attention.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Software:
-    """What a program does.
+    """The choices of a training program that decide its speed besides the layout.
 
     Attributes:
         fused: kernels as Megatron-LM fuses them: the causal mask, the scale and softmax are one,
@@ -67,7 +67,7 @@ class Software:
         return hash(self.name)  # caches ask for it often
 
 
-# What nobody can see in advance is left out here, as on virtual GPUs: a CPU that launches kernels
+# Effects that can't be predicted are left out here, as on virtual GPUs: a CPU that launches kernels
 # too slowly, and kernels that run slower beside messages.
 # loss_bytes: trainers/tensor/loss.py, kernel by kernel: to fp32 (6), max (4), subtract (8), exp
 # (8), sum (4), divide (8), and in backward times what counts (8), times the gradient (8), to 16

@@ -1,4 +1,4 @@
-"""How many of a model's layers each pipeline stage has.
+"""The number of a model's layers on each pipeline stage.
 
     80 layers, 16 stages    5 5 5 … 5
     126 layers, 16 stages   7 8 8 … 8 7     the embedding and the head count as a layer each
@@ -30,8 +30,10 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def entries_of_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Return HybridTrainer's `layers_per_stage` for a model whose sequence is its embedding, the
-    layers, a norm and the head. Raises ValueError: see `stage_layers`.
+    """Return HybridTrainer's `layers_per_stage` for a decoder.
+
+    The model's sequence is its embedding, the layers, a norm and the head. Raises ValueError: see
+    `stage_layers`.
     """
     entries = list(stage_layers(layers, stages))
     entries[0] += 1

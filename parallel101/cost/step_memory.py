@@ -14,7 +14,7 @@ What is alive rises and falls, and these have their peaks at different times:
     optimizer    no activations, but gradients in 32 bits beside those in 16
 
 `total` is the most of these sums. It counts tensors: what an allocator loses to fragmentation, the
-CUDA context, and NCCL's own buffers are not in it. It is right for
+CUDA context, and NCCL's own buffers are not in it. It holds for
 optimizers whose update is fused (`fused=True`); torch's default on a GPU also makes a copy of one
 of AdamW's two averages.
 """
@@ -91,7 +91,7 @@ def step_memory(
 
 
 class _RankMemory:
-    """One position along pp."""
+    """The memory of a rank at one position along pp."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _RankMemory:
 
     @property
     def parameters(self) -> float:
-        """On this rank."""
+        """The parameters on this rank."""
         found = sum(self.layers) * self.of_layer
         if self.first:
             found += self.of_embedding
@@ -198,7 +198,7 @@ class _RankMemory:
 
     @property
     def warm_up(self) -> int:
-        """How many forwards this rank computes before its first backward, and so how many wait."""
+        """The number of forwards before this rank's first backward; so many microbatches wait."""
         layout, p, after = self.layout, self.layout.pp, self.layout.pp - self.position
         if layout.chunks > 1:
             many = (layout.chunks - 1) * p + 2 * after - 1
@@ -210,7 +210,7 @@ class _RankMemory:
 
     @property
     def in_flight(self) -> float:
-        """Bytes of all microbatches that wait for backward when most of them do."""
+        """Bytes of the microbatches that wait for backward when their number is highest."""
         p, chunks, of_stages = self.layout.pp, self.layout.chunks, self.of_microbatch
         # p microbatches pass the first stage of this rank, then the same p its next one
         waiting = [k % (p * chunks) // p for k in range(self.warm_up)]
@@ -224,8 +224,9 @@ class _RankMemory:
 
     @property
     def weight_gradients_later(self) -> float:
-        """Bytes that a microbatch keeps between the two halves of its backward: of each linear
-        layer its input and its output's gradient.
+        """Bytes that a microbatch keeps between the two halves of its backward.
+
+        These are the input of each linear layer and its output's gradient.
         """
         shape, e, n, t = self.shape, self.e, self.n, self.layout.tp
         h, kv, f = shape.width, shape.kv_width, shape.inside
@@ -262,7 +263,7 @@ class _RankMemory:
 
     @property
     def room(self) -> float:
-        """Bytes of flat arrays for gradients, which are there from step to step."""
+        """Bytes of the flat arrays for gradients, which are kept from step to step."""
         zero = self.layout.zero_stage
         return self.gradients if zero or (self.sharing > 1 and self.overlap) else 0.0
 
@@ -285,7 +286,7 @@ class _RankMemory:
 
     @property
     def fixed(self) -> float:
-        """Bytes that are there for all of a step: model states, and the batch."""
+        """Bytes that are held throughout a step: model states and the batch."""
         batch = 8.0 * self.layout.microbatch * self.layout.microbatches * self.shape.time
         return self.weights + self.optimizer + self.room + batch
 
@@ -335,7 +336,7 @@ class _RankMemory:
         return (12 if self.layout.tp == 1 else 8 + (self.e if self.e < 4 else 0)) * logits
 
     def loss(self) -> float:
-        """Bytes that are there at the loss, or in the output layer's backward after it."""
+        """Return the bytes needed at the loss or in the output layer's backward after it."""
         e, layout, table = self.e, self.layout, self.table
         logits = self.n * self.shape.vocabulary / layout.tp
         # the gradients of the logits and of the layer's input and weight
@@ -348,7 +349,7 @@ class _RankMemory:
         return max(self.at_loss, after) + gathered + (self.message if layout.pp > 1 else 0.0)
 
     def backward(self) -> float:
-        """Bytes that the backward of one layer needs."""
+        """Return the bytes that the backward of one layer needs."""
         layout, kept = self.layout, self.kept
         found = self.layer_backward() - (self.of_head if self.last else 0.0)
         if layout.recompute == "full":
@@ -365,7 +366,7 @@ class _RankMemory:
         return found
 
     def travelling(self) -> float:
-        """Bytes of gradients at the end of the last backward, when two buckets are on their way."""
+        """Return the bytes of gradients as the last backward ends, with two buckets in flight."""
         zero, size = self.layout.zero_stage, self.g * self.bucket
         found = 0.0 if self.room else self.g * self.parameters
         if self.sharing > 1:
@@ -375,7 +376,7 @@ class _RankMemory:
         return found + (2 * self.e * self.of_layer if zero == 3 else 0.0)
 
     def update(self) -> float:
-        """Bytes of gradients while the optimizer updates the weights."""
+        """Return the bytes of gradients while the optimizer updates the weights."""
         found = 0.0 if self.room else self.gradients
         found += self.in_32_bits
         if self.shape.tied and self.layout.pp > 1 and (self.first or self.last):
@@ -393,7 +394,7 @@ class _RankMemory:
         return self.e * self.shape.width * self.outside
 
     def layer_backward(self) -> float:
-        """Bytes of the gradients inside of a layer."""
+        """Return the bytes of the gradients inside a layer."""
         e, h, n, f = self.e, self.shape.width, self.n, self.shape.inside / self.layout.tp
         mlp = e * (h + f) * n + (e + (self.g if self.g != e else 0)) * f * h
         if self.shape.gated:
@@ -401,7 +402,7 @@ class _RankMemory:
         return max(mlp, self.attention_backward())
 
     def attention_backward(self) -> float:
-        """Bytes that the core of attention needs in backward, less what the MLP has freed."""
+        """Return the bytes attention's core needs in backward, minus those the MLP has freed."""
         shape, layout = self.shape, self.layout
         heads = shape.heads / layout.tp * layout.microbatch
         freed = self.kept["inside the MLP"] + self.kept["input of the MLP"]

@@ -84,7 +84,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name of a part → its seconds. "host" is only there if it is modelled."""
+        """The seconds of each part, by name. "host" is included only if it is modelled."""
         return {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
@@ -122,7 +122,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """What takes most of the time besides the products, in words."""
+        """The part that takes the most time besides the products, in words."""
         words = {
             "matmul": "the tensor cores: products of matrices",
             "memory-bound": "memory bandwidth: norms, softmax, additions",
@@ -197,7 +197,7 @@ def step_time(
 
 
 def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
-    """Raise ValueError if this model can't be laid out so on this cluster."""
+    """Raise ValueError if this model can't have this layout on this cluster."""
     if layout.gpus > cluster.gpus:
         raise ValueError(
             f"the layout has {layout.gpus} GPUs, the cluster {cluster.gpus}: expected at most as "
@@ -215,7 +215,7 @@ def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
 
 
 def cut_of(layout: ParallelLayout) -> LayerCut:
-    """Return what of a layout a layer's time depends on."""
+    """Return the part of a layout that a layer's time depends on."""
     return LayerCut(
         layout.tp,
         layout.cp,
@@ -233,7 +233,7 @@ def cut_of(layout: ParallelLayout) -> LayerCut:
 def together(
     layer: Pass, layers: int, first: bool, last: bool, embedding: Pass, head: Pass
 ) -> Pass:
-    """Return forward and backward of a stage: layers, and maybe the embedding or the head."""
+    """Return the seconds of a stage: its layers, and maybe the embedding or the head."""
     forward, backward = (
         Seconds().plus(layer.forward, layers),
         Seconds().plus(layer.backward, layers),
@@ -253,10 +253,11 @@ def waiting_for_gradients(
     sums: dict[tuple[int, bool, bool], tuple[float, float]],
     slowest: int,
 ) -> tuple[float, float]:
-    """Exposed seconds along dp, and those in which other stages move gradients to buckets.
+    """Return the exposed seconds along dp, and those in which other stages fill buckets.
 
     The last microbatch's backward goes through one stage after the other, and on each it waits for
-    messages of the stage's own gradients. The slowest rank waits for all of them.
+    messages of the stage's own gradients, which are first moved to buckets. The slowest rank waits
+    for all of them.
 
     Args:
         kinds: of each rank's stage: its layers, and whether it is the first or the last one.
@@ -285,7 +286,7 @@ def waiting_for_gradients(
 
 
 def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
-    """Seconds in which a rank waits while the others compute one microbatch each.
+    """Return the seconds in which a rank waits while the others compute one microbatch each.
 
     Interleaved stages are 1/chunks as long. Zero-bubble schedules compute weight gradients instead
     of waiting: zb-h1 waits (P − 1)(F + B − W), which is (P − 1) F if W is half of what backward
@@ -304,7 +305,9 @@ def pipeline_seconds(
     software: Software,
     of_rank: list[float],
 ) -> float:
-    """Exposed seconds of messages between stages, and of the sum of a tied embedding's gradient.
+    """Return the exposed seconds of messages between stages, and of a tied embedding's sum.
+
+    The sum is that of the tied embedding's gradient over the first and the last stage.
 
     A microbatch's activations and gradients pass each border while the pipeline fills and drains.
     After that, programs that don't overlap them wait for two messages a microbatch and stage.
@@ -337,7 +340,7 @@ def pipeline_seconds(
 
 
 def waiting_in_1f1b(layout: ParallelLayout, once: float, of_rank: list[float]) -> float:
-    """Seconds in which 1F1B waits for messages after the pipeline has filled.
+    """Return the seconds in which 1F1B waits for messages after the pipeline has filled.
 
     A microbatch's way from a rank to the n-th one behind it and back takes the compute of these n
     ranks and 2 (n − 1) messages. On the first of them, n microbatches are under way meanwhile, so
@@ -345,8 +348,8 @@ def waiting_in_1f1b(layout: ParallelLayout, once: float, of_rank: list[float]) -
 
         (Σ compute of n ranks + 2 (n − 1) messages) / n
 
-    if that is more than the slowest rank's compute. All ranks between the ends are alike, so the
-    longest ways count.
+    if that is more than the slowest rank's compute. All ranks between the ends take equally
+    long, so only the longest ways count.
     """
     P, slowest = layout.pp, max(of_rank)
     of_one = slowest

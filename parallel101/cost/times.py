@@ -123,7 +123,7 @@ def all_reduce(
 ) -> Time:
     """Return the time of an all-reduce: reduce-scatter, then all-gather.
 
-    Arguments as in `all_gather`.
+    Arguments are those of `all_gather`.
 
     Example:
         >>> p101.cost.all_reduce(1e9, 8, "H100")
@@ -144,10 +144,10 @@ def all_reduce(
 def all_to_all(
     nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
 ) -> Time:
-    """Return the time of moving the cut of an array from one dim to another.
+    """Return the time of an all-to-all, which moves the cut of an array to another dim.
 
-    Arguments as in `all_gather`. On a ring, half of the blocks cross any cut, and each needs n/4
-    hops on average: V / (4W), for an even n.
+    Arguments are those of `all_gather`. On a ring, half of the blocks cross any cut, and each needs
+    n/4 hops on average: V / (4W), for an even n.
     """
     return _time(
         "all-to-all", nbytes, axes, chip, wraparound, _all_to_all_on_torus, _all_to_all_on_switches
@@ -193,7 +193,9 @@ def _gather_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus)
 
 
 def _all_to_all_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus) -> Bounds:
-    """The axes work at the same time, and the longest has most to carry: V · max(nᵢ) / (4 · N · W).
+    """Return the bounds of an all-to-all on a torus: V · max(nᵢ) / (4 · N · W) for bandwidth.
+
+    The axes work at the same time, and the longest has most to carry.
 
     Of the n² pairs of ranks on an axis, n² / 4 cross each cut in each direction, on a ring over two
     links.
@@ -207,16 +209,19 @@ def _all_to_all_on_torus(V: float, axes: list[int], rings: list[bool], links: To
 
 
 def _gather_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Bounds:
-    """A ring at each level of the tree, all levels at the same time.
+    """Return the bounds of a ring at each level of the tree, all levels at the same time.
 
-    For latency, doubling instead of a ring: ⌈lg D⌉ hops.
+    Latency assumes doubling instead of a ring: ⌈lg D⌉ hops.
     """
     bandwidth = max(V * (D - 1) / D / level.bandwidth for D, level in zip(sizes, levels))
     return bandwidth, sum((D - 1).bit_length() * level.latency for D, level in zip(sizes, levels))
 
 
 def _all_to_all_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Bounds:
-    """At a level of U units, each sends V/U² bytes to each other one, over its only link."""
+    """Return the bounds of an all-to-all through switches.
+
+    At a level of U units, each sends V/U² bytes to each other one, over its only link.
+    """
     units = [math.prod(sizes[i:]) for i in range(len(sizes))]
     bandwidth = max(V * (U - 1) / U**2 / level.bandwidth for U, level in zip(units, levels))
     return bandwidth, max((level.latency for D, level in zip(sizes, levels) if D > 1), default=0.0)

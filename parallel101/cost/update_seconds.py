@@ -1,5 +1,6 @@
-"""Seconds from the gradients of a stage to its new weights: accumulation, messages along dp,
-optimizer. All are decided by the number of parameters on the rank.
+"""Seconds of a stage's update: accumulating gradients, messages along dp, and the optimizer.
+
+All of them follow from the number of parameters on the rank.
 
     accumulation   each microbatch's gradients are added: bytes / memory bandwidth
     dp             all-reduce of the gradients; ZeRO: reduce-scatter, and all-gather of the weights
@@ -24,7 +25,7 @@ from parallel101.cost.software import Software
 
 @lru_cache(maxsize=1 << 14)
 def layer_parameters(shape: ModelShape, tp: int, ep: int) -> float:
-    """Parameters of one layer on a rank."""
+    """Return the number of parameters of one layer on a rank."""
     mlp: float = shape.mlp_parameters
     if shape.experts:
         mlp *= shape.experts / ep
@@ -35,7 +36,7 @@ def layer_parameters(shape: ModelShape, tp: int, ep: int) -> float:
 def rank_parameters(
     shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
 ) -> float:
-    """Parameters of a rank whose stage has so many layers, and maybe the embedding or the head."""
+    """Return the number of parameters on a rank: of layers, and maybe the embedding or the head."""
     found = layers * layer_parameters(shape, tp, ep)
     if first:
         found += shape.embedding_parameters / tp
@@ -47,7 +48,7 @@ def rank_parameters(
 
 
 class Stage(NamedTuple):
-    """What of a model is on the rank: so many layers, and maybe the embedding and the head."""
+    """The part of a model on one rank: some layers, and maybe the embedding and the head."""
 
     shape: ModelShape
     layers: int
@@ -64,8 +65,10 @@ class Stage(NamedTuple):
 def accumulation_seconds(
     layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage
 ) -> tuple[float, float]:
-    """Seconds in which gradients of the microbatches are added up, and in which those of one are
-    moved to the arrays in which they are sent, and added to what other ranks send.
+    """Return the seconds of adding up the microbatches' gradients, and of sending them once.
+
+    Sending counts the kernels that move gradients to the arrays in which they are sent, and that
+    add what other ranks send; not the messages.
     """
     if software.accumulation == "fused":
         return 0.0, 0.0
@@ -93,7 +96,7 @@ class GradientSeconds(NamedTuple):
 
 
 def messages_of(layout: ParallelLayout, software: Software, stage: Stage) -> int:
-    """In how many messages the gradients of a rank travel along dp."""
+    """Return the number of messages in which the gradients of a rank travel along dp."""
     if layout.zero_stage == 3:
         return (stage.layers + stage.last) * (2 if sent_apart(layout) else 1) + stage.first
     if not software.buckets:
@@ -121,7 +124,7 @@ def buckets_of(layout: ParallelLayout, stage: Stage) -> tuple[Gradients, ...]:
 def bucket_seconds(
     layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage, backward: float
 ) -> tuple[float, float]:
-    """Seconds in which a backward waits for its buckets, and seconds after it.
+    """Return the seconds in which a backward waits for its buckets, and the seconds after it.
 
     Two buckets are on their way at a time: when backward has filled one, it sends it and waits for
     the sums of the one before. Without ZeRO, these sums are then sent on: the all-reduce's second
@@ -158,7 +161,7 @@ def gradient_seconds(
     forward: float,
     backward: float,
 ) -> GradientSeconds:
-    """Exposed seconds of summing gradients, and of gathering weights, along dp, cp and ep.
+    """Return the exposed seconds of summing gradients and gathering weights, along dp, cp and ep.
 
     With overlap, messages are in flight while the GPU computes, but for those of the part that is
     last: with ZeRO-3, the layer that is first in a pass, too, and the embedding and the head.
@@ -172,7 +175,7 @@ def gradient_seconds(
     parameters, count = stage.parameters(layout), messages_of(layout, software, stage)
 
     def seconds(size: int, part: float = 1.0, messages: int = count) -> float:
-        """Of a reduce-scatter, or of an all-gather, of a part of the parameters."""
+        """Return the seconds of a reduce-scatter or all-gather of a part of the parameters."""
         nbytes = part * parameters * size / max(1, messages)
         how = software.collectives
         return messages * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=how)
@@ -181,7 +184,7 @@ def gradient_seconds(
     overlap = layout.overlap and software.dp_overlap and layout.cp == layout.ep == 1
 
     def exposed(messages: float, kernels: float, parts: int) -> float:
-        """Of `parts` equal ones: the first or the last has nothing beside it."""
+        """Return the exposed seconds of `parts` equal messages, one of which nothing hides."""
         if not overlap or parts < 2:
             return messages
         rest = (parts - 1) / parts
@@ -211,7 +214,7 @@ def gradient_seconds(
 def optimizer_seconds(
     layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage
 ) -> float:
-    """Seconds of clipping and of the update."""
+    """Return the seconds of clipping and of the update."""
     mine = stage.parameters(layout) / (layout.dp if layout.zero_stage else 1)
     nbytes = software.optimizer_bytes if "mixed" in layout.precision else 28
     nbytes -= 8 * (2 - AVERAGES[layout.optimizer])  # AdamW reads and writes two averages

@@ -12,7 +12,7 @@ from parallel101.trainers.agreement import Agreement
 class SameOrder(keras.callbacks.Callback):
     """Gives all ranks, before each epoch, the state of position 0's random numbers.
 
-    By them Keras shuffles on torch's backend.
+    On torch's backend, Keras shuffles with these numbers.
     """
 
     def __init__(self, agree: Agreement):
@@ -26,7 +26,7 @@ class SameOrder(keras.callbacks.Callback):
 class BackupElsewhere(keras.callbacks.BackupAndRestore):
     """A BackupAndRestore on the ranks that write no files.
 
-    They read, and they take part in gathering what position 0 writes.
+    They read files, and they take part in gathering the weights that position 0 writes.
     """
 
     def __init__(self, callback: Any):
@@ -36,4 +36,4 @@ class BackupElsewhere(keras.callbacks.BackupAndRestore):
         self.model.save_weights(self._weights_path)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Position 0 deletes the files."""
+        """Do nothing: position 0 deletes the files."""

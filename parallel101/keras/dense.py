@@ -44,7 +44,7 @@ ELEMENTWISE_LAYERS = (
 
 
 class CutDense(keras.layers.Layer):
-    """A Dense of which this rank holds a block of columns or of rows.
+    """A Dense layer of which this rank holds a block of columns or of rows.
 
     Attributes:
         shards: path of a weight → how it is cut. The bias of rows is whole on every rank.
@@ -152,7 +152,7 @@ def trainable(model: Any) -> list[bool]:
 
 
 def set_trainable(layers: list[Any], flags: list[bool]) -> None:
-    """Freeze the layers with False.
+    """Set whether each layer is trainable; False freezes it.
 
     A flag that is set on a container holds for the layers in it, until theirs is set.
     """
@@ -170,7 +170,7 @@ class Freezing:
         self.layers = [weakref.ref(layer) for layer in layers_within(model)]
 
     def follow(self) -> None:
-        """Freeze and unfreeze in one of them the layers that changed in the other."""
+        """Freeze or unfreeze in each of the two the layers that were changed in the other."""
         mine, theirs = layers_within(self.copy), [ref() for ref in self.layers]
         flags = [
             copy.trainable if layer is None or layer.trainable == old else not old
@@ -269,7 +269,10 @@ def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, 
 
 
 def next_dense(layer: Any, users: Mapping[Any, list[Any]]) -> Any:
-    """Return the only Dense that reads this one's outputs, elementwise functions apart, or None."""
+    """Return the only Dense that reads this one's outputs, or None.
+
+    Elementwise functions may come between the two.
+    """
     if not elementwise(layer.activation) or len(layer._inbound_nodes) != 1:
         return None
     while len(users[layer]) == 1:
@@ -290,16 +293,16 @@ def elementwise(activation: Any) -> bool:
 
 
 def reader(layer: Any, users: Mapping[Any, list[Any]]) -> str:
-    """Return what reads a layer's outputs, in words."""
+    """Return the names of the readers of a layer's outputs, in words."""
     if not elementwise(layer.activation):
         return f"its activation {getattr(layer.activation, '__name__', layer.activation)!r}"
     return " and ".join("the loss" if user is None else repr(user.name) for user in users[layer])
 
 
 def users_of(model: Any) -> dict[Any, list[Any]]:
-    """Return layer → the layers that read its outputs, once for each time.
+    """Return, for each layer, the layers that read its outputs, once per use.
 
-    None means that they are outputs of the model.
+    A reader of None means that an output is an output of the model.
     """
     graph = graph_of(model)
     nodes = [node for depth in graph._nodes_by_depth.values() for node in depth]

@@ -7,7 +7,7 @@
 
 Either way every rank gets the outputs of the whole batch. So Keras computes the loss and the
 metrics as it does in one process, and compile, fit, evaluate, predict and callbacks are Keras's
-own. sharded_model.py says what each rank holds of the weights, and saves and loads the whole model.
+own. sharded_model.py holds this rank's weights, and saves and loads the whole model.
 
 Source: Rajbhandari et al., "ZeRO" (2020); Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section
 3.
@@ -139,7 +139,7 @@ class ParallelKeras(ShardedModel):
 
     @property
     def layers(self) -> list[Any]:
-        """The model's: over a tensor axis, copies of them, some of which hold shards."""
+        """The model's layers; over a tensor axis, copies of them, some of which hold shards."""
         return self.inner.layers
 
     def call(self, x: Any, training: bool | None = None) -> Any:
@@ -209,7 +209,7 @@ class ParallelKeras(ShardedModel):
         return self.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def _get_regularization_losses(self) -> list[Any]:
-        """Return what Keras adds to the loss: the penalties of the whole weights. Collective.
+        """Return the penalties of the whole weights, which Keras adds to the loss. Collective.
 
         Their gradients are added in the step.
         """
@@ -239,7 +239,7 @@ class ParallelKeras(ShardedModel):
         return [*trainable(self.inner), *(v.trainable for v in self.inner.weights)]
 
     def check_trained(self) -> None:
-        """Raises ValueError for layers that were frozen when wrapped, and are no longer frozen."""
+        """Raise ValueError for layers that were frozen when wrapped and no longer are."""
         if thawed := [
             v.path for v in self.inner.trainable_variables if v.path not in self.shards.trained
         ]:
@@ -277,9 +277,10 @@ class ParallelKeras(ShardedModel):
     # ── as in Keras, on all ranks ──
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """See keras.Model.compile. Raises ValueError for an optimizer that looks at whole matrices.
+        """Set the optimizer, the loss and the metrics, as keras.Model.compile does.
 
-        An optimizer that was built for the model continues from its current state.
+        An optimizer that was built for the model continues from its current state. Raises
+        ValueError for an optimizer that looks at whole matrices.
         """
         super().compile(*args, **kwargs)
         if self.jit_compile:
@@ -297,7 +298,7 @@ class ParallelKeras(ShardedModel):
             self.optimizer._clip_gradients = self.clip
 
     def clip(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the clipped gradients: as Keras clips, with norms over the shards of all ranks."""
+        """Return the gradients, clipped as Keras does, with norms over the shards of all ranks."""
         optimizer, named = self.optimizer, dict(zip(self.reached, gradients))
         if not optimizer.clipnorm and not optimizer.global_clipnorm:
             return type(optimizer)._clip_gradients(optimizer, gradients)
@@ -318,7 +319,7 @@ class ParallelKeras(ShardedModel):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """See keras.Model.fit."""
+        """Train the model, as keras.Model.fit does."""
         same_order = SameOrder(self.agree)
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.append(same_order)
@@ -344,11 +345,11 @@ class ParallelKeras(ShardedModel):
     def evaluate(
         self, x=None, y=None, batch_size=None, verbose="auto", *args: Any, **kwargs: Any
     ) -> Any:
-        """See keras.Model.evaluate."""
+        """Return the loss and the metrics, as keras.Model.evaluate does."""
         return super().evaluate(x, y, batch_size, self.shown(verbose), *args, **kwargs)
 
     def predict(self, x, batch_size=None, verbose="auto", *args: Any, **kwargs: Any) -> Any:
-        """See keras.Model.predict. Every rank gets all outputs."""
+        """Return all outputs, on every rank, as keras.Model.predict does."""
         return super().predict(x, batch_size, self.shown(verbose), *args, **kwargs)
 
     def shown(self, verbose: Any) -> Any:
@@ -357,6 +358,6 @@ class ParallelKeras(ShardedModel):
 
 
 def refuse(problem: str) -> None:
-    """Raises ValueError if there is a problem."""
+    """Raise ValueError with the problem as its text, if there is one."""
     if problem:
         raise ValueError(problem)

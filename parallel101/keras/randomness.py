@@ -40,7 +40,7 @@ class Draws:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Inside, this rank draws other numbers than the other ranks.
+        """Draw different random numbers on each rank inside the block.
 
         Afterwards all ranks draw the same numbers again.
         """
@@ -59,7 +59,7 @@ class Draws:
 def draw_alike(agree: Agreement) -> None:
     """Give every rank the state of position 0's random numbers.
 
-    Keras shuffles by those of the CPU. Collective.
+    Keras shuffles with the CPU's random numbers. Collective.
     """
     state = broadcast(torch.get_rng_state().to(agree.device), 0, group=agree.group)
     torch.set_rng_state(state.cpu())
@@ -72,9 +72,9 @@ def draw_alike(agree: Agreement) -> None:
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Inside, building a Keras model draws seeds from Python's generator.
+    """Restore Python's random generator after the block.
 
-    Afterwards the generator is as it was before.
+    Building a Keras model draws seeds from it.
     """
     state = random.getstate()
     try:

@@ -1,4 +1,4 @@
-"""The weights of a Keras model on several ranks: who holds what, and how the whole model is saved.
+"""The weights of a Keras model on several ranks: their shards, and saving the whole model.
 
     save    rank 0  w[0:2] ─┐
             rank 1  w[2:4] ─┴▶ get_weights ─▶ w[0:4] ─▶ position 0 builds the model of one
@@ -31,7 +31,7 @@ from parallel101.trainers.layout import Axes
 class ShardedModel(keras.Model):
     """A keras.Model of which each rank holds shards.
 
-    `ParallelKeras` sets the attributes, and trains it.
+    `ParallelKeras` sets the attributes and trains the model.
 
     Attributes:
         inner: the model that this rank computes with.
@@ -53,7 +53,7 @@ class ShardedModel(keras.Model):
 
     @property
     def weights(self) -> list[Any]:
-        """The weights that this rank holds: under ZeRO its pieces of the trained ones."""
+        """The weights that this rank holds; under ZeRO, its pieces of the trained ones."""
         return self.mine("weights")
 
     @property
@@ -114,11 +114,14 @@ class ShardedModel(keras.Model):
         self.write(lambda whole: whole.save(filepath, overwrite=overwrite, **kwargs))
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """See keras.Model.save_weights; the whole model's. Collective; position 0 writes."""
+        """Write the whole model's weights, as keras.Model.save_weights does.
+
+        Collective; position 0 writes.
+        """
         self.write(lambda whole: whole.save_weights(filepath, overwrite=overwrite, **kwargs))
 
     def load_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """See keras.Model.load_weights; the whole model's, and its optimizer's.
+        """Load the whole model's weights and optimizer state, as keras.Model.load_weights does.
 
         Collective; every rank reads, and keeps its shards.
         """
@@ -161,7 +164,7 @@ class ShardedModel(keras.Model):
         )
 
     def rebuilt(self, weights: list[Any], state: list[torch.Tensor]) -> Any:
-        """Return the model in one process, with these weights, compiled as this one is.
+        """Return the model of one process with these weights, compiled as this one is.
 
         Its optimizer has this state.
         """
@@ -189,7 +192,7 @@ class ShardedModel(keras.Model):
     def get_parallelism_info(self) -> dict[str, Any]:
         """Return the number of ranks, the size of each axis, and the plan.
 
-        The plan is the name of a Dense layer → how it is cut.
+        The plan maps the name of a Dense layer to how it is cut.
         """
         return {
             "world_size": len(self.agree.ranks),
@@ -209,7 +212,7 @@ class ShardedModel(keras.Model):
         return {"enabled": enabled, "parameter_shards": len(names), "zero_stage": self.zero_stage}
 
     def describe(self) -> str:
-        """Return a text: the plan, and how the ranks hold each weight."""
+        """Return a text with the plan and the ranks' shards of each weight."""
         plan = [f"{name}: {style}" for name, style in self.plan.items()]
         return "\n".join(
             [f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.describe()]

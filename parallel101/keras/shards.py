@@ -1,4 +1,4 @@
-"""What each rank holds of a Keras model's weights, by our trainers' layout and synchronization.
+"""The shards of a Keras model's weights, with our trainers' layout and synchronization.
 
 zero_stage 0      the model's own variables; gradients are summed over dp
 zero_stage 1-3    a Keras variable for this rank's piece of each weight, in the same memory: the
@@ -26,7 +26,7 @@ from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
 
 class Shards:
-    """What this rank holds of every weight, and how it gets the gradients for it.
+    """This rank's shard of every weight, and the synchronization of its gradients.
 
     Attributes:
         sync: see `GradientSync`.
@@ -78,7 +78,7 @@ class Shards:
     def gather(
         self, parts: Mapping[str, torch.Tensor], paths: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """Return path → the whole weight, from each rank's part. Collective."""
+        """Return the whole weights, by path, from each rank's part. Collective."""
         return self.over_tp.gather(self.over_dp.gather(parts, paths), paths)
 
     def cut(self, path: str, whole: torch.Tensor) -> torch.Tensor:
@@ -90,15 +90,15 @@ class Shards:
         return tuple(self.over_tp.entries[path].shape)
 
     def norms(self, parts: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Return path → the norm of the whole, the same on every rank, from each rank's part.
+        """Return the norm of each whole array, by path, from each rank's part of it.
 
-        Collective.
+        Every rank gets the same norms. Collective.
         """
         squares = self.totals({path: part.double().square().sum() for path, part in parts.items()})
         return dict(zip(parts, squares.sqrt().tolist()))
 
     def totals(self, of_parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a number of the whole for each path: the sum of those of each rank's part.
+        """Return, for each path, the sum of a number over the parts of all ranks.
 
         Collective.
         """
@@ -116,7 +116,7 @@ class Shards:
     def regularized(self) -> list[Any]:
         """Return the variables whose penalties count now.
 
-        Keras leaves out those of frozen weights.
+        Keras leaves out frozen weights.
         """
         return [v for v in self.inner.trainable_variables if v.regularizer is not None]
 
@@ -158,11 +158,11 @@ class Shards:
         return piece
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return path → what this rank holds of that weight."""
+        """Return this rank's part of each weight, by path."""
         return {v.path: self.trained.get(v.path, v).value for v in self.inner.variables}
 
     def gradients(self, unused: list[str]) -> dict[str, torch.Tensor | None]:
-        """Return path → the gradient of the whole batch for the variable in `trained`.
+        """Return the whole batch's gradient for each variable in `trained`, by path.
 
         It is None for weights that the loss does not depend on.
         """
@@ -177,7 +177,7 @@ class Shards:
     # ── the optimizer ──
 
     def optimizer_state(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return the whole of each of the optimizer's variables. Collective."""
+        """Return each of the optimizer's variables for whole weights. Collective."""
         parts = self.parts()
         values = [
             (variable.value.detach(), self.owner(variable, parts))
@@ -207,8 +207,8 @@ class Shards:
     def for_my_shards(self, optimizer: Any, names: Mapping[str, str]) -> Any:
         """Return an optimizer for this rank's shards, which continues from the state of this one.
 
-        It is this one, unless it was built for the whole model's weights. `names` is path of a
-        variable of the model that was wrapped → its path here. Raises ValueError for another
+        It is `optimizer` itself, unless that was built for the whole model's weights. `names` maps
+        the path of a variable in the wrapped model to its path here. Raises ValueError for another
         model's optimizer.
         """
         if not optimizer.built:

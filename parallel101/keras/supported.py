@@ -1,4 +1,4 @@
-"""The models and optimizers with which several ranks equal one process: all others are refused."""
+"""Checks that refuse models and optimizers with which several ranks don't equal one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS = (
 
 
 def check_methods(model: Any, names: Sequence[str] = OURS) -> None:
-    """Raises ValueError if the model has its own version of one of these methods.
+    """Raise ValueError if the model has its own version of one of these methods.
 
     ParallelKeras would not call it.
     """
@@ -36,7 +36,7 @@ def check_methods(model: Any, names: Sequence[str] = OURS) -> None:
 
 
 def check_model(model: Any, samples_are_cut: bool) -> None:
-    """Raises ValueError for layers with which several ranks do not equal one process."""
+    """Raise ValueError for layers with which several ranks do not equal one process."""
     for layer in leaves(model):
         if getattr(layer, "activity_regularizer", None) is not None:
             raise ValueError(
@@ -64,7 +64,7 @@ def leaves(model: Any) -> Iterator[Any]:
 
 
 def check_regularizer(regularizer: Any, path: str) -> None:
-    """Raises ValueError unless a weight's penalty is the sum of its shards'. It is tried."""
+    """Try a regularizer: raise ValueError unless a weight's penalty is the sum of its shards'."""
     whole = torch.linspace(-1, 1, 24).view(4, 6)
     try:
         parts = sum(float(regularizer(part)) for part in whole.reshape(-1).split(9))
@@ -81,7 +81,7 @@ def check_regularizer(regularizer: Any, path: str) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError unless the optimizer updates each element on its own. It is tried.
+    """Try an optimizer: raise ValueError unless it updates each element on its own.
 
     Only such an optimizer updates shards as it does the whole.
     """

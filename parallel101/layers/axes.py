@@ -30,13 +30,13 @@ class MeshAxes(NamedTuple):
     coordinate: tuple[int, ...] | None  # of this rank; None: it is outside the mesh
 
     def line(self, *axes: int) -> Group:
-        """Return the ranks that differ from this one along these axes only."""
+        """Return the group of the ranks that differ from this one along these axes only."""
         return self.mesh.along(*axes)
 
     def sizes(self, whole: Sequence[int] | None, axis: int) -> list[int] | None:
         """Return the sizes into which this axis cuts a tensor of shape `whole`.
 
-        None: into equal ones.
+        If `whole` is None, the result is None: the blocks are equal.
         """
         return None if whole is None else split_sizes(whole[axis], self.shape[axis])
 
@@ -49,7 +49,7 @@ class MeshAxes(NamedTuple):
         return tuple(sizes.get(dim, n) for dim, n in enumerate(whole))
 
     def check_block(self, x: Tensor, whole: Sequence[int] | None, cut: Sequence[int]) -> None:
-        """Raises ValueError if x can't be this rank's block of a tensor that the axes in `cut` cut.
+        """Raise ValueError if x can't be this rank's block of a tensor that the axes in `cut` cut.
 
         `whole` is the shape of that tensor, if it is known.
         """
@@ -133,7 +133,7 @@ def whole_shape(shape: Sequence[int] | None, mesh_shape: Sequence[int]) -> tuple
 
 
 def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> None:
-    """Raises ValueError if the mesh has more axes than the tensor has dims."""
+    """Raise ValueError if the mesh has more axes than the tensor has dims."""
     if len(shape) < len(mesh_shape):
         raise ValueError(
             f"{name} has {len(shape)} dims ({tuple(shape)}), and the mesh {len(mesh_shape)} "
@@ -144,13 +144,13 @@ def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> No
 
 
 def check_tensor(x: Tensor) -> None:
-    """Raises TypeError unless x is a tensor."""
+    """Raise TypeError unless x is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
 
 
 def outside(x: Tensor) -> Tensor:
-    """Return what a rank outside the mesh gets: a copy of the zero-volume tensor that it gave.
+    """Return the result on a rank outside the mesh: a copy of its zero-volume input.
 
     Raises ValueError if the tensor has elements.
     """

@@ -28,7 +28,7 @@ from parallel101.mesh import Group
 
 
 class HaloExchange(nn.Module):
-    """Turns this rank's block of a tensor into what a kernel needs, with halos and padding.
+    """Turns this rank's block of a tensor into a kernel's input, with halos and padding.
 
     A convolution or pooling with the same kernel, stride and dilation, and without padding, then
     computes this rank's block of the output. Inputs and outputs are both cut by `split_sizes`, and
@@ -133,7 +133,7 @@ def _lines(
     padding: Any,
     dilation: Any,
 ) -> list[list[Halo]]:
-    """Return for each dim what each rank of a line along it holds, computes and needs."""
+    """Return, for each dim, the entries each rank of a line along it holds, computes and needs."""
     for name, given in (
         ("kernel_size", kernel_size),
         ("stride", stride),

@@ -21,7 +21,7 @@ from parallel101.mesh import split_ranges
 
 
 class Halo(NamedTuple):
-    """What one rank holds, computes and needs along one dim.
+    """The entries that one rank holds, computes and needs along one dim.
 
     Entries are counted in the whole tensor: range(4, 8) means the entries 4, 5, 6 and 7.
     """
@@ -36,7 +36,7 @@ class Halo(NamedTuple):
     def left(self) -> int:
         """The number of entries that the rank gets from its left.
 
-        If negative: how many of its own first entries it does not need.
+        A negative number counts the rank's own first entries that it does not need.
         """
         return self.holds.start - self.needs.start
 
@@ -44,7 +44,7 @@ class Halo(NamedTuple):
     def right(self) -> int:
         """The number of entries that the rank gets from its right.
 
-        If negative: how many of its own last entries it does not need.
+        A negative number counts the rank's own last entries that it does not need.
         """
         return self.needs.stop - self.holds.stop
 
@@ -57,7 +57,7 @@ def halos(
     padding: int | tuple[int, int] = 0,
     dilation: int = 1,
 ) -> list[Halo]:
-    """Return what each of p ranks holds, computes and needs, along one dim of n entries.
+    """Return the entries that each of p ranks holds, computes and needs, of n along one dim.
 
     Inputs and outputs are both cut by `split_sizes`. A rank can get halos on both sides, on one or
     on none, of different sizes, and from ranks beyond its neighbours if the shards are small.

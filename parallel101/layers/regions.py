@@ -38,13 +38,13 @@ def exchange(
     """Return the region that this rank needs, a new tensor; x is the region that it has.
 
     Each rank sends each other rank the part of its region that the other needs, in one message if
-    there is any. Elements that nobody has are zero. Backward: the same with `has` and `needs`
-    swapped.
+    there is any. Elements that nobody has are zero. Backward does the same with `has` and
+    `needs` swapped.
 
     Args:
         has, needs: the region of each position in `group`.
         name: of the operation, in the record and in errors.
-        agreed: what all ranks must pass alike; a checked run compares it.
+        agreed: values that must be the same on all ranks; a checked run compares them.
 
     Returns a zero-volume tensor on a rank that needs nothing.
     """

@@ -85,9 +85,9 @@ class Repartition(nn.Module):
         return exchange(x, group, has, needs, "repartition", whole_shape=tuple(whole))
 
     def elements_sent(self, shape: Sequence[int]) -> dict[tuple[int, int], int]:
-        """Return how many elements each rank will send to each other, {(from, to): elements}.
+        """Return the elements that each rank will send to each other, {(from, to): elements}.
 
-        `shape` is that of the whole tensor. These ranks are global.
+        `shape` is that of the whole tensor. The ranks are global.
         """
         target = self.target.blocks(shape)
         return {
@@ -121,6 +121,6 @@ class Partition(NamedTuple):
 
 
 def partition_of(mesh: DeviceMesh) -> Partition:
-    """Return the blocks of a mesh. Raises TypeError for anything else."""
+    """Return the Partition of a mesh. Raises TypeError for anything else."""
     shape = mesh_axes(mesh, ()).shape
     return Partition(tuple(mesh.mesh.flatten().tolist()), shape)

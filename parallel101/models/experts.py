@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
 
 def rows_of_each(choice: Tensor, experts: int) -> list[int]:
-    """Return how many rows have chosen each expert; on the meta device, all have as many."""
+    """Return how many rows have chosen each expert; on the meta device, all have equally many."""
     if choice.is_meta:
         even, more = divmod(len(choice), experts)
         return [even + (expert < more) for expert in range(experts)]
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def within_capacity(chosen: Tensor, capacity: float | None) -> Tensor:
-    """Return which choices are kept: in each sequence the first of each expert.
+    """Return a mask of the choices that are kept: in each sequence, the first ones of each expert.
 
     The order is that of the positions, and at one position that of the choices. So a token is never
     dropped because of a later one, as it may be in GShard, where all first choices come before all
@@ -132,8 +132,8 @@ def within_capacity(chosen: Tensor, capacity: float | None) -> Tensor:
 def places(kept: Tensor, capacity: float | None) -> tuple[Tensor, ...]:
     """Return the indices, one tensor for each dim, at which `kept` is true.
 
-    On the meta device there are as many as if all experts are used alike: all but what is over a
-    capacity below 1.
+    On the meta device there are as many as if all experts were used equally: all choices, or with a
+    capacity below 1 that part of them.
     """
     if not kept.is_meta:
         return kept.nonzero(as_tuple=True)
@@ -142,7 +142,7 @@ def places(kept: Tensor, capacity: float | None) -> tuple[Tensor, ...]:
 
 
 def balance(probabilities: Tensor, chosen: Tensor) -> Tensor:
-    """Return E · Σ fₑ pₑ for each position: (batch, time, 1).
+    """Return the balancing loss E · Σ fₑ pₑ of each position: (batch, time, 1).
 
     Args:
         probabilities: p, (batch, time, experts).

@@ -164,7 +164,7 @@ class Block(nn.Module):
 
 
 class BlockOfExperts(Block):
-    """The same with a mixture of experts: (batch, time, width + 1) → the same shape.
+    """A layer with a mixture of experts: (batch, time, width + 1) → the same shape.
 
     The last feature is the sum of the balancing losses of this layer and those before it.
     """

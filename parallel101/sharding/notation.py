@@ -43,7 +43,7 @@ class Sharding(NamedTuple):
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Every axis that cuts a dim or along which the array is partial."""
+        """The axes that cut a dim or along which the array is partial."""
         return (*(axis for axes in self.axes for axis in axes), *self.partial)
 
     def replace(
@@ -68,7 +68,7 @@ class Sharding(NamedTuple):
 
 
 def interval(n: int, axes: Iterable[str], mesh: Mapping[str, int], at: Mapping[str, int]) -> slice:
-    """Return the part of n things that a rank holds, if one axis after the other splits them."""
+    """Return the slice of n things that a rank holds if one axis after the other splits them."""
     start, stop = 0, n
     for axis in axes:
         parts = split_sizes(stop - start, mesh[axis])
@@ -88,7 +88,7 @@ def subscripted(name: str, axes: tuple[str, ...]) -> str:
 
 
 def axes_in(subscript: str) -> list[str]:
-    """Return the axes that a subscript names: XY has two, {dp,tp} too, and dp has one."""
+    """Return the axes that a subscript names: two for XY and for {dp,tp}, one for dp."""
     if subscript.startswith("{") and "," in subscript:
         return [word.strip() for word in subscript.strip("{} ").split(",")]
     return re.findall(r"[A-Z][0-9]*|[a-z][a-z0-9]*", subscript)
@@ -141,7 +141,7 @@ def array_in(text: str) -> Sharding:
 
 
 def check_dims(text: str, operands: list[Sharding], result: Sharding) -> None:
-    """Raises ValueError if the dims don't make a product.
+    """Raise ValueError if the dims don't make a product.
 
     A dim of one operand only must be in the result.
     """

@@ -42,7 +42,7 @@ class ReshardStep(NamedTuple):
 
     @property
     def title(self) -> str:
-        """AllGather_X or ReduceScatter_{X,K}, for example."""
+        """The name of the step, such as AllGather_X or ReduceScatter_{X,K}."""
         axes = (
             "".join(self.axes) if all(len(axis) == 1 for axis in self.axes) else ",".join(self.axes)
         )

@@ -30,7 +30,7 @@ RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 @dataclass(frozen=True, repr=False)
 class ShardedRun:
-    """What the ranks did with the blocks of whole arrays.
+    """The result of a sharded product: each rank's blocks, and whether they are correct.
 
     Attributes:
         plan: the plan that chose the blocks, and was run unless the ranks ran another program.
@@ -38,7 +38,7 @@ class ShardedRun:
         expected: the whole result.
         held: by rank, what it held at first and after each step of the plan, by name of the array.
         run: the Run, with its trace.
-        program: whether the ranks ran another program than the plan.
+        program: whether the ranks ran a program other than the plan.
     """
 
     plan: ShardingPlan
@@ -50,12 +50,12 @@ class ShardedRun:
 
     @property
     def results(self) -> list[Any]:
-        """What each rank returned: its block of the result."""
+        """The block of the result that each rank returned."""
         return [states[-1][self.plan.result.name] for states in self.held]
 
     @property
     def wrong(self) -> list[int]:
-        """The ranks whose block is not that of the result."""
+        """The ranks whose block differs from their block of the expected result."""
         return wrong_ranks(self.results, self.plan.result, self.expected, self.plan)
 
     @property
@@ -72,7 +72,7 @@ class ShardedRun:
 
     @property
     def verdict(self) -> str:
-        """One or two sentences: whether the result is right, and what it is if it isn't."""
+        """One or two sentences that say whether the result is right, and if not, what it is."""
         name, whole = self.plan.result.name, " · ".join(array.name for array in self.plan.operands)
         if not self.wrong:
             return f"{self.plan.result} on {len(self.held)} ranks equals the whole {whole}."
@@ -104,9 +104,9 @@ class ShardedRun:
         )
 
     def picture(self, title: str | None = None) -> Any:
-        """Which blocks each rank held, before and after each step, drawn from their values.
+        """Draw the blocks that each rank held before and after each step, from their values.
 
-        A notebook shows it; `.save("blocks.html")`.
+        A notebook shows the picture; `.save("blocks.html")` writes it to a file.
         """
         from parallel101.laboratory.viz.sharded_product import sharding_scene
 
@@ -143,8 +143,8 @@ def run(
             arrays.
         wholes: the whole operands: a and b, or one array to reshard.
         program: instead of the plan, a function of this rank's blocks that returns its block of the
-            result. It runs on every rank, with torch.distributed initialized; rank r is at place r
-            of the mesh, row by row.
+            result. It runs on every rank, with torch.distributed initialized; rank r has position r
+            in the mesh, row by row.
         backend, launched: as for `parallel101.launch`.
 
     Returns a ShardedRun. `print` shows the plan and the verdict, `.picture()` the blocks, and
@@ -239,7 +239,7 @@ def wrong_ranks(
 
 
 def close(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
-    """Return whether rounding explains the difference, for values as large as the whole array's."""
+    """Return whether rounding explains the difference, given the largest value of the whole."""
     if not whole.dtype.is_floating_point:
         return torch.equal(found.to(whole.dtype), expected)
     largest = whole.abs().max().item() if whole.numel() else 0.0

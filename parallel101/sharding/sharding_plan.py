@@ -77,7 +77,7 @@ class ShardingPlan:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of rank 0, whose blocks are the largest."""
+        """The multiplications and additions of rank 0, whose blocks are the largest."""
         return sum(
             2 * math.prod(self._extents(step).values())
             for step in self.steps
@@ -86,13 +86,13 @@ class ShardingPlan:
 
     @property
     def bytes_sent(self) -> list[int]:
-        """Bytes that each rank sends, exactly."""
+        """The exact bytes that each rank sends."""
         by_step = [self.sent_in(step) for step in self.steps]
         return [sum(of_rank) for of_rank in zip(*by_step)] or [0] * self.world_size
 
     @property
     def rounds(self) -> int:
-        """Messages on the critical path.
+        """The number of messages on the critical path.
 
         If no block is empty, that is the makespan of a run on sim with `Network(latency=1,
         bandwidth=inf)`.
@@ -152,7 +152,7 @@ class ShardingPlan:
         return operation[step.operation](nbytes, axes, chip, wraparound=wraparound)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
-        """Yield the place of each rank of the mesh, by axis: the last axis runs fastest."""
+        """Yield each rank's position along each axis of the mesh; the last axis runs fastest."""
         for place in product(*(range(p) for p in self.mesh.values())):
             yield dict(zip(self.mesh, place))
 
@@ -293,7 +293,7 @@ class ShardingPlan:
             yield {self.result.name: blocks[0].clone()}
 
     def _group(self, mesh: DeviceMesh | None) -> Group:
-        """Return the ranks of the mesh, of which this rank may be one."""
+        """Return the group of the mesh's ranks, with this rank's position if it is one of them."""
         shape, names = tuple(self.mesh.values()), tuple(self.mesh)
         if mesh is None:
             world_size, me = (
