@@ -70,7 +70,7 @@ def test_classes_link_to_each_other(pages):
 
 def test_the_search_has_the_names_with_their_first_sentence(reference):
     by_title = {name.title: name for name in reference.names}
-    assert by_title["Run.animate"].text == "The messages of the run as an animation."
+    assert by_title["Run.animate"].text == "Return an animation of the run's messages."
     assert by_title["cost.closed_form"].address == "reference/parallel101/cost.html#closed_form"
     assert {*p101.__all__} <= by_title.keys()
 

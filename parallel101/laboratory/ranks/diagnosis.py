@@ -30,7 +30,7 @@ RUN_CHECKED = "Run it again with trace=True: a checked run names the two calls t
 
 
 def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
-    """The error for a rank whose program raised.
+    """Return the error for a rank whose program raised.
 
     The exception is its cause. `unwaited`: messages that it posted and did not wait for.
     """
@@ -51,7 +51,7 @@ def rank_died(
     checked: bool = False,
     others: Sequence[str] = (),
 ) -> RankFailed:
-    """The error for a rank that ended before its function returned.
+    """Return the error for a rank that ended before its function returned.
 
     Args:
         crash_dump: what faulthandler wrote, if anything.
@@ -79,14 +79,14 @@ def rank_died(
 
 
 def how_it_ended(code: int) -> str:
-    """What to say of a rank that has ended too early, by its exit code."""
+    """Describe the early end of a rank by its exit code, for an error."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name} (exit code {code})"
     return f"exited with code {code} before its function returned"
 
 
 def crash_place(dump: str) -> str:
-    """The caller's "file:line" in a dump of faulthandler's, or "".
+    """Return the caller's "file:line" in a dump of faulthandler's, or "".
 
     It prefers the program's own files to a library's.
     """
@@ -97,7 +97,7 @@ def crash_place(dump: str) -> str:
 
 
 def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ()) -> LaunchTimeout:
-    """The error for a run that took too long.
+    """Return the error for a run that took too long.
 
     `ranks` says where each one was, `dropped` which messages nobody waited for.
     """
@@ -110,7 +110,7 @@ def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ())
 
 
 def rank_lines(statuses: Sequence[RankStatus], places: Mapping[int, str]) -> list[str]:
-    """Where the ranks were, as lines of an error. Those that were at the same place share a line.
+    """Return lines that say where the ranks were. Ranks at the same place share a line.
 
     `places`: the "file:line" of ranks that were not blocked. Ranks of which nothing is known are
     left out.
@@ -147,7 +147,7 @@ BUSY_FOR = 3.0
 
 
 def work_per_core() -> float:
-    """How many threads of this machine want to run, for each core: the mean of the last minute."""
+    """Return the machine's runnable threads per core, as the mean of the last minute."""
     return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
 
 
@@ -166,7 +166,7 @@ class IdleDetector:
         self.due = 0.0
 
     def stuck(self, now: float, all_wait: bool, dropped_receive: bool = False) -> bool:
-        """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds.
+        """Return whether all ranks have waited, and none has worked, for IDLE_FOR seconds.
 
         It is to be called again at `due`.
 
@@ -196,7 +196,7 @@ class IdleDetector:
         return cpu is not None and now - self.idle_since >= IDLE_FOR * max(1.0, work_per_core() / 2)
 
     def _cpu_seconds(self) -> list[float] | None:
-        """CPU seconds that each rank has used; None if the system does not tell."""
+        """Return the CPU seconds that each rank has used; None if the system does not tell."""
         try:
             return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in self.pids]
         except psutil.Error:

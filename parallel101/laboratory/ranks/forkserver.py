@@ -89,7 +89,7 @@ def serve(fd: int) -> None:
 
 
 def _receive(server: socket.socket) -> tuple[list[str], list[int]]:
-    """The words of the next request, which is a line, and its file descriptors.
+    """Return the words of the next request, which is a line, and its file descriptors.
 
     There are no words if the launching process is gone. Names of modules may be thousands of bytes.
     """
@@ -114,7 +114,7 @@ def _answer(server: socket.socket, number: str, answer: int) -> None:
 
 
 def _take_channels(control: int, out: int, err: int, calls: int, status: int) -> dict[str, Any]:
-    """In a new rank: make its pipes the standard streams, and close all other inherited files."""
+    """Make a new rank's pipes its standard streams, and close all other inherited files."""
     import fcntl  # not on Windows, where there is no fork either
 
     null = os.open(os.devnull, os.O_RDONLY)
@@ -150,7 +150,7 @@ def _reap(statuses: dict[int, int]) -> None:
 
 
 def written_memory() -> list[tuple[int, int]]:
-    """The start and stop of each piece of memory that this process has written to (Linux only).
+    """List (start, stop) of each piece of memory that this process has written to (Linux only).
 
     A piece has at most PIECE bytes.
     """

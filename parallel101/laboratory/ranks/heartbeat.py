@@ -1,4 +1,4 @@
-"""Which ranks of a job are alive, and whether its store answers.
+"""Tells which ranks of a job are alive, and whether its store answers.
 
     rank 1, twice a second ──▶ the store: heartbeat/1 = a count, and the name of its host
     rank 0                 ──▶ reads all: "no heartbeat from rank 1 (on node1) for 10 s"
@@ -34,7 +34,7 @@ LOST_AFTER = 1.4
 
 
 class Heartbeat:
-    """A rank's own heartbeat and, on rank 0, the looks at those of all ranks."""
+    """Sends a rank's own heartbeat and, on rank 0, checks those of all ranks."""
 
     def __init__(self, rank: int, size: int, store: dist.Store):
         self.rank, self.size, self.store = rank, size, store
@@ -51,9 +51,10 @@ class Heartbeat:
             self.store.set(f"heartbeat/{self.rank}", to_json([self.count, socket.gethostname()]))
 
     def newly_silent(self) -> dict[int, str]:
-        """Ranks that have been silent for SILENT_FOR looks, with their hosts, each silence once.
+        """Return ranks that have been silent for SILENT_FOR looks, with their hosts.
 
-        Looks are counted and not seconds, because this process itself may have been stopped.
+        Each silence is returned once. Looks are counted and not seconds, because this process
+        itself may have been stopped.
         """
         if time.monotonic() < self.next_look:
             return {}
@@ -71,11 +72,11 @@ class Heartbeat:
         return {rank: _host(texts[rank]) for rank in new if texts[rank]}
 
     def texts(self) -> list[bytes]:
-        """The newest heartbeat of each rank."""
+        """Return the newest heartbeat of each rank."""
         return texts_of("heartbeat", self.size, self.store)
 
     def lost(self, before: Sequence[bytes]) -> dict[int, str]:
-        """Ranks without a heartbeat since `before`, which is what `texts` returned, with hosts."""
+        """Return ranks without a heartbeat since `before`, a result of `texts`, with hosts."""
         return {
             rank: _host(text)
             for rank, text in enumerate(self.texts())
@@ -84,7 +85,10 @@ class Heartbeat:
 
 
 def lost_after() -> float:
-    """Seconds without a heartbeat after which a rank is lost, once a connection has broken."""
+    """Return the seconds without a heartbeat after which a rank is lost.
+
+    They count once a connection has broken.
+    """
     return LOST_AFTER * max(1.0, work_per_core() / 2)
 
 
@@ -123,7 +127,7 @@ class StoreWatch(threading.Thread):
 
 
 def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
-    """What each rank has put into the store under this name; b"" if nothing yet."""
+    """Return the value that each rank has put into the store under this name; b"" if none yet."""
     keys = [f"{name}/{rank}" for rank in range(size)]
     if store.check(keys):
         return store.multi_get(keys)
@@ -131,7 +135,7 @@ def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
 
 
 def silence_text(silent: Mapping[int, str], statuses: Sequence[RankStatus]) -> str:
-    """A report on silent ranks, given their hosts, and on who waits for them."""
+    """Return a report on silent ranks, given their hosts, and on the ranks that wait for them."""
     others = [RankStatus() if rank in silent else status for rank, status in enumerate(statuses)]
     advice = (
         "A machine may have stopped, or lost its network. If its other ranks go on, a process may "
@@ -142,7 +146,7 @@ def silence_text(silent: Mapping[int, str], statuses: Sequence[RankStatus]) -> s
 
 
 def loss_text(lost: Mapping[int, str], failure: Failure) -> str:
-    """The message for lost ranks, found by a rank whose connection broke."""
+    """Return the message for lost ranks, found by a rank whose connection broke."""
     return (
         f"lost {_who(lost)}: a connection broke, and since then no heartbeat has come. The process "
         "was killed (perhaps out of memory: see the machine's log), or the machine has stopped or "
@@ -155,7 +159,7 @@ def raised_text(failure: Failure) -> str:
 
 
 def store_loss_text(rank_was: str) -> str:
-    """The message for a store whose connection has broken, with what the rank was doing."""
+    """Return the message for a store whose connection has broken, with what the rank was doing."""
     return (
         f"the connection to the job's store at {_store_address()} has broken: the process that "
         "held it has ended (torchrun's on the first host, or rank 0's), or its machine.\n  "
@@ -168,7 +172,7 @@ def _store_address() -> str:
 
 
 def write_line(rank: int, text: str) -> None:
-    """Write on stderr what a rank has to say."""
+    """Write a line of a rank on stderr."""
     sys.stderr.write(f"[rank {rank}] {text}\n")
     sys.stderr.flush()
 

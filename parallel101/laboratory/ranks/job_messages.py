@@ -1,4 +1,4 @@
-"""What the ranks of a torchrun job tell each other. Nothing that another rank sent is unpickled.
+"""The messages between the ranks of a torchrun job. Nothing that another rank sent is unpickled.
 
 To unpickle is to run what the sender wrote, and a job's store and connections have no password.
 
@@ -49,7 +49,7 @@ ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 def to_json(value: Any) -> str:
-    """Text for the job's store, from which `from_json` makes an equal value.
+    """Return text for the job's store, from which `from_json` makes an equal value.
 
     A value consists of None, booleans, numbers, strings, lists, tuples, dicts and KINDS.
     """
@@ -57,7 +57,10 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What another rank wrote with `to_json`. Raises ValueError for any other text."""
+    """Return the value that another rank wrote with `to_json`.
+
+    Raises ValueError for any other text.
+    """
     try:
         return _value(json.loads(text))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -68,7 +71,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it. A list is itself, and {"Call": [...]} is a Call."""
+    """Return the value in JSON's types. A list is itself, and {"Call": [...]} is a Call."""
     if type(value) in ATOMS or _are_atoms(value):
         return value
     name = type(value).__name__
@@ -82,12 +85,15 @@ def _plain(value: Any) -> Any:
 
 
 def _are_atoms(value: Any) -> bool:
-    """Whether it is a list that is JSON as it is. A status has thousands of names in such lists."""
+    """Return whether a value is a list that JSON can hold unchanged.
+
+    A status has thousands of names in such lists.
+    """
     return type(value) is list and ATOMS.issuperset(map(type, value))
 
 
 def _parts(value: Any) -> tuple:
-    """The arguments that make an equal value."""
+    """Return the arguments with which the value's class makes an equal value."""
     if isinstance(value, BaseException):
         return value.__reduce__()[1]  # type: ignore[return-value]
     if isinstance(value, tuple):
@@ -114,7 +120,7 @@ HARMLESS = (range, slice, frozenset)
 
 
 def pack_for_all(value: Any, rank: int) -> bytes:
-    """What a rank returned, as `unpack_from` reads it on all ranks.
+    """Pack the value that a rank returned, so that `unpack_from` can read it on all ranks.
 
     Raises TypeError, with advice, if they couldn't.
     """
@@ -132,7 +138,7 @@ def pack_for_all(value: Any, rank: int) -> bytes:
 
 
 def unpack_from(data: bytes, rank: int) -> Any:
-    """What `rank` returned: tensors, numbers, strings, and containers of them.
+    """Return the value that `rank` returned: tensors, numbers, strings, and containers of them.
 
     Raises TypeError for a value with other classes, unless the program has allowed these with
     torch.serialization.add_safe_globals.
@@ -155,7 +161,10 @@ def unpack_from(data: bytes, rank: int) -> Any:
 
 
 def _numpys_own() -> Iterator[Any]:
-    """What arrays and numbers of NumPy consist of, if the program uses it."""
+    """Yield the types and functions that NumPy's arrays and numbers are rebuilt from.
+
+    It yields nothing if the program doesn't use NumPy.
+    """
     if (numpy := sys.modules.get("numpy")) is None:
         return
     yield from (numpy.ndarray, numpy.dtype)
@@ -165,7 +174,7 @@ def _numpys_own() -> Iterator[Any]:
 
 
 def _records_of_ours(names: list[str]) -> Iterator[type]:
-    """Classes of parallel101 that only hold values, such as a trainer's History."""
+    """Yield the classes of parallel101 that only hold values, such as a trainer's History."""
     for name in names:
         module, _, attribute = name.rpartition(".")
         kind = getattr(sys.modules.get(module), attribute, None)
@@ -202,7 +211,7 @@ def unpack_record(data: bytes) -> RankRecord:
 
 
 def exchange(parts: list[bytes], store: dist.Store, device: str) -> list[list[bytes]]:
-    """Every rank's list of bytes, by rank. All ranks call it, each with a list of its own.
+    """Return every rank's list of bytes, by rank. All ranks call it, each with a list of its own.
 
     The lengths go through the store. The bytes are broadcast, by each rank in turn.
     """

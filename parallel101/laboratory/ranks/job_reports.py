@@ -68,7 +68,7 @@ class JobReports:
             (diagnosis.folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
 
     def look(self) -> None:
-        """To be called ten times a second."""
+        """Answer requests and, on rank 0, write the reports. Call it ten times a second."""
         self.reader.look()
         now = time.monotonic()
         if now >= self.next_look:
@@ -89,7 +89,7 @@ class JobReports:
         self.store.add("stacks/asked", 1)
 
     def interrupted(self, frame: FrameType | None = None) -> None:
-        """Ctrl-C has come: write what this rank does, once.
+        """Write what this rank does, once, because Ctrl-C has come.
 
         `frame`: where its program is, if its own thread calls this.
         """
@@ -108,7 +108,7 @@ class JobReports:
         self.diagnosis.say("\n  ".join([f"[rank {self.rank}] interrupted", *lines]))
 
     def close(self) -> None:
-        """The launch is over."""
+        """End the reports: the launch is over."""
         no_stack_on_signal()
         if self.dump is not None:
             os.close(self.dump)
@@ -120,7 +120,7 @@ class JobReports:
             self.until = time.monotonic() + TO_ANSWER
 
     def _collect(self, now: float) -> None:
-        """On rank 0: report as soon as all ranks have answered, or have had the time to."""
+        """Report, on rank 0, as soon as all ranks have answered, or have had the time to."""
         keys = {rank: f"stacks/{self.answered}/{rank}" for rank in range(self.size)}
         there = {rank: key for rank, key in keys.items() if self.store.check([key])}
         if len(there) < self.size and now < self.until:
@@ -144,7 +144,7 @@ class JobReports:
         self.diagnosis.report(stacks, asked)
 
     def _processes_here(self, ranks: Sequence[int]) -> dict[int, tuple[int, int | None]]:
-        """Of those ranks that run on this host, the process id and the file for its stack."""
+        """Return the process id and the file for the stack of each of these ranks on this host."""
         processes = {}
         for rank in ranks:
             if self.store.check([f"process/{rank}"]):

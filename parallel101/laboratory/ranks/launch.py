@@ -74,7 +74,7 @@ class Run:
     watched: Any = field(default=None, repr=False)
 
     def animate(self, title: str | None = None):
-        """The messages of the run as an animation.
+        """Return an animation of the run's messages.
 
         A notebook shows it; elsewhere call `.save("ring.html")`.
 
@@ -92,7 +92,7 @@ class Run:
         )
 
     def timeline(self, title: str = "Timeline", *, critical_path: bool = False):
-        """Every rank's sends, receives, collectives and spans over time, as a picture.
+        """Draw every rank's sends, receives, collectives and spans over time.
 
         With `critical_path`, it shows the chain of messages and compute that ends last, and says
         what is on it. Raises ValueError when the run was not recorded.
@@ -102,7 +102,7 @@ class Run:
         return timeline_scene(self._recorded("timeline"), title=title, critical_path=critical_path)
 
     def traffic(self, title: str = "Who sends to whom", *, within: str | None = None):
-        """Who sent how much to whom, as squares of ranks × ranks.
+        """Draw who sent how much to whom, as squares of ranks × ranks.
 
         With `within="dispatch"`, only what a rank sent in its last span of that name. Raises
         ValueError when the run was not recorded, or has no such span.
@@ -112,7 +112,7 @@ class Run:
         return traffic_scene(self._recorded("traffic"), title, within)
 
     def before_after(self, title: str | None = None):
-        """What each rank was given and what it returned, as two matrices of blocks.
+        """Draw the data that each rank was given and returned, as two matrices of blocks.
 
         For a run of `p101.watch`; others raise ValueError.
         """

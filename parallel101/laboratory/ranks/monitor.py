@@ -72,7 +72,7 @@ READ_CALLS = 0.05
 
 @dataclass
 class MonitoredRank:
-    """What the launching process knows of one process: a rank, or on sim all of them."""
+    """The launching process's view of one process: a rank, or on sim all of them."""
 
     rank: int
     process: RankProcess
@@ -280,7 +280,7 @@ class Monitor:
     # ---- what went wrong ----
 
     def _root_cause(self) -> BaseException:
-        """The error to raise for all the failures that are known.
+        """Return the error to raise for all the failures that are known.
 
         It is the first of: a misuse, a rank's own exception, a death, an error that only says that
         another rank has failed.
@@ -305,7 +305,7 @@ class Monitor:
         return rank_raised(failure, [call for record in self.records() for call in record.unwaited])
 
     def _died(self, rank: MonitoredRank) -> RankFailed:
-        """The error for a rank whose process has ended, with what the other ranks did."""
+        """Return the error for a rank whose process has ended, with what the other ranks did."""
         crash_dump, stderr = rank.exit_report.decode(errors="replace"), rank.outputs[1].tail
         statuses = self.diagnosis.graph.ranks
         self._listen_until(
@@ -331,7 +331,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _reports_on_signal(self) -> Iterator[None]:
-        """Inside, SIGUSR1 asks for a report, unless this process has a handler for it."""
+        """Report on SIGUSR1 inside the block, unless this process has a handler for it."""
         number = getattr(signal, "SIGUSR1", None)
         if (
             number is None
@@ -363,7 +363,7 @@ class Monitor:
                 self.selector.unregister(reader)
 
     def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
-        """What the ranks do that still run.
+        """Return the stacks of the ranks that still run.
 
         C code may keep one from answering in time: then it is asked by a signal, which gives its
         Python stack all the same.
@@ -403,11 +403,11 @@ class Monitor:
         )
 
     def records(self) -> list[RankRecord]:
-        """What the ranks have recorded, as far as they have sent it."""
+        """Return the records of the ranks, as far as they have sent them."""
         return [rank.record for rank in self.ranks if rank.record is not None]
 
     def let_exit(self) -> None:
-        """All ranks have returned: let them exit, and wait until they have."""
+        """Let the ranks exit, now that all have returned, and wait until they have."""
         for rank in self.ranks:
             _send(rank, EXIT)
         self._listen_until(lambda: all(rank.ended for rank in self.ranks), 5.0)
@@ -432,7 +432,10 @@ class Monitor:
 
 @contextlib.contextmanager
 def reports_in(folder: Path | None) -> Iterator[None]:
-    """Inside, reports of stuck ranks are also written to reports.txt in this folder, if any."""
+    """Write reports of stuck ranks to reports.txt in this folder as well, inside the block.
+
+    Nothing is written to a file if the folder is None.
+    """
     if folder is not None:
         (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
     Monitor.reports_folder = folder
@@ -443,11 +446,11 @@ def reports_in(folder: Path | None) -> Iterator[None]:
 
 
 def no_ranks_run(*_: object) -> None:
-    """What SIGUSR1 does while `parallel101 run` has no ranks: nothing."""
+    """Do nothing: this handles SIGUSR1 while `parallel101 run` has no ranks."""
 
 
 def _dump(report: bytes, before: bytes) -> str:
-    """The whole stack that has been written since, or ""."""
+    """Return the whole stack that has been written since, or ""."""
     text = report[len(before) :].decode(errors="replace")
     return text if " File " in text and text.endswith("\n") else ""
 

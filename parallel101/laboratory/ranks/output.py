@@ -136,7 +136,7 @@ class LongOutput:
 
 
 def writes_to_a_cell() -> bool:
-    """Whether this process's output goes to the cell of a notebook, and is not redirected."""
+    """Return whether this process's output goes to a notebook's cell, and is not redirected."""
     return type(sys.stdout).__module__.startswith("ipykernel")
 
 
@@ -192,7 +192,7 @@ def _write(out, text: str) -> None:
 
 
 def read_available(channel: io.FileIO | socket.socket) -> bytes:
-    """What can be read now; nothing when the other end is closed."""
+    """Return the bytes that can be read now; nothing when the other end is closed."""
     try:
         return (
             channel.recv(1 << 16) if isinstance(channel, socket.socket) else channel.read(1 << 16)

@@ -1,4 +1,4 @@
-"""Which ranks of this host have ended, and how. Each rank of a job watches those beside it.
+"""Finds which ranks of this host have ended, and how. Each rank of a job watches the others.
 
     rank 1's process ── ends ──▶ its pidfd can be read, and /proc/<pid>/stat has its exit status
     rank 0's watch   ── waits for that; the status is there until torchrun has fetched it
@@ -52,7 +52,7 @@ class ProcessWatch(threading.Thread):
             self.events.register(self.woken, select.EPOLLIN)
 
     def look(self, at_once: bool = False) -> None:
-        """Watch those ranks of this host that have come since. It looks once a second."""
+        """Watch ranks of this host that have come since the last look, once a second."""
         if not self.unknown or self.events is None:
             return
         with self.looking:
@@ -75,7 +75,7 @@ class ProcessWatch(threading.Thread):
                     self.ended[rank] = _exit_code(pid)
 
     def stop(self) -> None:
-        """End the watch. It is not to be used again."""
+        """End the watch. It can't be used again."""
         self.over = True
         if self.events is None:
             return
@@ -99,7 +99,7 @@ class ProcessWatch(threading.Thread):
 
 
 def ended_text(ended: Mapping[int, int | None]) -> str:
-    """A line for each rank whose process has ended, given their exit codes."""
+    """Return a line for each rank whose process has ended, given their exit codes."""
     host = socket.gethostname()
     return "\n  ".join(f"rank {rank} (on {host}) {_how(code)}" for rank, code in ended.items())
 
@@ -114,7 +114,7 @@ def _how(code: int | None) -> str:
 
 
 def _exit_code(pid: int) -> int | None:
-    """That of a process that has ended, if its parent has not fetched it."""
+    """Return the exit code of a process that has ended, if its parent has not fetched it."""
     with contextlib.suppress(OSError, ValueError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if state == "Z":

@@ -89,7 +89,7 @@ def start_ranks(
 
 
 def start_method() -> str:
-    """How ranks are started on this machine: "fork server" or "spawn".
+    """Return how ranks are started on this machine: "fork server" or "spawn".
 
     It is "spawn" where there is no fork or PARALLEL101_START=spawn asks for it.
     """
@@ -134,7 +134,7 @@ def stop_server() -> None:
 
 
 def _python_code(statements: str) -> str:
-    """Code for a fresh interpreter: `statements`, with this process's sys.path.
+    """Return code for a fresh interpreter: `statements`, with this process's sys.path.
 
     (Python ignores entries that are no strings.)
     """
@@ -163,7 +163,7 @@ class _Server:
         self.preloaded: set[str] = set()  # modules that it was asked to import
 
     def fork(self, fds: list[int], module: str) -> int:
-        """The pid of a new process, to which the server has passed the file descriptors.
+        """Return the pid of a new process, to which the server has passed the file descriptors.
 
         It runs `main` of `module`.
         """
@@ -198,7 +198,7 @@ class _Server:
                     self._answer()
 
     def _answer(self) -> int:
-        """The answer to the newest request.
+        """Return the answer to the newest request.
 
         After a Ctrl-C between a request and its answer, that old answer comes first.
         """
@@ -271,13 +271,16 @@ def _fork_one(module: str) -> RankProcess:
 
 
 def _pipe() -> tuple[io.FileIO, io.FileIO]:
-    """A pipe as two objects: wherever Ctrl-C falls, an end that nobody holds is closed."""
+    """Return a pipe as two file objects: if Ctrl-C comes, an end that nobody holds is closed."""
     ours, theirs = os.pipe()
     return io.FileIO(ours, "rb"), io.FileIO(theirs, "wb")
 
 
 def _calls_pipe() -> tuple[io.FileIO, io.FileIO]:
-    """A pipe that holds some thousand calls before its writer must wait. Its reader never waits."""
+    """Return a pipe that holds a few thousand calls before its writer must wait.
+
+    Its reader never waits.
+    """
     ours, theirs = _pipe()
     os.set_blocking(ours.fileno(), False)
     if sys.platform == "linux":
@@ -341,7 +344,7 @@ def _spawn_one(module: str) -> RankProcess:
 
 
 def _selectable(pipe: IO[bytes]) -> socket.socket:
-    """A pipe as a socket: on Windows select() takes sockets only."""
+    """Return a socket with a pipe's bytes: on Windows select() takes sockets only."""
     ours, theirs = socket.socketpair()
 
     def forward() -> None:

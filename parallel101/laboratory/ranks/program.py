@@ -39,7 +39,7 @@ SLOW_IMPORTS = (
 
 
 def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
-    """The function and its arguments.
+    """Return the function and its arguments.
 
     Raises ImportError or TypeError, with advice, when a rank can't read what could be pickled.
     """
@@ -65,7 +65,7 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
 
 
 def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
-    """The variables by which torchrun tells a rank who it is. All ranks are on one machine.
+    """Return the variables by which torchrun tells a rank who it is. All ranks are on one machine.
 
     MASTER_ADDR and MASTER_PORT are for programs that read them: the ranks have met already, and
     nobody listens at that port. (Source:
@@ -158,7 +158,7 @@ def _tell_other_backend(asked: Any) -> None:
 
 @contextlib.contextmanager
 def forked_children_exit() -> Iterator[None]:
-    """Inside, the program may fork.
+    """Let the program fork inside the block.
 
     A child that would leave this block exits instead, because only its parent is a rank.
     """
@@ -175,7 +175,7 @@ def forked_children_exit() -> Iterator[None]:
 
 
 def will_import(packed: bytes) -> list[str]:
-    """Slow modules that a pickled program is likely to import.
+    """List slow modules that a pickled program is likely to import.
 
     It names an optimizer, or a trainer, which has one. The fork server then imports them once,
     before the first ranks start, and not each rank anew: with four ranks, in 1.2 s in place of 4.2.
@@ -184,7 +184,7 @@ def will_import(packed: bytes) -> list[str]:
 
 
 def slow_imports(before: set[str]) -> list[str]:
-    """Modules imported since `before` that the fork server should import too.
+    """List modules imported since `before` that the fork server should import too.
 
     The program's own may change between launches.
     """
@@ -207,7 +207,7 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """What the launching process is told of an exception that `rank` raised."""
+    """Return the Failure that tells the launching process of an exception that `rank` raised."""
     return Failure(
         rank,
         error,
@@ -234,7 +234,7 @@ def send_failure(wire: Wire, failure: Failure) -> None:
 
 
 def program_traceback(error: BaseException) -> str:
-    """The traceback from the program's first frame on, without ours before it.
+    """Return the traceback from the program's first frame on, without ours before it.
 
     "" if there are only ours.
     """
@@ -251,7 +251,7 @@ def program_traceback(error: BaseException) -> str:
 
 
 def _places(error: BaseException) -> list[str]:
-    """The program's lines in a traceback, the innermost last."""
+    """Return the program's lines in a traceback, the innermost last."""
     return [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -260,7 +260,7 @@ def _places(error: BaseException) -> list[str]:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether a file of ranks/ raised the error.
+    """Return whether a file of ranks/ raised the error.
 
     Then the program's arguments do not fit, or its result can't be pickled.
     """

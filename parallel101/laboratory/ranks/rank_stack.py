@@ -1,4 +1,4 @@
-"""What the program of one rank does now, read by another thread of its process.
+"""Reads what the program of one rank is doing, from another thread of its process.
 
     program's thread   ── q.get() ── … blocked
     watcher            StackReader.read() ──▶ RankStack: lines of Python, the function in C that it
@@ -41,7 +41,7 @@ WITH_FILE = {
 
 
 class RankStack(NamedTuple):
-    """What one rank does."""
+    """The place and the stack of one rank, and how long it has called nothing."""
 
     rank: int
     place: str  # "file:line" in the program, or what it does outside of it
@@ -79,7 +79,7 @@ class QuietClock:
             self.before, self.sample = self.sample, (now, time.process_time())
 
     def times(self) -> tuple[float, float, float]:
-        """`quiet`, `lately` and `cpu` of a RankStack."""
+        """Return `quiet`, `lately` and `cpu` of a RankStack."""
         now, (start, cpu) = time.monotonic(), self.before
         return now - self.since, now - start, time.process_time() - cpu
 
@@ -98,7 +98,7 @@ class StackReader:
         self.clock.look(self.recorder.calls_posted, at_once)
 
     def read(self, outside: str = "", interrupted: FrameType | None = None) -> RankStack:
-        """The stack now.
+        """Return the stack now.
 
         Args:
             outside: where the rank is, if it isn't in its program.
@@ -116,7 +116,7 @@ class StackReader:
 
 
 def program_place(frame: FrameType | None) -> str:
-    """The "file:line" of the innermost frame of the program's own, or else of a library's."""
+    """Return the "file:line" of the program's innermost frame, or else of a library's."""
     for f, line in traceback.walk_stack(frame) if frame is not None else ():
         if not is_library(f.f_code.co_filename):
             return f"{f.f_code.co_filename}:{line}"
@@ -124,7 +124,7 @@ def program_place(frame: FrameType | None) -> str:
 
 
 def stack_lines(frame: FrameType | None) -> list[str]:
-    """The Python stack as text, without our frames that called the program."""
+    """Return the Python stack as lines of text, without our frames that called the program."""
     if frame is None:
         return []
     frames = list(traceback.walk_stack(frame))[::-1]
@@ -144,7 +144,7 @@ def _is_ours(name: str) -> bool:
 
 
 def native_frame(thread: int) -> str:
-    """The innermost function in C of a thread of this process that is blocked in the system.
+    """Return the innermost C function of a thread of this process that is blocked in the system.
 
     For example "clock_nanosleep in libc.so.6, in the kernel's hrtimer_nanosleep". It is "" for a
     thread that computes, on systems other than Linux, and where the system tells nothing.
@@ -170,7 +170,7 @@ def native_frame(thread: int) -> str:
 
 
 def in_kernel(process: str) -> str:
-    """Where the kernel holds a process or thread, given its folder in /proc; "" if not known."""
+    """Return where the kernel holds a process or thread, given its /proc folder; "" if unknown."""
     try:
         with open(f"{process}/wchan") as file:
             name = file.read().strip()
@@ -180,7 +180,7 @@ def in_kernel(process: str) -> str:
 
 
 class _Symbol(ctypes.Structure):
-    """Dl_info, as dladdr(3) fills it."""
+    """The fields of Dl_info, as dladdr(3) fills it."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -191,7 +191,7 @@ class _Symbol(ctypes.Structure):
 
 
 def _symbol(address: int) -> str:
-    """The function at an address of this process, "write in libc.so.6"; or its library only."""
+    """Return the function at an address, "write in libc.so.6", or only its library."""
     symbol = _Symbol()
     try:
         known = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
@@ -204,7 +204,7 @@ def _symbol(address: int) -> str:
 
 
 def stack_on_signal(asked: int | IO, by_user: int | IO) -> None:
-    """From now on, two signals make this process write its Python stack to a file.
+    """Let two signals make this process write its Python stack to a file, from now on.
 
     They work also while C code holds Python's lock. A program's own handlers stay.
 
@@ -232,7 +232,7 @@ def no_stack_on_signal() -> None:
 
 
 def stack_of_dump(rank: int, dump: str, pid: int) -> RankStack:
-    """The stack that `stack_on_signal` wrote. It has no source lines."""
+    """Return the stack that `stack_on_signal` wrote. It has no source lines."""
     dump = dump.rpartition("most recent call first")[2]  # the newest one
     frames = re.findall(r'^  File "([^"]+)", line (\d+) in (.*)$', dump, re.MULTILINE)
     places = [place for place in frames if not is_library(place[0])] or frames or [("?", 0, "")]

@@ -51,7 +51,7 @@ class Rendezvous:
 
 
 def connect(address: Address, size: int) -> dist.Store:
-    """The store, as a rank reaches it."""
+    """Return the store that a rank connects to."""
     return (
         dist.FileStore(address)
         if isinstance(address, str)

@@ -32,7 +32,7 @@ WAIT_FOR_CALLS = 0.3
 
 
 class RunDiagnosis:
-    """What is known of all ranks of a run.
+    """Keeps the reports of all ranks of a run, and judges them.
 
     Args:
         size: ranks.
@@ -62,7 +62,7 @@ class RunDiagnosis:
             self.misuse_due = min(self.misuse_due, now + WAIT_FOR_CAUSE)
 
     def fault(self, now: float) -> MisuseError | DeadlockError | None:
-        """The error that ends the run, if there is one.
+        """Return the error that ends the run, if there is one.
 
         Ranks that wait for each other until a time limit of their own are reported.
         """
@@ -75,7 +75,7 @@ class RunDiagnosis:
         return None
 
     def next_look(self, now: float) -> float:
-        """When to ask for `fault`, or for stacks to `report`, if nothing changes before."""
+        """Return when to ask for `fault`, or for stacks to `report`, if nothing changes before."""
         return min(self.misuse_due, self.graph.next_look, self.stuck.due(now, self.graph))
 
     def report(self, stacks: Mapping[int, RankStack], head: str = "") -> None:

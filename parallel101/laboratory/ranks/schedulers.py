@@ -39,7 +39,7 @@ TORCHRUN: Names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of this process, as far as they are known.
+    """Return this process's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as far as known.
 
     Empty if it is not a rank of a job.
     """
@@ -64,7 +64,7 @@ def _in_a_step(environ: Mapping[str, str]) -> bool:
 
 
 def advice_on_address() -> str:
-    """How to set MASTER_ADDR and MASTER_PORT for the launcher that started this process."""
+    """Return advice on setting MASTER_ADDR and MASTER_PORT, by the launcher of this process."""
     if _in_a_step(os.environ):
         return (
             "In the batch script, before srun:\n"

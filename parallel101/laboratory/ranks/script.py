@@ -46,7 +46,7 @@ from parallel101.spans import OPTIMIZER_STEP, recorder, span
 
 @dataclass(frozen=True)
 class Script:
-    """What `parallel101 run` was asked to run.
+    """The script that `parallel101 run` was asked to run.
 
     Attributes:
         target: a file, or with `as_module` the name of a module, as after `python -m`.
@@ -59,18 +59,18 @@ class Script:
 
     @property
     def name(self) -> str:
-        """The script and its arguments, as they are typed."""
+        """Return the script and its arguments, as they are typed."""
         return shlex.join(
             [self.target if self.as_module else os.path.basename(self.target), *self.arguments]
         )
 
     @property
     def directory(self) -> str:
-        """What Python puts first in sys.path."""
+        """Return the directory that Python puts first in sys.path."""
         return os.getcwd() if self.as_module else os.path.dirname(os.path.abspath(self.target))
 
     def load(self) -> tuple[CodeType, ModuleType]:
-        """Its code, and a new `__main__` to run it in.
+        """Return the script's code, and a new `__main__` to run it in.
 
         Raises OSError, ImportError or SyntaxError if it can't be run.
         """
@@ -97,7 +97,7 @@ class Script:
 
 
 def free_port() -> int:
-    """A port on loopback that is free now."""
+    """Return a port on loopback that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class KeptRecord:
-    """What `parallel101 run` keeps of a rank's record.
+    """The part of a rank's record that `parallel101 run` keeps.
 
     Attributes:
         last_events: the record has so many of the newest events at least, and sums of the others.
@@ -117,7 +117,10 @@ class KeptRecord:
     directory: Path | None = None
 
     def of(self, target: Any) -> contextlib.AbstractContextManager[None]:
-        """Inside, the rank's recorder keeps no more. (On sim all events are kept.)"""
+        """Limit the events that the rank's recorder keeps inside the block.
+
+        On sim all events are kept.
+        """
         if self.last_events is None or not isinstance(target, RankRecorder):
             return contextlib.nullcontext()
         files = None
@@ -193,7 +196,7 @@ def _mark(moment: str, script: Script) -> None:
 
 @contextlib.contextmanager
 def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
-    """Inside, each step of one of torch's optimizers is marked in the record of this rank.
+    """Mark each step of one of torch's optimizers in this rank's record, inside the block.
 
     The page of a run finds the training steps by that. Of several optimizers, the first one to make
     a step counts.
@@ -220,7 +223,7 @@ def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _success_accepted() -> Iterator[None]:
-    """Inside, `sys.exit()` and `sys.exit(0)` end the script without an error."""
+    """Let `sys.exit()` and `sys.exit(0)` end the script without an error, inside the block."""
     try:
         yield
     except SystemExit as stopped:
@@ -230,7 +233,7 @@ def _success_accepted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_of_process() -> Iterator[None]:
-    """Do after the script what Python does before a process ends.
+    """Do after the script the work that Python does before a process ends.
 
     That is to wait for threads, and to call what was registered with atexit. In torchrun's job
     Python does this itself. On sim, nobody does: the process is that of all ranks.

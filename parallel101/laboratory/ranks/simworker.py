@@ -116,8 +116,10 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
 
 @contextlib.contextmanager
 def virtual_device(name: str | None) -> Iterator[VirtualGPU | None]:
-    """Inside, this rank has the virtual GPU of that name, and torch makes its tensors there: on the
-    meta device, where they have shapes and no values. None: the rank has the CPU.
+    """Give this rank the virtual GPU of that name inside the block.
+
+    torch makes its tensors there: on the meta device, where they have shapes and no values. None:
+    the rank has the CPU.
     """
     if name is None:
         yield None
@@ -128,7 +130,7 @@ def virtual_device(name: str | None) -> Iterator[VirtualGPU | None]:
 
 @contextlib.contextmanager
 def own_classes() -> Iterator[None]:
-    """Inside, a class that was pickled by value is made anew.
+    """Make classes that were pickled by value anew, inside the block.
 
     (cloudpickle makes it once per process, and all ranks would share it.)
     """
@@ -204,7 +206,7 @@ class SimWatcher(ControlThread):
 
 
 def what_ranks_wait_for(world: World) -> tuple[int, dict[int, str]]:
-    """The rank that runs, and for each that waits for others, in what and for whom."""
+    """Return the rank that runs, and for each waiting rank the call and the ranks it waits for."""
     waits = {}
     for rank in [*world.ranks, *([] if world.second is None else world.second.ranks)]:
         # the ranks go on meanwhile, and may change what is being read
@@ -229,7 +231,7 @@ class _PrefixedStream(io.TextIOBase):
         return True
 
     def fileno(self) -> int:
-        """The process's own: faulthandler writes there, and torch's `record` turns it on."""
+        """Return the process's own: faulthandler writes there, and torch's `record` turns it on."""
         return self.out.fileno()
 
     @property
@@ -237,7 +239,7 @@ class _PrefixedStream(io.TextIOBase):
         return self.out.encoding
 
     def reconfigure(self, **options: Any) -> None:
-        """Nothing: whole lines are written at once."""
+        """Do nothing: whole lines are written at once."""
 
     def write(self, text: str) -> int:
         rank = getattr(_this_thread, "rank", None)

@@ -49,7 +49,7 @@ class StuckDetector:
         self.not_before = 0.0
 
     def due(self, now: float, graph: WaitForGraph) -> float:
-        """When to read the stacks of all ranks; infinity while no rank waits."""
+        """Return when to read the stacks of all ranks; infinity while no rank waits."""
         for rank, status in enumerate(graph.ranks):
             if not (wait := status.blocked or status.returned):
                 self.waits.pop(rank, None)
@@ -63,7 +63,7 @@ class StuckDetector:
         return max(min(since for _, since in self.waits.values()) + self.after, self.not_before)
 
     def stuck(self, now: float, graph: WaitForGraph, quiet: Mapping[int, float]) -> set[int]:
-        """The ranks that have waited for too long, and those that keep them waiting.
+        """Return the ranks that have waited for too long, and those that keep them waiting.
 
         Empty if all of them wait for ranks that still make progress. Then `due` is later.
 
@@ -94,11 +94,11 @@ class StuckDetector:
         return stuck
 
     def waited(self, now: float) -> float:
-        """Seconds for which the first rank has waited."""
+        """Return the seconds for which the first rank has waited."""
         return now - min((since for _, since in self.waits.values()), default=now)
 
     def _chain(self, rank: int, graph: WaitForGraph) -> set[int]:
-        """A waiting rank, the ranks that it waits for, those that they wait for, and so on."""
+        """Return a waiting rank, the ranks it waits for, the ranks these wait for, and so on."""
         chain: set[int] = set()
         todo = [rank]
         while todo:
@@ -121,7 +121,7 @@ def append_report(folder: Path, text: str) -> None:
 def report_lines(
     graph: WaitForGraph, stacks: Mapping[int, RankStack], ranks: Collection[int] | None = None
 ) -> list[str]:
-    """A line for each rank that waits or has returned; for the others, also their stack.
+    """Return a line for each rank that waits or has returned; for the others, also their stack.
 
     Args:
         stacks: of the ranks that have answered. On sim, a stack also says what its rank waits for.
@@ -168,7 +168,7 @@ def _details(stack: RankStack) -> list[str]:
 
 
 def stuck_text(lines: list[str], seconds: float, pause: float) -> str:
-    """The whole report.
+    """Return the whole report.
 
     Args:
         lines: what `report_lines` returns.

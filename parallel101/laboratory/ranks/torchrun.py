@@ -82,7 +82,7 @@ _launches = 0
 
 
 def in_a_job() -> bool:
-    """Whether this process is a rank of a job that torchrun, srun or mpirun started."""
+    """Return whether this process is a rank of a job that torchrun, srun or mpirun started."""
     return "PARALLEL101_RANK" not in os.environ and bool(torchrun_variables(os.environ))
 
 
@@ -196,7 +196,7 @@ def join_job(
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the job's size.
+    """Return this process's rank and the job's size.
 
     torchrun's variables are set as it sets them, if another launcher started this process. Raises
     ValueError if they make no sense.
@@ -225,7 +225,7 @@ def _whole_number(text: str) -> int | None:
 
 
 def _job_store(timeout: float) -> dist.Store:
-    """The job's own store. A process can ask for it once."""
+    """Return the job's own store. A process can ask for it once."""
     if not _job_stores:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
         _job_stores.append(store)
@@ -233,7 +233,7 @@ def _job_store(timeout: float) -> dist.Store:
 
 
 def _start_name(store: dist.Store, rank: int) -> str:
-    """A new name, which rank 0 chooses and all ranks get."""
+    """Return a new name, which rank 0 chooses and all ranks get."""
     if rank == 0:
         store.set("start_name", secrets.token_hex(4))
     return store.get("start_name").decode()
@@ -241,7 +241,7 @@ def _start_name(store: dist.Store, rank: int) -> str:
 
 @contextlib.contextmanager
 def loopback_explained() -> Iterator[None]:
-    """Inside, the error of gloo's that another host's address is loopback has advice."""
+    """Add advice to gloo's error that another host's address is loopback, inside the block."""
     try:
         yield
     except RuntimeError as error:
@@ -256,7 +256,7 @@ def loopback_explained() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _crashes_reported() -> Iterator[None]:
-    """Inside, a rank that C code kills writes on stderr where its program was."""
+    """Let a rank that C code kills write on stderr where its program was, inside the block."""
     if faulthandler.is_enabled():
         yield
         return
@@ -370,9 +370,9 @@ class JobWatcher(threading.Thread):
         os._exit(128 + number)
 
     def _ended_early(self) -> dict[int, int | None]:
-        """Ranks of this host whose processes have ended before their programs, with exit codes.
+        """Return ranks of this host whose processes ended before their programs, with exit codes.
 
-        Without those that a signal has asked to end.
+        Ranks that a signal has asked to end are left out.
         """
         if not self.processes.ended or self.store.check(["checked"]):
             return {}
@@ -405,14 +405,14 @@ class JobWatcher(threading.Thread):
         self.announce(RankFailed(self._end_text(ended), min(ended)))
 
     def _end_text(self, ended: Mapping[int, int | None]) -> str:
-        """The message for ranks that have ended, with those that waited, and where this one was."""
+        """Return the message for ended ranks, with the waiting ranks and where this one was."""
         statuses = self._all_statuses()
         for rank in ended:
             statuses[rank] = RankStatus()
         return "\n  ".join([ended_text(ended), *rank_lines(statuses, self._own_place())])
 
     def _abort_text(self) -> str:
-        """The message for this rank, which C++ is about to abort."""
+        """Return the message for this rank, which C++ is about to abort."""
         rank = self.recorder.rank
         graph = self.diagnosis.graph
         graph.ranks = self._all_statuses()
@@ -446,7 +446,7 @@ class JobWatcher(threading.Thread):
             keep(self.record())
 
     def record(self) -> RankRecord:
-        """What this rank has recorded so far."""
+        """Return the record of this rank so far."""
         return recorded(self.recorder)
 
     def announce(self, error: BaseException) -> None:
@@ -456,7 +456,7 @@ class JobWatcher(threading.Thread):
             self.announced_here |= self.store.compare_set("failure", "", ours).decode() == ours
 
     def announced(self, within: float) -> BaseException | None:
-        """The failure that some rank has announced, or announces in the next `within` seconds."""
+        """Return the failure that some rank has announced, or announces within `within` seconds."""
         deadline = time.monotonic() + within
         while not self.store.check(["failure"]):
             if time.monotonic() > deadline:
@@ -469,7 +469,7 @@ class JobWatcher(threading.Thread):
         return failure
 
     def cause_of(self, failure: Failure) -> BaseException | None:
-        """What broke this rank's connection: another rank's failure, or a rank that has died.
+        """Return the error that broke this rank's connection: a failure or a rank that has died.
 
         None if it is not known.
         """
@@ -510,7 +510,7 @@ class JobWatcher(threading.Thread):
                 time.sleep(0.01)
 
     def returned(self) -> None:
-        """This rank's function has returned.
+        """Note that this rank's function has returned.
 
         Wait until all have, or raise what went wrong on another rank.
         """
@@ -528,7 +528,7 @@ class JobWatcher(threading.Thread):
         self._wait_for(lambda: self.store.check(["checked"]))
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait for it. Raise what has gone wrong, also if that is known by then."""
+        """Wait until a condition is true. Raise a failure that has been announced by then."""
         holds = False
         while not holds:
             holds = condition()
@@ -547,7 +547,7 @@ class JobWatcher(threading.Thread):
                 self.batches_published += 1
 
     def _check_calls(self) -> None:
-        """On rank 0: compare the calls that were published since the last time."""
+        """Compare, on rank 0, the calls that were published since the last time."""
         with self.batches:
             for rank in range(self.size) if self.recorder.on_call is not None else ():
                 while self.store.check([key := f"calls/{rank}/{self.batches_read[rank]}"]):
@@ -557,14 +557,14 @@ class JobWatcher(threading.Thread):
                     self.batches_read[rank] += 1
 
     def _check_all_ranks(self) -> None:
-        """On rank 0: look for misuse and deadlocks."""
+        """Look, on rank 0, for misuse and deadlocks."""
         self.diagnosis.graph.ranks = self._all_statuses()
         if (fault := self.diagnosis.fault(time.monotonic())) is not None:
             self.announce(fault)
         self._check_calls()
 
     def _all_statuses(self) -> list[RankStatus]:
-        """The newest of each rank. Those that have not changed are not read again."""
+        """Return the newest status of each rank. Unchanged ones are not read again."""
         for rank, text in enumerate(texts_of("status", self.size, self.store)):
             if text != self.status_texts[rank]:
                 self.status_texts[rank] = text
@@ -613,12 +613,12 @@ class JobWatcher(threading.Thread):
 
 
 def _store_outlives_ranks() -> bool:
-    """Whether torchrun's own process holds the job's store, and not rank 0."""
+    """Return whether torchrun's own process, and not rank 0, holds the job's store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class TerminationSignal:
-    """Which signals this process has got: SIGTERM, SIGINT or SIGUSR1.
+    """Notes the signals that this process has got: SIGTERM, SIGINT or SIGUSR1.
 
     torchrun stops the other ranks by SIGTERM when one has failed, and by SIGINT after Ctrl-C. A
     user asks by SIGUSR1 for a report. Python calls a handler on the program's thread only, and that
@@ -645,7 +645,7 @@ class TerminationSignal:
         os.register_at_fork(after_in_child=self._restore)
 
     def arrived(self) -> set[int]:
-        """Those that have arrived since, without those for which the program has a handler."""
+        """Return the signals that have arrived since and for which the program has no handler."""
         try:
             numbers = set(os.read(self.reader, 1024))
         except BlockingIOError:
@@ -655,7 +655,7 @@ class TerminationSignal:
         }
 
     def _noted(self, *_: object) -> None:
-        """The handler does nothing: the signal's number is in the pipe."""
+        """Do nothing: the signal's number is in the pipe."""
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Say where the program is, and interrupt it."""
@@ -663,7 +663,7 @@ class TerminationSignal:
         signal.default_int_handler(number, frame)
 
     def _restore(self) -> None:
-        """In a forked child, such as a DataLoader's worker, the signal ends the process again."""
+        """Let signals end a forked child, such as a DataLoader's worker, again."""
         signal.set_wakeup_fd(-1)
         for number in self.handlers:
             if signal.getsignal(number) == self._noted:

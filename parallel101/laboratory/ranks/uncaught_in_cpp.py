@@ -22,7 +22,7 @@ HELD_FOR = 5.0  # seconds at most
 
 
 class UncaughtInCpp:
-    """Whether C++ is about to abort this process, and when it may.
+    """Detects that C++ is about to abort this process, and delays it.
 
     Attributes:
         thrown: set when a thread has thrown an exception that nothing catches.
@@ -34,7 +34,7 @@ class UncaughtInCpp:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, an abort waits until it may come, for HELD_FOR seconds at most."""
+        """Hold an abort inside the block until it may come, for HELD_FOR seconds at most."""
         if (set_terminate := _set_terminate()) is None:
             yield
             return
@@ -56,7 +56,7 @@ HANDLER = ctypes.CFUNCTYPE(None)
 
 
 def _set_terminate() -> Any:
-    """The function std::set_terminate, or None where it is not found."""
+    """Return the function std::set_terminate, or None where it is not found."""
     for name in LIBRARIES:
         try:
             function = ctypes.CDLL(name)[SET_TERMINATE]

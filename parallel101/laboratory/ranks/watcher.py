@@ -43,7 +43,7 @@ exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
 def recorded(recorder: RankRecorder) -> RankRecord:
-    """What a rank has recorded so far."""
+    """Return the record of a rank so far."""
     events = recorder.events  # and with it the sums of earlier ones
     unfinished, unwaited = recorder.unfinished, recorder.unwaited
     return RankRecord(events, unfinished, unwaited, earlier=recorder.earlier)
@@ -87,7 +87,7 @@ class ControlThread(threading.Thread):
         """Send what was recorded so far."""
 
     def stacks(self) -> list[RankStack]:
-        """What each rank of this process does."""
+        """Return the stack of each rank of this process."""
         return []
 
 
@@ -127,7 +127,7 @@ _WAITING = (*torch.autograd.__path__, *torch.futures.__path__)  # where torch wa
 class BlockedDetector:
     """Tells in which call the program is blocked.
 
-    To be asked again and again, from the watcher's thread.
+    The watcher's thread asks it again and again.
     """
 
     def __init__(self, recorder: RankRecorder):
@@ -140,11 +140,11 @@ class BlockedDetector:
         self.reported: PostedCall | None = None
 
     def place(self) -> str:
-        """The "file:line" at which the program is."""
+        """Return the "file:line" at which the program is."""
         return where(sys._current_frames().get(self.recorder.thread))
 
     def changed(self) -> RankStatus | None:
-        """This rank's status, if what it is blocked in has changed since the last one.
+        """Return this rank's status, if the call that blocks it has changed since the last one.
 
         A call counts from the second look on.
         """
@@ -158,7 +158,7 @@ class BlockedDetector:
         return self.recorder.status(blocked.call(self.place()), blocked.caught_after)
 
     def blocked_in(self) -> PostedCall | None:
-        """The call in which the program is blocked.
+        """Return the call in which the program is blocked.
 
         None while it runs, and while another of its threads may still post.
         """
@@ -168,7 +168,7 @@ class BlockedDetector:
         return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
 
     def _in_backward(self) -> PostedCall | None:
-        """The call whose future torch's C++ waits for, as DDP's backward does.
+        """Return the call whose future torch's C++ waits for, as DDP's backward does.
 
         Its wait() is not seen in Python.
         """
@@ -195,7 +195,7 @@ class BlockedDetector:
 
 
 def _others_at_work(program: int) -> bool:
-    """Whether the program has another thread that may post something.
+    """Return whether the program has another thread that may post something.
 
     A thread that runs a library's code only does not count.
     """

@@ -1,4 +1,4 @@
-"""What the launching process and its ranks send each other: frames on a socket.
+"""Sends frames over a socket between the launching process and its ranks.
 
 Tensors travel beside them.
 
@@ -54,7 +54,7 @@ MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", 4)
 
 @dataclass
 class Job:
-    """What a rank must know before its program.
+    """The facts that a rank must know before its program.
 
     On sim one process is all the ranks, and `rank` is 0.
     """
@@ -78,7 +78,7 @@ class Job:
 
 
 class RankRecord(NamedTuple):
-    """What one process has recorded, as Trace.from_rows takes it.
+    """The record of one process, as Trace.from_rows takes it.
 
     On sim that is what all virtual ranks have recorded.
     """
@@ -220,7 +220,7 @@ def pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 
 def unpack(body: bytes, buffers: list) -> Any:
-    """The value that `pack` pickled. Its tensors are in the memory of `buffers` itself."""
+    """Return the value that `pack` pickled. Its tensors are in the memory of `buffers` itself."""
     with collector_paused():  # a record may have millions of events
         return pickle.loads(body, buffers=buffers)
 
@@ -260,13 +260,13 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def is_dense(obj: Any) -> bool:
-    """Whether it is a plain tensor, whose memory is its values."""
+    """Return whether an object is a plain tensor, whose memory is its values."""
     dense = type(obj) is torch.Tensor and obj.layout is torch.strided
     return dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg())
 
 
 def lean(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is sent: on the CPU, without a graph, a slice without the rest of its storage.
+    """Return a tensor as it is sent: on the CPU, without a graph or the rest of its storage.
 
     The launching process may have no GPU.
     """
@@ -314,7 +314,7 @@ def _tensor(storage, dtype, offset, shape, stride, requires_grad) -> torch.Tenso
 
 
 def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseException:
-    """An exception as it was.
+    """Rebuild an exception as it was.
 
     Its __init__ may take other arguments than it hands to Exception, and then pickle's own way
     fails.
@@ -329,7 +329,7 @@ def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseExcept
 
 
 def _global_generator(obj: Any) -> tuple[Any, str] | None:
-    """The module and the name of a global random generator, or of a method of it.
+    """Return the module and the name of a global random generator, or of a method of it.
 
     `random.shuffle` is such a method. The result is None for any other object. A generator pickled
     by value would give every rank the same numbers.

@@ -143,9 +143,10 @@ def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) ->
 
 
 def _call_sender(wire: Wire, calls: int) -> Callable[[Call], None]:
-    """How a checked run sends its calls: at once, since the call may kill this process.
+    """Return the function with which a checked run sends its calls.
 
-    This does not wake the launching process.
+    Calls are sent at once, since a call may kill this process. Sending does not wake the
+    launching process.
     """
     if calls < 0:
         return lambda call: wire.send(CALL, tuple(call))
@@ -162,7 +163,7 @@ def _call_sender(wire: Wire, calls: int) -> Callable[[Call], None]:
 
 
 def inherited(channels: str) -> tuple[int, int, int]:
-    """A spawned rank's control, calls and status.
+    """Return a spawned rank's file descriptors: control, calls and status.
 
     On Windows there is only a socket, which comes by stdin.
     """
@@ -258,6 +259,6 @@ def _use_batch_scheduling() -> None:
 
 
 def _loopback() -> str:
-    """The name of this machine's loopback interface: "lo" on Linux, "lo0" on macOS."""
+    """Return the name of this machine's loopback interface: "lo" on Linux, "lo0" on macOS."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     return next((name for name in ("lo", "lo0") if name in names), "lo")

@@ -58,17 +58,20 @@ class Call(NamedTuple):
 
     @property
     def operation(self) -> str:
-        """What every rank must call here, as far as a run that is not checked knows it."""
+        """Return the operation that every rank must call here, as an unchecked run knows it."""
         return operation_name(self.kind, (self.rank, *self.peers))
 
     @property
     def from_anyone(self) -> bool:
-        """Whether any of the peers can end it: a receive from any rank, or a key of a store."""
+        """Return whether any of the peers can end the call.
+
+        True for a receive from any rank, and for a key of a store.
+        """
         return (self.kind == "recv" and len(self.peers) != 1) or self.group == "store"
 
     @property
     def agreed(self) -> tuple:
-        """What all ranks of a collective must agree on."""
+        """Return the values that all ranks of a collective must agree on."""
         return (
             self.kind,
             self.root,
@@ -81,7 +84,7 @@ class Call(NamedTuple):
 
     @property
     def brief(self) -> str:
-        """The call in one phrase, for error messages."""
+        """Describe the call in one phrase, for error messages."""
         parts = [
             self.dtype and (self.shape or not self.gives) and f"shape {tuple(self.shape)}",
             self.dtype,
@@ -96,7 +99,7 @@ class Call(NamedTuple):
 
     @property
     def wait_labels(self) -> dict[str, Any]:
-        """The labels of a span in which the rank was blocked in this call.
+        """Return the labels of a span in which the rank was blocked in this call.
 
         The peer of a collective is None.
         """
@@ -114,7 +117,7 @@ class Call(NamedTuple):
         seq: int | None = None,
         payload: list | None = None,
     ) -> Event:
-        """The event of this call. On NCCL its times are moments of the GPU's clock.
+        """Return the event of this call. On NCCL its times are moments of the GPU's clock.
 
         Args:
             peer: the other rank of a message (None: not known), or the root of a collective.
@@ -140,7 +143,7 @@ class Call(NamedTuple):
 
 
 def operation_name(kind: str, members: Sequence[int]) -> str:
-    """The name of a collective, which all ranks must agree on.
+    """Return the name of a collective, which all ranks must agree on.
 
     For new_group it includes the members.
     """
@@ -148,7 +151,7 @@ def operation_name(kind: str, members: Sequence[int]) -> str:
 
 
 def operation_on_ranks(collective: Collective | None) -> OperationOnRanks | None:
-    """What both sides of a message must agree on about its collective.
+    """Return the operation and ranks of a message's collective, on which both sides must agree.
 
     None for p101.send and receive, which also pair with torch's.
     """
@@ -160,7 +163,7 @@ def operation_on_ranks(collective: Collective | None) -> OperationOnRanks | None
 
 
 def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
-    """The rank at a position of the group, which a rank's call names.
+    """Return the rank at a position of the group, which a rank's call names.
 
     Raises ValueError if there is none, or if it is the rank itself.
     """
@@ -184,7 +187,7 @@ def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
 
 
 def long_dims(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape without dims of size 1: they don't change where a value is.
+    """Return a shape without dims of size 1: they don't change where a value is.
 
     So what is sent as () may be received as (1,).
     """
@@ -199,7 +202,7 @@ def call_to_compare(
     alike: Mapping[str, Any],
     counts: dict[str, int],
 ) -> Call:
-    """A rank's call of one of parallel101's collectives, to compare with other ranks' calls.
+    """Return a rank's call of one of parallel101's collectives, to compare with other ranks' calls.
 
     It is posted before the collective's messages. Nobody waits for it. `counts` numbers such calls
     for each list of ranks and each process group `within` which the messages are sent, because each
@@ -220,7 +223,7 @@ def call_to_compare(
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
-    """How two calls that belong together differ: one sentence, then the two calls.
+    """Describe how two calls that belong together differ: one sentence, then the two calls.
 
     None if they agree.
 
@@ -304,7 +307,7 @@ def _difference(ours: Call, theirs: Call) -> str | None:
 
 
 def tensor_changed(call: Call) -> MisuseError:
-    """The error for a tensor that the program changed while it was being sent."""
+    """Return the error for a tensor that the program changed while it was being sent."""
     what = (
         f"that was still being sent to rank {call.peers[0]}"
         if call.kind == "send"
@@ -322,7 +325,7 @@ def tensor_changed(call: Call) -> MisuseError:
 
 
 def waited_twice(rank: int, kind: str) -> MisuseError:
-    """The error for a second wait() for one message."""
+    """Return the error for a second wait() for one message."""
     return MisuseError(
         f"rank {rank} waits a second time for one {kind}, at {shown(caller())}. On gloo the second "
         "wait() would wait forever, for another message. Call wait() once on each message.",
@@ -331,7 +334,7 @@ def waited_twice(rank: int, kind: str) -> MisuseError:
 
 
 def never_waited(calls: Sequence[Call]) -> MisuseError:
-    """The error for receives for which the program never waited."""
+    """Return the error for receives for which the program never waited."""
     advice = (
         "Before wait() returns, the data may not have arrived. Keep the work that irecv returns, "
         "and wait() for it."
@@ -342,7 +345,7 @@ def never_waited(calls: Sequence[Call]) -> MisuseError:
 
 
 def sends_never_waited(calls: Sequence[Call]) -> str:
-    """The warning for sends for which the program never waited."""
+    """Return the warning for sends for which the program never waited."""
     advice = (
         "A tensor must not change before wait() returns, and gloo may cancel a send whose work is "
         "dropped. Keep the work that isend returns, and wait() for it."
@@ -357,7 +360,7 @@ def _who_does_not_wait(calls: Sequence[Call]) -> str:
 
 
 def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
-    """A line for each message, with rank and place.
+    """Return a line for each message, with rank and place.
 
     Of more than eight different ones, the first eight.
     """
@@ -436,7 +439,7 @@ class CallChecker:
             del self._collectives[call.group, call.seq]
 
     def error(self) -> MisuseError | None:
-        """The error for the calls that differ, or None.
+        """Return the error for the calls that differ, or None.
 
         It names the rank that differs from most ranks.
 
@@ -469,5 +472,5 @@ class CallChecker:
 
     @property
     def all_called(self) -> bool:
-        """Whether the calls of all ranks are among those that differ."""
+        """Return whether the calls of all ranks are among those that differ."""
         return bool(self.differing) and len(self.differing) > len(self.differing[0].peers)

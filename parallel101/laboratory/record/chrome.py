@@ -32,7 +32,7 @@ def chrome_events(
     unfinished: Sequence[Event],
     messages: Sequence[Message],
 ) -> list[dict[str, Any]]:
-    """The entries of the file's list "traceEvents"."""
+    """Return the entries of the file's list "traceEvents"."""
     out: list[dict[str, Any]] = []
     everything = [*events, *unfinished]
     lane = _lanes(everything)
@@ -101,17 +101,20 @@ def chrome_events(
 
 
 def _process(rank: int) -> int:
-    """Numbers of processes, and of threads, begin at 1: to Perfetto 0 is the idle one."""
+    """Return a rank's process number.
+
+    Numbers of processes, and of threads, begin at 1: to Perfetto 0 is the idle one.
+    """
     return rank + 1
 
 
 def _end(event: Event) -> float:
-    """When a slice ends. Spans keep their times, because they nest."""
+    """Return the end of an event's slice. Spans keep their times, because they nest."""
     return event.end if event.kind == "span" else max(event.end, event.start + SHORTEST)
 
 
 def _arrival(message: Message) -> float:
-    """A time strictly inside the receive's slice, at which the message's arrow ends.
+    """Return a time strictly inside the receive's slice, at which the message's arrow ends.
 
     It is the middle of the message's flight, or of the receive if two clocks disagree.
     """
@@ -121,7 +124,7 @@ def _arrival(message: Message) -> float:
 
 
 def _lanes(events: Sequence[Event]) -> dict[int, int]:
-    """For each event, its thread: the first of its row that is free when it starts.
+    """Return the thread of each event: the first of its row that is free when it starts.
 
     Spans nest, so they all have the same one.
     """

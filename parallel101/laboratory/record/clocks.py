@@ -28,19 +28,19 @@ class Moment(NamedTuple):
 
 
 class CpuClock:
-    """The same clock for all processes of a machine."""
+    """A clock that is the same for all processes of a machine."""
 
     now = staticmethod(time.perf_counter)
 
     def catch_up(self) -> None:
-        """Nothing: a CPU has no queue."""
+        """Do nothing: a CPU has no queue."""
 
     def in_seconds(self, events: list[Event]) -> list[Event]:
         return events
 
 
 class GpuClock:
-    """The same clock, read when this rank's GPU reaches a position in its stream."""
+    """The machine's clock, read when this rank's GPU reaches a position in its stream."""
 
     def __init__(self) -> None:
         self.zero = torch.cuda.Event(enable_timing=True)
@@ -49,7 +49,7 @@ class GpuClock:
         self.began = time.perf_counter()
 
     def now(self) -> Moment:
-        """The present position in this thread's current stream."""
+        """Return the present position in this thread's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return Moment(event, time.perf_counter())
@@ -59,7 +59,7 @@ class GpuClock:
         torch.cuda.synchronize()
 
     def in_seconds(self, events: list[Event]) -> list[Event]:
-        """Events whose times are moments, with their times in seconds."""
+        """Return events whose times are moments with their times in seconds."""
         seconds: Any = self.seconds
         return [
             e._replace(start=seconds(e.start), end=seconds(e.end), posted=seconds(e.posted))
@@ -67,7 +67,7 @@ class GpuClock:
         ]
 
     def seconds(self, moment: Moment) -> float:
-        """When the GPU reached it.
+        """Return the time at which the GPU reached a moment.
 
         If it has not, because it hangs in a message that nobody sends: when the program did.
         """

@@ -101,7 +101,7 @@ class DeadlockError(RuntimeError, _ShownInNotebook):
         return "\n".join(lines + (_advice(self.waiting) if self.cycle and not self.notes else []))
 
     def picture(self):
-        """A picture of who waits for whom.
+        """Draw who waits for whom.
 
         It shows itself in a notebook; elsewhere, use `.save("deadlock.html")`.
         """
@@ -146,9 +146,9 @@ class LaunchTimeout(TimeoutError, _ShownInNotebook):
 
 
 def dropped_lines(dropped: Sequence[str]) -> list[str]:
-    """The lines of an error about messages whose work object was dropped, given their descriptions.
+    """Return the lines of an error about messages whose work object was dropped.
 
-    None if there are no such messages.
+    `dropped`: their descriptions. If there are no such messages, there are no lines.
     """
     advice = (
         "gloo cancels a message when its work object is dropped. Keep what isend and irecv return, "
@@ -158,7 +158,7 @@ def dropped_lines(dropped: Sequence[str]) -> list[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line: "ValueError: too short", or only its name if it has no text."""
+    """Format an exception in one line: "ValueError: too short", or only its name without a text."""
     try:
         text = str(error)
     except Exception:  # the program's own __str__ fails: that is not what went wrong first
@@ -167,7 +167,7 @@ def one_line(error: BaseException) -> str:
 
 
 def broken_connection(error: BaseException) -> bool:
-    """Whether a rank's error only says that its connection to another rank broke.
+    """Return whether a rank's error only says that its connection to another rank broke.
 
     If another error is known, that one is the cause.
     """
@@ -176,7 +176,7 @@ def broken_connection(error: BaseException) -> bool:
 
 
 def reports_another(error: BaseException, rank: int) -> bool:
-    """Whether the attribute `failed_rank` of an error that `rank` raised names another rank.
+    """Return whether the `failed_rank` of an error that `rank` raised names another rank.
 
     A trainer raises such an error on every rank when one of them has failed.
     """
@@ -185,7 +185,7 @@ def reports_another(error: BaseException, rank: int) -> bool:
 
 
 def _with_cells(message: str) -> str:
-    """The message with the files of notebook cells replaced by "cell [5]".
+    """Return the message with the files of notebook cells replaced by "cell [5]".
 
     Only the notebook knows them, so a rank cannot do this.
     """

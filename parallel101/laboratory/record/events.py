@@ -1,4 +1,4 @@
-"""What a record consists of: an `Event` for each thing that a rank did.
+"""The entries of a record: an `Event` for each thing that a rank did.
 
 That is its side of a message, its part in a collective, or a named span.
 
@@ -52,7 +52,7 @@ class EventGroups:
     def of(
         self, name: str, ranks: Sequence[int], axis: str | None, collective: Collective | None
     ) -> EventGroup:
-        """The group of a call in a process group.
+        """Return the group of a call in a process group.
 
         Args:
             name, ranks, axis: of the process group.
@@ -147,7 +147,7 @@ def span_event(
     labels: dict[str, Any],
     waiting: bool = False,
 ) -> Event:
-    """The event of a named span. On NCCL its times are moments of the GPU's clock."""
+    """Return the event of a named span. On NCCL its times are moments of the GPU's clock."""
     return Event(
         rank=rank,
         kind="span",
@@ -169,7 +169,7 @@ def span_event(
 
 
 def events_of(rows: Iterable[EventRow]) -> list[Event]:
-    """The events that rows hold, unsorted."""
+    """Return the events that rows hold, unsorted."""
     events: list[Event] = []
     # new: what Event._make does, less its check
     add, new, one_side = events.append, tuple.__new__, len(Event._fields)

@@ -1,4 +1,4 @@
-"""What a rank's own thread does between its calls: it computes, loads data, or is blocked.
+"""Measures a rank's own thread between its calls: it computes, loads data, or is blocked.
 
     program   ▇▇▇▇▇▇░░░░▇▇▇▇▇▇▇░░░░░      ▇ its own time    ░ blocked in a call
     samples        ·     ·     ·          the line in which it is, ten times a second
@@ -40,7 +40,7 @@ _DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
 
 
 class MeasuredRank(Protocol):
-    """What is asked of a RankRecorder."""
+    """The attributes of a RankRecorder that HostTime needs."""
 
     rank: int
     thread: int  # the program's
@@ -136,7 +136,7 @@ class HostTime:
     # ---- called by the program's thread ----
 
     def step(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         self.steps += 1
         if self.steps % self.width == 0:
             totals, lines, self.lines = self._totals(), self.lines, {}
@@ -164,7 +164,7 @@ class HostTime:
         )
 
     def collecting(self, phase: str, info: Any) -> None:
-        """Called by Python before and after a garbage collection."""
+        """Note the start or the end of a garbage collection. Python calls it."""
         if threading.get_ident() != self.recorder.thread:
             return
         if phase == "start":
@@ -188,7 +188,7 @@ class HostTime:
     # ---- the record ----
 
     def rows(self) -> list[EventRow]:
-        """An event for each window. Its labels have the numbers."""
+        """Return an event for each window. Its labels have the numbers."""
         windows = list(self.windows)
         if self.steps == 0:
             windows = [self._window(self._totals(), self.lines)._replace(first=0, steps=0)]
@@ -212,7 +212,7 @@ NUMBERS = ("first", "steps", "own", "busy", "queued", "collecting")
 
 
 def labels_of(window: StepWindow) -> dict[str, Any]:
-    """A window as the labels of its event. `window_of` reads them."""
+    """Return a window as the labels of its event. `window_of` reads them."""
     labels: dict[str, Any] = {name: getattr(window, name) for name in NUMBERS}
     labels["lines"] = [[*key, *samples] for key, samples in _longest(window.lines)]
     return labels
@@ -227,7 +227,10 @@ def window_of(labels: dict[str, Any], start: float, end: float) -> StepWindow:
 
 
 def own_line(frame: FrameType) -> str:
-    """The innermost line of the program's own: not of torch, and of no library if there is one."""
+    """Return the innermost line of the program's own.
+
+    That is a line outside torch, and outside any library if there is one.
+    """
     own: FrameType | None = frame
     while own is not None and is_library(own.f_code.co_filename):
         own = own.f_back
@@ -235,7 +238,7 @@ def own_line(frame: FrameType) -> str:
 
 
 def loads_data(frame: FrameType | None) -> bool:
-    """Whether a thread is inside of torch.utils.data: it waits for a batch, or makes it."""
+    """Return whether a thread is inside torch.utils.data: it waits for a batch, or makes it."""
     for _ in range(12):  # frames; the program's own is at most so far away
         if frame is None:
             return False
@@ -246,7 +249,7 @@ def loads_data(frame: FrameType | None) -> bool:
 
 
 class ThreadClock:
-    """How long this thread has run, and was ready to run without a core, in seconds.
+    """Measures how long this thread has run, and was ready to run without a core, in seconds.
 
     Any thread may ask.
     """
@@ -264,7 +267,10 @@ class ThreadClock:
         self.last = 0.0
 
     def busy(self) -> float:
-        """Without clocks for threads (macOS), what the thread itself asked for last."""
+        """Return the seconds that the thread has run.
+
+        Without clocks for threads (macOS), it is the value at the thread's own last question.
+        """
         if threading.get_ident() == self.thread:
             self.last = time.thread_time()
         elif self.clock is not None:
@@ -272,7 +278,7 @@ class ThreadClock:
         return self.last
 
     def queued(self) -> float:
-        """0 where the operating system does not tell."""
+        """Return the seconds ready to run without a core; 0 if the system does not tell."""
         return int(os.pread(self.file, 64, 0).split()[1]) / 1e9 if self.file >= 0 else 0.0
 
     def __del__(self) -> None:
@@ -282,7 +288,7 @@ class ThreadClock:
 
 @contextlib.contextmanager
 def host_time(recorder: Any, backend: str) -> Iterator[HostTime | None]:
-    """Inside, the program's thread is measured; on gloo only."""
+    """Measure the program's thread inside the block; on gloo only."""
     if not hasattr(recorder, "host_time") or "gloo" not in backend:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Whether the program runs in a notebook.
+"""Tells whether the program runs in a notebook.
 
 Imports nothing: `import parallel101` asks here, also where torch is missing.
 """
@@ -9,10 +9,13 @@ import sys
 
 
 def in_notebook() -> bool:
-    """Whether this is a notebook's kernel, and not a terminal."""
+    """Return whether this is a notebook's kernel, and not a terminal."""
     return getattr(shell(), "kernel", None) is not None
 
 
 def shell() -> object:
-    """IPython's, if the program runs in it. A program that has not imported IPython does not."""
+    """Return IPython's shell if the program runs in it, else None.
+
+    A program that has not imported IPython does not run in it.
+    """
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

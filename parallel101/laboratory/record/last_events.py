@@ -30,7 +30,7 @@ WRITE_EVERY = 10.0  # seconds after which what has no file yet is written
 
 
 class Batch(NamedTuple):
-    """Some events of a rank, one after the other, always equally many."""
+    """Some consecutive events of a rank, the same number in every batch."""
 
     number: int  # from 1
     packed: bytes  # the pickled rows
@@ -110,7 +110,7 @@ class LastEvents(threading.Thread):
         return self.size * len(self.batches) + len(self.recorded)
 
     def write_rest(self) -> None:
-        """Write what is not in a full batch yet."""
+        """Write the events that are not in a full batch yet."""
         if self.files is None:
             return
         unfinished = self.unfinished()  # and record which collectives without a wait have ended
@@ -124,7 +124,7 @@ class LastEvents(threading.Thread):
             self.written = time.monotonic()
 
     def rows(self, newest: Callable[[], list[EventRow]]) -> tuple[list[EventRow], EarlierEvents]:
-        """All events that are kept, and the sums of those before them.
+        """Return all events that are kept, and the sums of those before them.
 
         `newest` returns the rows of `recorded`.
         """

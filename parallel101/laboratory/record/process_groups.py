@@ -63,7 +63,7 @@ def init(
 
 
 def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
-    """What torch calls to make the default group or a sub-group."""
+    """Create the default group or a sub-group. torch calls it."""
     (recorder,) = _recorder
     members = list(options.global_ranks_in_group)
     label = str(options.group_id) if members else "world"
@@ -77,7 +77,7 @@ def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
 
 @contextmanager
 def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]:
-    """new_group waits for the members.
+    """Mark this rank as waiting for new_group's other members, inside the block.
 
     If one of them never calls it, or makes another group, that is a deadlock like any other.
     """
@@ -103,7 +103,7 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
 
 
 def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
-    """torch's own backend, and a process group of torch's around it.
+    """Return torch's own backend, and a process group of torch's around it.
 
     The backend is faster to call, and the process group offers more methods.
     """
@@ -128,7 +128,7 @@ def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
 
 @contextmanager
 def batches_on_nccl() -> Iterator[None]:
-    """Inside, torch's batch_isend_irecv makes real batches on our NCCL groups.
+    """Let torch's batch_isend_irecv make real batches on our NCCL groups, inside the block.
 
     By itself it does so only on torch's own groups.
     """
@@ -162,7 +162,7 @@ def batches_on_nccl() -> Iterator[None]:
 
 
 def start_together() -> None:
-    """An unrecorded barrier before the program starts.
+    """Run an unrecorded barrier before the program starts.
 
     Without it, one rank may start 20 ms before another, and the record of a short run would show
     little else. NCCL has none, because its first barrier takes a second.

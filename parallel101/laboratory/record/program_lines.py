@@ -1,4 +1,4 @@
-"""Where in the program a call is: "file:line" of the first frame of the program's own.
+"""Finds where in the program a call is: "file:line" of the first frame of the program's own.
 
 Frames of torch and of parallel101 are passed over.
 
@@ -41,12 +41,12 @@ _standing: set[int] = set()  # code objects of functions that act for a line els
 
 
 def caller() -> str:
-    """The first caller outside torch and parallel101, as "file:line", or "?" if there is none."""
+    """Return the first caller outside torch and parallel101, as "file:line", or "?" if none."""
     return where(sys._getframe(1))
 
 
 def where(frame: FrameType | None) -> str:
-    """The same, starting from `frame`.
+    """Return the first "file:line" outside torch and parallel101, starting from `frame`.
 
     This runs for every message, so it looks up only once whether a code object is inside, and in
     which line an instruction is.
@@ -73,7 +73,7 @@ def where(frame: FrameType | None) -> str:
 
 
 def stands_for_a_place(function: Callable[..., object]) -> None:
-    """Let what `function` calls count as called at its argument `place`, a "file:line".
+    """Let calls of `function` count as made at its argument `place`, a "file:line".
 
     The grader repeats a rank's calls that way.
     """
@@ -82,7 +82,7 @@ def stands_for_a_place(function: Callable[..., object]) -> None:
 
 
 def shown(place: str) -> str:
-    """A "file:line" for readers, with the source line if there is one: "a.py:7: dist.recv(x, 1)".
+    """Format a "file:line" for readers, with its source line: "a.py:7: dist.recv(x, 1)".
 
     A notebook cell, whose file has a generated name, is shown by its number: "cell [5], line 4".
     """
@@ -96,25 +96,25 @@ def shown(place: str) -> str:
 
 
 def named(place: str) -> str:
-    """A "file:line" without the source line: "a.py:7", or "cell [5], line 4"."""
+    """Format a "file:line" without the source line: "a.py:7", or "cell [5], line 4"."""
     name, _, number = place.rpartition(":")
     cell = cell_name(name)
     return f"{cell}, line {number}" if cell else place
 
 
 def cell_name(filename: str) -> str | None:
-    """ "cell [5]" if IPython runs a notebook cell under this file name, else None."""
+    """Return "cell [5]" if IPython runs a notebook cell under this file name, else None."""
     named = getattr(getattr(shell(), "compile", None), "format_code_name", lambda _: None)(filename)
     return None if named is None else f"cell {named[1].removeprefix('In').strip()}"
 
 
 def is_inside(filename: str) -> bool:
-    """Whether a file is torch's, parallel101's, or one of the standard library's between them."""
+    """Return whether a file is torch's, parallel101's, or the standard library's between them."""
     return (
         filename.startswith(("<frozen", *_LIBRARIES)) and not filename.startswith(_PROGRAMS)
     ) or filename in _PLUMBING
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is no program's own: of torch, parallel101, Python or an installed package."""
+    """Return whether a file belongs to torch, parallel101, Python or an installed package."""
     return is_inside(filename) or filename.startswith(_INSTALLED)

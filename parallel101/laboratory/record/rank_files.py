@@ -1,4 +1,4 @@
-"""The files of each rank of a torchrun job, and how they become one trace.
+"""Writes the files of each rank of a torchrun job, and joins them into one trace.
 
     rank 0 ──▶ DIR/rank-0.json.gz ──┐
     rank 1 ──▶ DIR/rank-1.json.gz ──┴─▶ join_rank_files(DIR): Trace
@@ -31,7 +31,7 @@ NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json\.gz")
 
 
 def rank_file(directory: Path, rank: int, number: int | None = None) -> Path:
-    """The file of a rank, or that of one of its batches."""
+    """Return the path of a rank's file, or of the file of one of its batches."""
     batch = "" if number is None else f".{number}"
     return directory / f"rank-{rank}{batch}.json.gz"
 
@@ -46,7 +46,7 @@ def write_rank_file(
     earlier: EarlierEvents | None = None,
     number: int | None = None,
 ) -> None:
-    """Write what one rank recorded, or one batch of it.
+    """Write the record of one rank, or one batch of it.
 
     The file appears whole or not at all. A rank's own file replaces those of its batches.
     """
@@ -62,7 +62,7 @@ def write_rank_file(
 
 
 def remove_rank_files(directory: Path, rank: int | None = None) -> None:
-    """Delete what a rank of an earlier run wrote, or what all its ranks wrote."""
+    """Delete the files that a rank of an earlier run wrote, or those of all its ranks."""
     number = "*" if rank is None else rank
     for path in [*directory.glob(f"rank-{number}.*"), *directory.glob(f"writing-rank-{number}.*")]:
         if NAME.fullmatch(path.name.removeprefix("writing-")):
@@ -114,7 +114,7 @@ class RotatingFiles:
 
 
 class JoinedFiles(NamedTuple):
-    """What the files of a folder have.
+    """The contents of a folder's files.
 
     Attributes:
         trace: of the job.
@@ -129,7 +129,7 @@ class JoinedFiles(NamedTuple):
 
 
 def join_rank_files(directory: Path) -> JoinedFiles:
-    """The trace of a job, and what it lacks.
+    """Return the trace of a job, and what it lacks.
 
     Raises:
         ValueError: there are no such files, or they are from different runs.
@@ -182,13 +182,13 @@ def join_rank_files(directory: Path) -> JoinedFiles:
 
 
 def _start_name(part: Trace) -> str:
-    """Which start of the job a rank's record is of; "" if it does not say so."""
+    """Return the name of the start of the job in a rank's record; "" if it has none."""
     labels = (span.args or {} for span in _first_spans(part))
     return next((str(args["start_name"]) for args in labels if "start_name" in args), "")
 
 
 def ranks_cut_short(directory: Path) -> list[int]:
-    """The ranks that were killed, or still run: they have files of batches only."""
+    """Return the ranks that were killed, or still run: they have files of batches only."""
     names = [
         name for path in directory.glob("rank-*.json.gz") if (name := NAME.fullmatch(path.name))
     ]
@@ -197,14 +197,14 @@ def ranks_cut_short(directory: Path) -> list[int]:
 
 
 def _files(directory: Path, rank: int) -> list[Path]:
-    """A rank's own file first, and then those of its batches, in order."""
+    """Return the path of a rank's own file, then those of its batches, in order."""
     named = [(NAME.fullmatch(path.name), path) for path in directory.glob(f"rank-{rank}.*")]
     numbered = [(int(name[2] or 0), path) for name, path in named if name]
     return [path for _, path in sorted(numbered)]
 
 
 def _record_of(directory: Path, rank: int) -> Trace:
-    """What a rank has recorded: its own file, or if it was killed, those of its batches."""
+    """Return the record of a rank: its own file, or if it was killed, those of its batches."""
     whole = rank_file(directory, rank)
     if whole.exists():
         return Trace.load(whole)
@@ -222,7 +222,7 @@ def _record_of(directory: Path, rank: int) -> Trace:
 
 
 def _zeros(parts: list[Trace]) -> list[float]:
-    """For each rank's part, the start of the script on its machine.
+    """Return, for each rank's part, the start of the script on its machine.
 
     It is the median over the machine's ranks, or 0 if there is only one machine.
     """

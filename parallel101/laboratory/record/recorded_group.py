@@ -83,7 +83,7 @@ class RecordedGroup(torch_private.PythonGroup):
 
     @property
     def label(self) -> str:
-        """The group's name in the record.
+        """Return the group's name in the record.
 
         In unrecorded() it has another name, under which its calls are numbered.
         """
@@ -248,7 +248,10 @@ class RecordedGroup(torch_private.PythonGroup):
         )
 
     def _check(self, call: Call, problem: str | None) -> None:
-        """`problem`: why its tensors must not be passed, if they must not."""
+        """Check a call, and raise MisuseError if its tensors must not be passed.
+
+        `problem`: why they must not be passed, or None.
+        """
         if self.recorder.on_call is not None:
             self.recorder.on_call(call)
         if problem is not None:

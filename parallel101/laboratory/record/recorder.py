@@ -57,7 +57,7 @@ RECENT = 256  # collectives of a group that are remembered by name
 
 
 class RankRecorder:
-    """What is known of one rank.
+    """Keeps the calls, waits and events of one rank.
 
     Its watcher, in a thread of its own, reads `waiting` and `status()` while the program runs.
 
@@ -146,7 +146,7 @@ class RankRecorder:
         )
 
     def add_wait(self, posted: PostedCall, began: Any) -> None:
-        """The program was blocked in a call until now.
+        """Record that the program was blocked in a call until now.
 
         That is recorded if it took longer than to call torch does.
         """
@@ -159,7 +159,7 @@ class RankRecorder:
         self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
 
     def compute(self, seconds: float) -> None:
-        """Nothing: real ranks compute in real time."""
+        """Do nothing: real ranks compute in real time."""
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -202,7 +202,7 @@ class RankRecorder:
 
     @contextmanager
     def blocked_in(self, posted: PostedCall) -> Iterator[None]:
-        """The program's own thread may be blocked inside."""
+        """Mark the program's own thread as possibly blocked in a call, inside the block."""
         before, self.waiting = self.waiting, posted
         try:
             yield
@@ -211,7 +211,7 @@ class RankRecorder:
 
     @property
     def calls_posted(self) -> int:
-        """How many messages and collectives so far. Other threads may ask."""
+        """Count the messages and collectives posted so far. Other threads may ask."""
         return sum(self.posted.values()) + sum(self.collectives.values())
 
     def status(
@@ -222,7 +222,7 @@ class RankRecorder:
         returned: bool = False,
         messages: int = 1,
     ) -> RankStatus:
-        """What this rank reports: what it is blocked in, and all that it has posted so far.
+        """Return this rank's report: the call it is blocked in, and all that it has posted so far.
 
         `messages`: how many of the newest ones with a key are in it.
         """
@@ -243,7 +243,7 @@ class RankRecorder:
 
     @property
     def events(self) -> list[EventRow]:
-        """What is recorded so far, or the newest of it.
+        """Return the events recorded so far, or the newest of them.
 
         `earlier` then has the sums of the others. It is None if there are none.
         """
@@ -257,7 +257,7 @@ class RankRecorder:
 
     @contextmanager
     def keeping_last(self, limit: int, files: RotatingFiles | None = None) -> Iterator[None]:
-        """Inside, keep the newest events only, and sums of the others.
+        """Keep the newest events only, and sums of the others, inside the block.
 
         Args:
             limit: how many events, at least.
@@ -278,7 +278,7 @@ class RankRecorder:
 
     @property
     def unfinished(self) -> list[EventRow]:
-        """What was posted and has not been seen to end, as events that end now."""
+        """Return calls that were posted and not seen to end, as events that end now."""
         now = self.now()
         self._end_dropped(run_is_over=False)
         dropped = [event._replace(end=now) for _, event in self.dropped_works]
@@ -288,7 +288,7 @@ class RankRecorder:
         return self._rows([work.event(now) for work in works] + dropped)
 
     def close(self) -> None:
-        """The run is over: what was never waited for has ended now, as far as is known."""
+        """End calls that were never waited for, as far as is known, because the run is over."""
         for work in list(self.unfinished_works):
             work.note_unwaited()
             work.ended()
@@ -317,7 +317,7 @@ class RankRecorder:
 
 
 class CallGroup(Protocol):
-    """What a call needs to know of its group, a RecordedGroup.
+    """The facts that a call must know of its group, a RecordedGroup.
 
     It has the group's ranks in order, those besides this one, and "gloo" or "nccl".
     """
@@ -351,7 +351,7 @@ class PostedCall:
 
     @property
     def caught_after(self) -> float | None:
-        """Seconds after which the program handles the error of its own time limit, and goes on.
+        """Return the seconds after which the program handles its own time limit's error.
 
         A program says that it does so by giving the limit to the call itself, as in
         `work.wait(timedelta(seconds=5))`, or by `keep_waiting`. The limit of a group does not say
@@ -362,7 +362,7 @@ class PostedCall:
 
     @property
     def once(self) -> bool:
-        """Whether wait() may be called only once.
+        """Return whether wait() may be called only once.
 
         On gloo, a second wait() for a message waits for another message.
         """
@@ -472,7 +472,7 @@ class WatchedWork(dist.Work):
 
 
 class Inputs:
-    """What a rank passed to a call, before torch got it.
+    """The inputs that a rank passed to a call, before torch got them.
 
     It has the payload of the event, and tensors that must not change until the wait().
     """
@@ -493,7 +493,7 @@ class Inputs:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often torch wrote to the tensor or another view of its memory.
+    """Return how often torch wrote to the tensor or another view of its memory.
 
     Writes through x.data and NumPy are not counted.
     """
@@ -537,7 +537,7 @@ class RecordedWork(WatchedWork):
         super().__del__()
 
     def note_unwaited(self) -> None:
-        """Its rank has dropped it, or returned.
+        """Note that the work's rank has dropped it, or returned.
 
         A message that the program has not waited for may not have arrived.
         """
@@ -545,7 +545,7 @@ class RecordedWork(WatchedWork):
             self.posted.group.recorder.unwaited.append(self.call)
 
     def _note_dropped(self) -> None:
-        """Nobody will see this work end.
+        """Note that the work was dropped, so that nobody will see it end.
 
         A collective ends all the same; of a message it is not known.
         """
@@ -581,7 +581,7 @@ class RecordedWork(WatchedWork):
         return future.value()
 
     def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
-        """Its event.
+        """Return the event of this work.
 
         `source`: who sent what a receive from any rank got. Such receives are numbered apart, and
         so have a negative seq.

@@ -1,4 +1,4 @@
-"""How c10d calls its collectives: the arguments of each method, on gloo, NCCL and sim alike.
+"""Describes how c10d calls its collectives: the arguments of each method, on any backend.
 
     g.allreduce(x)               ──▶  g.allreduce([x], AllreduceOptions())   torch's default: sum
     g.gather([a, b], x, root=1)  ──▶  g.gather([[a, b]], [x], opts)
@@ -32,7 +32,7 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 class CollectiveArguments(NamedTuple):
-    """What a rank passed to a collective."""
+    """The arguments that a rank passed to a collective."""
 
     tensors: list[torch.Tensor]  # the inputs; on a rank without inputs, the outputs
     nbytes: int
@@ -44,7 +44,7 @@ class CollectiveArguments(NamedTuple):
 
 
 class CollectiveSpec(NamedTuple):
-    """How the methods of a collective are called, whichever of its names one has."""
+    """The arguments of a collective's methods, which all of its names share."""
 
     kind: str
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class CollectiveSpec(NamedTuple):
 
     @property
     def inputs(self) -> int | None:
-        """The position of the argument with the inputs."""
+        """Return the position of the argument with the inputs."""
         return len(self.depths) - 1 if self.depths else None
 
     @property
@@ -66,7 +66,7 @@ class CollectiveSpec(NamedTuple):
 
     @property
     def compared(self) -> int | None:
-        """The position of the tensors whose shape all ranks must share."""
+        """Return the position of the tensors whose shape all ranks must share."""
         return {"scatter": 0, "all_to_all": None}.get(self.kind, self.inputs)
 
     def arguments(self, args: tuple) -> CollectiveArguments:
@@ -88,10 +88,10 @@ class CollectiveSpec(NamedTuple):
         )
 
     def unwritten_inputs(self, args: tuple, at_root: bool) -> list[torch.Tensor]:
-        """The inputs that an asynchronous call only reads: they must not change until its wait().
+        """Return the inputs that an asynchronous call only reads.
 
-        Inputs that share memory with outputs
-        may change."""
+        They must not change until its wait(). Inputs that share memory with outputs may change.
+        """
         if self.inputs is None or not getattr(args[-1], "asyncOp", True):
             return []
         if self.outputs is None:
@@ -104,7 +104,7 @@ class CollectiveSpec(NamedTuple):
         ]
 
     def unfit(self, args: tuple, what: str) -> str | None:
-        """Why these arguments must not be passed to a collective. None if they may be passed."""
+        """Return why these arguments must not be passed to a collective, or None if they may."""
         sums = self.kind == "all_reduce" and op_name(args[-1].reduceOp) == "sum"
         tensors = flat(args)
         problem = next(
@@ -182,7 +182,7 @@ def with_collectives(group: Group) -> Group:
 
 
 def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-    """The arguments of a group's method, in the form in which torch.distributed passes them.
+    """Return the arguments of a group's method in the form in which torch.distributed passes them.
 
     Tensors are in nested lists; split sizes and options follow.
 
@@ -222,7 +222,10 @@ def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _plain_name(name: str) -> str:
-    """torch's keywords for tensors are many: output_tensors, output, outputTensor, …"""
+    """Return "tensors", "outputs" or "inputs" for one of torch's many keywords for tensors.
+
+    Such keywords are output_tensors, output, outputTensor, … Other names stay as they are.
+    """
     if name.endswith("split_sizes"):
         return name
     return next(
@@ -231,7 +234,7 @@ def _plain_name(name: str) -> str:
 
 
 def _nested(tensors: Any, depth: int) -> Any:
-    """The tensors in lists of the given depth.
+    """Return the tensors in lists of the given depth.
 
     A single tensor, or the one list, is put into a list of its own.
     """
@@ -246,7 +249,7 @@ def _nested(tensors: Any, depth: int) -> Any:
 
 
 def own_limit(timeout: timedelta | None) -> float | None:
-    """A program's own time limit, in seconds.
+    """Return a program's own time limit, in seconds.
 
     None for torch's defaults, and for what torch takes as no limit (zero and less).
     """
@@ -266,7 +269,7 @@ _OPS = {
 
 
 def op_name(op: Any) -> str:
-    """The name of a ReduceOp: "sum", "avg", …"""
+    """Return the name of a ReduceOp: "sum", "avg", …"""
     for known, name in _OPS.items():
         if op == known:
             return name
@@ -274,7 +277,7 @@ def op_name(op: Any) -> str:
 
 
 def bytes_by_rank(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """The bytes that an all-to-all gives to each rank of the group and expects from each."""
+    """Return the bytes that an all-to-all gives to each rank of the group and expects from each."""
     outputs, inputs, *splits = args
     if not isinstance(inputs, torch.Tensor):
         gives, takes = [t.nbytes for t in inputs], [t.nbytes for t in outputs]
@@ -288,7 +291,7 @@ def bytes_by_rank(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], di
 
 
 def flat(tensors: Any) -> list[torch.Tensor]:
-    """The tensors in an argument: a tensor, a list of tensors, or a list of lists."""
+    """Return the tensors in an argument: a tensor, a list of tensors, or a list of lists."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if isinstance(tensors, list | tuple):
@@ -297,12 +300,12 @@ def flat(tensors: Any) -> list[torch.Tensor]:
 
 
 def size(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor, dense or sparse."""
+    """Return the bytes of a tensor, dense or sparse."""
     return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 def layout(tensor: torch.Tensor) -> str | None:
-    """How a tensor is laid out in memory. None: with gaps, or in a way that torch cannot send.
+    """Describe how a tensor is laid out in memory. None: with gaps, or torch cannot send it.
 
     "" contiguous; "sparse"; or its elements fill its memory with the dims in another order, as
     `Tensor.dim_order` gives it (but without dims of size 1): "dim order (0, 2, 3, 1)" of a batch of
@@ -326,7 +329,7 @@ def layout(tensor: torch.Tensor) -> str | None:
 def unfit(
     tensor: torch.Tensor, what: str, permuted: bool = False, sparse: bool = False
 ) -> str | None:
-    """Why a tensor must not be passed to `what`, which reads and writes its memory as it is.
+    """Return why a tensor must not be passed to `what`, which reads and writes its raw memory.
 
     None if it may be passed.
 
@@ -358,7 +361,7 @@ def unfit(
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds now, to find out later whether it has changed.
+    """Copy the values that a tensor holds now, to find out later whether it has changed.
 
     That is all of it if it is small, otherwise a sample of its bytes, which shows most changes.
     """
@@ -366,7 +369,7 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unchanged(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
-    """Whether a tensor still holds what `snapshot` saw, bit for bit."""
+    """Return whether a tensor still holds the values of a `snapshot`, bit for bit."""
     if before is None or not tensor.numel():
         return True
     if tensor.nbytes > WHOLE:
@@ -375,7 +378,7 @@ def unchanged(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
 
 
 def in_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in one dim. A contiguous tensor is not copied."""
+    """Return the bytes of a tensor in one dim. A contiguous tensor is not copied."""
     values = tensor.detach().contiguous()
     # view() alone refuses the odd strides that one element may have
     return values.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -42,7 +42,7 @@ def name_backend(name: str) -> None:
 
 
 def mesh_axis(group: dist.ProcessGroup) -> str | None:
-    """The name of the mesh axis for which DeviceMesh made this group, or None.
+    """Return the name of the mesh axis for which DeviceMesh made this group, or None.
 
     Relies on DeviceMesh describing the group of axis "tp" as "mesh_tp". (For an axis that is the
     whole world it uses the default group.)
@@ -114,10 +114,10 @@ class PythonGroup(dist.ProcessGroup):
         self.torch_name = name
 
     def shutdown(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def abort(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def leave_out_of_flight_recorder(backend: str) -> None:
@@ -145,7 +145,7 @@ def fill_new_tensors() -> None:
 def called_instead(
     function: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside, a call of torch's `function` calls `make(original)`.
+    """Let each call of torch's `function` call `make(original)`, inside the block.
 
     This also holds if it was imported by name, before or inside. So the function itself is changed,
     not the attributes of modules that refer to it. Relies on its being a Python function, decorated
@@ -183,7 +183,7 @@ class RunningBatch(NamedTuple):
 
 
 def running_batch(frame: FrameType | None) -> RunningBatch | None:
-    """The call of `batch_isend_irecv` to which `frame` belongs, or None if it is not in a batch.
+    """Return the call of `batch_isend_irecv` to which `frame` belongs, or None outside a batch.
 
     `frame` is the caller of a group's send or recv. For a process group written in Python, torch
     posts the messages of a batch one by one, and does not say where it begins. Relies on isend and
@@ -201,7 +201,7 @@ def running_batch(frame: FrameType | None) -> RunningBatch | None:
 
 
 class RankWorld:
-    """What torch keeps once per process: the default group, and all groups.
+    """The state that torch keeps once per process: the default group, and all groups.
 
     It has their names and ranks too. On sim, each rank has its own. Relies on torch reading
     `c10d._world` at each use, and on these being all its attributes (`c10d._World`).
@@ -288,7 +288,7 @@ def after_backward(callback: Callable[[], Any]) -> bool:
 def ahead_of_futures(
     waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]
 ) -> Iterator[None]:
-    """Inside, call `waits(done)` before Python waits for an unfinished torch future.
+    """Call `waits(done)` before Python waits for an unfinished torch future, inside the block.
 
     `asks()` is called before done() returns False. Relies on all waiting in Python, including
     torch.futures.wait_all and collect_all, being a call of `torch._C.Future.wait`.
@@ -315,7 +315,7 @@ def ahead_of_futures(
 
 @contextlib.contextmanager
 def around_profiler(uses: Callable[[], None], stops: Callable[[], None]) -> Iterator[None]:
-    """Inside, call `uses()` before torch's profiler starts or stops.
+    """Call `uses()` before torch's profiler starts or stops, inside the block.
 
     `stops()` is called after it has stopped. Relies on torch.autograd.profiler, which
     torch.profiler uses, calling these three of its names.
@@ -405,7 +405,7 @@ def count_loss_parallel() -> None:
 
 @functools.cache
 def generator_words() -> Callable[[], tuple[int, ...]] | None:
-    """A fast function whose result changes whenever torch's default CPU generator draws a number.
+    """Return a fast function whose result changes whenever torch's CPU generator draws a number.
 
     None if its memory looks different.
 
@@ -439,8 +439,10 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
 
 @contextlib.contextmanager
 def optimizers_as_on_a_gpu() -> Iterator[None]:
-    """Inside, torch's optimizers take fused=True for meta tensors, as for a GPU's. By default they,
-    and the clipping of gradients, take one kernel for many tensors, as on a GPU.
+    """Let torch's optimizers treat meta tensors like a GPU's, inside the block.
+
+    They take fused=True for meta tensors. By default they, and the clipping of gradients, take one
+    kernel for many tensors, as on a GPU.
 
     Relies on the functions of torch.utils._foreach_utils that list the devices with such kernels.
     """
@@ -460,7 +462,7 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
 
 
 def is_composite(operation: Any) -> bool:
-    """Whether torch makes this operation (an OpOverload) of others, with gradients by theirs.
+    """Return whether torch makes an operation (an OpOverload) of others, and so its gradients.
 
     silu_backward is also a kernel of its own, which the CPU has, and so a GPU. Relies on
     torch._C._dispatch_has_kernel_for_dispatch_key.
@@ -471,7 +473,7 @@ def is_composite(operation: Any) -> bool:
 
 
 def dispatch_modes() -> list[Any]:
-    """The modes of this thread that see every operation, the innermost last.
+    """Return the modes of this thread that see every operation, the innermost last.
 
     Relies on `torch.utils._python_dispatch`, which lists them.
     """
@@ -496,7 +498,7 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
 
 
 def uncounted_like(x: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the same shape, dtype and device, which no mode of this thread sees.
+    """Return a new tensor of the same shape, dtype and device, which no mode of this thread sees.
 
     Relies on `torch.utils._python_dispatch`, which turns them off.
     """

@@ -1,4 +1,4 @@
-"""What remains of events that a record no longer keeps: their sums, for each rank.
+"""Sums of events that a record no longer keeps, for each rank.
 
     all events of a rank:  ▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▪▪▪▪▪▪▪▪▪▪
                            └── EarlierEvents ──────┘└ kept ──┘
@@ -25,7 +25,7 @@ WAIT = "wait"  # the kind under which times in which the program was blocked in 
 
 
 class SumKey(NamedTuple):
-    """Which events are summed together."""
+    """The properties that events have in common if they are summed together."""
 
     kind: str  # as in Event, or WAIT
     name: str | None  # of a span, or of the call in which the program was blocked
@@ -160,7 +160,7 @@ class EarlierEvents:
         self.sums[key] = self.sums.get(key, NOTHING).plus(sums)
 
     def shifted(self, seconds: float) -> EarlierEvents:
-        """The same with all times earlier by so many seconds."""
+        """Return a copy with all times earlier by this many seconds."""
         marks = [
             e._replace(start=e.start - seconds, end=e.end - seconds, posted=e.posted - seconds)
             for e in self.marks
@@ -171,13 +171,13 @@ class EarlierEvents:
         return EarlierEvents(self.count, begin, until, self.waited, self.sums, marks, waits)
 
     def waits_over_time(self) -> Iterator[tuple[float, float, float]]:
-        """Times one after the other, each with its seconds of waiting: (begin, end, seconds)."""
+        """Yield consecutive times, each with its seconds of waiting: (begin, end, seconds)."""
         for number, seconds in sorted(self.waits.seconds.items()):
             begin = self.waits.zero + number * self.waits.width
             yield begin, begin + self.waits.width, seconds
 
     def sum_of(self, *kinds: str) -> Sums:
-        """The sums over all events of some kinds."""
+        """Return the sums over all events of some kinds."""
         total = NOTHING
         for key, sums in self.sums.items():
             if key.kind in kinds:
@@ -186,10 +186,10 @@ class EarlierEvents:
 
 
 def is_call(event: Event) -> bool:
-    """Whether the program called another rank in it: any event but those of its own spans."""
+    """Return whether an event is a call of another rank: any event but the program's own spans."""
     return event.kind != "span" or is_wait(event)
 
 
 def is_wait(event: Event) -> bool:
-    """Whether the event is a time in which the program was blocked in a call."""
+    """Return whether the event is a time in which the program was blocked in a call."""
     return event.waiting and event.args is not None and "group" in event.args

@@ -88,7 +88,7 @@ class Trace:
         unfinished: Iterable[EventRow] = (),
         earlier: Mapping[int, EarlierEvents] | None = None,
     ) -> Trace:
-        """A trace from the rows that ranks send (see events.py).
+        """Make a trace from the rows that ranks send (see events.py).
 
         On real ranks, time 0 is the start of the first event.
         """
@@ -181,7 +181,7 @@ class Trace:
 
     @functools.cached_property
     def events(self) -> list[Event]:
-        """All events, in order of start, rank and seq.
+        """Return all events, in order of start, rank and seq.
 
         They are made from rows at the first access, since a run may have millions.
         """
@@ -202,7 +202,7 @@ class Trace:
 
     @property
     def kept_text(self) -> str:
-        """ "the last 100,000 events of 3,400,000", or "" if the trace has all events of its run."""
+        """Return "the last 100,000 events of 3,400,000", or "" if the trace has all events."""
         if not self.earlier:
             return ""
         kept = sum(event.name != HOST_TIME for event in self.events)
@@ -221,7 +221,7 @@ class Trace:
 
     @property
     def bytes_sent(self) -> list[int]:
-        """Bytes that each rank sent point to point, by rank.
+        """Return the bytes that each rank sent point to point, by rank.
 
         torch's own collectives, which are one event a rank, are not counted.
         """
@@ -229,17 +229,17 @@ class Trace:
 
     @property
     def bytes_received(self) -> list[int]:
-        """Bytes that each rank received point to point, by rank."""
+        """Return the bytes that each rank received point to point, by rank."""
         return self._total("recv", lambda e: e.nbytes, lambda sums: sums.nbytes)
 
     @property
     def messages_sent(self) -> list[int]:
-        """Point-to-point messages that each rank sent, by rank."""
+        """Count the point-to-point messages that each rank sent, by rank."""
         return self._total("send", lambda e: 1, lambda sums: sums.events)
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end; 0.0 for an empty trace.
+        """Return the seconds from the first start to the last end; 0.0 for an empty trace.
 
         On sim the seconds are virtual.
         """
@@ -248,7 +248,7 @@ class Trace:
         return max(ends) - min(starts) if starts else 0.0
 
     def messages(self) -> list[Message]:
-        """The point-to-point messages, each with both its sides, in the order of their arrival."""
+        """Return the point-to-point messages, each with both sides, in order of arrival."""
         if self.earlier:
             return self._messages_by_number()
         waiting: dict[tuple, deque[Event]] = defaultdict(deque)
@@ -262,7 +262,7 @@ class Trace:
         return sorted(paired, key=BY_ARRIVAL)
 
     def _messages_by_number(self) -> list[Message]:
-        """The same if a send or a receive may be among the earlier events.
+        """Return the messages if a send or a receive may be among the earlier events.
 
         A receive from any rank has no number that its send has, and is left out.
         """
@@ -278,7 +278,7 @@ class Trace:
         return sorted(paired, key=BY_ARRIVAL)
 
     def spans(self, name: str | None = None) -> list[Event]:
-        """The named spans: all of them, or those called `name`."""
+        """Return the named spans: all of them, or those called `name`."""
         return [e for e in self.events if e.kind == "span" and name in (None, e.name)]
 
     def save(self, path: str | os.PathLike) -> None:
@@ -289,7 +289,7 @@ class Trace:
         )
 
     def content(self) -> dict[str, Any]:
-        """The trace as JSON has it, for `trace_in`."""
+        """Return the trace in JSON's types, for `trace_in`."""
         groups: dict[EventGroup, int] = {}
 
         def fields(event: Event) -> tuple:
@@ -316,7 +316,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
-        """Read what `save` wrote.
+        """Read a trace that `save` wrote.
 
         Raises ValueError for any other file, and for one that was cut short or changed.
         """
@@ -393,7 +393,7 @@ GROUP, SHAPE = Event._fields.index("group"), Event._fields.index("shape")
 
 
 def trace_in(content: dict[str, Any]) -> Trace:
-    """The trace in a file's JSON.
+    """Return the trace in a file's JSON.
 
     Raises ValueError for an entry that is missing, has another type, or names a rank outside the
     world.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def human_bytes(nbytes: float) -> str:
-    """1536 -> "1.5 KiB": powers of 1024, with one decimal if it is needed."""
+    """Format bytes in powers of 1024: 1536 -> "1.5 KiB", with one decimal if it is needed."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024 or unit == "TiB":
             digits = 0 if nbytes >= 100 or nbytes == int(nbytes) else 1
@@ -18,7 +18,10 @@ def human_bytes(nbytes: float) -> str:
 
 
 def decimal_bytes(nbytes: float) -> str:
-    """18_874_368 -> "18.9 MB": powers of 1000, as in papers and in a trainer's `describe()`."""
+    """Format bytes in powers of 1000, as in papers: 18_874_368 -> "18.9 MB".
+
+    A trainer's `describe()` does so too.
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
@@ -27,7 +30,7 @@ def decimal_bytes(nbytes: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """0.0123 -> "12.3 ms": three significant digits."""
+    """Format seconds with three significant digits: 0.0123 -> "12.3 ms"."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * scale >= 1 or unit == "µs":
             value = seconds * scale
@@ -37,7 +40,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """The distance between the ticks of an axis: 1, 2 or 5 times a power of ten.
+    """Return the distance between the ticks of an axis: 1, 2 or 5 times a power of ten.
 
     A `span` has at most `most` ticks.
     """
@@ -48,7 +51,7 @@ def round_step(span: float, most: int) -> float:
 
 
 def listed(items: Iterable[object]) -> str:
-    """[1, 2, 3] -> "1, 2 and 3"."""
+    """Format a list: [1, 2, 3] -> "1, 2 and 3"."""
     words = [str(item) for item in items]
     if len(words) < 2:
         return words[0] if words else "none"
@@ -56,7 +59,7 @@ def listed(items: Iterable[object]) -> str:
 
 
 def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
-    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; [0, 1, …, 5, 7] -> "ranks 0–5 and 7".
+    """Format ranks: [2] -> "rank 2"; [0, 1, …, 5, 7] -> "ranks 0–5 and 7".
 
     All of `everyone` gives "every rank". Of a long list, the beginning and how many more there are.
     """
@@ -75,7 +78,7 @@ def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
 
 
 def chunk_letters(names: Sequence[str]) -> str:
-    """The letters of chunks, in order: "a", "a and b", "a–d"."""
+    """Format the letters of chunks, in order: "a", "a and b", "a–d"."""
     if (
         len(names) > 2
         and all(len(name) == 1 for name in names)
@@ -86,5 +89,5 @@ def chunk_letters(names: Sequence[str]) -> str:
 
 
 def sentence(text: str) -> str:
-    """The same text with a capital at the start and a full stop at the end."""
+    """Return the text with a capital at the start and a full stop at the end."""
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")

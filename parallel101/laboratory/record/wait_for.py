@@ -39,7 +39,7 @@ def find_deadlock(
     returned: Collection[int],
     notes: Sequence[tuple[str, str]] = (),
 ) -> DeadlockError | None:
-    """The deadlock among the ranks, if there is one.
+    """Return the deadlock among the ranks, if there is one.
 
     Args:
         waits: for each rank that is blocked, the call in which it is blocked.
@@ -79,7 +79,7 @@ def find_deadlock(
 
 
 def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
-    """The first cycle in the wait-for graph, its smallest rank first. Empty if there is none."""
+    """Return the first cycle in the wait-for graph, its smallest rank first, or []."""
     for start in sorted(needs):
         path: list[int] = []
         rank = start
@@ -98,7 +98,7 @@ def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
-    """Notes on a send and a receive of the same ranks whose tags or groups differ."""
+    """Return notes on a send and a receive of the same ranks whose tags or groups differ."""
     notes = []
     for send in waits.values():
         receive = waits.get(send.peers[0]) if send.kind == "send" else None
@@ -126,7 +126,7 @@ def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
 
 @dataclass
 class RankStatus:
-    """What a rank has reported.
+    """The report of one rank.
 
     If it is blocked, it has the call in which it is, and what it had posted by then.
     """
@@ -147,16 +147,16 @@ class RankStatus:
 
     @property
     def stuck(self) -> bool:
-        """Whether it is blocked in a call that no time limit ends."""
+        """Return whether the rank is blocked in a call that no time limit ends."""
         return self.blocked is not None and self.limit is None
 
     def messages(self, key: CallKey) -> dict[int, PostedMessage]:
-        """By sequence number, the newest messages with a key."""
+        """Return the newest messages with a key, by sequence number."""
         newest = self.newest.get(key, ())
         return dict(enumerate(newest, self.posted.get(key, 0) - len(newest) + 1))
 
     def operation(self, group: str, seq: int) -> str | None:
-        """What this rank called as the seq-th collective of a group.
+        """Return the operation that this rank called as the seq-th collective of a group.
 
         None: nothing yet. "": too long ago to be known.
         """
@@ -180,7 +180,7 @@ class WaitForGraph:
         self.told: list[Waiting] = []  # the waits of which `report_of_limits` has told
 
     def confirmed_deadlock(self, now: float) -> DeadlockError | None:
-        """The deadlock among the ranks, once it has lasted long enough.
+        """Return the deadlock among the ranks, once it has lasted long enough.
 
         If one is only `suspected`, ask again at the time `due`.
         """
@@ -194,7 +194,7 @@ class WaitForGraph:
         return self.suspected if self.suspected is not None and now >= self.due else None
 
     def report_of_limits(self, now: float) -> str | None:
-        """A report of ranks that wait for each other until the program's own time limit.
+        """Return a report of ranks that wait for each other until the program's own time limit.
 
         It comes once for the same lines, when they have waited as long as for a deadlock. None: no
         news. The run goes on.
@@ -220,7 +220,7 @@ class WaitForGraph:
 
     @property
     def next_look(self) -> float:
-        """When to ask again, if nothing changes before."""
+        """Return when to ask again, if nothing changes before."""
         return min(
             self.due if self.suspected is not None else math.inf,
             self.limited_due if self.limited is not None else math.inf,
@@ -229,7 +229,7 @@ class WaitForGraph:
     def deadlock(
         self, without_dropped: bool = False, with_limits: bool = False
     ) -> DeadlockError | None:
-        """The deadlock according to the present reports. None while a rank may still go on.
+        """Return the deadlock by the present reports. None while a rank may still go on.
 
         Args:
             without_dropped: assume that messages whose work object was dropped are never sent.
@@ -265,7 +265,7 @@ class WaitForGraph:
         )
 
     def stall_error(self, checked: bool) -> DeadlockError:
-        """The error for ranks that make no progress although all they wait for was posted."""
+        """Return the error for ranks without progress although all they wait for was posted."""
         waiting = {}
         for rank, status in enumerate(self.ranks):
             if (call := status.blocked) is not None:
@@ -294,7 +294,7 @@ class WaitForGraph:
         )
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
-        """The ranks that have not posted their part of a call, according to the reports.
+        """Return the ranks that have not posted their part of a call, according to the reports.
 
         (A rank that runs may still post it.)
         """
@@ -329,7 +329,7 @@ class WaitForGraph:
         ]
 
     def _different_collectives(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
-        """Notes on collectives in which the ranks of a group call different operations."""
+        """Return notes on collectives in which the ranks of a group call different operations."""
         notes = []
         calls = [
             call
@@ -358,7 +358,7 @@ class WaitForGraph:
         return notes
 
     def _unmatched_messages(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
-        """Notes on messages that one side posted and the other never will.
+        """Return notes on messages that one side posted and the other never will.
 
         Messages for which a rank is shown to wait are left out.
         """
@@ -396,7 +396,7 @@ class WaitForGraph:
         return notes
 
     def longer_messages(self, rank: int) -> list[str]:
-        """Both sides of messages that are longer than their receives on `rank`, of each peer one.
+        """Return both sides of messages longer than their receives on `rank`, one for each peer.
 
         Only the newest messages are compared.
         """
@@ -421,11 +421,11 @@ class WaitForGraph:
 
     @property
     def receive_dropped(self) -> bool:
-        """Whether a rank has dropped the work of a receive without a wait()."""
+        """Return whether a rank has dropped the work of a receive without a wait()."""
         return any(kind == "recv" for status in self.ranks for (kind, *_), _ in status.dropped)
 
     def dropped_works(self) -> list[str]:
-        """Descriptions of the messages whose work was dropped without a wait()."""
+        """Describe the messages whose work was dropped without a wait()."""
         return [
             f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} "
             f"{'any rank' if peer is None else f'rank {peer}'} and dropped its work object without "
