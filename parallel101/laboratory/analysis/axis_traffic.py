@@ -32,7 +32,7 @@ ORDER = ("dp", "dp_cp", "dp_ep", "dp_cp_ep", "cp", "ep", "pp", "tp")
 
 
 class AxisTraffic(NamedTuple):
-    """What was sent along one axis."""
+    """The traffic along one axis."""
 
     axis: str | None  # several joined by "_"; None: no axis
     messages: list[Message]  # in the order in which they arrived
@@ -40,16 +40,16 @@ class AxisTraffic(NamedTuple):
     sums: list[Sums]  # by rank, over its sends and those collectives
 
     def count(self, rank: int) -> int:
-        """Messages that the rank sent, and collectives of torch's own that it took part in."""
+        """Count the rank's sent messages, and the collectives of torch's own that it joined."""
         return self.sums[rank].events
 
     def sent(self, rank: int) -> int:
-        """Bytes that the rank sent in messages, and the payload of those collectives."""
+        """Return the bytes that the rank sent in messages, and the payload of those collectives."""
         return self.sums[rank].nbytes
 
 
 def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, list[AxisTraffic]]:
-    """The traffic of each axis in a part of the record.
+    """Return the traffic of each axis in a part of the record.
 
     Args:
         trace: the record of a run.

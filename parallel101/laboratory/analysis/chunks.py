@@ -116,7 +116,7 @@ def chunks_of(
 
 
 def letter(chunk: int) -> str:
-    """The letter of a chunk: a … z, then aa, ab, …"""
+    """Return the letter of a chunk: a … z, then aa, ab, …"""
     name = ""
     chunk += 1
     while chunk:
@@ -128,7 +128,7 @@ def letter(chunk: int) -> str:
 def _placed(
     tensor: Sequence[ElementOrigin], meant_for: Mapping[Mark, Element]
 ) -> list[tuple[Element, Counts]]:
-    """The elements of a tensor that hold data or are meant for it, each with whose data it is."""
+    """Return a tensor's elements that hold data or are meant for it, each with whose data it is."""
     elements: list[tuple[Element, Counts]] = []
     for term in tensor:
         if any(term.counts):
@@ -150,7 +150,7 @@ def _key(element: Element, by_origin: bool) -> Element:
 def _group(
     tensors: Sequence[Sequence[tuple[Element, Counts]]], by_origin: bool
 ) -> dict[Element, int]:
-    """The chunk of each element, in order of origin and position. Mixtures come last."""
+    """Return the chunk of each element, in order of origin and position. Mixtures come last."""
     appearances: dict[Element, list] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         for element, counts in tensor:

@@ -57,15 +57,15 @@ class CriticalPath(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the messages on the path."""
+        """Return the bytes of the messages on the path."""
         return sum(s.nbytes for s in self.segments if s.kind == "message")
 
     def seconds(self, kind: str | None = None) -> float:
-        """Seconds on the path: all of them, or those of the segments of one kind."""
+        """Return the seconds on the path: all of them, or those of the segments of one kind."""
         return sum((s.end - s.start for s in self.segments if kind in (None, s.kind)), 0.0)
 
     def __str__(self) -> str:
-        """What is on the path: "6 messages with 96 B take 6 s, compute 2 s"."""
+        """Describe what is on the path: "6 messages with 96 B take 6 s, compute 2 s"."""
         count = self.messages
         parts = [
             (
@@ -84,7 +84,7 @@ class CriticalPath(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What a rank may have waited for.
+    """An activity for which a rank may have waited.
 
     That is a message that it sent or received, a collective, or a piece of compute.
     """
@@ -100,7 +100,7 @@ class Activity(NamedTuple):
 
 
 def critical_path(trace: Trace) -> CriticalPath:
-    """The chain of messages and compute that ends last in a run.
+    """Return the chain of messages and compute that ends last in a run.
 
     If two end at the same time, the lower rank's. Raises ValueError if the trace lacks the earlier
     events of its run.
@@ -113,7 +113,7 @@ def critical_path(trace: Trace) -> CriticalPath:
 
 
 def _backwards(record: _Record) -> Iterator[Segment]:
-    """The path from its last segment to its first."""
+    """Yield the path from its last segment to its first."""
     t, rank = record.last_end, record.last_rank
     while t > record.first or not record.used:
         activity = record.before(rank, t)
@@ -140,7 +140,7 @@ def _backwards(record: _Record) -> Iterator[Segment]:
 
 
 class _Record:
-    """What each rank did, in order of its end, for the questions of the walk back."""
+    """The activities of each rank, in order of their end, for the walk back."""
 
     def __init__(self, trace: Trace):
         self.exact = trace.backend == "sim"
@@ -166,7 +166,7 @@ class _Record:
         self.last_rank = -rank
 
     def before(self, rank: int, t: float) -> Activity | None:
-        """What ended last on a rank, at t or before.
+        """Return the activity that ended last on a rank, at t or before.
 
         A piece of compute that goes on counts up to t.
         """
@@ -189,7 +189,7 @@ class _Record:
         return max(candidates, key=lambda activity: activity[:2], default=None)
 
     def before_it_on_a_link(self, message: Message, t: float) -> Activity | None:
-        """The message whose end at t let this one start.
+        """Return the message whose end at t let this one start.
 
         It used the link of the same sender or receiver, or one between them.
         """
@@ -206,7 +206,7 @@ def _between_calls(rank: int, start: float, end: float) -> Segment:
 
 
 def _of_message(m: Message, side: Event | None) -> Activity:
-    """A message as one of its ranks saw it."""
+    """Return a message as one of its ranks saw it."""
     parts = [
         (event.posted, event is m.send, event.rank)
         for event in (m.send, m.recv)
@@ -229,7 +229,7 @@ def _of_message(m: Message, side: Event | None) -> Activity:
 
 
 def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
-    """Each rank's part of each collective of torch's own."""
+    """Yield each rank's part of each collective of torch's own."""
     parts: dict[tuple, list[Event]] = defaultdict(list)
     for e in events:
         if e.kind not in P2P and e.kind != "span":
@@ -258,7 +258,7 @@ def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
 
 
 def _pieces_of_compute(events: Sequence[Event]) -> list[Segment]:
-    """One rank's pieces of compute in order: its innermost spans, less the times in which it waits.
+    """Return one rank's pieces of compute in order: its innermost spans, less the times it waits.
 
     A span that contains both the post and the end of a call is taken to wait for it.
     """
@@ -290,10 +290,11 @@ def _pieces_of_compute(events: Sequence[Event]) -> list[Segment]:
 
 
 def _without_those_that_had_ended(calls: list[Activity]) -> list[Activity]:
-    """Calls of a rank in order of end, up to the last one for which it was blocked.
+    """Return the calls of a rank in order of end, up to the last one for which it was blocked.
 
-    A program waits for several calls one after the other,
-    and the record has the time at which each wait returned."""
+    A program waits for several calls one after the other, and the record has the time at which each
+    wait returned.
+    """
     for i in range(len(calls) - 1, 0, -1):
         call, before = calls[i], calls[i - 1]
         if call.start >= before.end or call.end - before.end >= AT_ONCE * (call.end - call.start):

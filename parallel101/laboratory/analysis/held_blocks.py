@@ -39,7 +39,7 @@ class BlockColumn(NamedTuple):
 
 
 class RecordedProduct(Protocol):
-    """What is read of a `parallel101.sharding.ShardedRun`."""
+    """The attributes of a `parallel101.sharding.ShardedRun` that are read here."""
 
     @property
     def plan(self) -> Any: ...
@@ -62,7 +62,7 @@ class RecordedProduct(Protocol):
 
 
 def columns_of(run: RecordedProduct) -> Iterator[BlockColumn]:
-    """The operands, and the array that each step makes."""
+    """Yield the operands, and the array that each step makes."""
     for array in run.plan.operands:
         yield BlockColumn("", array, 0)
     if run.program:
@@ -73,7 +73,7 @@ def columns_of(run: RecordedProduct) -> Iterator[BlockColumn]:
 
 
 def parts_of(run: RecordedProduct, column: BlockColumn, rank: int) -> list[HeldRectangle]:
-    """The rectangles to draw for what a rank holds of an array."""
+    """Return the rectangles to draw for the part of an array that a rank holds."""
     plan, at = run.plan, list(run.plan.coordinates())[rank]
     block = run.held[rank][column.state].get(column.array.name)
     last = column.array.name == plan.result.name and column.state == len(run.held[rank]) - 1
@@ -101,7 +101,7 @@ def parts_of(run: RecordedProduct, column: BlockColumn, rank: int) -> list[HeldR
 def strange_parts(
     block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]
 ) -> list[HeldRectangle]:
-    """The elements of a block that fits no place of the matrix, each with its own block."""
+    """Return the elements of a block that fits no place of the matrix, each with its own block."""
     if block.dim() not in (1, 2) or block.numel() > MOST_ELEMENTS:
         return []
     block, whole = (x if x.dim() == 2 else x[None] for x in (block, whole))
@@ -120,7 +120,7 @@ def strange_parts(
 
 
 def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Tensor]]:
-    """The terms of the sum that an array is.
+    """Return the terms of the sum that an array is.
 
     Each is (the coordinates of the ranks that compute it, the term, as large as the whole array).
     """
@@ -172,7 +172,7 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
 
 
 def cuts_of(run: RecordedProduct, name: str) -> tuple[list[int], list[int]]:
-    """Where the rows and the columns of a matrix are cut, in any of its shardings.
+    """Return where the rows and the columns of a matrix are cut, in any of its shardings.
 
     The blocks are between these places.
     """
@@ -195,7 +195,7 @@ def cuts_of(run: RecordedProduct, name: str) -> tuple[list[int], list[int]]:
 
 
 def cell_of(cuts: tuple[list[int], list[int]], row: int, column: int) -> int:
-    """The number of the block with this element, row by row."""
+    """Return the number of the block with this element, row by row."""
     down, across = (sum(cut <= i for cut in of_dim) - 1 for of_dim, i in zip(cuts, (row, column)))
     return down * (len(cuts[1]) - 1) + across
 
@@ -205,7 +205,7 @@ def within(cuts: Sequence[int], part: slice) -> list[int]:
 
 
 def bytes_by_step(trace: Trace) -> dict[int, int]:
-    """By number of the step: the bytes of the rank that sent most in it.
+    """Return, by number of the step, the bytes of the rank that sent most in it.
 
     The plan's steps are spans that carry the name of an array.
     """

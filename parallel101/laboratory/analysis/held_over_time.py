@@ -1,8 +1,8 @@
-"""The activations of one rank as layers of a picture: bytes by microbatch, one upon another, from
-change to change.
+"""Arranges one rank's activations as layers of a picture: bytes by microbatch.
 
-Each forward and backward is as wide as the others, and the changes in it are spread evenly: the
-order of a program is known exactly, and its time on another machine is not.
+The layers are stacked, and are constant from one change to the next. Each forward and backward is
+as wide as the others, and the changes in it are spread evenly: the order of a program is known
+exactly, and its time on another machine is not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_POINTS = 400
 
 
 class CountedActivations(Protocol):
-    """What `p101.count_activations` yields."""
+    """The counts that `p101.count_activations` yields."""
 
     @property
     def kept(self) -> Sequence[Any]: ...
@@ -74,7 +74,10 @@ def held_over_time(activations: CountedActivations) -> HeldOverTime:
 
 
 def thinned(points: list[Any]) -> list[Any]:
-    """At most 400 points, of each group of neighbours the one with the most bytes, and the last."""
+    """Keep at most 400 points, and the last one.
+
+    A kept point has the most bytes of its group of neighbours.
+    """
     several = -(-len(points) // MOST_POINTS)
     groups = [points[i : i + several] for i in range(0, len(points), several)]
     most = [max(group, key=lambda point: sum(point[1].values())) for group in groups]

@@ -26,7 +26,7 @@ GroupOnAxis = tuple[tuple[int, ...], str | None]
 
 @dataclass(frozen=True)
 class LogicalTopology:
-    """Which ranks sent to each other.
+    """The topology of an algorithm: which ranks sent to each other.
 
     Attributes:
         kind: "pair", "ring", "chain", "star", "tree", "grid" or "circle".
@@ -48,12 +48,12 @@ class LogicalTopology:
 
     @property
     def both_ways(self) -> bool:
-        """True if some pair of ranks sent in both directions."""
+        """Return True if some pair of ranks sent in both directions."""
         return any((dst, src) in self.links for src, dst in self.links)
 
     @cached_property
     def wrap_around(self) -> frozenset[Link]:
-        """The links of a grid that pass over other ranks.
+        """Return the links of a grid that pass over other ranks.
 
         Such are the links between the two ends of a row or a column of a torus.
         """
@@ -65,7 +65,7 @@ class LogicalTopology:
 
     @property
     def closed(self) -> bool:
-        """Whether a grid's links between ranks that aren't neighbours join the ends of its lines.
+        """Return whether a grid's links between ranks that aren't neighbours join its lines' ends.
 
         The lines are rows or columns, as on a torus.
         """
@@ -87,7 +87,7 @@ class LogicalTopology:
 def topology_of(
     ranks: Iterable[int], pairs: Iterable[Link], groups: Iterable[GroupOnAxis] = ()
 ) -> LogicalTopology:
-    """The topology of `ranks`, given the (src, dst) of their messages in order of time.
+    """Return the topology of `ranks`, given the (src, dst) of their messages in order of time.
 
     `groups`: (ranks, axis of the mesh or None) of the groups in which they were sent. If these are
     rows and columns, the ranks are a mesh.
@@ -129,13 +129,13 @@ def topology_of(
 
 
 def connected_ranks(ranks: Iterable[int], pairs: Iterable[Link]) -> dict[int, set[int]]:
-    """For each rank, itself and all ranks that messages connect it with, directly or not."""
+    """Return, for each rank, itself and all ranks connected to it by messages, directly or not."""
     neighbours = neighbours_of(pairs)
     return {rank: _reachable(rank, neighbours) for rank in ranks}
 
 
 def neighbours_of(links: Iterable[Link]) -> dict[int, list[int]]:
-    """For each rank, the ranks it sent to or received from, in order of their first message."""
+    """Return the ranks each rank sent to or received from, in order of their first message."""
     neighbours: dict[int, list[int]] = defaultdict(list)
     for src, dst in links:
         for a, b in ((src, dst), (dst, src)):
@@ -155,7 +155,7 @@ def _reachable(start: int, neighbours: dict[int, list[int]]) -> set[int]:
 
 
 def _line_order(order: list[int], links: list[Link]) -> list[int] | None:
-    """The ranks along their ring or chain, or None if the messages form neither."""
+    """Return the ranks along their ring or chain, or None if the messages form neither."""
     n = len(order)
     if not links:
         return order
@@ -184,7 +184,7 @@ def _line_order(order: list[int], links: list[Link]) -> list[int] | None:
 
 
 def _root(order: list[int], links: list[Link]) -> int:
-    """The root of a tree: the one rank that never receives, or the one that never sends.
+    """Return the root of a tree: the one rank that never receives, or the one that never sends.
 
     If there is neither, it is the last rank to start sending. In a reduce followed by a broadcast
     every rank sends and receives, and the root sends last.
@@ -199,7 +199,7 @@ def _root(order: list[int], links: list[Link]) -> int:
 
 
 def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
-    """The number of columns with which every group is in one row or column; 0 if there is none.
+    """Return the number of columns with which every group is in one row or column; 0 if none.
 
     If there are only rows, or only columns, each group must be a whole one.
     """
@@ -216,7 +216,7 @@ def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
 
 
 def _in_row(order: list[int], ranks: Sequence[int], columns: int) -> bool | None:
-    """True if these ranks are in one row, False if in one column, None if in neither."""
+    """Return True if these ranks are in one row, False if in one column, None if in neither."""
     rows, across = (
         {coordinate(order.index(rank)) for rank in ranks}
         for coordinate in (lambda i: i // columns, lambda i: i % columns)
@@ -229,7 +229,7 @@ def _names(axes: Iterable[str | None]) -> str:
 
 
 def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
-    """The number of columns with which every link joins neighbours in a row or a column.
+    """Return the number of columns with which every link joins neighbours in a row or a column.
 
     Wrap-around links count. It is 0 if there is no such number. If it has more rows than columns,
     there must be links of both kinds. If several numbers do, the grid nearest to a square is taken,

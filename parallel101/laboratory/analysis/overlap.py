@@ -32,7 +32,7 @@ class TimeWindow(NamedTuple):
 
 
 class TimeBreakdown(NamedTuple):
-    """How one rank spent a window, in seconds."""
+    """One rank's use of a window, in seconds."""
 
     compute: float
     communication: float  # something was in flight, bookkeeping aside
@@ -41,7 +41,7 @@ class TimeBreakdown(NamedTuple):
 
 
 def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
-    """For each name, the window of the last span of that name on each rank.
+    """Return, for each name, the window of the last span of that name on each rank.
 
     Without names, there is one window of the whole record.
 
@@ -70,7 +70,7 @@ def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
 
 
 def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
-    """How a rank spent a window.
+    """Measure how a rank spent a window.
 
     Each moment counts once, however many spans or messages cover it. Bookkeeping is no
     communication: its few bytes take as long as their latency, which says nothing of the data.
@@ -93,7 +93,7 @@ def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
 
 
 def bookkeeping(events: Sequence[Event]) -> list[Event]:
-    """The messages that a rank posts while it waits to agree with others on numbers or lengths."""
+    """Return the messages of a rank while it waits to agree with others on numbers or lengths."""
     during: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event.waiting and event.name in BOOKKEEPING:
@@ -106,7 +106,7 @@ def bookkeeping(events: Sequence[Event]) -> list[Event]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, in order."""
+    """Merge intervals into disjoint ones with the same moments, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -117,7 +117,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """The moments that are in an interval of each."""
+    """Return the moments that are in an interval of each."""
     b = list(b)
     return union((max(s, t), min(e, f)) for s, e in a for t, f in b if max(s, t) < min(e, f))
 

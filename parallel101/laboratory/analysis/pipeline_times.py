@@ -52,7 +52,7 @@ class PlannedSlot(Protocol):
 
 
 class Planned(Protocol):
-    """What `schedule(…).time(…)` returns."""
+    """The result of `schedule(…).time(…)`."""
 
     @property
     def slots(self) -> Sequence[PlannedSlot]: ...
@@ -72,7 +72,7 @@ class TimedAction(NamedTuple):
 
 
 class PipelineTimes(NamedTuple):
-    """What each rank computed, and when. Time 0 is the first start."""
+    """The actions that each rank computed, with their times. Time 0 is the first start."""
 
     slots: list[TimedAction]  # by rank and time
     # by rank: when it waits inside a slot, as for a tensor-parallel all-reduce
@@ -87,7 +87,7 @@ class PipelineTimes(NamedTuple):
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Return the time from the first start to the last end."""
         return max((slot.end for slot in self.slots), default=0.0)
 
     @property
@@ -96,7 +96,7 @@ class PipelineTimes(NamedTuple):
 
     @property
     def bubble_rate(self) -> float:
-        """See above. 0.0 if nothing was computed."""
+        """Return the bubble rate defined above; 0.0 if nothing was computed."""
         extents = [self.extent(rank) for rank in self.ranks]
         cost = max((end - start for start, end in extents), default=0.0)
         return (
@@ -109,19 +109,19 @@ class PipelineTimes(NamedTuple):
         return [slot for slot in self.slots if slot.rank == rank]
 
     def stages(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return sorted({slot.stage for slot in self.of(rank)})
 
     def extent(self, rank: int) -> Interval:
-        """From the rank's first start to its last end."""
+        """Return the rank's first start and last end."""
         return min(slot.start for slot in self.of(rank)), max(slot.end for slot in self.of(rank))
 
     def busy(self, rank: int) -> list[Interval]:
-        """When the rank is in a slot."""
+        """Return the intervals in which the rank is in a slot."""
         return union((slot.start, slot.end) for slot in self.of(rank))
 
     def bubbles(self, rank: int) -> list[Interval]:
-        """When the rank waits between its first start and its last end."""
+        """Return the intervals in which the rank waits between its first start and its last end."""
         busy = self.busy(rank)
         between = [(before[1], after[0]) for before, after in zip(busy, busy[1:])]
         return sorted([*between, *intersection(self.waits.get(rank, []), busy)])
@@ -131,7 +131,7 @@ class PipelineTimes(NamedTuple):
         return end - start - seconds(self.bubbles(rank))
 
     def held(self, rank: int) -> list[tuple[float, int]]:
-        """(time, activations held from then on) of each change."""
+        """Return (time, activations held from then on) of each change."""
         changes = []
         for order, slot in enumerate(self.of(rank)):
             if slot.kind == "F":
@@ -145,12 +145,12 @@ class PipelineTimes(NamedTuple):
         return steps
 
     def peak(self, rank: int) -> int:
-        """The most activations that the rank held at once."""
+        """Return the most activations that the rank held at once."""
         return max((count for _, count in self.held(rank)), default=0)
 
 
 def planned_times(time: Planned) -> PipelineTimes:
-    """The times of a schedule."""
+    """Return the times of a schedule."""
     begin = min((slot.start for slot in time.slots), default=0.0)
     slots = []
     for slot in time.slots:
@@ -168,7 +168,7 @@ def planned_times(time: Planned) -> PipelineTimes:
 
 
 def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
-    """The times of a recorded step.
+    """Return the times of a recorded step.
 
     Args:
         trace: of a run with spans called "forward", "backward", "input gradient" and "weight

@@ -36,7 +36,7 @@ _FAR = {torch.int64: 2**62, torch.float64: 2**52}
 
 
 class ElementOrigin(NamedTuple):
-    """What one element holds."""
+    """The origin of one element's value."""
 
     # in the ranks' tensors; None if it holds nothing, or elements from different positions
     position: int | None
@@ -46,14 +46,14 @@ class ElementOrigin(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """True if elements from different positions were added together."""
+        """Return True if elements from different positions were added together."""
         return self.position is None and any(self.counts)
 
 
 def origin_tensor(
     rank: int, world_size: int, numel: int, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """The tensor with which `rank` starts.
+    """Return the tensor with which `rank` starts.
 
     `decode` tells whose elements are in its copies and sums.
 
@@ -103,17 +103,17 @@ def origin_tensor(
 
 
 def common_factor(world_size: int) -> int:
-    """F. For more than 8 ranks there is no room for it."""
+    """Return F. For more than 8 ranks there is no room for it."""
     return world_size**2 if world_size <= 8 else 1
 
 
 def unit(world_size: int) -> int:
-    """F·8^n: what an element's code is multiplied by."""
+    """Return F·8^n, by which an element's code is multiplied."""
     return common_factor(world_size) * BASE**world_size
 
 
 def most_elements(world_size: int, dtype: torch.dtype = torch.int64) -> int:
-    """How many elements `origin_tensor` can tell apart for this many ranks."""
+    """Count the elements that `origin_tensor` can distinguish for this many ranks."""
     room = _LARGEST[dtype] // unit(world_size)  # for the codes of a sum
     # the largest code that fits 7·n times; all digits may be 7
     room = (room - 1) // (MOST * world_size)
@@ -121,7 +121,7 @@ def most_elements(world_size: int, dtype: torch.dtype = torch.int64) -> int:
 
 
 def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | None:
-    """What each value holds, or None if the values are not sums of values from `origin_tensor`.
+    """Return each value's origin, or None if the values aren't sums of `origin_tensor`'s values.
 
     Args:
         values: of a payload or a result, flat.
@@ -151,7 +151,7 @@ def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | No
 
 
 def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
-    """The numbers in what a rank returned: tensors, numbers, lists of them.
+    """Return the numbers in a rank's result: tensors, numbers, lists of them.
 
     None if there is anything else, or more than `most`.
     """
@@ -176,7 +176,7 @@ def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
 def marks_of(
     rank: int, world_size: int, buffer: int, numel: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The marks of a buffer, flat. None if they do not fit beside this many ranks."""
+    """Return the marks of a buffer, flat. None if they do not fit beside this many ranks."""
     one = unit(world_size)
     first = _FAR[dtype] // one + (rank * BUFFERS + buffer) * LONGEST
     if (first + LONGEST) * one > 2 * _FAR[dtype]:
@@ -185,7 +185,7 @@ def marks_of(
 
 
 def mark_in(value: float, world_size: int) -> Mark | None:
-    """The mark that a value is, or None if it isn't one.
+    """Return the mark that a value is, or None if it isn't one.
 
     It is () for a sum with a mark in it, and for what torch fills memory with.
     """
@@ -207,7 +207,7 @@ def _marked(value: float, world_size: int) -> ElementOrigin | None:
 
 
 def _check(world_size: int) -> int:
-    """K: a prime, as large as the bits allow.
+    """Return K: a prime, as large as the bits allow.
 
     At most one mixture in K is mistaken for a position.
     """
@@ -220,7 +220,7 @@ def _code(position: int, world_size: int) -> int:
 
 
 def _term(value: float, world_size: int) -> ElementOrigin | None:
-    """What one value holds.
+    """Return the origin of one value.
 
     If it isn't a sum of origins, it may be such a sum divided by a whole number.
     """
@@ -246,7 +246,7 @@ def _term(value: float, world_size: int) -> ElementOrigin | None:
 
 
 def _sums(value: float, divisor: int, world_size: int) -> Iterator[ElementOrigin]:
-    """The sums of elements of one position that give `value` when they are divided."""
+    """Yield the sums of elements of one position that give `value` when they are divided."""
     for total in _multiplied(value, divisor, world_size):
         term = _sum(total, world_size)
         if term is not None and term.position is not None and term.position < MOST_DIVIDED:
@@ -254,7 +254,7 @@ def _sums(value: float, divisor: int, world_size: int) -> Iterator[ElementOrigin
 
 
 def _multiplied(value: float, divisor: int, world_size: int) -> Iterator[int]:
-    """The whole numbers that give `value` when multiplied by F and divided by `divisor`.
+    """Yield the whole numbers that give `value` when multiplied by F and divided by `divisor`.
 
     The result may be exact or rounded down.
     """
@@ -271,7 +271,7 @@ def _multiplied(value: float, divisor: int, world_size: int) -> Iterator[int]:
 
 
 def _sum(total: int, world_size: int) -> ElementOrigin | None:
-    """What a sum of origins holds, without their factor."""
+    """Return the origin of a sum of origins, without their factor."""
     high, low = divmod(total, BASE**world_size)
     counts = tuple(low // BASE**r % BASE for r in range(world_size))
     count = sum(counts)

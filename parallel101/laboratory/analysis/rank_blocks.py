@@ -1,4 +1,4 @@
-"""What each rank of a watched run was given and what it returned, as rows of blocks.
+"""The blocks that each rank of a watched run was given and returned, as rows.
 
 They are the matrices of a collective.
 
@@ -27,7 +27,7 @@ class ChunkPart(NamedTuple):
 
 
 def given_blocks(replay: Replay) -> list[list[ChunkPart]]:
-    """The blocks that each of the replay's ranks was given, in order.
+    """Return the blocks that each of the replay's ranks was given, in order.
 
     Raises ValueError for a run whose data can't be followed.
     """
@@ -52,7 +52,7 @@ def given_blocks(replay: Replay) -> list[list[ChunkPart]]:
 
 
 def returned_blocks(replay: Replay) -> list[list[ChunkPart]]:
-    """The blocks that each of the replay's ranks returned, in order."""
+    """Return the blocks that each of the replay's ranks returned, in order."""
     return [
         _in_blocks(_block(replay, term) for term in replay.terms[rank] or ())
         for rank in replay.ranks
@@ -60,7 +60,7 @@ def returned_blocks(replay: Replay) -> list[list[ChunkPart]]:
 
 
 def is_transposed(given: list[list[ChunkPart]], returned: list[list[ChunkPart]]) -> bool:
-    """Whether each column of blocks has become a row."""
+    """Return whether each column of blocks has become a row."""
     return (
         len(given) > 1
         and [list(column) for column in zip(*given)] == returned

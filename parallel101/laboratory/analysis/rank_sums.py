@@ -1,4 +1,4 @@
-"""What each rank did, in sums by line, kind, peer and group (record/totals.py has their form).
+"""Sums what each rank did by line, kind, peer and group (record/totals.py has the sums' form).
 
     events that the record kept  ─┐
     sums of those before them    ─┴─▶  sums of the whole run

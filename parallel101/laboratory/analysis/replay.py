@@ -1,4 +1,4 @@
-"""What each rank held after each step of an algorithm, reconstructed from its messages.
+"""Reconstructs what each rank held after each step of an algorithm, from its messages.
 
     a message arrives ──▶ did the rank add it to its own data, or replace its data with it?
 
@@ -83,7 +83,7 @@ class Replay:
     expected: dict[int, set[int]] = field(default_factory=dict)
 
     def in_step(self, step: int) -> list[int]:
-        """The indices of a step's messages."""
+        """Return the indices of a step's messages."""
         return self._by_step.get(step, [])
 
     @cached_property
@@ -94,18 +94,18 @@ class Replay:
         return by_step
 
     def adds(self, step: int) -> bool:
-        """Whether a rank adds data that arrives in this step to its own."""
+        """Return whether a rank adds data that arrives in this step to its own."""
         return self.known and any(
             landing.added for i in self.in_step(step) for landing in self.landings[i]
         )
 
     def sent_bytes(self, step: int) -> dict[int, int]:
-        """Bytes that each rank has sent by the end of `step`."""
+        """Return the bytes that each rank has sent by the end of `step`."""
         return self._sent_bytes[step + 1]
 
     @cached_property
     def _sent_bytes(self) -> list[dict[int, int]]:
-        """Before the first step, and after each."""
+        """Return the bytes that each rank has sent before the first step, and after each."""
         sent = [dict.fromkeys(self.ranks, 0)]
         for step in range(self.steps):
             sent.append(dict(sent[-1]))
@@ -114,7 +114,7 @@ class Replay:
         return sent
 
     def final(self, rank: int) -> dict[int, Counts]:
-        """What a rank returned; if that is not known, what it held at the end."""
+        """Return the data that a rank returned; if that is not known, what it held at the end."""
         returned = self.returned[rank] if self.returned else None
         if returned is not None:
             return returned
@@ -199,7 +199,7 @@ def replay_of(
 
 
 def _of(rank: int, term: ElementOrigin) -> ElementOrigin:
-    """The element, without the chunk for which it was meant if another rank's memory is in it.
+    """Drop the chunk for which an element was meant, if another rank's memory is in it.
 
     That memory was never written, and nothing tells which chunk the sender meant it for.
     """
@@ -211,7 +211,7 @@ def _decode(values: list | None, world_size: int) -> list[ElementOrigin] | None:
 
 
 def _meant_for(replay: Replay, rank: int) -> dict[int, Element]:
-    """For each place in a rank's result: which rank's data belongs there, and at which position.
+    """Return, for each place in a rank's result, whose data belongs there, and at which position.
 
     That is known if the result has one element for each of the input, or for each of all inputs.
     """
@@ -265,7 +265,7 @@ def _fill_in(
 
 
 def _numbered(rank: int, terms: list[ElementOrigin]) -> list[ElementOrigin]:
-    """What a rank returned.
+    """Return a rank's result.
 
     Memory in it that was never written is marked with its place in the result.
     """
@@ -276,7 +276,7 @@ def _numbered(rank: int, terms: list[ElementOrigin]) -> list[ElementOrigin]:
 
 
 def _own_part(replay: Replay, chunk: Chunk, rank: int) -> Counts:
-    """What a rank holds of a chunk before the first message: its own stripe, if there is one."""
+    """Return a rank's part of a chunk before the first message: its own stripe, if there is one."""
     own = rank in chunk.stripes and not chunk.mixed
     return tuple(int(own and r == rank) for r in range(replay.trace.world_size))
 
@@ -289,7 +289,7 @@ def _follow(
     chunk: int,
     held: Counts,
 ) -> States:
-    """The states of one cell over time.
+    """Return the states of one cell over time.
 
     Writes to `landed` whether each message that arrives was added.
     """
@@ -335,7 +335,7 @@ def _follow(
 
 
 def _guess(held: Counts, carried: Counts, later: Counts | None) -> Counts:
-    """What a rank holds after an arrival, if its next message or result doesn't show it.
+    """Guess what a rank holds after an arrival, if its next message or result doesn't show it.
 
     Either more arrives before the rank sends or returns the chunk, or it never does.
     """

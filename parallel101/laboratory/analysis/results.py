@@ -28,7 +28,7 @@ ElementKey = tuple[
 
 
 class Fault(NamedTuple):
-    """Something that is wrong with what ranks returned."""
+    """A fault in the values that ranks returned."""
 
     # "twice", "missing", "mixed", "absent", "unwritten", "nothing", "order", "place", "factor",
     # "lost"
@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 
 def value_faults(replay: Replay, operation: str) -> list[Fault]:
-    """What is wrong with the results of a run in which the right ranks hold the right chunks."""
+    """Return the faults in the results of a run whose ranks hold the chunks that they should."""
     whose = operation in ("all-gather", "gather", "all-to-all")
     there = {origin for chunk in replay.chunks for origin in chunk.stripes}
     forgotten = (
@@ -66,7 +66,7 @@ def value_faults(replay: Replay, operation: str) -> list[Fault]:
 
 
 def part_faults(replay: Replay) -> list[Fault]:
-    """What is wrong if each rank has one part of one rank's data, but two have the same part.
+    """Return the fault if each rank has one part of one rank's data, but two have the same part.
 
     Then another part is in no result.
     """
@@ -105,7 +105,7 @@ def _orders(replay: Replay, keys: dict[int, list[ElementKey]]) -> list[Fault]:
 
 
 def joined_along(replay: Replay, rank: int, elements: list[ElementKey]) -> int | None:
-    """The dim along which the parts of a result are joined in the right order, or None."""
+    """Return the dim along which the parts of a result are joined in order, or None."""
     result = replay.results[rank] if rank < len(replay.results) else None
     if elements == sorted(set(elements)):
         return 0
@@ -136,12 +136,12 @@ def _each(result: Sequence, elements: list[ElementKey]) -> list[list[ElementKey]
 
 
 def _chunk_of(replay: Replay, rank: int) -> list[int]:
-    """The chunk of each element that a rank returned, in order."""
+    """Return the chunk of each element that a rank returned, in order."""
     return [replay.number(term) for term in replay.terms[rank] or () if term.position is not None]
 
 
 def _place_faults(replay: Replay, keys: dict[int, list[ElementKey]], operation: str) -> list[Fault]:
-    """Parts that are on another rank than their own. The parts belong to the ranks in order."""
+    """Return faults for parts on a wrong rank. The parts belong to the ranks in order."""
     if operation not in ("scatter", "reduce-scatter", "all-to-all"):
         return []
     first = {
@@ -158,7 +158,10 @@ def _place_faults(replay: Replay, keys: dict[int, list[ElementKey]], operation: 
 
 
 def _factors(replay: Replay) -> list[Fault]:
-    """Results that are a fraction of the sum, and not its mean; or that differ in this."""
+    """Return faults for results that are a fraction of the sum other than its mean.
+
+    Results that differ in this are faults, too.
+    """
     divisors: dict[tuple[int, int], int] = {}  # of each (rank, chunk)
     right: Counter[bool] = Counter()  # how many elements are sums, and how many are means
     for rank in replay.ranks:
@@ -183,7 +186,7 @@ def _factors(replay: Replay) -> list[Fault]:
 
 
 def _losses(replay: Replay, keys: dict[int, list[ElementKey]], whose: bool) -> list[Fault]:
-    """A remainder of the input that is in no result.
+    """Return a fault for a remainder of the input that is in no result.
 
     (A function may leave out more on purpose: then nothing is said.)
     """

@@ -1,4 +1,4 @@
-"""When a run, or one rank's part of it, took place, and the part of a record between two times."""
+"""Finds when a run, or one rank's part of it, took place, and cuts a record between two times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallel101.laboratory.record.trace import Trace
 
 
 def script_marks(trace: Trace) -> list[Event]:
-    """The spans without length that mark the start and the end of the script on each rank.
+    """Return the spans without length that mark the start and the end of the script on each rank.
 
     `parallel101 run` makes them.
     """
@@ -17,10 +17,10 @@ def script_marks(trace: Trace) -> list[Event]:
 
 
 def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
-    """The start and the end of a run, or of one rank's part of it, with the calls that never ended.
+    """Return the start and the end of a run, or of one rank's part of it.
 
-    A script on real ranks starts with the first call (see first_call). (0, 0) if nothing is
-    recorded.
+    Calls that never ended count. A script on real ranks starts with the first call (see
+    first_call). (0, 0) if nothing is recorded.
     """
     events = [event for event in [*trace.events, *trace.unfinished] if rank in (None, event.rank)]
     earlier = [sums for number, sums in trace.earlier.items() if rank in (None, number)]
@@ -31,7 +31,7 @@ def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
 
 
 def first_call(trace: Trace) -> float:
-    """The time of the first send, receive or collective of a script on real ranks, in seconds.
+    """Return the time of a real script's first send, receive or collective, in seconds.
 
     Before it, the ranks import torch and build their models, which isn't computing. 0 on the
     virtual clock, where imports take no time, and for a record that is not of a script.
@@ -44,12 +44,12 @@ def first_call(trace: Trace) -> float:
 
 
 def recorded_from(trace: Trace) -> float:
-    """The time from which on the record has all events: 0 unless it has the last ones only."""
+    """Return the time from which the record has all events: 0 unless it has only the last ones."""
     return max((of.until for of in trace.earlier.values()), default=0.0)
 
 
 def window(trace: Trace, begin: float, end: float) -> Trace:
-    """The part of a record between two times, with events cut at its ends."""
+    """Return the part of a record between two times, with events cut at its ends."""
     inside = [
         e._replace(start=max(e.start, begin), end=min(e.end, end))
         for e in trace.events

@@ -1,4 +1,4 @@
-"""Which rank makes the others wait in each step, since when, and what it does meanwhile.
+"""Finds the rank that makes the others wait in each step, since when, and what it does meanwhile.
 
     step           1        2        3
     rank 0  ▇▇▇░░░░░░▇▇▇░░░░░░▇▇▇░░░░░░   own time 3     all ranks report 9
@@ -36,7 +36,7 @@ BLOCKED = "blocked: sleep, lock, file or GPU"
 
 
 class Cause(NamedTuple):
-    """Something that a slower rank does for longer than the others.
+    """An activity that takes a slower rank longer than the others.
 
     Times are in seconds per slower step, and more than the median of the others.
     """
@@ -73,7 +73,7 @@ class SlowerRank(NamedTuple):
 
 
 def slower_ranks(trace: Trace) -> list[SlowerRank]:
-    """The ranks that are slower than the others, the one that costs most time first."""
+    """Return the ranks that are slower than the others, the one that costs most time first."""
     windows = _windows(trace)
     if len(windows) < 2:
         return []
@@ -85,7 +85,7 @@ def slower_ranks(trace: Trace) -> list[SlowerRank]:
 
 
 def _windows(trace: Trace) -> dict[int, dict[int, StepWindow]]:
-    """By rank and first step. On all ranks, a window has the same steps."""
+    """Return the windows by rank and first step. On all ranks, a window has the same steps."""
     by_rank: dict[int, list[StepWindow]] = defaultdict(list)
     for span in trace.spans(HOST_TIME):
         if (said := span.args) is not None:
@@ -143,7 +143,7 @@ def _compared(
 def _slower_steps(
     measured: dict[int, StepWindow], more: dict[int, float], slower: Sequence[int]
 ) -> dict[int, int]:
-    """How many steps of each window were slower.
+    """Return how many steps of each window were slower.
 
     A window of several steps can begin or end in the middle of the slower ones. Then its time
     beyond the others' is a part of that of a whole window, and as large a part of its steps is
@@ -166,7 +166,7 @@ def _causes(
     slower: Sequence[int],
     total: float,
 ) -> list[Cause]:
-    """What a rank did for longer than the others in its slower steps, in seconds altogether."""
+    """Return what took a rank longer than the others in its slower steps, in total seconds."""
     own, *theirs = (_doing([row[k] for k in slower]) for row in (measured, *others))
     more: dict[str, dict[str, float]] = defaultdict(dict)
     for what, where in {key for row in (own, *theirs) for key in row}:
@@ -181,7 +181,7 @@ def _causes(
 
 
 def _doing(windows: Sequence[StepWindow]) -> dict[tuple[str, str], float]:
-    """What a rank did in its own time, and where, in seconds.
+    """Return the seconds of each activity and line in a rank's own time.
 
     The seconds are measured. Which lines they belong to is known from samples.
     """

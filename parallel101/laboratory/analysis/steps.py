@@ -1,4 +1,4 @@
-"""Which step of an algorithm each message belongs to, from the record alone.
+"""Finds the step of an algorithm to which each message belongs, from the record alone.
 
     a message waits for everything that its sender and its receiver had finished before they posted
     it
@@ -18,7 +18,7 @@ from parallel101.laboratory.record.events import Event, Message
 
 
 def steps_of(messages: Sequence[Message], port_per_link: bool = False) -> list[int]:
-    """The step of each message, from 0, in the order of `messages`.
+    """Return the step of each message, from 0, in the order of `messages`.
 
     Args:
         messages: as `Trace.messages` returns them.
@@ -33,7 +33,7 @@ def steps_of(messages: Sequence[Message], port_per_link: bool = False) -> list[i
         events.sort()
 
     def needed(side: Event) -> int:
-        """How many of its rank's events had ended when this one was posted.
+        """Return how many of its rank's events had ended when this one was posted.
 
         If nothing costs time, the sequence numbers decide.
         """
@@ -73,7 +73,7 @@ def _end(side: Event) -> tuple[float, bool, int]:
 
 
 def _order(sides: Sequence[Event]) -> list[int]:
-    """For each event, how many events of its rank were posted before it."""
+    """Return, for each event, how many events of its rank were posted before it."""
     count: dict[int, int] = defaultdict(int)
     order = [0] * len(sides)
     for i in sorted(range(len(sides)), key=lambda i: (sides[i].posted, sides[i].seq)):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def same(given: Tensor, expected: Tensor) -> bool:
-    """Whether two blocks differ by rounding only."""
+    """Return whether two blocks differ by rounding only."""
     if given.shape != expected.shape:
         return False
     if not expected.dtype.is_floating_point:
@@ -36,7 +36,7 @@ def tolerance(x: Tensor) -> float:
 def term_counts(
     block: Tensor, terms: Sequence[Tensor], expected: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """How often each term is in the block; None if it isn't a sum of them.
+    """Return how often each term is in the block; None if it isn't a sum of them.
 
     Args:
         block: on one rank.
@@ -67,7 +67,7 @@ def term_counts(
 
 
 def positions(block: Tensor, whole: Tensor) -> list[list[tuple[int, int] | None]]:
-    """For each element of a block of two dims: its row and column in the whole matrix.
+    """Return the row and column in the whole matrix of each element of a block of two dims.
 
     It is None for a value that the matrix does not have.
     """

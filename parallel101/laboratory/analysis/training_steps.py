@@ -38,7 +38,7 @@ class TrainingSteps(NamedTuple):
 
 
 def training_steps(trace: Trace) -> TrainingSteps | None:
-    """The steps of the training loop, or None if none are found."""
+    """Return the steps of the training loop, or None if none are found."""
     for name, what in (("step", 'spans "step"'), ("optimizer", 'steps end with "optimizer"')):
         spans = [span for span in trace.spans(name) if not span.waiting]
         if len(spans) >= LEAST:
@@ -50,7 +50,7 @@ def training_steps(trace: Trace) -> TrainingSteps | None:
 
 
 def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> TrainingSteps | None:
-    """Steps from the spans of each rank, in order.
+    """Return the steps from the spans of each rank, in order.
 
     `whole`: a span is a step. Else it is the end of one, which began with the end of the last.
     """
@@ -80,10 +80,10 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
 
 
 def _repeats(trace: Trace) -> TrainingSteps | None:
-    """The rounds of a loop, from the calls that a rank repeats.
+    """Return the rounds of a loop, from the calls that a rank repeats.
 
-    Calls are alike if they have the same line, kind, peer and bytes. Numbers count from the first
-    round that the record has.
+    Two calls count as the same if they have the same line, kind, peer and bytes. Numbers count from
+    the first round that the record has.
     """
     calls: dict[int, dict[tuple, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for e in trace.events:
@@ -113,13 +113,13 @@ def _repeats(trace: Trace) -> TrainingSteps | None:
 
 
 def _multiple(count: int, rounds: int) -> bool:
-    """Whether it is, but for a round that was cut off."""
+    """Return whether `count` is a multiple of `rounds`, except for a round that was cut off."""
     times = round(count / rounds)
     return times >= 1 and abs(count - times * rounds) <= times + 0.02 * count
 
 
 def _joined(times: dict[int, list[tuple[float, float]]], what: str) -> TrainingSteps | None:
-    """Steps one after the other, each over all ranks."""
+    """Return the steps one after the other, each over all ranks."""
     if not times:
         return None
     first, last = min(times), max(times)

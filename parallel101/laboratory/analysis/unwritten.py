@@ -25,7 +25,7 @@ Places = dict[int, int]
 
 
 class Watched(NamedTuple):
-    """What `watch` knows of a run beyond its record."""
+    """The facts that `watch` knows of a run beyond its record."""
 
     shape: tuple[int, ...]  # of the tensor that each rank was given
     places: tuple[Places, ...]  # by rank
@@ -41,7 +41,7 @@ _NEW = {
 
 
 class MarkUnwritten(TorchFunctionMode):
-    """Inside, each new tensor of unwritten memory holds marks."""
+    """Fills each new tensor of unwritten memory with marks, inside the block."""
 
     def __init__(self, rank: int, world_size: int):
         super().__init__()
@@ -67,7 +67,7 @@ class MarkUnwritten(TorchFunctionMode):
         return result
 
     def places(self, result: object) -> Places:
-        """Where in the result each buffer is, as far as its contents tell."""
+        """Return where in the result each buffer is, as far as its contents tell."""
         values, starts_by_number = flat_values(result), {}
         for number, buffer in enumerate(self.buffers if values else ()):
             content = buffer.flatten().tolist()

@@ -1,4 +1,4 @@
-"""The verdict on a run: which collective it was, and what is wrong with its result.
+"""Names the collective that a run was, and what is wrong with its result.
 
 A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's
 data in every chunk, once, and each element is where it belongs. Any other result is described as
@@ -23,19 +23,19 @@ from parallel101.laboratory.record.units import chunk_letters, listed, ranks_tex
 
 
 class Verdict:
-    """What a run computed, and whether it is right."""
+    """The collective that a run computed, and the faults in its result."""
 
     def __init__(self, replay: Replay):
         self.replay = replay
 
     @property
     def operation(self) -> str | None:
-        """The collective that this run computed, or None."""
+        """Return the collective that this run computed, or None."""
         return None if self.faults else self._candidate
 
     @cached_property
     def _candidate(self) -> str | None:
-        """The collective after which the ranks hold the chunks that they hold.
+        """Return the collective after which the ranks hold the chunks that they hold.
 
         Their places in the results are not looked at.
         """
@@ -79,7 +79,7 @@ class Verdict:
 
     @cached_property
     def faults(self) -> list[Fault]:
-        """Everything that is wrong with the result, in the order of the chunks."""
+        """Return all faults of the result, in the order of the chunks."""
         if self.replay.known and not any(self.replay.final(rank) for rank in self.replay.ranks):
             return [Fault("nothing", 0, 0, tuple(self.replay.ranks), ())]
         faults = self._chunk_faults()
@@ -126,7 +126,7 @@ class Verdict:
         ]
 
     def sentence(self) -> str:
-        """The sentence that describes the result."""
+        """Return the sentence that describes the result."""
         replay, op = self.replay, self.operation
         if self.faults:
             return self._fault_text()
@@ -167,7 +167,7 @@ class Verdict:
 
     @property
     def mean(self) -> bool:
-        """Whether a rank returned a sum that was divided."""
+        """Return whether a rank returned a sum that was divided."""
         replay = self.replay
         return any(
             term.divisor > 1
@@ -177,7 +177,7 @@ class Verdict:
 
     @property
     def unreadable(self) -> list[int]:
-        """The ranks that returned values from which nothing can be told, such as a sum plus 1."""
+        """Return the ranks with values that can't be interpreted, such as a sum plus 1."""
         replay = self.replay
         return [
             rank
@@ -199,7 +199,7 @@ class Verdict:
         )
 
     def _joined(self) -> str:
-        """ ", joined along dim 1" if the parts of the results are."""
+        """Return ", joined along dim 1" if the parts of the results are, else ""."""
         replay = self.replay
         if not any(replay.terms):
             return ""
@@ -297,7 +297,7 @@ class Verdict:
 
 
 def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:
-    """The ranks whose data could be in the chunk that `rank` returned, and is not.
+    """Return the ranks whose data could be in the chunk that `rank` returned, and is not.
 
     Empty if it is not known what it returned.
     """
@@ -316,7 +316,7 @@ def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:
 
 
 def lacks_chunks(replay: Replay, rank: int) -> list[int]:
-    """The chunks that a result lacks although it is long enough to hold all of them.
+    """Return the chunks that a result lacks although it is long enough to hold all of them.
 
     Each is one rank's data.
     """

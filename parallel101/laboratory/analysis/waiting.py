@@ -95,7 +95,7 @@ class CallTimes(NamedTuple):
 
 
 def waits(trace: Trace) -> list[Wait]:
-    """The waits of a run, in order of their start.
+    """Return the waits of a run, in order of their start.
 
     The newest call of a rank that never ended counts as a wait until the end of the run.
     """
@@ -110,7 +110,7 @@ def waits(trace: Trace) -> list[Wait]:
 
 
 def _never_ended(trace: Trace) -> list[Event]:
-    """For each rank of a failed run, the newest call that did not end.
+    """Return the newest call that did not end, for each rank of a failed run.
 
     A call whose wait is recorded is left out: it ended with an error.
     """
@@ -122,7 +122,7 @@ def _never_ended(trace: Trace) -> list[Event]:
 
 
 def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
-    """How each rank spent the run, and what it sent."""
+    """Return how each rank spent the run, and what it sent."""
     recorded = {event.rank for event in [*trace.events, *trace.unfinished]} | trace.earlier.keys()
     own_waits: dict[int, list[Wait]] = defaultdict(list)
     for wait in waited:
@@ -163,7 +163,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(trace: Trace, within: str | None = None) -> Traffic:
-    """The messages of a run.
+    """Count the messages of a run and their bytes.
 
     Args:
         trace: its record.
@@ -182,12 +182,12 @@ def traffic(trace: Trace, within: str | None = None) -> Traffic:
 
 
 def late_for(rows: Sequence[RankTimes]) -> list[list[float]]:
-    """Seconds that each rank (a row) waited for each other rank (a column) to make its call."""
+    """Return the seconds that each rank (a row) waited for each other one (a column) to call."""
     return [[row.waited_for.get(rank, 0.0) for rank in range(len(rows))] for row in rows]
 
 
 def slowest_links(trace: Trace) -> list[LinkTimes]:
-    """The links between ranks that sent messages, the one that took most time first."""
+    """Return the links between ranks that sent messages, the one that took most time first."""
     timed: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
     for message in trace.messages():
         timed[message.src, message.dst].append((message.end - message.start, message.nbytes))
@@ -210,7 +210,7 @@ def slowest_links(trace: Trace) -> list[LinkTimes]:
 
 
 def collective_totals(trace: Trace) -> list[CollectiveTotals]:
-    """torch's own collectives by operation and ranks, the one with most bytes first.
+    """Return torch's own collectives by operation and ranks, the one with most bytes first.
 
     Calls and bytes are those of the rank that has most.
     """
@@ -234,7 +234,7 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
 
 
 def with_compute(trace: Trace) -> Trace:
-    """The same record for pictures, with a span "compute" where a rank was not blocked.
+    """Return the record for pictures, with a span "compute" where a rank was not blocked.
 
     These spans replace the script's two marks. A call that never ended becomes a wait. If the
     program has spans of its own, as parallel101's trainers have, they say more.
@@ -272,7 +272,10 @@ def with_compute(trace: Trace) -> Trace:
 
 
 def _compute_spans(events: Sequence[Event], begin: float) -> list[Event]:
-    """The times of one rank between its waits, from its first event after `begin` to its last."""
+    """Return the times of one rank between its waits, from its first event after `begin` on.
+
+    They end with its last event.
+    """
     waits = union((event.start, event.end) for event in events if event.waiting)
     starts = [max(begin, min(event.start for event in events)), *(end for _, end in waits)]
     ends = [*(start for start, _ in waits), max(event.end for event in events)]
@@ -286,7 +289,7 @@ def _compute_spans(events: Sequence[Event], begin: float) -> list[Event]:
 
 
 def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
-    """Which share of each of `bins` equal parts of the run each rank waited, by rank.
+    """Return the share of each of `bins` equal parts of the run that each rank waited, by rank.
 
     It is None where the rank had not begun, or had ended.
     """
@@ -326,7 +329,7 @@ def _spread(
 def slowest_calls(
     waited: Sequence[Wait], earlier: Mapping[int, EarlierEvents] = MappingProxyType({})
 ) -> list[CallTimes]:
-    """The lines at which ranks waited, the one that took most time first.
+    """Return the lines at which ranks waited, the one that took most time first.
 
     `earlier`: of the trace. Who called last is known of the waits in `waited` only.
     """
@@ -378,7 +381,7 @@ def _by_call(trace: Trace) -> tuple[Ended, Parts]:
 
 
 def _call(event: Event) -> tuple:
-    """A name for a call that is the same on all ranks that take part."""
+    """Return a key for a call that is the same on all ranks that take part."""
     if event.kind not in P2P:
         return event.group.name, event.group.ranks, event.kind, event.seq
     src, dst = (event.rank, event.peer) if event.kind == "send" else (event.peer, event.rank)
@@ -386,7 +389,7 @@ def _call(event: Event) -> tuple:
 
 
 def _event_of(span: Event, ended: Ended) -> Event | None:
-    """The event of the call in which a rank waited.
+    """Return the event of the call in which a rank waited.
 
     It is the first one of this kind and peer that ended when the wait did, or just after.
     """
@@ -402,7 +405,10 @@ def _event_of(span: Event, ended: Ended) -> Event | None:
 def _wait(
     span: Event, kind: str, event: Event | None, parts: Parts, may_lack_parts: bool = False
 ) -> Wait:
-    """`may_lack_parts`: of a call that has ended, a part may be among the earlier events."""
+    """Return a Wait for a time in which a rank was blocked.
+
+    `may_lack_parts`: of a call that has ended, a part may be among the earlier events.
+    """
     unknown = Wait(span.rank, kind, span.where, span.start, span.end, 0, None, 0.0)
     if event is None:
         return unknown

@@ -107,7 +107,7 @@ class VirtualRank:
         self.finished_futures: list[Any] = []
 
     def fire(self) -> None:
-        """The world's time has reached the rank's clock."""
+        """Wake the rank, because the world's time has reached its clock."""
         self.world.wake(self)
 
     def set_futures(self) -> None:
@@ -269,7 +269,7 @@ class World:
             events.append(event)
 
     def in_flight(self) -> list[TimedEvent]:
-        """What waits for links, or has a time at which it will end."""
+        """Return the events that wait for links, or have a time at which they will end."""
         return [
             *self.links.waiting(),
             *(event for events in self._scheduled.values() for event in events),
@@ -332,7 +332,7 @@ class World:
             rank.add_span(call.kind, began, self.now, call.wait_labels, waiting=True)
 
     def poll(self, rank: VirtualRank, work: Waitable) -> None:
-        """A rank asked whether a work is done, and it is not.
+        """Handle a rank's question whether a work is done, while it is not.
 
         If it asks twice at the same time, time passes: a loop that asks must end.
         """
@@ -366,7 +366,7 @@ class World:
                 self.second.failure = error
 
     def only_rank_threads(self) -> bool:
-        """Whether no thread that a rank has started is still running."""
+        """Return whether no thread that a rank has started is still running."""
         return set(threading.enumerate()) <= self._threads
 
     # ---- whose turn it is, and when time moves ----
@@ -374,7 +374,7 @@ class World:
     def _run_rank(
         self, rank: VirtualRank, rank_main: Callable[[int], Any], results: list[Any]
     ) -> None:
-        """A rank's thread, from start to end."""
+        """Run a rank's thread, from start to end."""
         rank.thread = get_ident()
         rank.turn.acquire()
         record_into(rank, this_thread_only=True)
@@ -396,7 +396,7 @@ class World:
                 self._give_turn(following)
 
     def _rank_raised(self, rank: VirtualRank, error: BaseException) -> None:
-        """A rank raised an exception.
+        """Handle an exception that a rank raised.
 
         It counts from the time on the rank's own clock: another rank may have failed before.
 
@@ -423,7 +423,10 @@ class World:
         rank.turn.release()
 
     def _next(self) -> VirtualRank | None:
-        """The rank that runs next; time moves on if none can run now. None if all have finished."""
+        """Return the rank that runs next, or None if all have finished.
+
+        If none can run now, time moves on.
+        """
         while True:
             if self.failure is not None:
                 return next((rank for rank in self.ranks if not rank.finished), None)
@@ -439,7 +442,7 @@ class World:
                 self.fail(error)
 
     def _advance(self) -> bool:
-        """No rank can run now: time moves, in the second world if it can.
+        """Move time on, because no rank can run now; in the second world if it can.
 
         False if all ranks have finished.
         """
@@ -460,7 +463,7 @@ class World:
         return True
 
     def move(self) -> bool:
-        """Messages get their links, and time moves to the next event. False if there is none."""
+        """Give messages their links, and move time to the next event. False if there is none."""
         links = self.links
         if links.requests or links.freed:
             links.arbitrate(self.now)
@@ -487,7 +490,7 @@ class World:
         return self._idle_polls > MAX_IDLE_POLLS
 
     def _explanation(self) -> Exception:
-        """Why no rank can go on."""
+        """Return the error that says why no rank can go on."""
         worlds = [self, self.second] if self.second is not None else [self]
         waits, deadlock = self._deadlock(worlds)
         return (
@@ -497,7 +500,10 @@ class World:
         )
 
     def _proven(self) -> Exception | None:
-        """Why ranks can never go on, although the time limit of a group would end their wait."""
+        """Return an error if ranks can never go on.
+
+        It ignores that the time limit of a group would end their wait. None: they may go on.
+        """
         worlds = [self, self.second] if self.second is not None else [self]
         others = {rank.number for rank in self._pollers}.union(
             *(w.limits.handled() for w in worlds)
@@ -512,7 +518,10 @@ class World:
     def _deadlock(
         self, worlds: Sequence[World], but: Collection[int] = ()
     ) -> tuple[dict[int, Call], Exception | None]:
-        """The calls in which ranks wait, and the deadlock among them. `but`: ranks that go on."""
+        """Return the calls in which ranks wait, and the deadlock among them.
+
+        `but`: ranks that go on.
+        """
         waits = {
             rank.number: rank.waiting
             for world in worlds

@@ -63,7 +63,7 @@ from parallel101.laboratory.sim.work import SimWork
 
 
 class SharedState:
-    """What all groups of a run share.
+    """The state that all groups of a run share.
 
     That is the groups themselves, and all messages and collectives that have not ended.
     """
@@ -80,7 +80,7 @@ class SharedState:
         world.find_misuse = self.find_misuse
 
     def label(self, name: str, ranks: list[int]) -> str:
-        """The name of a group in the record.
+        """Return the name of a group in the record.
 
         It is torch's name, unless a group of other ranks has it already.
         """
@@ -90,14 +90,14 @@ class SharedState:
         return name
 
     def find_misuse(self) -> MisuseError | None:
-        """The first incomplete collective in which the ranks do not agree, as an error."""
+        """Return an error for the first incomplete collective on which the ranks do not agree."""
         return next(
             (error for collective in self.incomplete.values() if (error := collective.misuse())),
             None,
         )
 
     def unfinished(self) -> list[EventRow]:
-        """The events of all that has not ended, as if it ended now."""
+        """Return the events of all that has not ended, as if it ended now."""
         in_flight = self.world.in_flight()
         sends = [getattr(item, "send", item) for item in in_flight]
         matched = [
@@ -112,7 +112,7 @@ class SharedState:
         return self.unmatched.rows() + messages + [work.row(work.posted) for work in works]
 
     def unwaited(self) -> list[MessageWork]:
-        """The sends and receives for which no rank has waited, in the order of posting.
+        """Return the sends and receives for which no rank has waited, in the order of posting.
 
         Ask when all ranks have returned.
         """
@@ -122,7 +122,7 @@ class SharedState:
         return sorted(works, key=lambda work: work.number)
 
     def dropped(self) -> list[Call]:
-        """Those whose works the program has dropped.
+        """Return the unwaited sends and receives whose works the program has dropped.
 
         To be asked last, because it forgets them all.
         """
@@ -171,7 +171,7 @@ class SimGroup(PointToPointGroup):
         group_desc: str | None = None,
         **__: Any,
     ) -> SimGroup | None:
-        """What dist.new_group calls: returns a group of some of the ranks.
+        """Return a group of some of the ranks. dist.new_group calls it.
 
         A rank that is not in it gets None.
         """
@@ -184,7 +184,7 @@ class SimGroup(PointToPointGroup):
         return group
 
     def sub_group(self, ranks: Sequence[int], name: str) -> SimGroup:
-        """A group of some of the ranks, including this one. It does not wait for the others."""
+        """Make a group of some ranks, including this one, without waiting for the others."""
         return type(self)(self.shared, self.member, name, ranks)
 
     def _get_sequence_number_for_group(self) -> int:
@@ -206,7 +206,7 @@ class SimGroup(PointToPointGroup):
         self.barrier(timeout=timeout).wait()
 
     def _collective(self, method: str, args: tuple) -> dist.Work:
-        """One path for all collectives."""
+        """Check and post a collective: all collectives come through here."""
         world, member = self.world, self.member
         world.enter(member)
         torch_private.count_loss_parallel()
@@ -233,7 +233,7 @@ class SimGroup(PointToPointGroup):
         return work
 
     def _collective_with(self, key: tuple) -> RunningCollective:
-        """The collective of the group that `key` numbers. The first rank that calls it makes it."""
+        """Return the collective that `key` numbers. The first rank that calls it makes it."""
         return self.shared.incomplete.setdefault(key, RunningCollective(self, key))
 
 
@@ -261,7 +261,7 @@ class NewGroupCall:
         world.wait(member, self)
 
     def fire(self) -> None:
-        """All members have called."""
+        """End all members' calls, because all have called."""
         for call in self.calls:
             call.done = True
             call.group.world.wake(call.group.member)
@@ -350,7 +350,7 @@ class CollectiveWork(SimWork, dist.Work):
         return set(self.group.ranks) - set(self.collective.works)
 
     def row(self, started: float) -> EventRow:
-        """Its event, as if it ended now."""
+        """Return this work's event, as if it ended now."""
         call, arguments, group = self.call(), self.arguments, self.group
         if (
             self.kind == "all_to_all" and len(arguments.tensors) == 1
@@ -372,7 +372,7 @@ class CollectiveWork(SimWork, dist.Work):
         )
 
     def changed(self) -> bool:
-        """Whether the rank has changed its input tensors since its call."""
+        """Return whether the rank has changed its input tensors since its call."""
         return any(
             snapshot(tensor.data_ptr(), tensor.nbytes) != before
             for tensor, before in self.snapshots
@@ -380,7 +380,7 @@ class CollectiveWork(SimWork, dist.Work):
 
 
 def unfit_buffers(work: CollectiveWork, given: Buffer, output: Buffer) -> MisuseError:
-    """A rank expects something else than another rank gives it."""
+    """Return the error for a rank that expects something else than another rank gives it."""
     rank, call = work.rank.number, work.call().brief
     if given.nbytes != output.nbytes:
         return MisuseError(
@@ -410,7 +410,7 @@ class RunningCollective:
         self.started = 0.0
 
     def join(self, work: CollectiveWork) -> None:
-        """One more rank calls it.
+        """Add one more rank's call.
 
         Raises MisuseError in the last one if the ranks' calls do not agree.
         """
@@ -434,7 +434,7 @@ class RunningCollective:
             world.schedule(shared.busy_until[label], self)
 
     def misuse(self) -> MisuseError | None:
-        """An error that names the rank whose call differs from the others; None so far."""
+        """Return an error naming the rank whose call differs from the others; None so far."""
         if self.agreed:
             return None
         call_checker = CallChecker()
@@ -442,7 +442,7 @@ class RunningCollective:
         return call_checker.error()
 
     def fire(self) -> None:
-        """Its time is over: all ranks get their results."""
+        """End the collective, because its time is over: all ranks get their results."""
         works = [self.call_of(rank) for rank in self.group.ranks]
         world = self.group.world
         world.on_main_thread(lambda: self._move(works))

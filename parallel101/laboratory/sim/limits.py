@@ -29,7 +29,7 @@ from parallel101.laboratory.record.units import ranks_text
 
 
 class Waitable(Protocol):
-    """What a rank can be blocked in: a message, a collective or a new_group."""
+    """A call in which a rank can be blocked: a message, a collective or a new_group."""
 
     done: bool
 
@@ -38,7 +38,7 @@ class Waitable(Protocol):
 
 
 class TimedWait(NamedTuple):
-    """A rank waits for a work, up to a moment."""
+    """The wait of a rank for a work, up to a moment."""
 
     until: float
     number: int  # so that no two are equal
@@ -72,7 +72,7 @@ class TimeLimits:
         self.count = 0
 
     def set_limit(self, group: Any, timeout: timedelta | None) -> None:
-        """From now on, this rank's calls of the group have this limit."""
+        """Give this rank's later calls of the group this time limit."""
         key, seconds = (group.label, group.member.number), own_limit(timeout)
         self.of_group.pop(key, None)
         if seconds is not None:
@@ -80,7 +80,7 @@ class TimeLimits:
             self.in_use = True
 
     def begin(self, rank: Any, work: Waitable, seconds: float | None) -> None:
-        """A rank begins to wait, for up to `seconds`.
+        """Begin a rank's wait, for up to `seconds`.
 
         None: as long as the call or its group allows.
         """
@@ -96,13 +96,13 @@ class TimeLimits:
             heappush(self.waits, TimedWait(until, self.count, seconds, leaves, handled, rank, work))
 
     def next(self) -> float | None:
-        """When the next wait reaches its limit; None if there is none."""
+        """Return when the next wait reaches its limit; None if there is none."""
         while self.waits and self.waits[0].over:
             heappop(self.waits)
         return self.waits[0].until if self.waits else None
 
     def handled(self) -> set[int]:
-        """The ranks that wait up to a limit whose error the program handles: they will go on."""
+        """Return the ranks that wait up to a limit whose error the program handles: they go on."""
         return {wait.rank.number for wait in self.waits if wait.handled and not wait.over}
 
     def expire(self) -> None:
@@ -152,7 +152,7 @@ class TimeLimits:
             )
 
     def _guard(self, view: Any) -> None:
-        """From now on, each call of this rank's view of a group is checked first."""
+        """Check each later call of this rank's view of a group first."""
         label, rank, everyone = view.label, view.member.number, set(view.ranks)
 
         def guarded(post: Callable[..., Any], to_one: bool) -> Callable[..., Any]:
@@ -167,12 +167,12 @@ class TimeLimits:
 
 
 def _needs(work: Waitable, call: Call) -> set[int]:
-    """The ranks that must not leave the group before a work ends."""
+    """Return the ranks that must not leave the group before a work ends."""
     return set(call.peers) if work.missing() else set()
 
 
 def _timed_out(wait: TimedWait, call: Call) -> RuntimeError:
-    """gloo's error, and who waited for whom."""
+    """Return gloo's error, with who waited for whom."""
     what = "Operation timed out!"
     if wait.leaves:
         what = (

@@ -63,7 +63,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=1024)
 def memory(nbytes: int) -> type[Array[c_char]]:
-    """`memory(n).from_address(pointer).raw` reads and writes n bytes of memory.
+    """Return the type whose `from_address(pointer).raw` reads and writes `nbytes` of memory.
 
     It is twice as fast as string_at and memmove.
     """
@@ -71,7 +71,7 @@ def memory(nbytes: int) -> type[Array[c_char]]:
 
 
 def snapshot(pointer: int, nbytes: int) -> bytes:
-    """The bytes at a place in memory, so that a later change can be noticed.
+    """Copy the bytes at a place in memory, so that a later change can be noticed.
 
     That is all of them, or samples.
     """
@@ -162,7 +162,7 @@ class MessageWork(SimWork):
         return set(self.call().peers)
 
     def row(self, seq: int) -> EventRow:
-        """Its event, as if it ended now: for messages of a failed run that have not ended."""
+        """Return the event of a message that a failed run has not ended, as if it ended now."""
         posted, now = self.posted, self.world.now
         return tuple(
             self.call().event(
@@ -228,7 +228,7 @@ class SendWork(MessageWork):
     payload: list | None
 
     def settle(self) -> None:
-        """From now on the sender may change its tensor.
+        """Let the sender change its tensor from now on.
 
         Raises MisuseError if it has changed it before.
         """
@@ -247,7 +247,7 @@ class SendWork(MessageWork):
         return error
 
     def start(self, now: float) -> None:
-        """The message has its first links: it starts."""
+        """Start the message, now that it has its first links."""
         self.started = now
         self.data = (
             self.snapshot
@@ -326,7 +326,7 @@ class UnmatchedMessages:
         self.from_anyone: dict[tuple, list[RecvWork]] = {}  # by (group, dst, tag)
 
     def rows(self) -> list[EventRow]:
-        """Their events, as if they ended now."""
+        """Return the events of these messages, as if they ended now."""
         channels = [channel for group in self.channels.values() for channel in group.values()]
         rows = [
             work.row(channel[0] + i)
@@ -340,13 +340,13 @@ class UnmatchedMessages:
         ]
 
     def unwaited(self) -> list[MessageWork]:
-        """Those for which nobody has waited."""
+        """Return the sends and receives for which nobody has waited."""
         channels = [channel[1:] for group in self.channels.values() for channel in group.values()]
         works = [work for channel in (*channels, *self.from_anyone.values()) for work in channel]
         return [work for work in works if work.tensor is not None and work.future is None]
 
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
-        """A send meets its receive. Raises MisuseError if they do not agree."""
+        """Match a send with its receive. Raises MisuseError if they do not agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
         if fit and not (send.pointer and receive.pointer) and send.pointer != receive.pointer:
             error = one_on_meta(send, receive)
@@ -480,7 +480,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         )
 
     def forget_messages_with(self, rank: int) -> None:
-        """Messages from or to that rank that have not met their other side never will."""
+        """Forget unmatched messages from or to that rank: they never meet their other side."""
         size = self.world.size
         for key in [key for key in self.channels if rank in (key // size % size, key % size)]:
             del self.channels[key]
@@ -555,7 +555,10 @@ class PointToPointGroup(torch_private.PythonGroup):
         return work
 
     def _channel_of_oldest_send(self, tag: int) -> list | None:
-        """The channel with the unmatched send to this rank that was posted first, from any rank."""
+        """Return the channel with the unmatched send to this rank that was posted first.
+
+        The send may be from any rank.
+        """
         size = self.world.size
         channels = (
             self.channels.get((tag * size + src) * size + self.member.number) for src in self.ranks
@@ -592,7 +595,7 @@ ON_META = (
 
 
 def one_on_meta(send: SendWork, receive: RecvWork) -> MisuseError:
-    """One side of a message has numbers, and the other one is on the meta device."""
+    """Return the error for a message with numbers on one side and the meta device on the other."""
     meta, other = (receive, send) if send.pointer else (send, receive)
     return MisuseError(
         f"{meta.call().brief} has a tensor on the meta device, which has no numbers, and "
@@ -602,7 +605,7 @@ def one_on_meta(send: SendWork, receive: RecvWork) -> MisuseError:
 
 
 def refuse(problem: str, rank: VirtualRank, where: str) -> None:
-    """Raise the MisuseError for what a rank cannot send or receive."""
+    """Raise the MisuseError for a tensor that a rank cannot send or receive."""
     error = MisuseError(f"rank {rank.number} passes {problem}. At {where}", rank.number)
     rank.world.fail(error, rank)
     raise error

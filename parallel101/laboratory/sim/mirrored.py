@@ -1,4 +1,4 @@
-"""Runs in which one rank stands for many: those that do the same at the same time.
+"""Runs in which one rank stands for many that do the same at the same time.
 
     mesh (pp 2, dp 3, tp 2)     only two of the twelve ranks have a thread, one for each stage:
                                 dp and tp are mirrored
@@ -54,7 +54,7 @@ from parallel101.laboratory.sim.network import (
 
 @dataclass(frozen=True)
 class MirroredAxes:
-    """Which ranks of a mesh have a thread: the first of each axis that is mirrored.
+    """The axes of a mesh. Along each mirrored one, only the first rank has a thread.
 
     Args:
         sizes: name of an axis → its size, in the order in which ranks are numbered; the last axis
@@ -78,7 +78,7 @@ class MirroredAxes:
 
     @functools.cached_property
     def strides(self) -> list[tuple[int, int]]:
-        """(stride, size) of each mirrored axis: how a rank's number changes along it."""
+        """Return (stride, size) of each mirrored axis: how a rank's number changes along it."""
         names = list(self.sizes)
         return [
             (math.prod(self.sizes[after] for after in names[names.index(name) + 1 :]), size)
@@ -88,7 +88,7 @@ class MirroredAxes:
 
     @functools.cached_property
     def present(self) -> list[int]:
-        """The ranks that have a thread, in order."""
+        """Return the ranks that have a thread, in order."""
         names = list(self.sizes)
         ranks = [0]
         for i, name in enumerate(names):
@@ -98,31 +98,29 @@ class MirroredAxes:
         return ranks
 
     def representative(self, rank: int) -> int:
-        """The rank with a thread that stands for this one."""
+        """Return the rank with a thread that stands for this one."""
         return rank - sum(rank // stride % size * stride for stride, size in self.strides)
 
     def moved(self, rank: int, by: int) -> int:
-        """The rank as far from `rank`, along the mirrored axes, as `by` is from its own
-        representative.
-        """
+        """Move `rank` along the mirrored axes, as far as `by` is from its own representative."""
         for stride, size in self.strides:
             here, steps = rank // stride % size, by // stride % size
             rank += ((here + steps) % size - here) * stride
         return rank
 
     def back(self, rank: int, by: int) -> int:
-        """The other way."""
+        """Move `rank` as `moved` does, in the opposite direction."""
         for stride, size in self.strides:
             here, steps = rank // stride % size, by // stride % size
             rank += ((here - steps) % size - here) * stride
         return rank
 
     def images(self, rank: int, ranks: range) -> Iterator[int]:
-        """The ranks out of a range that `rank`, which has a thread, stands for. With itself."""
+        """Yield the ranks in a range that `rank`, which has a thread, stands for. It is one too."""
         return (other for other in ranks if self.representative(other) == rank)
 
     def router(self, network: Network) -> Router:
-        """How a message of a rank with a thread travels.
+        """Return the function that gives the route of a message of a rank with a thread.
 
         Raises ValueError for a network on which ranks without a thread would be missed.
         """

@@ -29,7 +29,7 @@ from parallel101.spans import Collective
 
 
 class Exchange(NamedTuple):
-    """What a rank posts at once: its sends. Other ranks send the same to this one.
+    """The sends that a rank posts at once. Other ranks send the same to this one.
 
     Attributes:
         collective, tag, dtype: of all messages.
@@ -68,7 +68,7 @@ class ExchangeTransfer:
         self.ends: list[float] = []
 
     def start(self, now: float) -> None:
-        """The first message has its links. The rank may wait for it already."""
+        """Start the messages: the first one has its links. The rank may wait for it already."""
         self.started, self.done = now, True
         self.ends = list(accumulate(self.seconds, initial=now))[1:]
         self.duration = self.ends[-1] - now  # to the last bit, as one message after another
@@ -77,7 +77,7 @@ class ExchangeTransfer:
             self.posted.world.schedule(now, rank)
 
     def fire(self) -> None:
-        """The last message has ended."""
+        """End the transfer, because its last message has ended."""
         for hop in self.hops[-1:]:
             self.posted.world.links.free(hop)
         self.posted.rank.in_flight -= len(self.ends)
@@ -163,7 +163,7 @@ class PostedExchange:
             start = end
 
     def call(self, index: int) -> Call:
-        """A message, for a report."""
+        """Return a message as a Call, for a report."""
         exchange = self.exchange
         return Call(
             rank=self.rank.number,
@@ -247,7 +247,7 @@ class MirroredComm:
         return message
 
     def flush(self) -> None:
-        """Post what has been given since the last time."""
+        """Post the messages that have been given since the last time."""
         messages, self._messages = self._messages, {}
         if not messages:
             return
@@ -270,7 +270,7 @@ class MirroredComm:
                 message.works.append(self.comm.isend(message.outbox, to))
 
     def exchange_of(self, messages: dict[int, MirroredMessage]) -> Exchange | None:
-        """What these messages are together; None if one has no counterpart."""
+        """Combine these messages into one exchange; None if one has no counterpart."""
         outboxes = [message.outbox for message in messages.values()]
         inboxes = [message.inbox for message in messages.values()]
         both = [x for x in (*outboxes, *inboxes) if x is not None]

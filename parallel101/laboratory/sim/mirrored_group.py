@@ -54,7 +54,10 @@ class MirroredLine:
         self.whole = len(self.threads) == len(ranks)
 
     def channel(self, src: int, dst: int, sent: bool, tag: int) -> tuple:
-        """What both sides of a message have in common. `sent`: asked by its sender."""
+        """Return the properties that both sides of a message share.
+
+        `sent`: asked by its sender.
+        """
         if self.whole:
             return tag, src, dst
         ranks, threads = len(self.stands), len(self.threads)
@@ -137,7 +140,7 @@ class MirroredMessages(UnmatchedMessages):
 
 
 class MirroredState(SharedState):
-    """What all groups of such a run share."""
+    """The state that all groups of such a run share."""
 
     def __init__(self, world: World, payload_bytes: int):
         super().__init__(world, payload_bytes)
@@ -145,7 +148,7 @@ class MirroredState(SharedState):
         self.lines: dict[tuple[int, ...], MirroredLine] = {}
 
     def find_misuse(self) -> MisuseError | None:
-        """Asked when nothing goes on: perhaps a rank waits for one that has no thread."""
+        """Return a misuse when nothing goes on: a rank may wait for one that has no thread."""
         mirrors = mirrors_of(self.world)
         waits = [rank.waiting.call() for rank in self.world.ranks if rank.waiting is not None]
         absent = (call for call in waits if not set(call.peers).issubset(mirrors.present))
@@ -185,7 +188,7 @@ class MirroredGroup(SimGroup):
         return PostedExchange(self, exchange)
 
     def comm_for(self, comm: Any) -> Any:
-        """The Comm for a collective of parallel101, as fast as this one may be."""
+        """Return the fastest Comm that a collective of parallel101 may use here."""
         line = self.line_of(comm.group.ranks)
         alone = len(line.threads) == 1 and len(line.stands) > 1 and comm.device.type == "meta"
         return MirroredComm(comm, self) if alone else comm
@@ -203,7 +206,7 @@ class MirroredGroup(SimGroup):
         return self.event_group
 
     def next_seq(self, collective: Collective | None, tag: int, peer: int) -> int:
-        """The number of a message of an exchange on its channel."""
+        """Return the number of a message of an exchange on its channel."""
         self.event_group_of(collective)
         size, me = self.world.size, self.member.number
         channel = cast(MirroredChannels, self.channels).get((tag * size + me) * size + peer)

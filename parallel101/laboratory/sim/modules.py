@@ -50,7 +50,7 @@ class RankModules:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What Python calls to import a module that is not in sys.modules."""
+        """Find a module that is not in sys.modules. Python calls this to import it."""
         for finder in [finder for finder in sys.meta_path if finder is not self]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
@@ -61,7 +61,7 @@ class RankModules:
         return None
 
     def switch(self, old: int, new: int) -> None:
-        """Rank `old` stops running, and rank `new` runs."""
+        """Switch from the modules of rank `old` to those of rank `new`."""
         loaded, self.in_use = sys.modules, True
         self.own[old] = leaving = {name: loaded[name] for name in self.names if name in loaded}
         coming = self.own[new]
@@ -71,7 +71,7 @@ class RankModules:
         importing._module_locks = self.import_locks[new]
 
     def restore(self) -> None:
-        """The run is over: from now on, no rank's modules are loaded."""
+        """Unload all ranks' modules, because the run is over."""
         sys.meta_path.remove(self)
         importing._module_locks = self.import_locks[0]
         for name in self.names:
@@ -80,7 +80,7 @@ class RankModules:
 
 
 def in_library(spec: ModuleSpec) -> bool:
-    """Whether a module belongs to Python or to an installed package, or is machine code.
+    """Return whether a module belongs to Python or an installed package, or is machine code.
 
     Python cannot load machine code twice.
     """

@@ -1,4 +1,4 @@
-"""rules="nccl": what may hang on GPUs, although this run has ended.
+"""Warns under rules="nccl" of calls that may hang on GPUs, although this run has ended.
 
 A simulated run is one of many that are possible, and the rules in queues.py give each communicator
 a queue of its own. Two habits get by there, and on some machines on NCCL, too:
@@ -42,7 +42,7 @@ class InFlight(NamedTuple):
 
 
 class NcclWarnings:
-    """What may hang, gathered while the run goes on."""
+    """Gathers calls that may hang, while the run goes on."""
 
     def __init__(self, world_size: int):
         self.everyone = range(world_size)
@@ -57,7 +57,7 @@ class NcclWarnings:
         ] = {}  # by the lines, so that each is told once
 
     def begins(self, rank: int, key: CollectiveKey, ranks: list[int], where: str) -> None:
-        """A rank begins a collective of a group."""
+        """Note that a rank begins a collective of a group."""
         now, before = InFlight(key, tuple(ranks), where), self.in_flight[rank]
         for first in before.values():
             if first.key[0] == key[0]:
@@ -76,11 +76,11 @@ class NcclWarnings:
             before[key] = now
 
     def waits(self, rank: int, key: CollectiveKey) -> None:
-        """A rank has waited for a collective."""
+        """Note that a rank has waited for a collective."""
         self.in_flight[rank].pop(key, None)
 
     def makes_group(self, rank: int, name: str, ranks: list[int], where: str) -> None:
-        """A rank calls new_group, and torch has given the group this name.
+        """Note that a rank calls new_group, and that torch has given the group this name.
 
         With use_local_synchronization=True only the members call, and the name is no number.
         """
@@ -89,7 +89,7 @@ class NcclWarnings:
             self.members[name] = tuple(ranks)
 
     def texts(self) -> list[str]:
-        """The warnings, in sentences."""
+        """Return the warnings, in sentences."""
         alone = [
             f"{ranks_text(calls)} called new_group({list(self.members[name])}) at "
             f"{shown(next(iter(calls.values())))}, and "

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 
 class NetworkRoute(NamedTuple):
-    """How a message travels: its speed, and the links it occupies. Links are numbers."""
+    """The route of a message: its speed, and the links it occupies. Links are numbers."""
 
     latency: float  # seconds
     bandwidth: float  # bytes per second
@@ -39,14 +39,14 @@ Router = Callable[[int, int], NetworkRoute]
 
 
 class Topology(Protocol):
-    """Which links there are, apart from their speed."""
+    """The links between ranks, without their speed."""
 
     def router(self, network: Network, world_size: int) -> Router: ...
 
 
 @dataclass(frozen=True)
 class SwitchTopology:
-    """Every rank has one outgoing and one incoming link. The switch between them is never busy."""
+    """A switch that is never busy, with one outgoing and one incoming link for every rank."""
 
     def router(self, network: Network, world_size: int) -> Router:
         def route(src: int, dst: int) -> NetworkRoute:
@@ -106,7 +106,7 @@ class TorusTopology:
 
 @dataclass(frozen=True)
 class TwoLevelTopology:
-    """Nodes of `ranks_per_node` ranks.
+    """A topology of nodes of `ranks_per_node` ranks.
 
     Each node has a fast switch inside, and `rails` outgoing and as many incoming links to the other
     nodes, which share the node's bandwidth equally. Such a link is a network card, and its wiring
@@ -205,7 +205,7 @@ class Network:
         eager: float = 0,
         latency_overlaps: bool = False,
     ) -> Network:
-        """A network in which every rank has a link to its right neighbour.
+        """Return a network in which every rank has a link to its right neighbour.
 
         If `bidirectional`, it has one to its left neighbour too. Without `wraparound` the last rank
         has none to the first: a line.
@@ -225,7 +225,7 @@ class Network:
         eager: float = 0,
         latency_overlaps: bool = False,
     ) -> Network:
-        """A ring along each axis of `shape`, or without `wraparound` a line.
+        """Return a network with a ring along each axis of `shape`, or without `wraparound` a line.
 
         Its product is the world size; the last axis runs fastest, as in a DeviceMesh.
         """
@@ -254,7 +254,7 @@ class Network:
         eager: float = 0,
         latency_overlaps: bool = False,
     ) -> Network:
-        """Nodes of `ranks_per_node` ranks.
+        """Return a network of nodes of `ranks_per_node` ranks.
 
         Args:
             ranks_per_node: of each node; the last one may be smaller.
@@ -278,7 +278,7 @@ class Network:
         return cls(latency, bandwidth, eager, topology, latency_overlaps)
 
     def router(self, world_size: int) -> Router:
-        """The route between any two of `world_size` ranks.
+        """Return the function that gives the route between any two of `world_size` ranks.
 
         Raises ValueError if the topology needs another number of ranks.
         """
@@ -354,7 +354,7 @@ Request = tuple[float, int, int, int, LinkTransfer, int, int]
 
 
 class Links:
-    """Which links are busy, and which messages queue for each."""
+    """Keeps which links are busy, and which messages queue for each."""
 
     def __init__(
         self, schedule: Callable[[float, TimedEvent], None], latency_overlaps: bool = False
@@ -371,11 +371,11 @@ class Links:
     def request(
         self, now: float, order: int, sender: int, number: int, message: LinkTransfer
     ) -> None:
-        """A message is ready to start: it asks for the links of its first hop."""
+        """Ask for the links of a message's first hop: it is ready to start."""
         self.requests.append((now, order, sender, number, message, 0, -1))
 
     def waiting(self) -> list[LinkTransfer]:
-        """The messages that do not have all of their links yet."""
+        """Return the messages that do not have all of their links yet."""
         return [
             request[4]
             for requests in (self.requests, *self.queues.values())
@@ -383,7 +383,7 @@ class Links:
         ]
 
     def free(self, hop: tuple[int, ...]) -> None:
-        """A message has left the links of a hop.
+        """Free the links of a hop that a message has left.
 
         A message calls it when it arrives, unless latencies overlap: then they are free before.
         """

@@ -1,4 +1,4 @@
-"""A `Network` as text, for a command line: what one would pass to it in Python, joined by commas.
+"""Reads a `Network` from text, for a command line: its arguments in Python, joined by commas.
 
 latency=1e-6,bandwidth=1e9                 Network(latency=1e-6, bandwidth=1e9)
 ring,bandwidth=1e9                         Network.ring(bandwidth=1e9)
@@ -21,7 +21,7 @@ EXAMPLE = (
 
 
 def parse_network(text: str) -> Network:
-    """The network that a text describes.
+    """Return the network that a text describes.
 
     Raises:
         ValueError: a name that the network doesn't have, or a value that it doesn't take.

@@ -1,4 +1,4 @@
-"""What one operation of torch costs on a GPU: see virtual_gpu.py for the rules."""
+"""The cost of one operation of torch on a GPU: see virtual_gpu.py for the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class OperationCost(NamedTuple):
-    """What one operation costs."""
+    """The cost of one operation."""
 
     seconds: float
     flops: int
@@ -26,7 +26,7 @@ NOTHING = OperationCost(0.0, 0)
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors among these values, and in the lists among them."""
+    """Return all tensors among these values, and in the lists among them."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -39,7 +39,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 def kernel_of(
     chip: Chip, func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
 ) -> OperationCost:
-    """The cost of one operation."""
+    """Return the cost of one operation."""
     packet = func.overloadpacket
     if packet in PRODUCTS:
         a, b = (args[i] for i in PRODUCTS[packet])
@@ -71,16 +71,17 @@ def kernel_of(
 
 
 def product(chip: Chip, m: int, n: int, k: int, many: int = 1, *, like: Tensor) -> OperationCost:
-    """The cost of `many` products (m, k) · (k, n), in the dtype of `like`."""
+    """Return the cost of `many` products (m, k) · (k, n), in the dtype of `like`."""
     flops = 2 * many * m * n * k
     seconds = kernels.product_seconds(chip, m, n, k, batch=many, itemsize=like.element_size())
     return OperationCost(seconds if flops else 0.0, flops)
 
 
 def convolution(chip: Chip, weight: Tensor, places: Tensor, groups: int) -> OperationCost:
-    """The cost of a convolution, as a product for each group of channels: of the weight with the
-    numbers under it at each place. Places are those of the result, (batch, channels, …); if it is
-    transposed, those of its input.
+    """Return the cost of a convolution, as a product for each group of channels.
+
+    It multiplies the weight with the numbers under it at each place. Places are those of the
+    result, (batch, channels, …); if it is transposed, those of its input.
     """
     own, *under = weight.shape
     rows = places.numel() // places.shape[1]
@@ -88,7 +89,7 @@ def convolution(chip: Chip, weight: Tensor, places: Tensor, groups: int) -> Oper
 
 
 def grouped_product(chip: Chip, a: Tensor, b: Tensor, ends: Tensor | None) -> OperationCost:
-    """The cost of one product for each group, such as an expert: all have equally much."""
+    """Return the cost of one product for each group, such as an expert: all are equally large."""
     groups = len(b if ends is None else ends)
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     if a.dim() == b.dim() == 2:
@@ -101,14 +102,17 @@ def grouped_product(chip: Chip, a: Tensor, b: Tensor, ends: Tensor | None) -> Op
 
 
 def attention_flops(q: Tensor, k: Tensor, *, causal: bool, backward: bool) -> int:
-    """Of (batch, heads, time, d) queries and keys: two products forward, five backward."""
+    """Count the FLOPs of attention: two products forward, five backward.
+
+    q and k: (batch, heads, time, d).
+    """
     batch, heads, queries, d = q.shape
     forward = 4 * batch * heads * queries * k.shape[-2] * d
     return int(forward * (0.5 if causal else 1) * (2.5 if backward else 1))
 
 
 def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes."""
+    """Count the bytes that an operation reads and writes."""
     written = sum(t.nbytes for t in outputs)
     if packet in WRITE_ONLY:
         return written
@@ -141,7 +145,7 @@ def moved_bytes(func: Any, packet: Any, args: tuple, kwargs: dict, outputs: list
 
 
 def read_bytes(t: Tensor) -> int:
-    """Bytes of a tensor in memory: of an expanded one, fewer than its elements."""
+    """Count the bytes of a tensor in memory: an expanded one has fewer than its elements."""
     sizes = (size for size, stride in zip(t.shape, t.stride()) if stride or not size)
     return math.prod(sizes) * t.element_size()
 

@@ -88,7 +88,7 @@ class RankAttributes:
         setattr(owner, name, values[keeps or 0])
 
     def switch(self, old: int, new: int) -> None:
-        """Rank `old` stops running, and rank `new` runs."""
+        """Switch from the attributes of rank `old` to those of rank `new`."""
         owners, names, coming = self.owners, self.names, self.own[new]
         self.own[old] = leaving = [*map(getattr, owners, names)]
         for owner, name, value, present in zip(owners, names, coming, leaving):
@@ -133,7 +133,7 @@ class ProcessStates:
         return module is not None
 
     def switcher(self) -> Callable[[int, int], None]:
-        """The function switch(old, new), to call when rank `old` stops running and rank `new` runs.
+        """Return switch(old, new), to call when rank `old` stops running and rank `new` runs.
 
         It takes a microsecond.
         """
@@ -157,7 +157,7 @@ class ProcessStates:
         return switch
 
     def use_profiler(self) -> None:
-        """A rank starts or stops torch's profiler.
+        """Note that a rank starts or stops torch's profiler.
 
         Two ranks that do so at the same time would crash the process.
         """
@@ -181,7 +181,7 @@ class ProcessStates:
 
 
 def own_attributes() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
-    """The attributes of which each rank has its own value, and what makes a rank's first value."""
+    """Yield attributes of which each rank has its own value, and what makes the first one."""
     environ: Any = os.environ  # not the name in os: the program may have imported it by name
     yield environ, "_data", lambda: dict(environ._data)
     for owner, name in ((builtins, "print"), (sys, "stdout"), (sys, "stderr")):

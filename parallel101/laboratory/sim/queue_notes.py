@@ -28,7 +28,7 @@ MOST_BEHIND, MOST_OTHER_QUEUES = 5, 2  # notes of each sort: the error shows eig
 
 
 def queue_notes(shared: QueuedState) -> list[Note]:
-    """The notes for the error of a run in which no rank can go on."""
+    """Return the notes for the error of a run in which no rank can go on."""
     queues = shared.queues
     behind: list[Note] = []
     other_queues: list[Note] = []
@@ -69,7 +69,7 @@ def _not_started(queue: Queue) -> Iterator[Operation]:
 def _other_side_behind(
     queues: Queues, communicator: str, message: MessageWork
 ) -> tuple[MessageWork, Queue] | None:
-    """The other side of a message, if it is behind another operation of the same communicator."""
+    """Return a message's other side if it is behind another operation of the same communicator."""
     queue = queues.of.get((communicator, message.peer or 0))
     if queue is not None:
         for operation in _not_started(queue):
@@ -82,7 +82,7 @@ def _other_side_behind(
 def _other_side_elsewhere(
     queues: Queues, communicator: str, started: Operation, message: MessageWork
 ) -> MessageWork | None:
-    """The other side of a message, if it is in another communicator of the same group."""
+    """Return a message's other side if it is in another communicator of the same group."""
     for (name, rank), queue in queues.of.items():
         if rank == message.peer and name != communicator:
             for operation in queue.operations:

@@ -1,4 +1,4 @@
-"""rules="nccl": what a program may rely on with NCCL.
+"""Applies rules="nccl": the guarantees on which a program may rely with NCCL.
 
 Each rank has one queue per communicator, and operations leave it in order.
 
@@ -66,7 +66,7 @@ from parallel101.laboratory.sim.work import SimFuture, SimWork
 
 
 class Operation(SimWork):
-    """What a rank puts into a queue as one: a message, a batch of messages, or a collective.
+    """A message, a batch of messages, or a collective that a rank puts into a queue as one.
 
     All of it starts together.
     """
@@ -118,7 +118,7 @@ class Operation(SimWork):
         SimWork.finish(self)
 
     def settle(self) -> None:
-        """From now on the tensors of its messages are the program's own.
+        """Give the tensors of its messages back to the program.
 
         Raises MisuseError if it has changed one that it sent.
         """
@@ -147,12 +147,12 @@ class Operation(SimWork):
 
     @property
     def first(self) -> MessageWork | QueuedCollective:
-        """The operation to name it by: its first message that has no partner yet, if any."""
+        """Return the operation to name it by: its first message that has no partner yet, if any."""
         return (self.to_meet or self.messages or self.collectives)[0]
 
 
 class Queue:
-    """What one rank has put into one communicator and has not ended.
+    """The operations that one rank has put into one communicator and that have not ended.
 
     The first operation has started, the others have not.
     """
@@ -170,7 +170,7 @@ class Queue:
             self.run.start(operation)
 
     def next(self) -> None:
-        """The first operation has ended: the next one starts."""
+        """Start the next operation: the first one has ended."""
         self.operations.popleft()
         if self.operations:
             self.run.start(self.operations[0])
@@ -208,7 +208,7 @@ class Queues:
             collective.collective.join(collective)
 
     def channel(self, queue: Queue, message: MessageWork) -> list:
-        """The started messages of a communicator from one rank to another, without tags.
+        """Return the started messages of a communicator from one rank to another, without tags.
 
         message_matching.py has the same for gloo's rules.
         """
@@ -220,7 +220,7 @@ class Queues:
         )
 
     def start_message(self, message: MessageWork, channel: list) -> None:
-        """A message's turn has come on one side.
+        """Start one side of a message, whose turn has come.
 
         If the other side has started too, it asks for its links.
         """
@@ -245,7 +245,7 @@ class Queues:
             self.request(send)
 
     def met(self, message: MessageWork) -> None:
-        """It needs nothing more of the other side."""
+        """Note that a message needs nothing more of the other side."""
         operation = self.operation_of.get(message)
         if operation is not None and message in operation.to_meet:
             operation.to_meet.remove(message)
@@ -259,7 +259,7 @@ class Queues:
         self.operation_of.pop(message).one_ended()
 
     def unfinished(self) -> list[EventRow]:
-        """The events of everything that is still behind other operations in a queue."""
+        """Return the events of everything that is still behind other operations in a queue."""
         rows: list[EventRow] = []
         # of the last message with this communicator, kind, rank and peer
         numbers: dict[tuple[str, str, int, int | None], int] = {}
@@ -281,7 +281,7 @@ class Queues:
 
 
 class QueuedState(SharedState):
-    """What all groups of a run share under NCCL's rules."""
+    """The state that all groups of a run share under NCCL's rules."""
 
     def __init__(self, world: World, payload_bytes: int):
         super().__init__(world, payload_bytes)
@@ -453,7 +453,7 @@ class QueuedGroup(SimGroup):
         return super().new_group(ranks, *args, group_name=group_name, **kwargs)
 
     def has_device(self) -> None:
-        """The program has passed device_id to init_process_group: see rule 2."""
+        """Note that the program has passed device_id to init_process_group: see rule 2."""
         self.queues.with_device.add(self.member.number)
 
     def _end_batch(self) -> Operation | None:
@@ -464,9 +464,9 @@ class QueuedGroup(SimGroup):
         return operation
 
     def _start_coalescing(self, device: object = None) -> None:
-        """What torch's coalescing manager calls first."""
+        """Begin a batch. torch's coalescing manager calls this first."""
         self.batch, self.batch_call = Operation(self), None
 
     def _end_coalescing(self, device: object = None) -> dist.Work:
-        """What torch's coalescing manager calls at its end."""
+        """End the batch. torch's coalescing manager calls this at its end."""
         return cast(dist.Work, self._end_batch())

@@ -57,7 +57,7 @@ class RandomStates:
             own(mtrand, "_rand", iter(numpy).__next__)
 
     def switch(self, old: int, new: int) -> None:
-        """Rank `old` stops running, and rank `new` runs."""
+        """Switch from the random states of rank `old` to those of rank `new`."""
         self.running = new
         fingerprint = self.fingerprint
         if fingerprint is None or fingerprint() != self.last_fingerprint:

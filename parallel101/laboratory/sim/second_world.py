@@ -89,7 +89,7 @@ class SecondGroups:
 
     @contextmanager
     def unrecorded(self, rank: VirtualRank) -> Iterator[None]:
-        """Inside, a rank of the run posts to the second world.
+        """Let a rank of the run post to the second world, inside the block.
 
         At the end it goes on at the time at which it entered.
         """

@@ -67,7 +67,7 @@ class NoEvents(list):
     """The record of a run that is not recorded."""
 
     def append(self, _: object) -> None:
-        """Forget it."""
+        """Forget an event."""
 
 
 @dataclass
@@ -204,7 +204,7 @@ def simulate(
 
 
 def _no_group(*_: Any) -> NoReturn:
-    """What init_process_group calls. (dist.new_group asks the default group.)"""
+    """Refuse init_process_group, which calls this. (dist.new_group asks the default group.)"""
     raise RuntimeError(
         "backend 'sim' cannot be used with init_process_group: call parallel101.launch(..., "
         "backend='sim')"

@@ -49,7 +49,7 @@ class Keys:
 
 
 class KeyWait:
-    """A rank waits in a store's `method` until `is_there` is true."""
+    """The wait of a rank in a store's `method`, until `is_there` is true."""
 
     def __init__(self, rank: VirtualRank, method: str, is_there: Callable[[], bool]):
         self.rank = rank
@@ -133,7 +133,7 @@ class SimStore(dist.Store):
     # ---- how ----
 
     def _rank(self, method: str) -> VirtualRank:
-        """The rank that calls, at its own time."""
+        """Return the rank that calls, once the world's time has reached its own."""
         rank = recorder()
         if not isinstance(rank, VirtualRank):
             raise RuntimeError(
@@ -179,7 +179,7 @@ class SimStores:
         ports = iter(range(1 << 16, 1 << 30))  # for port 0: real ones are smaller
 
         class SimTCPStore(SimStore):
-            """In place of torch's TCPStore. A port is only a name here."""
+            """A store in place of torch's TCPStore. A port is only a name here."""
 
             def __init__(
                 self,
@@ -202,14 +202,14 @@ class SimStores:
                     )
 
         class SimFileStore(SimStore):
-            """In place of torch's FileStore, without the file."""
+            """A store in place of torch's FileStore, without the file."""
 
             def __init__(self, file_name: str, world_size: int = -1):
                 self.path = os.path.abspath(file_name)
                 super().__init__(named.setdefault((self.path,), Keys()))
 
         class SimHashStore(SimStore):
-            """In place of torch's HashStore, which each process has for itself."""
+            """A store in place of torch's HashStore, which each process has for itself."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -222,7 +222,7 @@ class SimStores:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the program's stores are these."""
+        """Let the program use these stores, inside the block."""
         before = [
             (module, name, getattr(module, name))
             for module in (dist, c10d, rendezvous)

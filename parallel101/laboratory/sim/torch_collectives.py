@@ -1,4 +1,4 @@
-"""What torch's own collectives do on the sim: which bytes move where, and how long it takes.
+"""Carries out torch's own collectives on the sim: the bytes they move, and the time they take.
 
 A collective starts when the last rank has called it, and takes as long as a ring algorithm. p is
 the number of ranks and V the total number of bytes (the largest that any rank puts in or gets out).
@@ -39,7 +39,7 @@ class Buffer(NamedTuple):
     dtype: torch.dtype
 
     def values(self) -> torch.Tensor:
-        """This memory as a new flat tensor.
+        """Return this memory as a new flat tensor.
 
         It lacks the autograd history, version counter and subclass of the rank's own tensor.
         """
@@ -64,7 +64,7 @@ class Buffers(NamedTuple):
 
 
 def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
-    """The buffers of one rank's call of the process group's `method`."""
+    """Return the buffers of one rank's call of the process group's `method`."""
     spec = COLLECTIVES[method]
     kind = spec.kind
     if kind == "barrier":
@@ -91,7 +91,7 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
 
 
 def check_counts(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) -> None:
-    """Raises ValueError, as gloo does, for a list that hasn't one tensor for each rank."""
+    """Raise ValueError, as gloo does, for a list that hasn't one tensor for each rank."""
     for given in buffers:
         sides = {"inputs": given.inputs, "outputs": given.outputs}
         for side in _SPREAD.get(kind, ()):
@@ -121,7 +121,7 @@ def whole(tensor: torch.Tensor) -> Buffer:
 
 
 def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffer]:
-    """The tensor split along dim 0 into p pieces, equally or with the given numbers of rows."""
+    """Split a tensor along dim 0 into p pieces, equally or with the given numbers of rows."""
     if layout(tensor) and not str(layout(tensor)).startswith("dim order (0,"):
         raise ValueError("Tensors must be contiguous, as they are split along dim 0")
     if not rows:
@@ -161,7 +161,7 @@ class Move(NamedTuple):
 
 
 def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move]:
-    """Which rank gets what from which ranks."""
+    """Return the moves of a collective: which rank gets what from which ranks."""
     moves: list[Move] = []
     for me, own in enumerate(ranks):
         if kind == "all_reduce" or (kind == "reduce" and me == root):
@@ -221,7 +221,7 @@ _BITWISE = ("band", "bor", "bxor")
 
 
 def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
-    """The all-reduce of sparse tensors: each rank's becomes the sum, coalesced, as on gloo."""
+    """All-reduce sparse tensors: each rank's becomes the sum, coalesced, as on gloo."""
     for tensors in zip(*ranks, strict=True):
         first, *others = (tensor.detach().coalesce() for tensor in tensors)
         total = sum(others, start=first).coalesce()
@@ -232,7 +232,7 @@ def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
 def check_reduction(
     op: str, tensors: Iterable[torch.Tensor], averages_integers: bool = False
 ) -> None:
-    """Raises ValueError for a reduction that these tensors do not have.
+    """Raise ValueError for a reduction that these tensors do not have.
 
     Args:
         averages_integers: as NCCL does (ncclDevSumPostDiv in its src/enqueue.cc); gloo raises a
@@ -257,7 +257,7 @@ def check_reduction(
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction of all ranks' values, from rank 0 upwards, in their own dtype."""
+    """Return the reduction of all ranks' values, from rank 0 upwards, in their own dtype."""
     total = values[0].clone()
     for value in values[1:]:
         total = _REDUCTIONS[op](total, value)
@@ -272,7 +272,7 @@ def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def duration(kind: str, ranks: Sequence[int], nbytes: int, route: Router) -> float:
-    """The seconds that the collective takes, by the closed forms above."""
+    """Return the seconds that the collective takes, by the closed forms above."""
     p = len(ranks)
     if p == 1:
         return 0.0

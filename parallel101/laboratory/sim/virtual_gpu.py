@@ -54,7 +54,7 @@ aten = torch.ops.aten
 
 
 class GpuCount(NamedTuple):
-    """What one rank's virtual GPU did in a run."""
+    """The work of one rank's virtual GPU in a run."""
 
     flops: int  # floating-point operations of matrix products and attention
     busy: float  # seconds in which it computed
@@ -62,7 +62,7 @@ class GpuCount(NamedTuple):
 
 
 class KnownOperation(NamedTuple):
-    """What an operation did when it was first called with arguments of these shapes."""
+    """The effects of an operation at its first call with arguments of these shapes."""
 
     kernel: OperationCost
     # of each output: (size, stride, dtype) of a new tensor, or which argument it is
@@ -79,7 +79,7 @@ class _AliveStorage(weakref.ref):
 
 
 class VirtualGPU(torch_private.DispatchMode):
-    """Inside, this thread's operations on meta tensors move its rank's clock, and are counted.
+    """Counts this thread's operations on meta tensors inside, and moves its rank's clock.
 
     What an operation costs, and which tensors it returns, depends on its arguments' shapes. It is
     found out once and then remembered: torch itself takes up to 2 ms to find the shape of a meta
@@ -171,7 +171,7 @@ class VirtualGPU(torch_private.DispatchMode):
 
     @contextmanager
     def _span(self, name: str | None, labels: Mapping[str, Any]) -> Iterator[None]:
-        """Goes around a span of the program."""
+        """Go around a span of the program."""
         self._record_outside()
         if name == "forward" and not self._trains:
             self._trains, self.peak = True, self.live
@@ -182,7 +182,7 @@ class VirtualGPU(torch_private.DispatchMode):
             self._spans -= 1
 
     def _note(self, t: Tensor) -> None:
-        """From now on the storage of this tensor counts, until nothing holds it."""
+        """Count the storage of this tensor from now on, until nothing holds it."""
         storage = t.untyped_storage()
         key = id(storage)  # the same as long as its memory
         if key in self._alive:
@@ -205,7 +205,7 @@ MOST_KNOWN = 50_000
 
 
 def key_of(value: Any) -> Any:
-    """What of an argument decides what an operation costs and returns."""
+    """Return the part of an argument that decides what an operation costs and returns."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, list | tuple):
@@ -234,7 +234,7 @@ def numbers_needed(what: str) -> RuntimeError:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Adds NO_NUMBERS to errors of torch about the meta device or a missing GPU."""
+    """Add NO_NUMBERS to errors of torch about the meta device or a missing GPU."""
     try:
         yield
     except Exception as error:
@@ -254,8 +254,9 @@ def on_two_devices(func: Any) -> RuntimeError:
 
 
 def called(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Call an operation, and return what it returns. What doesn't work on the meta device is an
-    error that says so.
+    """Call an operation, and return its result.
+
+    An operation that doesn't work on the meta device raises an error that says so.
     """
     try:
         return func(*args, **kwargs)
@@ -281,7 +282,7 @@ def has_numbers(args: tuple) -> bool:
 
 
 def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> KnownOperation:
-    """What to remember of an operation that has returned `out`."""
+    """Return what to remember of an operation that has returned `out`."""
     if func.namespace == "_c10d_functional":
         raise NotImplementedError(
             f"{func} was called on the meta device, where torch's functional collectives (and so "
@@ -337,8 +338,9 @@ _lock, _users, _changes = threading.Lock(), [0], ExitStack()
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Inside, meta tensors have the fused kernels that they don't have in torch: in all threads, as
-    long as one is inside.
+    """Give meta tensors the fused kernels that torch lacks for them, inside the block.
+
+    They hold in all threads, as long as one is inside.
     """
     with _lock:
         _users[0] += 1
@@ -364,7 +366,7 @@ _format, _init_autocast = Tensor.__format__, torch.autocast.__init__
 
 
 def _formatted(x: Tensor, spec: str) -> str:
-    """As f"{x:.3f}"."""
+    """Format a tensor as f"{x:.3f}" does."""
     if spec and x.is_meta:
         raise numbers_needed(f"The format {spec!r}")
     return _format(x, spec)
@@ -377,7 +379,7 @@ def _autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> None:
-    """As torch.autocast(…)."""
+    """Initialize torch.autocast(…). If it is enabled, raise an error."""
     if enabled:
         raise RuntimeError(
             "torch.autocast does nothing on the meta device, and so on virtual GPUs: expected a "
@@ -402,7 +404,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As scaled_dot_product_attention, by the operations that torch runs on a GPU."""
+    """Run scaled_dot_product_attention by the operations that torch runs on a GPU."""
     if q.dim() != 4 or v.shape[-1] != q.shape[-1]:  # not fused there, either
         return aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -421,14 +423,16 @@ def _fused_attention(
 def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """As rms_norm, by the kernel of LayerNorm: it moves as many bytes, and keeps one number more
-    for each position. (torch has its own one for a GPU, but not for meta tensors.)
+    """Run rms_norm by the kernel of LayerNorm.
+
+    It moves as many bytes, and keeps one number more for each position. (torch has its own one for
+    a GPU, but not for meta tensors.)
     """
     return aten.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
 
 
 def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """As dropout, by the kernel that torch runs on a GPU: its mask has a byte a number."""
+    """Run dropout by the kernel that torch runs on a GPU: its mask has a byte a number."""
     return aten.native_dropout(x, p, train)[0] if train and p else x
 
 
@@ -440,8 +444,10 @@ FUSED: dict[Any, Callable[..., Any]] = {
 
 
 def composite(func: Any) -> Callable[..., Any] | None:
-    """What carries out an operation that torch makes of others, such as linear; None if it makes it
-    of none. Autograd takes them apart before they come here, but not in torch.inference_mode.
+    """Return the function that carries out an operation that torch makes of others, such as linear.
+
+    None if it makes it of none. Autograd takes them apart before they come here, but not in
+    torch.inference_mode.
     """
     if func in FUSED:
         return FUSED[func]

@@ -1,4 +1,4 @@
-"""What isend, irecv and async collectives return on the sim, with its torch future.
+"""The work that isend, irecv and async collectives return on the sim, with its torch future.
 
 It is a dist.Work whose wait() lets virtual time pass. A message's work is in message_matching.py, a
 collective's in group.py. This file has what they share.
@@ -54,7 +54,7 @@ class SimWork(_Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done.
+        """Return whether the work is done.
 
         If a rank asks twice at the same virtual time, time moves to the next event.
         """
@@ -92,7 +92,7 @@ class SimWork(_Work):
         return self.future
 
     def finish(self) -> None:
-        """The work is done: wake the rank that waits for it."""
+        """Note that the work is done, and wake the rank that waits for it."""
         self.done = True
         rank = self.rank
         if self.future is not None:
@@ -174,7 +174,7 @@ def wait_for_future(done: Callable[[], bool]) -> None:
 
 
 def poll_future() -> None:
-    """A rank asked whether a future is done, and it is not: see World.poll."""
+    """Handle a rank's question whether a future is done, while it is not: see World.poll."""
     rank = recorder()
     if isinstance(rank, VirtualRank) and rank.unfinished_futures:
         rank.world.poll(rank, rank.unfinished_futures[0])
