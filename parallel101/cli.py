@@ -105,7 +105,7 @@ EXAMPLES = {
 
 
 def _greeting(parser: argparse.ArgumentParser) -> str:
-    """The commands, what each does, and an example of each."""
+    """Return the help text: each command with an example and what it does."""
     (commands,) = (
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )

@@ -1,4 +1,4 @@
-"""What isn't part of the core: which extra brings which package, and the error that says so.
+"""Optional packages: which extra brings which package, and the error that names a missing extra.
 
     pip install parallel101              launch, collectives, trainers, record, simulator, pictures
     pip install "parallel101[lessons]"   notebooks, pages, plots and explorers, too
@@ -84,7 +84,7 @@ def needs_extra(what: str) -> Iterator[None]:
 
 
 def missing_packages(extra: str) -> list[str]:
-    """The packages of an extra that can't be imported here."""
+    """Return the packages of an extra that can't be imported here."""
     return [
         name
         for name in EXTRAS[extra]

@@ -71,7 +71,7 @@ def main(as_json: bool = False) -> int:
 
 
 def as_text(row: CheckResult) -> str:
-    """One row of the table, with its advice below it."""
+    """Return a row of the table as text, with its advice below it."""
     lines = textwrap.wrap(row.found, 100) or [""]
     if row.advice:
         lines += textwrap.wrap(f"→ {row.advice}", 100, subsequent_indent="  ")

@@ -338,7 +338,7 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _joined(directory: Path) -> JoinedFiles:
-    """The trace of a job's ranks, or the one that `parallel101 run --record` has joined."""
+    """Return the trace of a job's ranks, or the one that `parallel101 run --record` has joined."""
     from parallel101.laboratory.record.rank_files import JoinedFiles, join_rank_files
     from parallel101.laboratory.record.trace import Trace
 

@@ -47,7 +47,7 @@ def torchs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 @contextlib.contextmanager
 def torchs_context_parallel(length: int) -> Iterator[None]:
-    """Inside, F.scaled_dot_product_attention is torch's context parallel."""
+    """Replace F.scaled_dot_product_attention by torch's context parallel inside the block."""
     from torch.distributed.tensor.experimental import context_parallel
 
     device = torch.get_default_device().type
@@ -115,7 +115,7 @@ def rows(rounds: list[dict[str, float]]) -> Iterator[tuple[str, ...]]:
 
 
 def time_sides(rounds: int) -> tuple[list[dict[str, float]], dict[str, str]]:
-    """Seconds of each way in each round, and why ways don't run, by their names."""
+    """Return the seconds of each side in each round, and why a side doesn't run, by its name."""
     torch.manual_seed(0)
     whole = [torch.randn(SHAPE) for _ in range(3)]
     reasons, inputs = {}, {}
@@ -144,7 +144,7 @@ def timed(side: AttentionSide, inputs: list[Tensor]) -> float:
 
 
 def part_of(x: Tensor, part: str) -> Tensor:
-    """This rank's part of (batch, heads, time, width)."""
+    """Return this rank's part of a tensor (batch, heads, time, width)."""
     if part == "heads":
         return x.chunk(dist.get_world_size(), 1)[dist.get_rank()]
     return x[:, :, p101.context_positions(x.shape[2], layout=part, device=x.device)]

@@ -27,7 +27,7 @@ class BenchmarkReport:
         self.lines: list[str] = []
 
     def machine(self) -> None:
-        """The title, and a table of the date, the machine and the versions."""
+        """Add the title, and a table of the date, the machine and the versions."""
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         self._print("# Benchmarks\n")
         self._print(f"Written by `parallel101 bench {' '.join(sys.argv[2:])}`".rstrip() + ".\n")
@@ -79,13 +79,12 @@ class BenchmarkReport:
 
 
 def median_and_range(values: Sequence[float]) -> tuple[str, str]:
-    """Two cells of a table: the median in bold, and the least and the greatest value."""
+    """Return two cells of a table: the median in bold, and the least and the greatest value."""
     return f"**{statistics.median(values):.2f}**", f"{min(values):.2f} … {max(values):.2f}"
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[str, str]:
-    """The median, in bold, and the interval that has the median of many such values in 95 of 100
-    cases.
+    """Return the median in bold, and its 95 % confidence interval.
 
     How many of n values are below the true median is a binomial number, whose standard deviation is
     √n / 2 (sign test). The interval is that of all values if there are few.

@@ -147,7 +147,9 @@ def _rows(
 
 
 def time_rounds(name: str, nbytes: int, rounds: int, port: int) -> list[tuple[float, ...]]:
-    """Seconds per call of (ours, torch's on spawned ranks, torch's on our ranks), for each round.
+    """Return the seconds per call of (ours, torch's spawned, torch's on our ranks), for each round.
+
+    Torch's function is timed twice: on spawned ranks, and on ours.
 
     Every launched rank calls this.
     """
@@ -164,7 +166,7 @@ def time_rounds(name: str, nbytes: int, rounds: int, port: int) -> list[tuple[fl
 
 
 def time_torchs(name: str, nbytes: int, *, calls: int) -> float:
-    """Seconds per call of torch's own function, on the ranks that call this."""
+    """Return the seconds per call of torch's own function, on the ranks that call this."""
     rank, n, x = dist.get_rank(), dist.get_world_size(), _input(name, nbytes)
     return _timed(lambda: COMPARISONS[name].torchs(x, rank, n), calls)
 
@@ -175,7 +177,7 @@ def _input(name: str, nbytes: int) -> torch.Tensor:
 
 
 def _timed(side: Callable[[], object], calls: int) -> float:
-    """Seconds per call, between two barriers."""
+    """Return the seconds per call, measured between two barriers."""
     synchronize()
     began = time.perf_counter()
     for _ in range(calls):
@@ -185,7 +187,7 @@ def _timed(side: Callable[[], object], calls: int) -> float:
 
 
 def _slowest(seconds: float) -> float:
-    """The slowest rank's time: all ranks must compute the same number of calls from it."""
+    """Return the slowest rank's time: all ranks must derive the same number of calls from it."""
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()

@@ -119,7 +119,7 @@ def row(
     peer: str = "",
     theirs: Sequence[float] = (),
 ) -> TableRow:
-    """A row of the table.
+    """Return a row of the table.
 
     Frames per second must be at least `limit`, and everything else at most that.
     """
@@ -141,7 +141,7 @@ def row(
 
 
 def number(value: float) -> str:
-    """Three digits, and of large numbers all before the point: 0.525, 37.1, 1,190."""
+    """Return a number with three digits, or a large one without a fraction: 0.525, 37.1, 1,190."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
@@ -175,7 +175,7 @@ def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
 
 
 def contributions(run: Run) -> list[np.ndarray]:
-    """The number of ranks whose data is in each chunk of each rank: ranks × chunks.
+    """Return, as ranks × chunks, the number of ranks whose data each chunk of a rank contains.
 
     It is counted at the start and after each step.
     """
@@ -189,7 +189,7 @@ def contributions(run: Run) -> list[np.ndarray]:
 
 
 def matplotlibs_player(states: Sequence[np.ndarray]) -> str:
-    """The same steps as HTML with matplotlib's controls, a frame for each."""
+    """Return the steps as HTML with matplotlib's controls, one frame for each."""
     figure = Figure(figsize=(5, 5))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="chunk", ylabel="rank")
@@ -209,7 +209,7 @@ def matplotlibs_player(states: Sequence[np.ndarray]) -> str:
 def playing_rows(
     browser: Browser, run: Run, folder: Path, seconds: float, rounds: int
 ) -> Iterator[TableRow]:
-    """Frames per second while the animation plays and, in turn, while nothing does."""
+    """Yield the frames per second while the animation plays and, in turn, while nothing does."""
     page, blank = run.animate().save(folder / "ring.html"), folder / "blank.html"
     blank.write_text(BLANK)
     ours, theirs = [], []
@@ -248,7 +248,7 @@ def long_run_row(browser: Browser, folder: Path, steps: int, rounds: int) -> Tab
 
 
 def long_record(steps: int) -> Trace:
-    """The record of a run of two ranks: 100 steps, again and again.
+    """Return the record of a run of two ranks: 100 steps, again and again.
 
     It is as large as the one that `parallel101 run` makes of DDP with four buckets.
     """

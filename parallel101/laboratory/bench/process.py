@@ -1,4 +1,4 @@
-"""What a benchmark does in the process of one rank, whether launch or torch has started it."""
+"""Helpers for one rank's process in a benchmark, whether launch or torch has started it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def synchronize() -> None:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has had so far, in bytes.
+    """Return the most memory that this process has had so far, in bytes.
 
     (The system counts it in KiB on Linux and in bytes on macOS.)
     """

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row_lines(rows: Sequence[PublishedError]) -> list[str]:
-    """A Markdown table with a line for each row."""
+    """Return a Markdown table with a line for each row."""
     lines = [
         "| model | layout | measured, s | predicted, s | error |",
         "| --- | --- |" + " ---: |" * 3,
@@ -73,7 +73,7 @@ def row_lines(rows: Sequence[PublishedError]) -> list[str]:
 
 
 def group_lines(rows: Sequence[PublishedError]) -> list[str]:
-    """A Markdown table with a line for each value of each of GROUPS."""
+    """Return a Markdown table with a line for each value of each of GROUPS."""
     lines = ["| | rows | median error | mean | worst | mean with its sign |"]
     lines.append("| --- |" + " ---: |" * 5)
     for name, key in GROUPS.items():

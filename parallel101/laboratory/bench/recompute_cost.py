@@ -61,7 +61,7 @@ def rows(peaks: dict[str, int], rounds: list[dict[str, float]]) -> Iterator[tupl
 
 
 def time_ways(rounds: int) -> tuple[dict[str, int], list[dict[str, float]]]:
-    """Bytes of activations at the peak by way, and its seconds in each round."""
+    """Return the peak bytes of activations of each way to train, and its seconds in each round."""
     torch.manual_seed(0)
     text = torch.randint(SIZES["vocabulary"], (BATCH, SIZES["context"] + 1))
     batch = text[:, :-1], text[:, 1:]

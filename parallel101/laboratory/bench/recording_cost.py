@@ -56,7 +56,7 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
 
 
 def measure_steps(report: BenchmarkReport, timer: JobTimer, quick: bool) -> None:
-    """A table of the time of a step, and its ratio to torchrun alone in the same round."""
+    """Add a table of the time of a step, and of its ratio to torchrun alone in the same round."""
     steps, rounds = (2, 3) if quick else (10, 60)
     names = [ALONE, WATCHED, RECORDED]
     for name in names:
@@ -88,7 +88,7 @@ def measure_steps(report: BenchmarkReport, timer: JobTimer, quick: bool) -> None
 
 
 def round_trips(count: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds per round trip, for each round.
+    """Return the seconds per round trip, for each round.
 
     Each is (through launch's group, through torch's backend inside it).
     """

@@ -34,7 +34,7 @@ Side = Callable[[nn.Module], TrainingStep]
 
 
 class TrainingTable(NamedTuple):
-    """What is compared in one table."""
+    """The sides that one table compares."""
 
     title: str
     sides: dict[str, Side]
@@ -50,7 +50,7 @@ def whole_model(width: int = WIDTH) -> nn.Sequential:
 
 
 def batch_of_rank(cut: bool, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-    """Inputs and targets: this rank's share, or the whole batch."""
+    """Return inputs and targets: this rank's share if `cut`, otherwise the whole batch."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     inputs, targets = (torch.randn(BATCH, width, generator=generator) for _ in range(2))
     if cut:
@@ -64,7 +64,7 @@ def adamw(parameters) -> torch.optim.Optimizer:
 
 
 def alone(model: nn.Module, loss_fn: Callable[..., Tensor] = mse_loss) -> TrainingStep:
-    """Train without communication: the rest of the step."""
+    """Return a training step without communication, to time the rest of a step."""
     optimizer = adamw(model.parameters())
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def sharded(zero_stage: int) -> Side:
 
 
 def tensor_alone(model: nn.Module) -> TrainingStep:
-    """This rank's part of each layer, whose results nobody adds up."""
+    """Return a step of this rank's part of each layer, whose results nobody adds up."""
     n = dist.get_world_size()
     linears = [layer for layer in model if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
     sizes = [
@@ -147,7 +147,7 @@ def tensor_parallel(model: nn.Module) -> TrainingStep:
 
 
 def pipeline_alone(model: nn.Module) -> TrainingStep:
-    """This rank's layers with all microbatches, without waiting for other ranks."""
+    """Return a step of this rank's layers on all microbatches, without waiting for other ranks."""
     module = stage_module(model, dist.get_rank(), dist.get_world_size())
     optimizer = adamw(module.parameters())
 
@@ -161,7 +161,7 @@ def pipeline_alone(model: nn.Module) -> TrainingStep:
 
 
 def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
-    """The layers of one of `stages` equal stages."""
+    """Return the layers of one of `stages` equal stages."""
     layers = list(model.children())
     each = len(layers) // stages
     return nn.Sequential(*layers[stage * each : (stage + 1) * each])
@@ -170,7 +170,7 @@ def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
 def torchs_pipeline(
     schedule: str, stages_of_rank: Callable[[int, int], Sequence[int]] | None = None
 ) -> Side:
-    """A schedule of torch.distributed.pipelining, by name.
+    """Return the side that runs a schedule of torch.distributed.pipelining, given by name.
 
     `stages_of_rank`: (rank, ranks) → its global stages, if it has several.
     """

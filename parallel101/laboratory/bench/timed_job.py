@@ -32,7 +32,7 @@ SCRIPT = "parallel101.laboratory.bench.timed_script"
 
 
 class TimedStep(NamedTuple):
-    """Of one training step, on rank 0."""
+    """The time of one training step on rank 0."""
 
     seconds: float
     cpu: float  # seconds of CPU time of the whole process
@@ -79,7 +79,7 @@ class JobTimer:
         self.turns = dict.fromkeys(jobs, 0)
 
     def step(self, name: str, count: int) -> TimedStep:
-        """The time of a step, as the mean over `count` of them.
+        """Return the time of a step, as the mean over `count` steps.
 
         Raises RuntimeError if the job has ended.
         """
@@ -93,7 +93,7 @@ class JobTimer:
 
 
 def train_when_asked(port: int, name: str) -> None:
-    """What each rank of a job does."""
+    """Train whenever the job is asked to; each rank of a job runs this."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
     step, turn = ddp(whole_model(WIDTH)), 1

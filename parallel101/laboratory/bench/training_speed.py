@@ -80,7 +80,7 @@ def _rows(
 
 
 def time_rounds(table: str, rounds: int) -> list[list[float]]:
-    """Seconds per step of each side, for each round."""
+    """Return the seconds per step of each side, for each round."""
     _, sides, _, cut = TABLES[table]
     batch = batch_of_rank(cut)
     steps = [side(whole_model()) for side in sides.values()]
@@ -91,7 +91,7 @@ def time_rounds(table: str, rounds: int) -> list[list[float]]:
 
 
 def peak_bytes(table: str, name: str) -> int:
-    """Bytes by which the steps of a side raise the peak memory of this process.
+    """Return the bytes by which the steps of a side raise the peak memory of this process.
 
     On GPUs it is the peak of what torch has allocated.
     """

@@ -83,7 +83,7 @@ def row(name: str, times: list[tuple[float, float]]) -> tuple[str, ...]:
 
 
 def time_rounds(name: str, rounds: int) -> list[tuple[float, float]]:
-    """Seconds of a verification, and of one process's step, for each round."""
+    """Return the seconds of a verification, and of one process's step, for each round."""
     return time_both(LAYOUTS[name](GPT(CONFIG), next_token_loss, adamw), rounds)
 
 

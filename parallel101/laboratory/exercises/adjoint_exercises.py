@@ -1,4 +1,4 @@
-"""What exercises on collectives with a backward share: the run, its checks, and usual mistakes.
+"""Shared code of exercises on collectives with a backward: the run, its checks, usual mistakes.
 
 The learner's function takes x and returns y, with a backward that autograd calls. A case holds what
 is right, and what the usual mistakes would give, so that they can be named.
@@ -48,7 +48,10 @@ def forward_and_backward(function: Callable, x: Tensor, g: Tensor, *rest: Any) -
 
 
 def right_both_ways(says: str) -> Check:
-    """A check: y and the gradient are right on every rank, y is new, and x and g are untouched."""
+    """Return a check that y and the gradient are right everywhere.
+
+    On every rank, y must also be a new tensor, and x and g must be untouched.
+    """
 
     def wrong(trial: Trial) -> str | None:
         for rank, (found, expected) in enumerate(
@@ -76,12 +79,15 @@ def right_both_ways(says: str) -> Check:
 
 
 def total(trial: Trial) -> int:
-    """Bytes that all ranks send together, forward and backward."""
+    """Return the bytes that all ranks send together, forward and backward."""
     return sum(communicated(trial))
 
 
 def bytes_in_total(says: str) -> Check:
-    """A check: the ranks send at most case.facts["bytes"] together, and 64 more for each rank."""
+    """Return a check that limits the bytes of all ranks together.
+
+    They may send case.facts["bytes"], and 64 more for each rank.
+    """
 
     def wrong(trial: Trial) -> str | None:
         sent, most = total(trial), trial.case.facts["bytes"]
@@ -95,7 +101,7 @@ def bytes_in_total(says: str) -> Check:
 
 
 def least_received(case: Case) -> Sequence[int]:
-    """The bytes that each rank needs, by rank: case.facts["least"]."""
+    """Return the bytes that each rank must receive, by rank: case.facts["least"]."""
     return case.facts["least"]
 
 
@@ -103,7 +109,10 @@ def least_received(case: Case) -> Sequence[int]:
 
 
 def wrong_parts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, int, int, Any]]:
-    """Each wrong y (part 0) and gradient (part 1) of a run that ended: trial, rank, part, value."""
+    """Yield (trial, rank, part, value) for each wrong y (part 0) and gradient (part 1).
+
+    Only runs that ended without an error are looked at.
+    """
     for trial in trials:
         if trial.error is None:
             for rank, (found, expected) in enumerate(
@@ -116,7 +125,7 @@ def wrong_parts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, int, int, Any]
 
 
 def gives(name: str) -> Callable[[Sequence[Trial]], bool]:
-    """Whether each wrong value is one that this mistake gives.
+    """Return a test of whether every wrong value is one that this mistake gives.
 
     case.facts[name] has, by rank, the possible values of y and those of the gradient.
     """
@@ -132,13 +141,13 @@ def gives(name: str) -> Callable[[Sequence[Trial]], bool]:
 
 
 def no_gradient(trials: Sequence[Trial]) -> bool:
-    """Whether y is right everywhere, and has no backward on any rank."""
+    """Return whether y is right everywhere, and has no backward on any rank."""
     wrong = list(wrong_parts(trials))
     return bool(wrong) and all(part == 1 and found is None for _, _, part, found in wrong)
 
 
 def shares_memory(trials: Sequence[Trial]) -> bool:
-    """Whether all values are right, but some y has the memory of its x."""
+    """Return whether all values are right, but some y has the memory of its x."""
     values_right = not any(True for _ in wrong_parts(trials))
     return values_right and any(
         isinstance(found, tuple | list) and found[2:] and not found[2]
@@ -149,7 +158,10 @@ def shares_memory(trials: Sequence[Trial]) -> bool:
 
 
 def only_equal_blocks(trials: Sequence[Trial]) -> bool:
-    """Right wherever all blocks are equally large, and wrong, or ended early, only where not."""
+    """Return whether the runs with equal blocks are right, and some other run is not.
+
+    A run that isn't right has wrong values or ended early.
+    """
     several = [trial for trial in trials if trial.world_size > 1]
     equal = [trial for trial in several if len(set(trial.case.facts["sizes"])) == 1]
     return bool(equal) and bool(failed(several)) and all(map(right, equal))

@@ -1,4 +1,4 @@
-"""What exercises on attention over several ranks share: blocks of attention, cases and mistakes.
+"""Shared code of exercises on attention over several ranks: blocks, cases and mistakes.
 
 The time is cut over the ranks. A rank's queries meet the keys of every rank, block by block:
 
@@ -34,7 +34,7 @@ Seen = Callable[[Sequence[Trial]], bool]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """Attention of some queries to a block of keys: out, and the log of the sum of exp(score).
+    """Return the attention of queries to a block of keys: out, and the log-sum-exp of the scores.
 
     With `causal`, query i sees the block's keys 0 to i.
     """
@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to dq, dk and dv, if `out` and `lse` are those of the whole row."""
+    """Return what a block adds to dq, dk and dv, given `out` and `lse` of the whole row."""
     weights = (_scores(q, k, causal) - lse[..., None]).exp()
     row = (dout * out).sum(-1, keepdim=True)
     dscores = weights * (dout @ v.mT - row) / math.sqrt(q.shape[-1])
@@ -62,7 +62,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
-    """The attention to several blocks together, from that to each of them."""
+    """Return the attention to several blocks together, given the attention to each of them."""
     outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
     lse = lses.logsumexp(0)
     return ((lses - lse).exp()[..., None] * outs).sum(0), lse
@@ -108,7 +108,10 @@ class AttentionBlocks:
             self.peak = max(self.peak, self._alive())
 
     def _alive(self) -> int:
-        """Of each storage, the blocks that were computed with."""
+        """Return the bytes of other ranks' blocks that are alive.
+
+        A storage counts only the blocks that were computed with, and no more bytes than it has.
+        """
         return sum(
             min(storage.nbytes(), sum(places.values()))
             for ref, places in self.others.items()
@@ -147,14 +150,14 @@ class Cut:
         return [[block.clone() for block in tensor.split(self.sizes, 1)] for tensor in whole]
 
     def part(self, rank: int, other: int, causal: bool | None = None) -> Partial:
-        """This rank's queries and the other's keys."""
+        """Return the attention of `rank`'s queries to the keys of `other`."""
         causal = rank == other if causal is None else causal
         return attend(self.q[rank], self.k[other], self.v[other], causal)
 
     def part_backward(
         self, rank: int, other: int, causal: bool | None = None, out_lse: Partial | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What they add to dq of the rank, and to dk and dv of the other."""
+        """Return what these two parts add to dq of `rank`, and to dk and dv of `other`."""
         causal = rank == other if causal is None else causal
         out, lse = out_lse or (self.out[rank], self.lse[rank])
         return attend_backward(
@@ -168,12 +171,12 @@ class Cut:
 
 
 def block_bytes(sizes: Sequence[int]) -> int:
-    """K and V of the longest part of the sequence."""
+    """Return the bytes of K and V of the longest part of the sequence."""
     return 2 * HEADS * max(sizes) * WIDTH * ITEM
 
 
 def block_a_second(sizes: Sequence[int]) -> Network:
-    """Links that carry K and V of the longest part in one second."""
+    """Return links that carry K and V of the longest part in one second."""
     return Network(latency=0.0, bandwidth=block_bytes(sizes))
 
 
@@ -181,7 +184,7 @@ def block_a_second(sizes: Sequence[int]) -> Network:
 
 
 def never_called(trial: Trial) -> str | None:
-    """A rank that did a block's work without the function that it was given for it."""
+    """Return a sentence about a rank that never called the function it was given; else None."""
     for rank, (*_, calls) in enumerate(trial.results):
         if not calls:
             return f"rank {rank} never called the function that it was given for a block"
@@ -189,9 +192,9 @@ def never_called(trial: Trial) -> str | None:
 
 
 def few_blocks(says: str) -> Check:
-    """At most three ranks' K and V, besides the rank's own.
+    """Return a check that a rank holds at most three other ranks' K and V at once.
 
-    They are: the one in use, the one before, and a copy.
+    These are the one in use, the one before, and a copy.
     """
 
     def wrong(trial: Trial) -> str | None:
@@ -208,7 +211,7 @@ def few_blocks(says: str) -> Check:
 
 
 def all_gathered(trials: Sequence[Trial]) -> bool:
-    """Whether all is right, but some rank holds more than a few blocks."""
+    """Return whether everything is right, but some rank holds more than a few blocks."""
     return (
         bool(trials)
         and not failed(trials)
@@ -221,7 +224,7 @@ def all_gathered(trials: Sequence[Trial]) -> bool:
 
 
 def gives(fact: str, *parts: int, equal: bool = False) -> Seen:
-    """Whether one of the values of case.facts[fact] explains every wrong run.
+    """Return a test of whether one of the values of case.facts[fact] explains every wrong run.
 
     facts[fact] is a list of forms of the mistake. A form has, by rank, the values that these parts
     of the rank's result then have. All runs must show the same form. With `equal`, only runs whose
@@ -248,7 +251,7 @@ def gives(fact: str, *parts: int, equal: bool = False) -> Seen:
 
 
 def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
-    """Whether these parts of every wrong run's results are right."""
+    """Return whether these parts of every wrong run's results are right."""
     return all(
         is_close(found[part], expected[part])
         for trial in wrong_trials(trials)
@@ -258,7 +261,7 @@ def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
 
 
 def only_large_overflow(trials: Sequence[Trial]) -> bool:
-    """Whether only large scores go wrong, with numbers that are infinite or NaN."""
+    """Return whether only large scores go wrong, with numbers that are infinite or NaN."""
     wrong = wrong_trials(trials)
     return bool(wrong) and all(
         trial.case.facts["large"]
@@ -272,7 +275,10 @@ def only_large_overflow(trials: Sequence[Trial]) -> bool:
 
 
 def unpacked(found: Any, count: int) -> list[Any]:
-    """What a learner's function returned, as a list of so many parts."""
+    """Return a learner's result as a list of `count` parts.
+
+    If it doesn't have that many, the first part is the result itself, and the others are None.
+    """
     if isinstance(found, list | tuple) and len(found) == count:
         return [part.detach() if isinstance(part, Tensor) else part for part in found]
     return [found, *[None] * (count - 1)]

@@ -179,7 +179,7 @@ class Hunt:
 
     @property
     def trace(self) -> Trace:
-        """The record of the run. Of a run that hangs: until then."""
+        """The record of the run; if the run hangs, up to that moment."""
         return self._ran[0]
 
     @property
@@ -188,7 +188,7 @@ class Hunt:
         return self._ran[1]
 
     def records(self) -> list[list[dict[str, Any]]]:
-        """What each rank did, in the order of its program: calls, or values that it wrote down."""
+        """Return the calls of each rank, or the values that it wrote down, in program order."""
         if self.kind == "wrong":
             return self._ran[2]
         rows: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
@@ -211,7 +211,7 @@ def _row(event: Event, ended: bool) -> dict[str, Any]:
 
 
 def hunt(kind: str, seed: str, cause: str | None = None, rank: int | None = None) -> Hunt:
-    """The program that belongs to a seed.
+    """Return the program that belongs to a seed.
 
     Args:
         kind: "hang", "slow" or "wrong".
@@ -233,7 +233,7 @@ def hunt(kind: str, seed: str, cause: str | None = None, rank: int | None = None
 
 
 def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
-    """The program, with its functions in some order and some comments, and its marked lines."""
+    """Return the program, with its functions and comments shuffled, and its marked lines."""
     if kind == "wrong":
         parts, main = [WATCH, AVERAGE, UPDATE], TRAIN
     else:
@@ -265,12 +265,15 @@ def _shuffled(draw: Draw, items: list[str]) -> list[str]:
 
 
 def _table(steps: int, n: int, value: Any) -> list[list[Any]]:
-    """By step and rank."""
+    """Return a table [step][rank] in which every entry is `value`."""
     return [[value for _ in range(n)] for _ in range(steps)]
 
 
 def _plan(draw: Draw, n: int, steps: int) -> dict[str, Any]:
-    """What each rank does in a program without a fault. Compute differs by a few percent."""
+    """Return the plan of a program without a fault: the actions of each rank in each step.
+
+    The seconds of computing differ by a few percent.
+    """
     return {
         "steps": steps,
         "seconds": [

@@ -1,4 +1,4 @@
-"""What the estimates of homework 9 should be: a function for each number, by its name.
+"""The formulas of homework 9's estimates: a function for each number, by its name.
 
 These answers are open: learners have this file, since their own check needs it. No rank imports it,
 so a program can't ask it. estimate_exercises.py imports it in the grader.
@@ -23,7 +23,7 @@ WEIGHTS = 12  # of a layer, in units of h²
 
 
 def parameters(facts: Facts) -> float:
-    """Of the embedding and the layers of the first stage, on each GPU."""
+    """Return the parameters of the embedding and the first stage's layers, on each GPU."""
     h, layers = facts["width"], facts["layers"] / facts["pp"]
     return (facts["vocabulary"] * h + WEIGHTS * h**2 * layers) / facts["tp"]
 
@@ -41,18 +41,18 @@ def optimizer(facts: Facts, _: Said) -> float:
 
 
 def of_layer(facts: Facts) -> float:
-    """All that a layer keeps of one microbatch."""
+    """Return the bytes that a layer keeps of one microbatch."""
     sbh = facts["time"] * facts["microbatch"] * facts["width"]
     return 8 * sbh / outside(facts) + 24 * sbh / facts["tp"]
 
 
 def outside(facts: Facts) -> int:
-    """By how much activations are cut that tensor parallel leaves whole."""
+    """Return the number of parts of the activations that plain tensor parallelism leaves whole."""
     return facts["tp"] if facts["sequence_parallel"] else 1
 
 
 def layers_kept(facts: Facts) -> float:
-    """Layers whose activations are kept at once, each for one microbatch."""
+    """Return the number of layers whose activations are kept at once, each for one microbatch."""
     stages, chunks = facts["pp"], facts["chunks"]
     if chunks == 1:
         return facts["layers"] / stages * min(stages, facts["microbatches"])
@@ -66,7 +66,7 @@ def activations(facts: Facts, _: Said) -> float:
 
 
 def activations_input_once(facts: Facts, _: Said) -> float:
-    """The same, if the layer that is computed again uses the input that it has kept."""
+    """Return `activations`, if the layer that is computed again uses the input that it has kept."""
     twice = layer_input(facts) if facts["recompute"] == "full" else 0.0
     return activations(facts, _) - twice
 
@@ -79,23 +79,26 @@ def layer_input(facts: Facts) -> float:
 
 
 def forward(facts: Facts) -> float:
-    """Operations of one layer's forward pass, for one microbatch."""
+    """Return the operations of one layer's forward pass, for one microbatch."""
     b, s, h = facts["microbatch"], facts["time"], facts["width"]
     return 2 * WEIGHTS * b * s * h**2 + 4 * b * s**2 * h
 
 
 def passes(facts: Facts) -> int:
-    """Forward, and backward for two; recomputation is another forward."""
+    """Return the passes of a microbatch through a layer, in forward passes.
+
+    Backward counts as two, and recomputation as another forward.
+    """
     return 4 if facts["recompute"] == "full" else 3
 
 
 def layers_here(facts: Facts) -> float:
-    """Passes of one microbatch through one layer that a GPU makes in a step."""
+    """Return how often a GPU takes a microbatch through a layer in one step."""
     return facts["microbatches"] * facts["layers"] / facts["pp"]
 
 
 def bandwidth(facts: Facts, gpus: int) -> float:
-    """Bytes per second of a ring over so many neighbouring GPUs."""
+    """Return the bytes per second of a ring over this many neighbouring GPUs."""
     if gpus <= facts["node"]:
         return facts["nvlink"] * 1e9
     return facts["network"] * 1e9 / 8 / facts["node"]
@@ -141,7 +144,7 @@ def interval(facts: Facts, _: Said) -> float:
 
 
 def lost(facts: Facts, said: Said) -> float:
-    """With the learner's own interval."""
+    """Return the share of time that is lost with the learner's own interval."""
     chosen = said.get("interval", 0.0)
     if chosen <= 0:
         return 0.0

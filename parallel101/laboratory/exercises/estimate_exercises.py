@@ -50,7 +50,10 @@ class EstimatePart:
     also: str = ""
 
     def right(self, facts: Facts, said: Said) -> float:
-        """Its value, from the case's facts and the learner's other numbers. In the grader only."""
+        """Return its right value, from the case's facts and the learner's other numbers.
+
+        Only the grader can call this.
+        """
         return formula(self.name)(facts, said)
 
     def is_right(self, found: float, facts: Facts, said: Said) -> bool:
@@ -82,7 +85,10 @@ class EstimatePart:
         return Check("value", self.says, wrong, weight=self.weight)
 
     def ratio(self, trial: Trial) -> float:
-        """What was returned, relative to what is right, which isn't 0. NaN if it is no number."""
+        """Return the learner's number divided by the right one.
+
+        The right one isn't 0. The ratio is NaN if the learner's result is no number.
+        """
         said = numbers(trial)
         return said.get(self.name, math.nan) / self.right(trial.case.facts, said)
 
@@ -91,7 +97,10 @@ class EstimatePart:
 
 
 def answers() -> types.ModuleType:
-    """The formulas, which ranks can't import: a rank that has them has the answers."""
+    """Return the module of formulas.
+
+    It is imported here because a rank that could import it would have the answers.
+    """
     from parallel101.laboratory.exercises import estimate_answers
 
     return estimate_answers
@@ -106,7 +115,7 @@ def about(found: float, right: float, tolerance: float = TOLERANCE) -> bool:
 
 
 def numbers(trial: Trial) -> dict[str, float]:
-    """The numbers by name that rank 0 returned. Anything else is left out."""
+    """Return the numbers by name that rank 0 returned. Anything else is left out."""
     found = trial.results[0]
     entries = found.items() if isinstance(found, dict) else ()
     return {name: float(value) for name, value in entries if _is_number(value)}
@@ -125,14 +134,17 @@ def _short(value: Any) -> str:
 
 
 def named(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The program of a rank: dicts reach the learner's function as objects with attributes."""
+    """Call the learner's function, with dicts turned into objects with attributes."""
     return function(
         *(SimpleNamespace(**part) if isinstance(part, dict) else part for part in arguments)
     )
 
 
 def estimate_case(arguments: Sequence[Any], note: str, **facts: Any) -> Case:
-    """One call of the learner's function, on one rank. Its checks look at the facts."""
+    """Return a case with one call of the learner's function, on one rank.
+
+    The checks use its facts.
+    """
     return Case([tuple(arguments)], [{}], note=note, facts=facts, computes=True)
 
 
@@ -142,7 +154,9 @@ Factor = Callable[[Facts], float]
 
 
 def off_by(part: EstimatePart, *factors: Factor) -> Callable[[Sequence[Trial]], bool]:
-    """Whether one of the factors explains this part in all runs, and it is wrong in one of them.
+    """Return a test of whether one of the factors explains this part in all runs.
+
+    The part must be wrong in at least one of them.
 
     Runs in which the part should be 0 don't count.
     """

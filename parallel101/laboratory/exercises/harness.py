@@ -1,4 +1,4 @@
-"""What programs of several exercises share: a model whose layers take virtual time, and counters.
+"""Shared parts of the exercises' programs: a model whose layers take virtual time, and counters.
 
     layer 0   ▇ forward, 1 s                      ▇▇ backward, 2 s: its gradients are ready
     layer 1     ▇                              ▇▇                    at the end
@@ -59,7 +59,7 @@ class _BackwardTakesTime(torch.autograd.Function):
 
 
 def make_model(sizes: Sequence[int], weights: Tensor, tied: bool = False) -> nn.Sequential:
-    """Layers from sizes[0] to sizes[1] features, and so on, with these weights.
+    """Return a model with these weights: layers from sizes[0] to sizes[1] features, and so on.
 
     The weights are all parameters one after the other. With `tied`, the last layer has the weight
     of the first one: the same Parameter, under two names.
@@ -75,12 +75,12 @@ def make_model(sizes: Sequence[int], weights: Tensor, tied: bool = False) -> nn.
 
 
 def count_weights(sizes: Sequence[int], tied: bool = False) -> int:
-    """How many numbers `make_model` needs."""
+    """Return the number of weights that `make_model` needs."""
     return sum(a * b + b for a, b in zip(sizes, sizes[1:])) - (sizes[0] * sizes[1] if tied else 0)
 
 
 class OptimizerSteps:
-    """What the optimizer's steps saw: the weights before the first one, and the gradients of each.
+    """The weights before the optimizer's first step, and the gradients at each step.
 
     The record has a span for each.
     """
@@ -101,19 +101,19 @@ class OptimizerSteps:
         )
 
     def result(self) -> dict[str, Any]:
-        """As a rank returns it to the grader."""
+        """Return the first weights, the gradients and the last weights, for the grader."""
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
         return {"start": self.start, "gradients": self.gradients, "weights": weights}
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradients of `loss`, by name."""
+    """Return the gradients of `loss`, by name."""
     named = dict(model.named_parameters())
     return dict(zip(named, torch.autograd.grad(loss, list(named.values()))))
 
 
 def mark_gradients(model: nn.Module) -> None:
-    """In the record, a span "gradient ready" shows when backward has made each gradient.
+    """Record a span "gradient ready" whenever backward has made a parameter's gradient.
 
     Call it before the learner adds hooks.
     """
@@ -156,7 +156,7 @@ class PeakBytes:
 
 
 def clock_seconds() -> float:
-    """What this rank's clock shows: virtual on sim and under the grader, otherwise real time."""
+    """Return this rank's clock: virtual time on sim and under the grader, otherwise real time."""
     found = recorder()
     if found is not None and hasattr(found, "seconds"):  # the grader's: see rank.py
         return found.seconds()
@@ -181,7 +181,7 @@ class Optimizers:
         self.gradient_bytes = 0
 
     def make(self, parameters: Any) -> torch.optim.Optimizer:
-        """What the learner's code gets as `make_optimizer`."""
+        """Return an optimizer; the learner's code gets this function as `make_optimizer`."""
         optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
         steps = itertools.count()
 
@@ -207,7 +207,7 @@ class Optimizers:
         return optimizer
 
     def result(self) -> dict[str, Any]:
-        """As a rank returns it to the grader: all of the optimizers' state in one flat tensor."""
+        """Return what a rank sends to the grader, with the optimizers' state in one flat tensor."""
         states = [values for optimizer in self.made for values in optimizer.state.values()]
         tensors = [
             value.detach().flatten()

@@ -1,4 +1,4 @@
-"""What exercise 25c is judged with: layouts that a learner chose, and the planner's best.
+"""The basis for judging exercise 25c: layouts that a learner chose, and the planner's best.
 
 evaluate(dp=…, tp=…, …)   what a step costs, by parallel101.cost; learners get it as a tool
 Chosen(trial)             a learner's layout, as the grader sees it
@@ -29,7 +29,10 @@ KEYS = (*NUMBERS, "recompute", "sequence_parallel")
 
 
 def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLayout:
-    """The layout that a dict describes. Raises ValueError, in words, if there can't be one."""
+    """Return the layout that a dict describes.
+
+    Raises ValueError, in words, if there can't be one.
+    """
     if not isinstance(said, dict):
         raise ValueError(f"{said!r:.100} is not a layout: expected a dict or a Layout")
     for key, value in said.items():
@@ -61,7 +64,7 @@ def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLa
 
 
 def evaluator(shape: ModelShape, cluster: Cluster, batch: int) -> Evaluate:
-    """evaluate(dp=…, tp=…, …): what a step with this layout costs; the tool that learners get."""
+    """Return evaluate(dp=…, tp=…, …), the learners' tool: it says what a step of a layout costs."""
     left = ASKED
 
     def evaluate(**said: Any) -> dict[str, float]:
@@ -80,7 +83,7 @@ def evaluator(shape: ModelShape, cluster: Cluster, batch: int) -> Evaluate:
 def layout_evaluator(
     shape: Any, device: str, gpus: int, batch: int, memory: float | None = None
 ) -> Evaluate:
-    """The tool that learners get, for a model, GPUs and batch of their own.
+    """Return the tool that learners get, for a model, GPUs and batch of their own.
 
     Args:
         shape: an object with SHAPE's attributes, such as hw9.Shape.
@@ -99,7 +102,10 @@ def choose_on(
     memory: float,
     batch: int,
 ) -> Any:
-    """What the rank runs. A Layout reaches the grader as a dict."""
+    """Call the learner's function on a rank.
+
+    A Layout that it returns reaches the grader as a dict.
+    """
     evaluate = evaluator(ModelShape(**shape), Cluster(chip_of(device), gpus, memory=memory), batch)
     found = function(SimpleNamespace(**shape), gpus, memory, batch, evaluate)
     return dict(vars(found)) if hasattr(found, "__dict__") else found
@@ -116,7 +122,7 @@ class Chosen:
 
     @property
     def nbytes(self) -> float:
-        """On the fullest GPU."""
+        """The bytes on the fullest GPU."""
         return max(stage.total for stage in step_memory(self.shape, self.layout))
 
     @property
@@ -137,7 +143,7 @@ class Chosen:
 
     @property
     def share(self) -> float:
-        """Of the planner's MFU."""
+        """The layout's MFU, as a share of the planner's MFU."""
         return self.time.mfu / self.best[1]
 
 
@@ -145,7 +151,7 @@ class Chosen:
 def planned(
     shape: ModelShape, device: str, gpus: int, memory: float, batch: int
 ) -> tuple[ParallelLayout, float]:
-    """The planner's fastest layout without context and expert parallel, and its MFU."""
+    """Return the planner's fastest layout without context and expert parallel, and its MFU."""
     from parallel101.laboratory.planner.training_plan import (
         plan,  # here, so that no rank has it in its memory
     )
@@ -165,7 +171,7 @@ def planned(
 
 
 def chosen(trials: Sequence[Trial]) -> list[Chosen]:
-    """The choices that are layouts."""
+    """Return the choices that are layouts."""
     found = []
     for trial in ended(trials):
         try:

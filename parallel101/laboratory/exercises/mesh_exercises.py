@@ -1,4 +1,4 @@
-"""What an exercise on a mesh looks at: bytes by axis, sums over ranks, and usual mistakes.
+"""Shared code of exercises on a mesh: bytes by axis, sums over ranks, and usual mistakes.
 
     rank = (dp · cp ranks + cp) · tp ranks + tp            the last axis runs fastest
 
@@ -38,7 +38,7 @@ SMALL = 128  # bytes a step: norms and counts
 
 
 def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
-    """Where a rank is along each axis."""
+    """Return the position of a rank along each axis."""
     found = {}
     for axis in reversed(AXES):
         rank, found[axis] = divmod(rank, sizes[axis])
@@ -49,13 +49,16 @@ def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
 
 
 def axes_of(sizes: dict[str, int], ranks: Collection[int]) -> frozenset[str]:
-    """The axes along which these ranks differ."""
+    """Return the axes along which these ranks differ."""
     at = [coordinates(sizes, rank) for rank in ranks]
     return frozenset(axis for axis in AXES if len({place[axis] for place in at}) > 1)
 
 
 def sent_along(trial: Trial) -> dict[frozenset[str], list[int]]:
-    """The bytes that the learner's own calls sent, by axes and rank: not those of activations."""
+    """Return the bytes that the learner's own calls sent, by axes and rank.
+
+    Messages of activations, which the exercise's program sends, don't count.
+    """
     sizes, n = trial.case.facts["sizes"], trial.world_size
     by_axes: dict[frozenset[str], list[Event]] = {}
     for event in trial.trace.events:
@@ -73,7 +76,7 @@ def sent_along(trial: Trial) -> dict[frozenset[str], list[int]]:
 
 
 def sent(trial: Trial, kind: Callable[[frozenset[str]], bool]) -> int:
-    """What the busiest rank sent along axes of this kind."""
+    """Return the bytes that the busiest rank sent along axes of this kind."""
     totals = [bytes_ for axes, bytes_ in sent_along(trial).items() if kind(axes)]
     return max(map(sum, zip(*totals)), default=0)
 
@@ -95,7 +98,7 @@ def ring(nbytes: float, n: int) -> int:
 
 
 def most_along(case: Case, kind: Callable[[frozenset[str]], bool]) -> int:
-    """The bytes that are enough in all steps."""
+    """Return the bytes along axes of this kind that are enough for all steps."""
     sizes, steps = case.facts["sizes"], case.facts["steps"]
     if kind is is_data:
         # a learner's own ring adds the remainders of its chunks
@@ -143,7 +146,10 @@ def clipped_as_expected(trial: Trial, rank: int) -> bool:
 
 
 def norms_equal() -> Check:
-    """To five digits: torch's own clipping adds 1e-6 to the norm."""
+    """Return a check that the norms are right to five digits: torch's clipping adds 1e-6.
+
+    Where they clip, the gradients must be clipped by the right factor.
+    """
 
     def wrong(trial: Trial) -> str | None:
         for rank, norms in enumerate(measured(trial, "norms")):
@@ -180,13 +186,13 @@ def computes_its_share() -> Check:
 
 
 def first_step(trial: Trial, rank: int) -> dict[str, Tensor]:
-    """The gradients of a rank's first optimizer step."""
+    """Return the gradients of a rank's first optimizer step."""
     result = trial.results[rank]
     return result["gradients"][0] if recorded(result) and result["gradients"] else {}
 
 
 def summed_ranks(trial: Trial, rank: int, name: str) -> set[int] | None:
-    """The ranks whose gradients were added up to this rank's; None if it is no such sum."""
+    """Return the ranks whose gradients add up to this rank's; None if it is no sum of them."""
     locals_ = [local.get(name) for local in measured(trial, "local")]
     found = first_step(trial, rank).get(name)
     if any(not isinstance(x, Tensor) or x.shape != locals_[0].shape for x in locals_):
@@ -196,7 +202,7 @@ def summed_ranks(trial: Trial, rank: int, name: str) -> set[int] | None:
 
 
 def free(trials: Sequence[Trial], least_tp: int = 1) -> list[Trial]:
-    """The trials on several ranks that ended, without clipping."""
+    """Return the trials without clipping that ended, on several ranks and `least_tp` along tp."""
     return [
         trial
         for trial in ended(trials, 2)
@@ -205,7 +211,7 @@ def free(trials: Sequence[Trial], least_tp: int = 1) -> list[Trial]:
 
 
 def sharing(trial: Trial, rank: int, axes: Collection[str]) -> set[int]:
-    """The ranks that differ from this one along these axes only."""
+    """Return the ranks that differ from this one along these axes only."""
     sizes = trial.case.facts["sizes"]
     mine = coordinates(sizes, rank)
     return {
@@ -218,7 +224,7 @@ def sharing(trial: Trial, rank: int, axes: Collection[str]) -> set[int]:
 
 
 def sums_over(trials: Sequence[Trial], name: str, axes: Collection[str], least_tp: int = 1) -> bool:
-    """Whether each rank's gradient of `name` is a sum over these axes, on every mesh."""
+    """Return whether each rank's gradient of `name` is a sum over these axes, on every mesh."""
     found = free(trials, least_tp)
     return bool(found) and all(
         summed_ranks(trial, rank, name) == sharing(trial, rank, axes)
@@ -232,7 +238,7 @@ def many_bytes(trial: Trial, kind: Callable[[frozenset[str]], bool]) -> bool:
 
 
 def over_the_world(trials: Sequence[Trial]) -> bool:
-    """Gradients of parts were sent across axes: to all ranks, if all took part."""
+    """Return whether gradients of parts were sent across axes: to all ranks, if all took part."""
     found = free(trials, 2)
     return bool(found) and all(
         many_bytes(trial, crosses)
@@ -250,7 +256,7 @@ def parts_over_tp(trials: Sequence[Trial]) -> bool:
 
 
 def wrong_groups(trials: Sequence[Trial]) -> bool:
-    """Each rank's gradient is a sum over several ranks, which are not those along dp and cp."""
+    """Return whether ranks summed gradients of several ranks that are not those along dp and cp."""
     found = free(trials, 2)
 
     def confused(trial: Trial, rank: int) -> bool:
@@ -269,7 +275,7 @@ def cp_left_out(trials: Sequence[Trial]) -> bool:
 
 
 def scaled(trials: Sequence[Trial], by: Callable[[dict[str, int]], float]) -> bool:
-    """Whether all gradients are so many times the right ones, wherever that is not 1."""
+    """Return whether all gradients are `by` times the right ones, wherever that is not 1."""
     found = [t for t in free(trials) if by(t.case.facts["sizes"]) != 1]
     return bool(found) and all(
         (k := scale(first_step(trial, rank), trial.case.expected[rank]["gradients"][0])) is not None
@@ -307,7 +313,7 @@ def partial_averaged(trials: Sequence[Trial]) -> bool:
 
 
 def share_along_tp(trials: Sequence[Trial]) -> bool:
-    """Ranks along tp computed with other samples, or another part of the time."""
+    """Return whether ranks along tp computed with other samples, or another part of the time."""
     found = [t for t in ended(trials, 2) if t.case.facts["sizes"]["tp"] > 1]
 
     def differ(trial: Trial) -> bool:
@@ -322,7 +328,7 @@ def share_along_tp(trials: Sequence[Trial]) -> bool:
 
 
 def whole_batch(trials: Sequence[Trial]) -> bool:
-    """Somewhere, ranks that differ along dp or cp computed the same tokens."""
+    """Return whether somewhere, ranks that differ along dp or cp computed the same tokens."""
 
     def overlap(trial: Trial) -> bool:
         seen = [
@@ -345,7 +351,7 @@ def first_norms(trial: Trial) -> list[float]:
 
 
 def not_cleared(trials: Sequence[Trial]) -> bool:
-    """The first step is right, and the second has the gradients of both."""
+    """Return whether the first step is right, and the second has the gradients of both."""
     found = free(trials)
 
     def holds_both(trial: Trial, rank: int) -> bool:
@@ -362,7 +368,7 @@ def not_cleared(trials: Sequence[Trial]) -> bool:
 
 
 def counts_replicas(trials: Sequence[Trial]) -> bool:
-    """The squared norm is a whole number of times the parts, and times the rest; once is right."""
+    """Return whether the squared norm counts the parts, or the rest, several times, not once."""
 
     def squares(trial: Trial, names: Collection[str]) -> float:
         return sum(trial.case.facts["squares"][name] for name in names)
@@ -386,7 +392,7 @@ def counts_replicas(trials: Sequence[Trial]) -> bool:
 
 
 def norm_before_the_sum(trials: Sequence[Trial]) -> bool:
-    """The norm is that of gradients which no message has touched."""
+    """Return whether the norm is that of gradients which no message has touched."""
     found = [t for t in free(trials) if t.world_size > t.case.facts["sizes"]["tp"]]
 
     def squares(trial: Trial, rank: int, names: Collection[str]) -> float:
@@ -411,7 +417,7 @@ def norm_before_the_sum(trials: Sequence[Trial]) -> bool:
 
 
 def norm_of_one_part(trials: Sequence[Trial]) -> bool:
-    """Each rank's norm is that of the gradients that its own optimizer saw, before clipping."""
+    """Return whether each rank's norm is that of its own optimizer's gradients, before clipping."""
     found = free(trials, 2)
 
     def own(trial: Trial, rank: int) -> float:
@@ -426,7 +432,7 @@ def norm_of_one_part(trials: Sequence[Trial]) -> bool:
 
 
 def never_clipped(trials: Sequence[Trial]) -> bool:
-    """The norms are right, and where they clip, the optimizers got unclipped gradients."""
+    """Return whether norms are right, but optimizers got unclipped gradients where they clip."""
     found = [trial for trial in ended(trials) if trial.case.facts["clips"]]
 
     def unclipped(trial: Trial, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""What exercises on pipelines share: a model cut into stages, and usual mistakes.
+"""Shared code of exercises on pipelines: a model cut into stages, and usual mistakes.
 
 The stages' work takes slots on the virtual clock.
 """
@@ -34,7 +34,7 @@ LEARNING_RATE = 0.5
 
 
 def stage_of(seed: int, number: int) -> nn.Sequential:
-    """Stage `number` of the model with this seed: the same weights wherever it is made."""
+    """Return stage `number` of the model with this seed: the same weights wherever it is made."""
     generator = torch.Generator().manual_seed(1000 * seed + number)
     linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def mean_square(y: Tensor, target: Tensor) -> Tensor:
 def one_process(
     seed: int, stages: Sequence[int], inputs: list[Tensor], targets: list[Tensor]
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """The mean loss of the microbatches, and the gradients of each stage, in one process.
+    """Return the microbatches' mean loss and each stage's gradients, computed in one process.
 
     It runs the stages in this order.
     """
@@ -102,7 +102,7 @@ class _BackwardSlot(torch.autograd.Function):
 def run_step(
     step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int
 ) -> list[Any]:
-    """One step on this rank. Returns the loss and the gradients of the stage."""
+    """Run one step on this rank, and return the loss and the gradients of its stage."""
     rank = dist.get_rank()
     stage = InSlots(stage_of(seed, rank), rank)
     loss = step(stage, inputs, targets, mean_square, (ROWS, WIDTH), microbatches)
@@ -168,7 +168,7 @@ def example(maker: Callable[..., Case], *size: Any, **kind: Any) -> Callable[[],
 
 
 def messages_of(case: Case) -> list[int]:
-    """The bytes that each rank must send.
+    """Return the bytes that each rank must send.
 
     For each microbatch, these are an activation to the next stage and a gradient to the one before.
     """
@@ -177,7 +177,7 @@ def messages_of(case: Case) -> list[int]:
 
 
 def in_flight(trial: Trial) -> list[int]:
-    """By rank, the most microbatches (of each stage) that it held at once.
+    """Return, by rank, the most microbatches (of each stage) that it held at once.
 
     It had begun them, and their last gradient was not finished.
     """
@@ -200,9 +200,9 @@ def holds_at_most(
     says: str,
     in_slots: Callable[[Case], float] = lambda case: math.inf,
 ) -> Check:
-    """A check: no rank holds more microbatches than this, in a run of at most `in_slots` slots.
+    """Return a check that no rank holds more than `limit`, in a run of at most `in_slots` slots.
 
-    To hold few is easy if microbatches go one after the other.
+    Holding few microbatches is easy if they go one after the other.
     """
 
     def wrong(trial: Trial) -> str | None:
@@ -233,14 +233,14 @@ def two_halves(case: Case) -> float:
 
 
 def returned(trial: Trial, rank: int) -> list[Any]:
-    """The gradients that a rank returned, flat."""
+    """Return the gradients that a rank returned, flat."""
     result = trial.results[rank]
     found = result[-1] if isinstance(result, list) else []
     return [g for part in found for g in (part if isinstance(part, list) else [part])]
 
 
 def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether every rank's gradients are these, by rank."""
+    """Return whether every rank returned the expected gradients, which are given by rank."""
     if trial.error is not None:
         return False
     return all(
@@ -256,7 +256,7 @@ def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]]) -> bool:
 def every(
     trials: Sequence[Trial], where: Callable[[Trial], bool], what: Callable[[Trial], bool]
 ) -> bool:
-    """Whether there are trials `where`, none of them right, and all of them show `what`."""
+    """Return whether wrong trials `where` exist, and all of them show `what`."""
     wrong = [trial for trial in failed(trials) if where(trial)]
     return bool(wrong) and all(what(trial) for trial in wrong)
 
@@ -281,7 +281,7 @@ def last_only(trial: Trial) -> bool:
 
 
 def detached(trial: Trial) -> bool:
-    """The last stage has its gradients, and a stage before it has none or can't send x.grad."""
+    """Return whether only stages before the last lack gradients, or can't send x.grad."""
     if trial.error is not None:
         failed_at = getattr(trial.error, "rank", 0)
         went_backward = any(span.rank == failed_at for span in trial.trace.spans("backward"))
@@ -294,7 +294,10 @@ def detached(trial: Trial) -> bool:
 
 
 def one_at_a_time(trials: Sequence[Trial]) -> bool:
-    """Rank 0 never has two microbatches under way, in runs that end, of several stages."""
+    """Return whether rank 0 never has two microbatches in flight.
+
+    All runs must be right; those with one rank or one microbatch say nothing.
+    """
 
     def most(trial: Trial) -> int:
         last_half = "weight gradient" if trial.trace.spans("weight gradient") else "backward"

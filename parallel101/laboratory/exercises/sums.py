@@ -15,7 +15,7 @@ from parallel101.laboratory.grade.exercise_checks import communicated, failed, r
 
 
 def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
-    """The trials on at least so many ranks whose tensors are large enough to count bytes."""
+    """Return the trials on `least` ranks or more whose tensors are large enough to count bytes."""
     return [
         trial
         for trial in trials
@@ -24,7 +24,7 @@ def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
 
 
 def sent_to(trial: Trial) -> list[set[int]]:
-    """The ranks that each rank sends to."""
+    """Return the ranks that each rank sends to."""
     found: list[set[int]] = [set() for _ in range(trial.world_size)]
     for event in trial.trace.events:
         if event.kind == "send" and event.peer is not None:
@@ -33,13 +33,13 @@ def sent_to(trial: Trial) -> list[set[int]]:
 
 
 def whole_round_ring(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends n − 1 times the whole x, and to one other rank only."""
+    """Return whether runs are right, but a rank sends n − 1 times the whole x to one other rank."""
     large = several_ranks(trials, least=3)
     return _sends_everything(large) and all(max(map(len, sent_to(t))) == 1 for t in large)
 
 
 def everything_to_everyone(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends its whole x to every other."""
+    """Return whether runs are right, but every rank sends its whole x to every other."""
     large = several_ranks(trials, least=3)
     return _sends_everything(large) and all(
         min(map(len, sent_to(t))) == t.world_size - 1 for t in large
@@ -80,7 +80,7 @@ Summands = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]
 
 
 def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[Trial, list[float]]]:
-    """For each piece of the results that is a weighted sum of the ranks' pieces, its weights."""
+    """Return the weights of each piece of the results that is a weighted sum of ranks' pieces."""
     found = [
         (trial, weights(piece, parts))
         for trial in trials
@@ -126,7 +126,9 @@ def left_out(pieces: Summands) -> Misconception:
 
 
 def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
-    """Sums are right, but in means each rank's data is divided by n once or more.
+    """Return a test of whether sums are right, but means divide a rank's data by n too often.
+
+    Each rank's data is divided by n once or more.
 
     Somewhere it is divided more than once.
     """
@@ -153,7 +155,7 @@ def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
 
 
 def sum_for_mean(trials: Sequence[Trial]) -> bool:
-    """Where the mean is asked for, the sum is returned."""
+    """Return whether runs are wrong only because they return the sum in place of the mean."""
     wrong = failed(trials)
     return bool(wrong) and all(
         trial.case.facts["op"] == "mean"
@@ -164,7 +166,7 @@ def sum_for_mean(trials: Sequence[Trial]) -> bool:
 
 
 def same_up_to(trial: Trial, k: float) -> bool:
-    """Whether every result is k times the expected one."""
+    """Return whether every result is k times the expected one."""
     pairs = [
         (found, expected)
         for found, expected in zip(trial.results, trial.case.expected, strict=True)

@@ -1,4 +1,4 @@
-"""What exercises on tensor parallel layers share: forward and backward, and usual mistakes.
+"""Shared code of exercises on tensor parallel layers: forward and backward, and usual mistakes.
 
 Forward and backward are spans, with their bytes and memory. What is expected comes from one process
 with the whole weights, in float64. What the usual mistakes would give is computed too, by the case,
@@ -65,7 +65,7 @@ def forward_backward(
 
 
 def sent_in(trial: Trial, name: str) -> int:
-    """Bytes that the busiest rank sent in the spans of this name."""
+    """Return the bytes that the busiest rank sent in the spans of this name."""
     spans = [event for event in trial.trace.events if event.kind == "span" and event.name == name]
     inside = [
         event
@@ -82,7 +82,7 @@ def sent_in(trial: Trial, name: str) -> int:
 
 
 def sends_at_most(name: str, says: str) -> Check:
-    """In the span of this name, no rank sends more than case.facts[name] bytes."""
+    """Return a check that in spans of this name, no rank sends more than case.facts[name] bytes."""
 
     def wrong(trial: Trial) -> str | None:
         sent, most = sent_in(trial, name), trial.case.facts[name]
@@ -96,7 +96,10 @@ def sends_at_most(name: str, says: str) -> Check:
 
 
 def keeps_at_most(says: str) -> Check:
-    """Autograd keeps at most case.facts["kept"] bytes: the last part of each rank's result."""
+    """Return a check that autograd keeps at most case.facts["kept"] bytes.
+
+    A rank's result has these bytes as its last part.
+    """
 
     def wrong(trial: Trial) -> str | None:
         most = trial.case.facts["kept"]
@@ -112,7 +115,7 @@ def keeps_at_most(says: str) -> Check:
 
 
 def ring(nbytes: float, n: int, times: int = 1) -> int:
-    """What a rank sends in an all-gather or reduce-scatter of so many bytes.
+    """Return the bytes that a rank sends in an all-gather or reduce-scatter of `nbytes`.
 
     An all-reduce sends twice as many.
     """
@@ -127,7 +130,7 @@ Seen = Callable[[Sequence[Trial]], bool]
 
 
 def wrong_trials(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that ended with wrong values.
+    """Return the trials that ended with wrong values.
 
     A single rank can do no mistake that has to do with ranks.
     """
@@ -135,7 +138,7 @@ def wrong_trials(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def every_wrong(seen: Callable[[Trial], bool]) -> Seen:
-    """Whether every wrong run shows this, and there is one of several ranks."""
+    """Return a test of whether every wrong run shows this, and one of them has several ranks."""
 
     def seen_everywhere(trials: Sequence[Trial]) -> bool:
         wrong = wrong_trials(trials)
@@ -151,7 +154,7 @@ def is_close(found: Any, expected: Tensor) -> bool:
 
 
 def gives(part: int, fact: str) -> Seen:
-    """Whether part `part` of each rank's result is `case.facts[fact]` in every wrong run.
+    """Return a test of whether every wrong run has case.facts[fact] as part `part` of its results.
 
     The fact has, by rank, the values of a mistake.
     """
@@ -174,7 +177,10 @@ def y_is_right(trials: Sequence[Trial]) -> bool:
 
 
 def gives_one_of(part: int, fact: str) -> Seen:
-    """The same where a mistake has several forms: each rank's value is in `case.facts[fact]`."""
+    """Return a test like `gives` for a mistake with several forms.
+
+    Part `part` of each rank's result is one of `case.facts[fact]`.
+    """
     return every_wrong(
         lambda trial: all(
             any(is_close(r[part], mistaken) for mistaken in trial.case.facts[fact])
@@ -184,9 +190,9 @@ def gives_one_of(part: int, fact: str) -> Seen:
 
 
 def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
-    """Whether in every wrong run, the first gradient in part `part` is k(n) times the right one.
+    """Return a test of whether the first gradient in part `part` is k(n) times the right one.
 
-    This holds on every rank.
+    This must hold in every wrong run, on every rank.
     """
 
     def first(result: Any) -> Any:
@@ -204,7 +210,9 @@ def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
 
 
 def costs(name: str, times: float) -> Seen:
-    """Whether all values are right, but runs send `times` as much as is enough, within a tenth.
+    """Return a test of whether values are right, but runs send `times` as much as is enough.
+
+    A tenth more or less is accepted.
 
     That is counted in this span, in every run with messages.
     """
@@ -261,9 +269,10 @@ def graph_cut(
     weight: Callable[[Any], Any],
     sent: Callable[[Trial], int] = lambda trial: sent_in(trial, "forward"),
 ) -> Misconception:
-    """weight: of a rank's result, the gradient of what comes right before the message.
+    """Return the misconception that a message cuts the graph.
 
-    sent: the bytes of a run's messages. Without any, no message cuts the graph.
+    `weight` takes the gradient right before the message from a rank's result. `sent` gives the
+    bytes of a run's messages: without any, no message cuts the graph.
     """
 
     def seen(trial: Trial) -> bool:
@@ -324,7 +333,7 @@ def gradients_of(loss: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
 
 
 def cut_mlp(tensors: Sequence[Tensor], n: int) -> list[list[Tensor]]:
-    """Each rank's w1, b1 and w2."""
+    """Return each rank's w1, b1 and w2."""
     w1, b1, w2 = tensors
     return [
         list(blocks)

@@ -35,12 +35,12 @@ ITEM = 8  # bytes of a float64
 
 
 def measured(trial: Trial, name: str) -> list[Any]:
-    """What the program returned under this name, by rank."""
+    """Return what the program returned under this name, by rank."""
     return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
 
 
 def ended(trials: Sequence[Trial], least: int = 1) -> list[Trial]:
-    """The trials on at least so many ranks that ended without an error."""
+    """Return the trials on `least` ranks or more that ended without an error."""
     return [trial for trial in trials if trial.world_size >= least and trial.error is None]
 
 
@@ -48,19 +48,22 @@ def ended(trials: Sequence[Trial], least: int = 1) -> list[Trial]:
 
 
 def all_reduce_bytes(nbytes: float, n: int) -> int:
-    """What each rank sends in an all-reduce, at least."""
+    """Return the least bytes that each rank sends in an all-reduce of `nbytes`."""
     return round(2 * (n - 1) / n * nbytes)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD: with AdamW, gradients that are n times too large would go unnoticed."""
+    """Return SGD: with AdamW, gradients that are n times too large would go unnoticed."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
 def train(
     function, sizes: list[int], tied: bool, weights: Tensor, inputs: Tensor, targets: Tensor
 ) -> dict[str, Any]:
-    """What each rank runs. inputs: (steps, samples of this rank, features)."""
+    """Train with the learner's function on this rank.
+
+    `inputs` has the shape (steps, samples of this rank, features).
+    """
     model = make_model(sizes, weights, tied)
     optimizer = make_optimizer(model)
     steps = OptimizerSteps(model, optimizer)
@@ -69,7 +72,7 @@ def train(
 
 
 def train_whole(model, loss_fn, optimizer, batches) -> None:
-    """One process with the whole batch."""
+    """Train in one process on the whole batch."""
     for inputs, targets in batches:
         optimizer.zero_grad()
         loss_fn(model(inputs), targets).backward()
@@ -77,7 +80,7 @@ def train_whole(model, loss_fn, optimizer, batches) -> None:
 
 
 def ring_slack(case: Case) -> int:
-    """Bytes for counts, and for the remainders of chunks if a learner uses a ring of their own."""
+    """Return the bytes allowed for counts, and for uneven chunks in a learner's own ring."""
     n = case.world_size
     return 64 + case.facts["steps"] * (32 + 6 * 2 * ITEM * (n - 1) ** 2 // n)
 
@@ -86,7 +89,7 @@ def ring_slack(case: Case) -> int:
 
 
 def recorded(found: Any) -> bool:
-    """Whether a rank returned what `harness.OptimizerSteps` makes."""
+    """Return whether a rank returned what `harness.OptimizerSteps` makes."""
     return (
         isinstance(found, dict)
         and all(isinstance(found.get(part), dict) for part in ("start", "weights"))
@@ -96,7 +99,7 @@ def recorded(found: Any) -> bool:
 
 
 def equals_one_process() -> Check:
-    """The weights before the first step, each step's gradients, and the weights at the end."""
+    """Return a check of the start weights, each step's gradients, and the final weights."""
 
     def wrong(trial: Trial) -> str | None:
         for rank, (found, expected) in enumerate(
@@ -139,7 +142,7 @@ def equals_one_process() -> Check:
 
 
 def alike(found: Named, expected: Named) -> bool:
-    """Whether all gradients, or weights, are as expected."""
+    """Return whether all gradients, or weights, are as expected."""
     return all(
         isinstance(found.get(name), Tensor) and close(found[name], value)
         for name, value in expected.items()
@@ -147,7 +150,7 @@ def alike(found: Named, expected: Named) -> bool:
 
 
 def scale(found: Named, expected: Named) -> float | None:
-    """k if all of `found` is k times `expected`; None if there is no such factor."""
+    """Return k if all of `found` is k times `expected`; None if there is no such factor."""
     if not all(
         isinstance(found.get(name), Tensor) and found[name].shape == value.shape
         for name, value in expected.items()
@@ -163,14 +166,14 @@ def flat(named: Named, names: Iterable[str]) -> Tensor:
 
 
 def mean_of(local: Sequence[Named]) -> Named:
-    """The mean of the ranks' gradients, each rank counting the same."""
+    """Return the mean of the ranks' gradients, with equal weight for each rank."""
     return {
         name: torch.stack([gradients[name] for gradients in local]).mean(0) for name in local[0]
     }
 
 
 def first_steps(trials: Sequence[Trial]) -> list[tuple[Trial, int, Named]]:
-    """(trial, rank, gradients of the first step) of all ranks that got that far.
+    """Return (trial, rank, gradients of the first step) for all ranks that got that far.
 
     The runs are those of two or more ranks with wrong values.
     """
@@ -188,7 +191,7 @@ def first_steps(trials: Sequence[Trial]) -> list[tuple[Trial, int, Named]]:
 
 
 def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
-    """Whether all first gradients are so many times the right ones, or the mean of the ranks'."""
+    """Return whether all first gradients are `by` times the right ones, or the ranks' mean."""
 
     def is_so(trial: Trial, found: Named) -> bool:
         ks = [
@@ -202,7 +205,7 @@ def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
 
 
 def unsynchronized(trials: Sequence[Trial]) -> bool:
-    """Every rank begins with the weights that it was given."""
+    """Return whether every rank begins with the weights that it was given."""
     found = [(trial, rank) for trial, rank, _ in first_steps(trials)]
     return bool(found) and all(
         alike(trial.results[rank]["start"], trial.case.facts["first"][rank])
@@ -211,7 +214,7 @@ def unsynchronized(trials: Sequence[Trial]) -> bool:
 
 
 def from_another_start(trials: Sequence[Trial]) -> bool:
-    """All ranks begin with the same weights, which are not those of rank 0."""
+    """Return whether all ranks begin with the same weights, which are not those of rank 0."""
     several = {id(trial): trial for trial, _, _ in first_steps(trials)}.values()
     return bool(several) and all(
         alike(found["start"], trial.results[0]["start"])
@@ -229,7 +232,7 @@ def mean_of_means(trials: Sequence[Trial]) -> bool:
 
 
 def never_reduced(trials: Sequence[Trial]) -> bool:
-    """Each rank's gradient is its own, or some share of it."""
+    """Return whether each rank's gradient is its own, or some share of it."""
     found = first_steps(trials)
     return bool(found) and all(
         scale(gradients, trial.case.facts["local"][rank]) is not None
@@ -238,7 +241,7 @@ def never_reduced(trials: Sequence[Trial]) -> bool:
 
 
 def added_to_the_last(trials: Sequence[Trial]) -> bool:
-    """The first step is right, and the second has the gradients of both.
+    """Return whether the first step is right, and the second has the gradients of both.
 
     It has those of the first once, or n times if they were summed again.
     """

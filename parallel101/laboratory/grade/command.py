@@ -147,7 +147,7 @@ def make_folder(option: str, folder: Path) -> None:
 
 
 def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:
-    """Where the submissions of those learners would be who handed in nothing.
+    """Return the paths that the missing learners' submissions would have.
 
     Raises ValueError for a name that can't be that of a file.
     """
@@ -190,7 +190,9 @@ def _grade_one(
 
 
 def handed_in_at(path: Path) -> Path:
-    """The file or folder that was named, links followed: this one is the teacher's own.
+    """Return the file or folder that was named, with links followed.
+
+    Links are allowed here, because the path is the teacher's own.
 
     Raises ValueError if it can't be read.
     """
@@ -206,7 +208,7 @@ def handed_in_at(path: Path) -> Path:
 
 
 def read_seed(path: Path) -> str:
-    """The secret seed in a file. Raises ValueError for one that every user can read."""
+    """Return the secret seed in a file. Raises ValueError for one that every user can read."""
     try:
         if readable_by_all(path):
             raise ValueError(
@@ -222,7 +224,7 @@ def read_seed(path: Path) -> str:
 
 
 def _can_be_written(option: str, file: Path | None) -> None:
-    """Raises ValueError for a file that can't be written, before anything is graded."""
+    """Raise ValueError for a file that can't be written, before anything is graded."""
     if file is None:
         return
     if file.is_dir():
@@ -237,7 +239,7 @@ def _can_be_written(option: str, file: Path | None) -> None:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what is being graded, with its processes and folders, as Ctrl-C does."""
+    """Let SIGTERM end what is being graded, with its processes and folders, as Ctrl-C does."""
 
     def end(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -270,7 +272,7 @@ def release_set(
 
 
 def one_set(path: Path) -> HomeworkSet:
-    """The homework set in `path`. Raises ValueError if there are several."""
+    """Return the homework set in `path`. Raises ValueError if there are several."""
     sets = find_sets(path)
     if len(sets) > 1:
         raise ValueError(f"{path} has {len(sets)} sets; name one of them, such as {sets[0].folder}")

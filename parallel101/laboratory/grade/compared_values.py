@@ -1,4 +1,4 @@
-"""Whether what a rank returned is what was expected, and what it is instead.
+"""Comparison of what a rank returned with what was expected, and how the two differ.
 
 same([…], [4., 6.])         the same structure, shapes, dtypes and values
 difference(…)               "a tensor of shape (2,); expected (4,)"
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, tor
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether a result is as expected: the same structure, shapes, dtypes and values.
+    """Return whether a result is as expected: the same structure, shapes, dtypes and values.
 
     Floating-point values may differ by the order of a sum.
     """
@@ -28,7 +28,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def difference(found: Any, expected: Any) -> str | None:
-    """What differs, as the end of a sentence that begins with "rank 2 returned", or None."""
+    """Return what differs, to follow "rank 2 returned" in a sentence, or None if nothing does."""
     if expected is ANYTHING:
         return None
     if isinstance(expected, torch.Tensor):
@@ -67,7 +67,7 @@ def difference(found: Any, expected: Any) -> str | None:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
-    """Whether two tensors of one shape hold the same numbers, up to a tolerance.
+    """Return whether two tensors of one shape hold the same numbers, up to a tolerance.
 
     It is relative to the largest expected number.
     """
@@ -83,7 +83,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None =
 
 
 def factor(found: Any, expected: Any) -> float | None:
-    """k if `found` is k times `expected`, element by element, and k is neither 0 nor 1.
+    """Return k if `found` is k times `expected`, element by element, and k is neither 0 nor 1.
 
     None if there is no such factor.
     """
@@ -102,7 +102,7 @@ def factor(found: Any, expected: Any) -> float | None:
 
 
 def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
-    """The c_r for which `found` is Σ c_r·parts[r], or None if there are none.
+    """Return the c_r for which `found` is Σ c_r·parts[r], or None if there are none.
 
     For example, [1, 2, 1] is a sum in which rank 1 was counted twice. It takes more elements than
     parts: with fewer, everything is such a sum.
@@ -128,7 +128,7 @@ def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
 
 
 def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
-    """Which of `parts` each block of `found` is, or None where it is none of them.
+    """Return the index in `parts` of each block of `found`, or None for a block that isn't one.
 
     `found` is cut along dim 0 into as many blocks as there are parts, all of one shape. None if
     `found` does not consist of that many blocks of that shape.
@@ -182,7 +182,10 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def told_apart(found: Any, expected: Any, separator: str = ", ") -> str:
-    """Two numbers as "1.5, expected 2"; of two that look the same, also the difference."""
+    """Return two numbers as "1.5, expected 2".
+
+    If they look the same, their difference is added.
+    """
     mine, theirs = f"{found:.6g}", f"{expected:.6g}"
     same_looks = f" (a difference of {abs(found - expected):.1g})" if mine == theirs else ""
     return f"{mine}{separator}expected {theirs}{same_looks}"

@@ -1,4 +1,4 @@
-"""How a run of the learner's code may end early, in words for the learner and for the table.
+"""Early ends of a run of the learner's code, in words for the learner and for the table.
 
 An ending is an exception: a deadlock, an exception of the learner's, a time limit, a call that is
 not allowed. `short` and `long` are its texts for the learner, and `reason` is a word or two for the
@@ -110,7 +110,7 @@ class _Misuse(GradedRunFailed):
 
 
 def _ending(error: BaseException | None) -> GradedRunFailed:
-    """What is said of an error: those of the record have no texts for a learner."""
+    """Return the error with texts for a learner, which errors of the record don't have."""
     if isinstance(error, GradedRunFailed):
         return error
     kinds = {DeadlockError: _Deadlock, MisuseError: _Misuse}
@@ -119,7 +119,7 @@ def _ending(error: BaseException | None) -> GradedRunFailed:
 
 
 def in_short(trial: Trial) -> str:
-    """`trial.error`, which is not None, in a few words. `explain_error` says the rest."""
+    """Return `trial.error`, which is not None, in a few words. `explain_error` says the rest."""
     ending = _ending(trial.error)
     what = _filled(ending.short, trial)
     of_file = isinstance(ending, LearnerError) and ending.ends_all
@@ -127,12 +127,12 @@ def in_short(trial: Trial) -> str:
 
 
 def explain_error(exercise: Exercise, trial: Trial) -> str:
-    """The text for `trial.error`, which is not None."""
+    """Return the text for `trial.error`, which is not None."""
     return _filled(_ending(trial.error).long, trial, exercise)
 
 
 def reason_of(trial: Trial) -> str:
-    """Why it ended, in a word or two."""
+    """Return in a word or two why the run ended."""
     return _ending(trial.error).reason
 
 

@@ -1,4 +1,4 @@
-"""Declares what an exercise is: a function to write, cases to try it on, and checks on each run.
+"""Declarations of exercises: a function to write, cases to try it on, and checks on each run.
 
 Exercise("ring_shift", cases=…, checks=(value(), bytes_sent(…), steps(…)), misconceptions=(…),
          hints=(…, …, …))
@@ -112,7 +112,7 @@ class Unwaited:
 
 @dataclass
 class Trial:
-    """What happened in one case.
+    """The results and the record of one case.
 
     Attributes:
         results: what each rank returned; None for a rank that did not return.
@@ -207,7 +207,7 @@ class Question:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The usual program of a rank: call the learner's function."""
+    """Call the learner's function: the usual program of a rank."""
     return function(*arguments)
 
 
@@ -266,7 +266,7 @@ class Exercise:
 
     @property
     def practice(self) -> bool:
-        """Whether it is optional practice: checked like any other exercise, for no points."""
+        """True for optional practice, which is checked like any other exercise, for no points."""
         return self.points == 0
 
 
@@ -283,15 +283,15 @@ class Draw:
         self.generator = torch.Generator().manual_seed(number)
 
     def integer(self, low: int, high: int) -> int:
-        """A whole number from `low` to `high`, both included."""
+        """Return a whole number from `low` to `high`, both included."""
         return int(torch.randint(low, high + 1, (), generator=self.generator))
 
     def choice(self, options: Sequence[Any]) -> Any:
-        """One of the options."""
+        """Return one of the options."""
         return options[self.integer(0, len(options) - 1)]
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Random values that differ everywhere.
+        """Return random values that differ everywhere.
 
         They are normal numbers, or whole numbers from −1000 to 1000.
         """
@@ -302,12 +302,15 @@ class Draw:
     def tensors(
         self, count: int, *shape: int, dtype: torch.dtype = torch.float32
     ) -> list[torch.Tensor]:
-        """One tensor for each of `count` ranks."""
+        """Return one tensor for each of `count` ranks."""
         return [self.tensor(*shape, dtype=dtype) for _ in range(count)]
 
 
 def exercises_in(module: types.ModuleType) -> list[Exercise]:
-    """The exercises that a module declares. Raises ValueError if it has no list EXERCISES."""
+    """Return the exercises that a module declares.
+
+    Raises ValueError if it has no list EXERCISES.
+    """
     found = getattr(module, "EXERCISES", None)
     if not isinstance(found, list | tuple) or not all(
         isinstance(exercise, Exercise) for exercise in found
@@ -320,7 +323,7 @@ def exercises_in(module: types.ModuleType) -> list[Exercise]:
 
 
 def find(exercises: Sequence[Exercise], function: str) -> Exercise:
-    """The exercise whose function has this name."""
+    """Return the exercise whose function has this name."""
     for exercise in exercises:
         if exercise.function == function:
             return exercise
@@ -331,14 +334,14 @@ def find(exercises: Sequence[Exercise], function: str) -> Exercise:
 
 
 def load_exercises(path: Path) -> list[Exercise]:
-    """The exercises that a file homework/hwN_topic/test_hwN*.py declares."""
+    """Return the exercises that a file homework/hwN_topic/test_hwN*.py declares."""
     source = path.read_text(encoding="utf-8")
     module = module_of(str(path), source, "parallel101_exercises")
     return [replace(exercise, path=str(path), source=source) for exercise in exercises_in(module)]
 
 
 def module_of(path: str, source: str, name: str, register: bool = False) -> types.ModuleType:
-    """The module that a source text defines.
+    """Return the module that a source text defines.
 
     Its tracebacks show lines of `path`, which need not be readable here. With `register`, the code
     can find its module in sys.modules while it runs, as dataclasses do.

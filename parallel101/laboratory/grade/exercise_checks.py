@@ -24,7 +24,7 @@ from parallel101.laboratory.record.program_lines import shown
 def value(
     says: str = "every rank returns the right values", keeps: str = "", parts: Sequence[str] = ()
 ) -> Check:
-    """Every rank's result is the expected one.
+    """Return a check that every rank's result is the expected one.
 
     Args:
         keeps: the name of the function's first argument, if it must not change that tensor.
@@ -57,7 +57,7 @@ def bytes_sent(
     says: str,
     slack: Callable[[Case], int] | None = None,
 ) -> Check:
-    """A check: every rank sends at most these bytes, by rank, and `slack` more.
+    """Return a check that every rank sends at most these bytes, by rank, and `slack` more.
 
     Without `slack`, a small message, such as a shape, costs nothing, and the verdict says so.
     """
@@ -90,7 +90,7 @@ def steps(
     slack: Callable[[Case], float] = lambda case: 0,
     only: Callable[[Trial], bool] = lambda trial: True,
 ) -> Check:
-    """A check: the run takes at most this many steps, messages that follow one another.
+    """Return a check of the number of steps that a run takes: messages that follow one another.
 
     On the network of these runs each message takes one second. A few small messages, such as
     shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order take
@@ -120,7 +120,7 @@ def steps(
 
 
 def _most_messages(trial: Trial) -> int:
-    """The number of messages that a rank sends, or receives, on the rank with the most."""
+    """Return the number of messages of the rank that sends, or receives, the most of them."""
     counts = Counter(
         (event.rank, event.kind)
         for event in trial.trace.events
@@ -138,7 +138,7 @@ def _enough(count: float) -> str:
 
 
 def ring_neighbours(says: str) -> Check:
-    """A check: every rank sends to the rank after it and to the rank before it, and to no other."""
+    """Return a check that every rank sends to its two neighbours on the ring, and to no other."""
 
     def wrong(trial: Trial) -> str | None:
         n = trial.world_size
@@ -156,7 +156,7 @@ def ring_neighbours(says: str) -> Check:
 
 
 def steps_taken(trial: Trial) -> float:
-    """The steps of a run.
+    """Return the steps of a run.
 
     On the virtual clock that is its makespan. On real ranks they are found from the order in which
     messages were posted and ended.
@@ -167,7 +167,7 @@ def steps_taken(trial: Trial) -> float:
 
 
 def small_messages(trial: Trial, most_bytes: int = 64) -> int:
-    """The number of small messages a rank sends or receives, on the rank with the most.
+    """Return the number of small messages that the busiest rank sends or receives.
 
     As many count as have `most_bytes` together.
     """
@@ -183,7 +183,7 @@ def small_messages(trial: Trial, most_bytes: int = 64) -> int:
 
 
 def communicated(trial: Trial) -> list[int]:
-    """Bytes that each rank sent, by rank.
+    """Return the bytes that each rank sent, by rank.
 
     Torch's own collectives count as a ring moves them, gather and scatter as one root does.
     """
@@ -191,7 +191,10 @@ def communicated(trial: Trial) -> list[int]:
 
 
 def received(trial: Trial) -> list[int]:
-    """Bytes that each rank received, by rank; of torch's own collectives, as in `communicated`."""
+    """Return the bytes that each rank received, by rank.
+
+    Torch's own collectives count as in `communicated`.
+    """
     return _added(trial, trial.trace.bytes_received, 1)
 
 
@@ -206,7 +209,7 @@ RING_FACTOR = {
 
 
 def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
-    """The bytes of messages and of torch's own collectives, sent (direction 0) or received (1)."""
+    """Return the bytes of messages and torch's own collectives, sent (0) or received (1)."""
     total = list(messages)
     for event in trial.trace.events:
         total[event.rank] += _of_collective(event, len(event.group.ranks) or trial.world_size)[
@@ -216,7 +219,7 @@ def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
 
 
 def _of_collective(event: Event, n: int) -> tuple[int, int]:
-    """The bytes that a rank sends and receives in one of torch's own collectives; else 0."""
+    """Return the bytes that a rank sends and receives in one of torch's own collectives; else 0."""
     others = round(event.nbytes * (n - 1) / n)
     if event.kind == "gather":
         return (0, others) if event.rank == event.peer else (event.nbytes, 0)
@@ -236,7 +239,7 @@ def _wrong(check: Check, trial: Trial) -> str | None:
 def everywhere(
     check: Check, trials: Sequence[Trial], in_short: Callable[[Trial], str]
 ) -> tuple[str, Trial | None]:
-    """What is wrong in a trial that lacks the property, and that trial; "" and None if all have it.
+    """Return what is wrong in a trial that fails the check, and the trial; else "" and None.
 
     That is the first such trial with several ranks, if there is one: its picture shows more. What
     ended a run early (`in_short` says it) is said of the value alone.
@@ -260,7 +263,7 @@ def everywhere(
 
 
 def tolerated(check: Check, trials: Sequence[Trial]) -> str:
-    """What is not as `check` says, and allowed all the same; "" if nothing is."""
+    """Return what differs from `check` and is allowed all the same; "" if nothing is."""
     for trial in reversed(trials):
         if (what := check.allowed(trial)) is not None:
             return f"{trial.case.label}: {what}"
@@ -268,7 +271,7 @@ def tolerated(check: Check, trials: Sequence[Trial]) -> str:
 
 
 def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """Whether right values came without the bytes that they take.
+    """Return what shows that right values came without the bytes that they take, and the trial.
 
     Then they did not come from the other ranks' messages.
     """
@@ -286,7 +289,7 @@ def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Tri
 
 
 def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """What was started and never waited for.
+    """Return a sentence about a call that was never waited for, and its trial.
 
     Right values are luck then: a message may still be on its way when the function returns.
     """
@@ -305,12 +308,12 @@ def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
 
 
 def failed(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials whose values are wrong, or that did not end."""
+    """Return the trials whose values are wrong, or that did not end."""
     return [trial for trial in trials if trial.error is not None or not right(trial)]
 
 
 def right(trial: Trial) -> bool:
-    """Whether every rank returned the expected values."""
+    """Return whether every rank returned the expected values."""
     return trial.error is None and all(
         same(found, expected)
         for found, expected in zip(trial.results, trial.case.expected, strict=True)
@@ -334,7 +337,7 @@ def _receives_first(trials: Sequence[Trial]) -> bool:
 
 
 def unwaited(trials: Sequence[Trial], kind: str) -> list[tuple[int, str]]:
-    """The rank and line of each send, or receive, that nobody waited for."""
+    """Return the rank and line of each send, or receive, that nobody waited for."""
     return sorted(
         {
             (call.rank, call.where)
@@ -424,7 +427,7 @@ CHANGES_ITS_INPUT = Misconception(
 
 
 def only_root_zero(trials: Sequence[Trial]) -> bool:
-    """Right wherever the root is 0, wrong wherever it is not."""
+    """Return whether runs are right wherever the root is 0, and wrong wherever it is not."""
     several = [trial for trial in trials if trial.world_size > 1]
     zero = [trial for trial in several if trial.case.facts["root"] == 0]
     other = [trial for trial in several if trial.case.facts["root"] != 0]
@@ -442,7 +445,7 @@ ROOT_IS_ZERO = Misconception(
 
 
 def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
-    """Every wrong result is something in place of None."""
+    """Return whether every wrong result is something in place of None."""
     wrong = failed(trials)
     pairs = [
         pair for trial in wrong for pair in zip(trial.results, trial.case.expected, strict=True)
@@ -455,12 +458,12 @@ def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
 
 
 def not_every_rank(trials: Sequence[Trial]) -> bool:
-    """Ranks wait in a collective, while others have returned or call something else."""
+    """Return whether ranks wait in a collective that others don't call."""
     return any(rank_missing(trial.error) for trial in trials)
 
 
 def rank_missing(error: BaseException | None) -> bool:
-    """Whether not all ranks have called the collective that ended the run."""
+    """Return whether not all ranks have called the collective that ended the run."""
     if isinstance(error, DeadlockError):
         kinds = {kind for kind, _, _ in error.waiting.values()} - {"send", "recv"}
         return bool(kinds) and (bool(error.returned) or len(kinds) > 1)
@@ -483,7 +486,7 @@ NOT_NONE_ELSEWHERE = Misconception(
 
 
 def unwritten_was_sent(trials: Sequence[Trial]) -> bool:
-    """Wrong values, and in a message what torch.empty gives on these ranks."""
+    """Return whether values are wrong, and a message has what torch.empty gives on these ranks."""
     return any(
         value != value or value in NEVER_WRITTEN
         for trial in failed(trials)

@@ -1,4 +1,4 @@
-"""What a learner reads: the verdict, the predictions and the hints, as text and as HTML.
+"""The report that a learner reads: verdict, predictions and hints, as text and as HTML.
 
 A terminal shows the text, and a notebook the HTML.
 
@@ -63,7 +63,7 @@ class ExerciseReport:
 
     @property
     def summary(self) -> str:
-        """What to know first."""
+        """The first thing to know about the verdict."""
         verdict = self.verdict
         if verdict.not_written:
             return (
@@ -77,7 +77,7 @@ class ExerciseReport:
 
     @property
     def problem(self) -> str:
-        """What ended a run early, with the calls that led there.
+        """The reason why a run ended early, with the calls that led there.
 
         "" if nothing did, or nothing is written yet.
         """
@@ -92,7 +92,7 @@ class ExerciseReport:
 
     @property
     def printed(self) -> str:
-        """What the ranks printed in the run on which the verdict rests, each line with its rank."""
+        """The output of the ranks in the run on which the verdict rests. Each line has its rank."""
         lines = []
         for rank, text in enumerate(self.verdict.shown.printed if self.verdict.shown else []):
             own = text.rstrip("\n").splitlines()
@@ -181,7 +181,7 @@ class ExerciseReport:
 
 
 def _points(finding: Finding) -> str:
-    """ "2.5 of 5"; "" in optional practice."""
+    """Return the points of a finding: "2.5 of 5"; "" in optional practice."""
     return f"{number(finding.points)} of {number(finding.out_of)}" if finding.out_of else ""
 
 
@@ -218,13 +218,13 @@ class Prediction(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the prediction is what was measured."""
+        """True if the prediction is what was measured."""
         if isinstance(self.said, int | float) and isinstance(self.measured, int | float):
             return abs(self.said - self.measured) <= 1e-9 * abs(self.measured)
         return str(self.said).strip().casefold() == str(self.measured).strip().casefold()
 
     def answers(self, exercise: Exercise) -> tuple[str, ...]:
-        """What the learner said, and what the run shows; or how to predict it."""
+        """Return what the learner said and what the run shows; or how to predict it."""
         if self.said is None:
             return (f"predict({set_name(Path(exercise.path))}.{exercise.function}, {self.name}=…)",)
         if self.measured is None:
@@ -261,7 +261,7 @@ class Predictions:
     __repr__ = __str__
 
     def table(self) -> str:
-        """As an HTML table."""
+        """Return the predictions as an HTML table."""
         rows = []
         for question in self.questions:
             said, *run = question.answers(self.exercise)
@@ -309,7 +309,7 @@ class Hints:
 
 
 def _own_calls(traceback: str) -> list[str]:
-    """The lines of a traceback in the learner's own files, except the last one.
+    """Return the lines of a traceback in the learner's own files, except the last one.
 
     The message names that one. Of a long traceback, these are the last five. Learner's files have
     no folder there: see `Submission`.
@@ -324,7 +324,7 @@ def _own_calls(traceback: str) -> list[str]:
 
 
 def number(value: float) -> str:
-    """2.5 → "2.5", 10.0 → "10", 12345 → "12,345"."""
+    """Return a number as short text: 2.5 → "2.5", 10.0 → "10", 12345 → "12,345"."""
     return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
 
 
@@ -355,7 +355,7 @@ def _fold(title: str, text: str, opened: bool = True) -> str:
 
 
 def card(label: str, body: str) -> str:
-    """A box in the colours of its page, whatever they are."""
+    """Return a box in the colours of its page, whatever they are."""
     return f'{STYLE}<section class="p101g" aria-label="{escape(label)}">{body}</section>'
 
 

@@ -35,7 +35,7 @@ class Feedback:
         self.reports: dict[str, str] = {}  # by function, as HTML
 
     def grade(self, exercise: Exercise, submission: Submission, seed: str) -> ExerciseVerdict:
-        """The verdict on one exercise. Its run is drawn for the page."""
+        """Return the verdict on one exercise. Its run is drawn for the page."""
         watched = None
         with SubmissionRanks(exercise, submission) as ranks:
             verdict = grade_on(ranks, seed)
@@ -63,7 +63,7 @@ class Feedback:
 
 
 def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         title: of the homework.
@@ -105,7 +105,7 @@ def _row(entry: dict[str, Any], linked: bool) -> str:
 
 
 def title(homework: HomeworkSet) -> str:
-    """The title of a set: the first heading of its notebook, or else its folder's name."""
+    """Return the title of a set: the first heading of its notebook, or else its folder's name."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         for cell in json.loads(homework.notebook.read_text(encoding="utf-8"))["cells"]:
             for line in "".join(cell["source"]).splitlines():

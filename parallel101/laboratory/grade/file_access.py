@@ -1,4 +1,4 @@
-"""Which files a rank that runs a learner's code can reach: Python's own, and its scratch folder.
+"""Limits the files that a learner's code can reach to Python's own and its scratch folder.
 
     read     Python's library, installed packages but parallel101, /usr, /etc, its own /proc/self
     write    its scratch folder, which is removed
@@ -42,7 +42,7 @@ NEW_IPC = 0x08000000  # of unshare
 
 @cache
 def landlock_version() -> int:
-    """The version of Landlock on this machine, or 0."""
+    """Return the version of Landlock on this machine, or 0."""
     if sys.platform != "linux":
         return 0
     with suppress(OSError, AttributeError):
@@ -51,7 +51,7 @@ def landlock_version() -> int:
 
 
 def only_own_files(scratch: str, package: str) -> None:
-    """From now on, this process reaches the files above, and none of `package`'s.
+    """Limit this process to the files above, and to none of `package`'s.
 
     Does nothing where there is no Landlock.
     """
@@ -78,13 +78,13 @@ def only_own_files(scratch: str, package: str) -> None:
 
 
 def own_shared_memory() -> None:
-    """As root: System V's shared memory of this process is its own, and ends with it."""
+    """Give this process its own System V shared memory, which ends with it (as root)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).unshare(NEW_IPC)
 
 
 def refuse_package_files(package: str, why: str) -> None:
-    """From now on, Python in this process opens no file of `package`. It can't be undone."""
+    """Let Python in this process open no file of `package`. It can't be undone."""
     inside = os.path.join(package, "")
 
     def refuse(event: str, arguments: tuple) -> None:
@@ -97,7 +97,7 @@ def refuse_package_files(package: str, why: str) -> None:
 
 
 def _folders() -> Iterator[str]:
-    """Where Python looks for modules, and the system for the libraries that they load."""
+    """Yield the folders of Python's modules, and of the libraries that they load."""
     yield from sys.path
     yield from (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
     yield os.path.dirname(torch.__file__)
@@ -106,7 +106,7 @@ def _folders() -> Iterator[str]:
 
 
 def _beside(folders: Iterable[str], package: str) -> Iterator[str]:
-    """These folders, but in place of one with `package` in it what is beside that."""
+    """Yield these folders, but replace one that contains `package` by what is beside `package`."""
     for folder in dict.fromkeys(folders):
         if package != folder and not package.startswith(os.path.join(folder, "")):
             yield folder

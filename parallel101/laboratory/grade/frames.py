@@ -60,7 +60,7 @@ class Frame(NamedTuple):
 
 
 class BrokenFrame(Exception):
-    """What came from a rank is not a frame, or is larger than allowed."""
+    """A rank sent something that is not a frame, or is larger than allowed."""
 
 
 def send(
@@ -114,7 +114,7 @@ def _read(sock: socket.socket, size: int, until: float | None) -> bytearray:
 
 
 def tensor_text(tensor: torch.Tensor) -> dict[str, Any]:
-    """The dtype and shape of a tensor, as JSON; its strides if it isn't contiguous."""
+    """Return a tensor's dtype and shape as JSON, with its strides if it isn't contiguous."""
     text = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     if text["dtype"] not in DTYPES or tensor.device.type == "meta":
         raise TypeError(
@@ -127,7 +127,7 @@ def tensor_text(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor, in the order of its elements."""
+    """Return the bytes of a tensor, in the order of its elements."""
     if not tensor.numel():
         return b""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -136,7 +136,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def empty_tensor(text: Any) -> torch.Tensor:
-    """A tensor of this dtype and shape, all zeros.
+    """Return a tensor of this dtype and shape, all zeros.
 
     Raises BrokenFrame if that isn't a tensor, or is a tensor above the limit.
     """
@@ -150,7 +150,7 @@ def empty_tensor(text: Any) -> torch.Tensor:
 
 
 def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """The tensor with this dtype and shape.
+    """Return the tensor with this dtype and shape.
 
     Raises BrokenFrame unless the bytes are exactly its own.
     """
@@ -171,7 +171,7 @@ def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor
 
 
 def encode(value: Any) -> tuple[Any, bytes]:
-    """A value as JSON and the bytes of its tensors.
+    """Return a value as JSON and the bytes of its tensors.
 
     It may consist of tensors, numbers, text, None, and lists, tuples and dicts of them.
 
@@ -200,7 +200,7 @@ def encode(value: Any) -> tuple[Any, bytes]:
 
 
 def decode(text: Any, data: bytes | bytearray, strided: bool = False) -> Any:
-    """The value that `encode` was given.
+    """Return the value that `encode` was given.
 
     Raises BrokenFrame if the JSON and the bytes are not what `encode` writes.
 

@@ -12,7 +12,7 @@ from parallel101.laboratory.grade.submissions import Result, write_json
 
 
 def gradescope_results(result: Result) -> dict[str, Any]:
-    """The content of /autograder/results/results.json.
+    """Return the content of /autograder/results/results.json.
 
     An exercise that is not graded yet has no points.
     """
@@ -38,7 +38,7 @@ def _test(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def exercise_text(entry: dict[str, Any]) -> str:
-    """What the learner is told about one exercise, as text."""
+    """Return the text about one exercise that the learner gets."""
     lines = []
     if entry["problem"]:
         lines.append(entry["problem"])

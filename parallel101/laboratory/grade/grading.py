@@ -105,12 +105,12 @@ class ExerciseVerdict:
         return self.exercise.points
 
     def points_lost(self, kind: str) -> bool:
-        """Whether a check of this kind failed."""
+        """Return whether a check of this kind failed."""
         return any(finding.kind == kind and not finding.passed for finding in self.findings)
 
     @property
     def cut_short(self) -> bool:
-        """Whether the last run ended in a way in which every other one would end too."""
+        """True if the last run ended in a way in which every other one would end too."""
         return bool(self.trials) and _ends_all(self.trials[-1].error)
 
     @property
@@ -119,7 +119,7 @@ class ExerciseVerdict:
 
     @property
     def reason(self) -> str:
-        """Why points are missing, in a word or two, for the table of a class; "" if none are.
+        """The reason why points are missing, in a word or two, for a class table; "" if none are.
 
         That is how the run ended early: "not written", "syntax error", "NameError", "time", "exit",
         "deadlock", "wrong call", …; or else what fails: "wrong value", or "bytes, steps".
@@ -142,7 +142,7 @@ def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -
 
 
 def grade_on(ranks: SubmissionRanks, seed: str = PUBLIC_SEED) -> ExerciseVerdict:
-    """The same on processes that exist already."""
+    """Run all cases of an exercise on existing processes, and judge them."""
     began, exercise = time.monotonic(), ranks.exercise
     cases = drawn(exercise.cases, seed, exercise.function)
     trials = run_cases(ranks, cases, began + EXERCISE_SECONDS)
@@ -153,7 +153,7 @@ def grade_on(ranks: SubmissionRanks, seed: str = PUBLIC_SEED) -> ExerciseVerdict
 
 @lru_cache(maxsize=64)
 def drawn(cases: Callable[[Draw], Sequence[Case]], seed: str, function: str) -> Sequence[Case]:
-    """The cases of an exercise: for a whole class, they are made once."""
+    """Return the cases of an exercise: for a whole class, they are made once."""
     return cases(Draw(seed, function))
 
 
@@ -184,12 +184,12 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
 
 
 def _ends_all(error: BaseException | None) -> bool:
-    """Whether more runs would tell nothing new, and only take long."""
+    """Return whether more runs would tell nothing new, and only take long."""
     return isinstance(error, GradedRunFailed) and error.ends_all
 
 
 def syntax_error(submission: Submission) -> LearnerError | None:
-    """The first syntax error of what was handed in, found without running any of it."""
+    """Return the first syntax error of a submission, found without running any of it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -205,7 +205,7 @@ def syntax_error(submission: Submission) -> LearnerError | None:
 def judge(
     exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None
 ) -> ExerciseVerdict:
-    """The verdict on trials that have run, whatever they ran on.
+    """Return the verdict on trials that have run, whatever they ran on.
 
     With `kinds`, only checks of these kinds are judged.
     """
@@ -255,7 +255,7 @@ def judge(
 
 
 def part_of(check: Check, trials: Sequence[Trial]) -> float:
-    """The part of its points that a check earns although it isn't passed: 0 to 1, but not all."""
+    """Return the part of its points that a failed check earns: from 0 to 0.99."""
     try:
         return min(max(check.part(trials), 0.0), 0.99)
     except Exception:  # what a rank returns may be anything
@@ -270,7 +270,7 @@ def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
 
 
 def share(exercise: Exercise, check: Check) -> float:
-    """The part of the points that a check earns.
+    """Return the part of the points that a check earns.
 
     For its kind, it is as the exercise's `weights` say. Without them, `value_share` is for the
     value, and the other kinds share the rest.

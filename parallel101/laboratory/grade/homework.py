@@ -41,7 +41,7 @@ class HomeworkSet:
 
 
 def find_sets(path: Path) -> list[HomeworkSet]:
-    """The sets in a folder, or the one that a file belongs to.
+    """Return the sets in a folder, or the one that a file belongs to.
 
     Args:
         path: homework/, homework/hw1_moving, or a file in it: hw1.py, test_hw1.py or hw1.ipynb.
@@ -65,7 +65,7 @@ def find_sets(path: Path) -> list[HomeworkSet]:
 
 
 def set_name(file: Path) -> str:
-    """The name of the set that a file belongs to: hw2 for hw2.py and test_hw2_reduce.py."""
+    """Return the name of the set that a file belongs to: hw2 for hw2.py and test_hw2_reduce.py."""
     return file.stem.removeprefix("test_").partition("_")[0]
 
 
@@ -75,12 +75,12 @@ def _exercises(files: list[Path]) -> tuple[Exercise, ...]:
 
 
 def in_order(number: str) -> tuple[int, str]:
-    """The key that sorts the numbers of exercises: 8b comes before 10."""
+    """Return the key that sorts the numbers of exercises: 8b comes before 10."""
     return int("0" + number.rstrip(string.ascii_lowercase)), number
 
 
 def find_homework() -> Path:
-    """The nearest folder homework/ in the working directory or above it.
+    """Return the nearest folder homework/ in the working directory or above it.
 
     If there is none, it is the one of an editable install.
 
@@ -101,7 +101,7 @@ def find_homework() -> Path:
 
 
 class Progress:
-    """What a learner has done in one set, by function: hints, predictions and the latest verdict.
+    """The learner's work on one set, by function: hints, predictions and the latest verdict.
 
     Kept in .progress.json.
     """
@@ -119,7 +119,7 @@ class Progress:
             )
 
     def get(self, function: str, name: str, default: Any) -> Any:
-        """One entry, or `default` if there is none of that kind."""
+        """Return one entry, or `default` if there is none of that kind."""
         value = self.of.get(function, {}).get(name, default)
         return value if isinstance(value, type(default)) else default
 
@@ -137,5 +137,5 @@ class Progress:
             partial.replace(self.path)
 
     def picture_path(self, function: str) -> Path:
-        """Where the latest picture of an exercise is written."""
+        """Return the path of the latest picture of an exercise."""
         return self.folder / "pictures" / f"{function}.html"

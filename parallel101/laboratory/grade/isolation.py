@@ -1,4 +1,4 @@
-"""What a learner's code must not reach in a graded rank, nor do to this machine by accident.
+"""Keeps a learner's code in a graded rank from what it must not reach, and from accidents.
 
     isolate             memory and files have limits; as root, the process becomes a user of its own
     hide_parallel101    `import parallel101` raises ImportError
@@ -149,7 +149,7 @@ class Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def hide_parallel101(library_copy: list[str] | None) -> None:
-    """From now on, `import parallel101` raises ImportError: the learner writes what it would offer.
+    """Let `import parallel101` raise ImportError: the learner writes what it would offer.
 
     So do files of the grader's folders.
     """

@@ -81,7 +81,10 @@ def suggestion(verdict: ExerciseVerdict, progress: Progress, source: str) -> str
 
 
 def version(source: str, others: set[str]) -> str:
-    """Tells versions of a file apart, whatever `others` do in it: those are other exercises."""
+    """Return a hash of a file's code, without the functions and classes `others`.
+
+    Those belong to other exercises.
+    """
     try:
         nodes = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -99,7 +102,7 @@ def version(source: str, others: set[str]) -> str:
 def predicted(
     ranks: SubmissionRanks, progress: Progress, watched: Case | None = None
 ) -> tuple[Predictions | None, Trial | None]:
-    """The learner's predictions next to what the run shows.
+    """Return the learner's predictions next to what the run shows.
 
     Nothing is measured that was not predicted. Also runs the case `watched`.
     """

@@ -78,7 +78,10 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
 
 
 def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
-    """The exercise that asks for a function, and its set. Raises ValueError if there is none."""
+    """Return the exercise that asks for a function, and its set.
+
+    Raises ValueError if there is none.
+    """
     name = getattr(function, "__name__", None)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if name is None or isinstance(function, types.ModuleType):
@@ -104,7 +107,7 @@ def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
 
 
 def _note(path: Path) -> str:
-    """What to say if the kernel holds another version of the file than is on disk."""
+    """Return a note if the kernel holds another version of the file than is on disk."""
     if not _changed(path):
         return ""
     return (
@@ -115,7 +118,7 @@ def _note(path: Path) -> str:
 
 
 def _changed(path: Path) -> bool:
-    """Whether a function of the file does something else on disk than in this process."""
+    """Return whether a function of the file does something else on disk than in this process."""
     module = next(
         (m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == str(path)), None
     )
@@ -139,7 +142,7 @@ def _changed(path: Path) -> bool:
 
 
 def _body(code: types.CodeType) -> tuple:
-    """What a function does, whichever line it is in."""
+    """Return what a function does, without the numbers of its lines."""
     constants = tuple(
         _body(const) if isinstance(const, types.CodeType) else repr(const)
         for const in code.co_consts

@@ -32,7 +32,7 @@ FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
 
 
 class NoSubmission(ValueError):
-    """What was handed in has no file that can be graded. The message says what was expected.
+    """Nothing that was handed in can be graded. The message says what was expected.
 
     `reason` says in a few words why there are no points.
     """
@@ -48,7 +48,7 @@ class _Cell(NamedTuple):
 
 
 def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
-    """The imports, functions and constants of a notebook's cells, below what its set gives.
+    """Return the imports, functions and constants of a notebook's cells, below what its set gives.
 
     Raises NoSubmission if it is no notebook, or defines none of the functions of the set.
     """
@@ -84,7 +84,7 @@ def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
 
 
 def bound(text: str, wanted: Sequence[str]) -> set[str]:
-    """Which of the names `wanted` a program defines or imports, except for stubs.
+    """Return which of the names `wanted` a program defines or imports, except for stubs.
 
     A program that can't be parsed has those that it seems to define.
     """
@@ -104,7 +104,7 @@ def bound(text: str, wanted: Sequence[str]) -> set[str]:
 
 
 def _parsed(source: str) -> _Cell | str:
-    """A cell as Python, without what only IPython understands; its text if that's not Python."""
+    """Return a cell as Python, without IPython's syntax; its text if that's not Python."""
     first = source.lstrip().partition("\n")[0]
     if first.startswith("%%"):
         if not first.startswith(PYTHON_CELLS):
@@ -123,7 +123,7 @@ def _parsed(source: str) -> _Cell | str:
 
 
 def _used(cells: Sequence[_Cell]) -> set[str]:
-    """The names of the module that functions and classes use, and what those are made of."""
+    """Return the names of the module that functions and classes use, and what those are made of."""
     makes: dict[str, set[str]] = {}  # what the value of each name is made of
     left: list[str] = []
     for cell in cells:
@@ -144,7 +144,7 @@ def _used(cells: Sequence[_Cell]) -> set[str]:
 
 
 def _global_names(source: str) -> Iterator[str]:
-    """The names that the bodies of a cell's functions and classes take from the module."""
+    """Yield the names that the bodies of a cell's functions and classes take from the module."""
     try:
         tables = symtable.symtable(source, "cell", "exec").get_children()
     except UNREADABLE:
@@ -156,7 +156,7 @@ def _global_names(source: str) -> Iterator[str]:
 
 
 def _evaluated(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[ast.AST]:
-    """What is evaluated when a function or class is defined, in the module itself."""
+    """Return the nodes that are evaluated when a function or class is defined."""
     if isinstance(node, ast.ClassDef):
         return [*node.decorator_list, *node.bases, *node.keywords]
     return [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
@@ -172,7 +172,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
 
 
 def _kept(cell: _Cell, used: set[str], module: str) -> str:
-    """The text of the statements that belong to the program, which is this module itself."""
+    """Return the text of the statements that belong to the program, which is this module itself."""
     kept = [node for node in cell.nodes if _belongs(node, used, module)]
     rows = {row for node in kept for row in _rows(node)}
     others = {id(node) for node in cell.nodes} - {id(node) for node in kept}
@@ -192,6 +192,6 @@ def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
 
 
 def _rows(node: ast.stmt) -> range:
-    """The lines of a statement, with its decorators."""
+    """Return the lines of a statement, with its decorators."""
     first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
     return range(first, (node.end_lineno or first) + 1)

@@ -36,7 +36,7 @@ class Picture(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Which run it is, and whether its values are right."""
+        """A sentence that says which run it is, and whether its values are right."""
         label = self.trial.case.label
         if isinstance(self.trial.error, DeadlockError):
             return f"The deadlock with {label}:"
@@ -50,7 +50,7 @@ class Picture(NamedTuple):
 
 
 def draw(verdict: ExerciseVerdict, watched: Trial | None) -> Picture | None:
-    """The picture that shows most, or None if there is nothing to draw.
+    """Return the picture that shows most, or None if there is nothing to draw.
 
     Args:
         verdict: of the runs that counted.

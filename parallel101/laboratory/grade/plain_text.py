@@ -21,7 +21,10 @@ TURNING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u206
 
 
 def plain(text: str, most: int = MOST) -> str:
-    """A text without control characters, except line ends and tabs, of about `most` characters."""
+    """Return a text of about `most` characters, without control characters.
+
+    Line ends and tabs stay.
+    """
     if len(text) > most:
         last = most // 4
         left_out = len(text) - most
@@ -32,13 +35,13 @@ def plain(text: str, most: int = MOST) -> str:
 
 
 def plain_name(path: Path | str) -> str:
-    """The name of a file or folder, in one line."""
+    """Return the name of a file or folder, in one line."""
     name = os.path.basename(os.fsdecode(path))
     return plain(name, MOST_NAME).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def cell(value: object) -> object:
-    """A value for a CSV file: a spreadsheet takes text that begins so for a formula."""
+    """Return a value for a CSV file, with text that begins like a formula marked as text."""
     begins = ("=", "+", "-", "@", "\t", "\r")
     return f"'{value}" if isinstance(value, str) and value.startswith(begins) else value
 

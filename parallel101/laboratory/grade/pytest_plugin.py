@@ -19,7 +19,7 @@ from parallel101.laboratory.grade.table import ExerciseRow, next_to_do, row, tab
 
 
 class VerdictFailed(Exception):
-    """Not everything holds in an exercise. The text is the verdict."""
+    """An exercise isn't passed. The text is the verdict."""
 
 
 class ExerciseItem(pytest.Item):
@@ -38,7 +38,7 @@ class ExerciseItem(pytest.Item):
             raise VerdictFailed(str(report))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The verdict alone; for any other error, its traceback."""
+        """Return the verdict alone; for any other error, its traceback."""
         return (
             str(excinfo.value)
             if isinstance(excinfo.value, VerdictFailed)
@@ -52,7 +52,7 @@ class ExerciseItem(pytest.Item):
 def pytest_pycollect_makeitem(
     collector: pytest.Collector, name: str, obj: object
 ) -> list[pytest.Item] | None:
-    """A module's EXERCISES are tests."""
+    """Make a module's EXERCISES its tests."""
     if name != "EXERCISES" or not isinstance(collector, pytest.Module) or not isinstance(obj, list):
         return None
     return [ExerciseItem.from_parent(collector, name=exercise.function) for exercise in obj]

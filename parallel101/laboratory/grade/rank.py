@@ -227,7 +227,7 @@ class Connection:
             )
 
     def called_by_parallel101(self) -> bool:
-        """Whether the learner's code let the package's own collectives make this call."""
+        """Return whether the learner's code let the package's own collectives make this call."""
         through = False
         for frame, _ in traceback.walk_stack(sys._getframe(1)):
             file = frame.f_code.co_filename
@@ -288,7 +288,7 @@ class Connection:
         return self.spans
 
     def seconds(self) -> float:
-        """The time on this rank's virtual clock, which only the grader knows."""
+        """Return the time on this rank's virtual clock, which only the grader knows."""
         self.check_thread("the clock")
         self.send(frames.CLOCK, {"where": caller()})
         return float(frames.receive(self.sock).text["seconds"])
@@ -302,7 +302,7 @@ class Connection:
         self.notes.append([COMPUTE, float(seconds)])
 
     def unrecorded(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: the grader records every call."""
+        """Return a context that does nothing: the grader records every call."""
         return contextlib.nullcontext()
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Any) -> int:
@@ -317,7 +317,7 @@ class ChangedWhileSent(RuntimeError):
 
 
 def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
-    """What tells whether somebody has written into a tensor: its bytes.
+    """Return a state of a tensor that changes when somebody writes into it: its bytes.
 
     NaN divided by 2 is NaN: for a tensor of nothing else, with memory of its own, how often it was
     written to tells it.
@@ -328,7 +328,7 @@ def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
 
 
 class RelayWork(dist.Work):
-    """What isend, irecv and the collectives return.
+    """The result of isend, irecv and the collectives.
 
     What a call writes is written in wait(), not before.
     """
@@ -392,7 +392,9 @@ class RelayWork(dist.Work):
             self.future.set_result(self.outputs)
 
     def _written(self) -> None:
-        """Two collectives may be under way with one tensor: then it wasn't the program that wrote.
+        """Update what other collectives in progress remember of the tensors that this one wrote.
+
+        Two collectives may use one tensor at the same time. Then it wasn't the program that wrote.
 
         A receive must not write into a tensor that another call still uses.
         """
@@ -421,7 +423,7 @@ class RelayWork(dist.Work):
         return self.outputs
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is set when the work is waited for.
+        """Return a future that is set when the work is waited for.
 
         C++ can't wait for it, so the work is waited for at once.
         """
@@ -448,7 +450,7 @@ class RelayGroup(torch_private.PythonGroup):
     def new_group(
         self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any
     ) -> RelayGroup | None:
-        """What dist.new_group calls: returns a group of some of the ranks.
+        """Return a group of some of the ranks; dist.new_group calls this.
 
         A rank that is not in it gets None.
         """

@@ -162,7 +162,7 @@ def release(
 
 
 def handed_out(homework: HomeworkSet) -> list[Path]:
-    """The files of a set that learners get: stubs, exercises, notebook and its figures.
+    """Return the files of a set that learners get: stubs, exercises, notebook and its figures.
 
     Anything else in the folder, such as a solution.py or notes, stays with the teacher.
     """
@@ -176,7 +176,7 @@ def handed_out(homework: HomeworkSet) -> list[Path]:
 
 
 def left_out(homework: HomeworkSet) -> list[str]:
-    """The names of the files in a set's folder that learners don't get."""
+    """Return the names of the files in a set's folder that learners don't get."""
     given = {file.name for file in handed_out(homework)}
     return sorted(
         file.name

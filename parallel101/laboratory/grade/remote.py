@@ -103,7 +103,7 @@ class RemoteRank:
     status: bytes = b""
 
     def receive(self, until: float) -> Frame:
-        """The next frame. Meanwhile, what the rank prints is kept."""
+        """Return the next frame. Meanwhile, the rank's output is kept."""
         control = self.process.control
         streams: dict[Any, str] = {self.process.out: "out", self.process.err: "err"}
         while True:
@@ -147,7 +147,10 @@ class RemoteRank:
                         del streams[stream]
 
     def _time_over(self) -> TimeOver:
-        """With the line where the rank is: a signal asks it, and it answers on its status pipe."""
+        """Return the error, with the line where the rank is.
+
+        A signal asks the rank, and it answers on its status pipe.
+        """
         calls: list[tuple[str, str, str]] = []
         with contextlib.suppress(OSError, AttributeError):
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -180,7 +183,7 @@ def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> No
 
 @lru_cache
 def imported_modules(source: str) -> tuple[str, ...]:
-    """The modules that a file of exercises imports at its top."""
+    """Return the modules that a file of exercises imports at its top."""
     nodes = ast.parse(source).body
     plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return (
@@ -251,13 +254,16 @@ class SubmissionRanks:
             rank.receive(until)
 
     def _compiler(self) -> Sequence[str]:
-        """torch's compiler, if the code needs it: to import it in each rank would take seconds."""
+        """Return the modules of torch's compiler if the code needs it.
+
+        Importing it in each rank would take seconds.
+        """
         sources = (self.submission.source, *self.submission.files.values())
         needed = any(name in text for name in NEED_COMPILER for text in sources)
         return OPTIM if needed and self.exercise.allowed > P2P else ()
 
     def take(self, submission: Submission) -> None:
-        """From now on, run another submission on the same processes.
+        """Run another submission on the same processes from now on.
 
         It may find what this one has changed there: not for grades.
         """
@@ -351,7 +357,7 @@ class SubmissionRanks:
 
 
 def not_run(case: Case, error: GradedRunFailed) -> Trial:
-    """The trial of a case that was not run."""
+    """Return the trial of a case that was not run."""
     return Trial(case, [None] * case.world_size, Trace((), case.world_size, "sim"), error)
 
 
@@ -366,7 +372,7 @@ class RelayedCall:
 
 
 class VirtualEnd:
-    """The virtual rank that does what one process says."""
+    """The virtual rank that repeats what one process does."""
 
     def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
         self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
@@ -419,7 +425,10 @@ class VirtualEnd:
                 ) from error
 
     def _check(self, operation: str, place: str) -> None:
-        """The rank checks this too, but in the learner's process."""
+        """Raise ForbiddenCall for an operation that isn't allowed.
+
+        The rank checks this too, but in the learner's process.
+        """
         if operation not in self.allowed:
             raise ForbiddenCall(operation, self.rank.number, place)
 
@@ -451,7 +460,7 @@ class VirtualEnd:
         self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
 
     def _peer(self, frame: Frame) -> int | None:
-        """The peer as torch.distributed numbers it: in the world."""
+        """Return the peer as torch.distributed numbers it: in the world."""
         peer, group = frame.text["peer"], self.groups[frame.text["group"]]
         return None if peer is None else dist.get_global_rank(group, peer)
 
@@ -479,7 +488,7 @@ class VirtualEnd:
 
     @contextlib.contextmanager
     def _calls_of_the_learner(self, place: str) -> Iterator[None]:
-        """What a repeated call raises is the learner's error, as if the rank had raised it."""
+        """Raise a repeated call's error as the learner's error, as if the rank had raised it."""
         try:
             yield
         except (GradedRunFailed, DeadlockError, MisuseError):
@@ -575,7 +584,7 @@ class VirtualEnd:
         )
 
     def unwaited(self) -> Sequence[Unwaited]:
-        """The calls that the rank posted and never waited for.
+        """Return the calls that the rank posted and never waited for.
 
         A rank that did not return might still have waited.
         """
@@ -585,12 +594,12 @@ class VirtualEnd:
 
 
 def _place(text: Any) -> str:
-    """A "file:line" from a rank, or "?" for anything else."""
+    """Return a "file:line" from a rank, or "?" for anything else."""
     return text if isinstance(text, str) and PLACE.fullmatch(text) else "?"
 
 
 def clock() -> Recorder:
-    """The recorder of the virtual rank whose thread this is."""
+    """Return the recorder of the virtual rank whose thread this is."""
     found = recorder()
     assert found is not None
     return found

@@ -28,7 +28,7 @@ CODE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Call, ast.Return, ast.For,
 
 
 def filled_in(homework: HomeworkSet) -> list[str]:
-    """Everything in a set's files that is, or may be, a solution: a sentence for each place."""
+    """Return a sentence for each place in a set's files that is, or may be, a solution."""
     functions = {exercise.function for exercise in homework.exercises}
     said = list(_in_code(homework.code, functions))
     if homework.notebook.is_file():
@@ -37,7 +37,7 @@ def filled_in(homework: HomeworkSet) -> list[str]:
 
 
 def scratch_cells(homework: HomeworkSet) -> list[str]:
-    """The notebook's cells of code that were added to it in Jupyter, which gives them such ids."""
+    """Return the cells of code that were added in Jupyter, which gives them such ids."""
     if not homework.notebook.is_file():
         return []
     cells = json.loads(homework.notebook.read_text(encoding="utf-8"))["cells"]
@@ -51,7 +51,7 @@ def scratch_cells(homework: HomeworkSet) -> list[str]:
 
 
 def given_in(code: Path) -> str:
-    """The imports of a set's file, and the functions and classes in it that are given."""
+    """Return the imports of a set's file, and the functions and classes in it that are given."""
     nodes = ast.parse(code.read_text(encoding="utf-8-sig")).body
     definitions = ast.FunctionDef | ast.ClassDef
     return "\n".join(
@@ -63,7 +63,7 @@ def given_in(code: Path) -> str:
 
 
 def without_outputs(notebook: str) -> str:
-    """A notebook's text without what its cells printed and drew."""
+    """Return a notebook's text without what its cells printed and drew."""
     content = json.loads(notebook)
     for cell in content["cells"]:
         if cell["cell_type"] == "code":
@@ -99,7 +99,7 @@ def _in_code(file: Path, functions: set[str]) -> Iterator[str]:
 
 
 def _code_in_comments(source: str) -> Iterator[tuple[int, str]]:
-    """The comments that are Python, such as a solution that is commented out; not # hint(…)."""
+    """Yield comments that are Python, such as a solution that is commented out; not # hint(…)."""
     with suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             text = token.string.lstrip("# ")
@@ -108,7 +108,9 @@ def _code_in_comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Whether nothing is written yet: a docstring, super().__init__() and NotImplementedError.
+    """Return whether nothing is written yet.
+
+    A stub has only a docstring, super().__init__() and NotImplementedError.
 
     A class is a stub if all its methods are.
     """
@@ -130,7 +132,7 @@ def _says_not_written(node: ast.stmt) -> bool:
 
 
 def _is_plain(node: ast.stmt, functions: set[str]) -> bool:
-    """Whether it is a docstring, or a name for a type or a number."""
+    """Return whether it is a docstring, or a name for a type or a number."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if not isinstance(node, ast.Assign | ast.AnnAssign):

@@ -56,7 +56,7 @@ NOT_HANDED_IN = "not handed in"
 
 
 def read(path: Path, homework: HomeworkSet) -> Submission:
-    """What was handed in: a Python file or a notebook, or a folder with one.
+    """Return what was handed in: a Python file or a notebook, or a folder with one.
 
     In a folder it is the first file that has one of the functions written: hw1.py, then hw1*.py,
     hw1*.ipynb, and then any other. Messages call it by its file name, and quote its lines.
@@ -111,7 +111,7 @@ def _read(path: Path, homework: HomeworkSet) -> Submission:
 
 
 def _program(file: Path, path: Path, homework: HomeworkSet) -> str:
-    """The text of a Python file, or the program in a notebook."""
+    """Return the text of a Python file, or the program in a notebook."""
     name = plain_name(file)
     _refuse_links(file, path)
     most = MOST_SOURCE if file.suffix == ".py" else MOST_NOTEBOOK
@@ -137,7 +137,7 @@ def _refuse_links(file: Path, path: Path) -> None:
 
 
 def _files_in(path: Path, code: Path) -> list[Path]:
-    """The files that may be the submission, the likeliest first.
+    """Return the files that may be the submission, the likeliest first.
 
     Raises NoSubmission if there is none.
     """
@@ -177,7 +177,7 @@ def _files_in(path: Path, code: Path) -> list[Path]:
 
 
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
-    """Other Python files beside it, which it may import: (module, source)."""
+    """Yield (module, source) for other Python files beside the file, which it may import."""
     left = MOST_SOURCE  # bytes of all of them
     for other in sorted(file.parent.glob("*.py"))[:50]:
         if other == file or other.name.startswith(TESTS):
@@ -245,7 +245,7 @@ def _grader_failed(error: Exception) -> str:
 
 
 def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
-    """The result of a submission before any exercise is graded: no points."""
+    """Return the result of a submission before any exercise is graded: no points."""
     exercises = [_entry(exercise) for exercise in homework.exercises]
     out_of = sum(exercise.points for exercise in homework.exercises)
     return {
@@ -278,7 +278,7 @@ def _entry(exercise: Exercise) -> dict[str, Any]:
 
 
 def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
-    """A verdict as JSON."""
+    """Return a verdict as JSON."""
     mistake = verdict.misconception
     findings = [
         {
@@ -304,12 +304,12 @@ def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
 
 
 def student(path: Path) -> str:
-    """The learner's name: that of the file or folder."""
+    """Return the learner's name: the name of the file or folder."""
     return plain_name(path.stem if path.is_file() else path.name)
 
 
 def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:
-    """Changes if the submission, the exercises or the seed of the cases change."""
+    """Return a hash that changes with the submission, the exercises or the seed of the cases."""
     total = hashlib.sha256(b"".join(tests.read_bytes() for tests in homework.tests) + seed.encode())
     try:
         files = [path] if path.is_file() else sorted(path.rglob("*"))
@@ -388,7 +388,10 @@ def _by_pool(
     seed: str,
     jobs: int,
 ) -> Iterator[tuple[Path, Result]]:
-    """The same in several processes. If one of them is killed, what is left has a second try."""
+    """Grade submissions in several processes, and yield each with its result.
+
+    If a process is killed, what is left is tried once more.
+    """
     context = multiprocessing.get_context("spawn")
     for last in (False, True):
         killed: list[Path] = []
@@ -422,7 +425,7 @@ _told_to_end = False  # in a process of the pool
 
 
 def _end_when_told() -> None:
-    """In a process of the pool: SIGTERM ends the run that is going on, with its ranks.
+    """Let SIGTERM end the run that is going on, with its ranks, in a process of the pool.
 
     So does the end of the process that grades.
     """
@@ -460,13 +463,13 @@ def _grade_into(path: Path, tests: Path, file: Path, seed: str, page: Path | Non
 
 @lru_cache(maxsize=1)
 def _set_of(tests: Path) -> HomeworkSet:
-    """The set, which is loaded once in each process."""
+    """Return the set, which is loaded once in each process."""
     (homework,) = find_sets(tests)
     return homework
 
 
 def _not_graded(path: Path, tests: Path, file: Path, error: Exception) -> Result:
-    """The result of a submission with which the grader failed. It will be graded again."""
+    """Return the result of a submission with which the grader failed. It will be graded again."""
     homework = _set_of(tests)
     result = empty_result(path, homework) | {"hash": ""}
     for entry in result["exercises"]:
@@ -477,7 +480,7 @@ def _not_graded(path: Path, tests: Path, file: Path, error: Exception) -> Result
 
 
 def _finished(path: Path, homework: HomeworkSet, file: Path, seed: str) -> Result | None:
-    """The complete result of this very submission, if it is on disk."""
+    """Return the complete result of this very submission, if it is on disk."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         return (
@@ -490,7 +493,7 @@ def _finished(path: Path, homework: HomeworkSet, file: Path, seed: str) -> Resul
 
 
 def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
-    """The file of each result, such as alice.json.
+    """Return the file of each result, such as alice.json.
 
     If both were handed in, they are alice.py.json and alice.ipynb.json.
     """
@@ -513,7 +516,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def earned(entry: dict[str, Any]) -> float | str:
-    """The points of one exercise in a result; of optional practice, "done" or "–"."""
+    """Return the points of one exercise in a result; for optional practice, "done" or "–"."""
     if entry["out_of"]:
         return entry["points"]
     done = entry["graded"] and all(finding["passed"] for finding in entry["findings"])
@@ -558,7 +561,7 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
 
 def class_table(results: Sequence[Result]) -> str:
-    """The class as text: each learner's points by exercise, and the misconceptions.
+    """Return the class as text: each learner's points by exercise, and the misconceptions.
 
     A learner with the same misconception in several exercises counts once.
     """
@@ -600,7 +603,7 @@ def class_table(results: Sequence[Result]) -> str:
 
 
 def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
-    """The submissions in a folder: each entry that is a Python file, a notebook or a folder.
+    """Return the submissions in a folder: Python files, notebooks and folders.
 
     None if `path` is one submission itself.
     """

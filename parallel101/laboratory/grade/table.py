@@ -35,7 +35,7 @@ class ExerciseRow(NamedTuple):
 
 
 def row(report: ExerciseReport, folder: str, file: str) -> ExerciseRow:
-    """The row of a report.
+    """Return the row of a report.
 
     `folder` is the set's name, and `file` the learner's file, as the table is to show it.
     """
@@ -74,7 +74,7 @@ def _state(report: ExerciseReport) -> str:
 
 
 def table(rows: Sequence[ExerciseRow]) -> str:
-    """The rows as text, set by set."""
+    """Return the rows as text, set by set."""
     wide = max((len(r.title) for r in rows), default=0)
     lines = []
     for name in dict.fromkeys(r.set for r in rows):
@@ -96,7 +96,7 @@ def table(rows: Sequence[ExerciseRow]) -> str:
 
 
 def next_to_do(rows: Sequence[ExerciseRow]) -> str:
-    """What to look at next: the first exercise that lacks points, then the practice left."""
+    """Return what to look at next: the first exercise that lacks points, or the practice left."""
     for r in rows:
         if r.points < r.out_of:
             return f"Next: {r.number} · {r.title}. It is {r.function} in {r.file}."

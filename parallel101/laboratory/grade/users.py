@@ -1,4 +1,4 @@
-"""As root, makes each graded rank a user of its own.
+"""Makes each graded rank a user of its own if the grader is root.
 
 Such a user can read neither the grader's files nor another rank's.
 
@@ -69,7 +69,7 @@ LEFT_OUT = (
 
 
 def user_of(rank: int) -> int | None:
-    """The user that a rank of this process becomes, or None for this user.
+    """Return the user that a rank of this process becomes, or None for this user.
 
     Graders that run at the same time use different users.
     """
@@ -78,7 +78,7 @@ def user_of(rank: int) -> int | None:
 
 @cache
 def claimed(process: int) -> int:
-    """A number that no other grader on this machine has while this process lives.
+    """Return a number that no other grader on this machine has while this process lives.
 
     It is a name in the kernel, which no two sockets can have. Two graders with the same users would
     end each other's ranks. Where the kernel has no such names, on macOS, it is the process's
@@ -97,7 +97,7 @@ def claimed(process: int) -> int:
 
 
 class Protection(NamedTuple):
-    """What this machine offers against a rank that reads or ends what isn't its own.
+    """The protection that this machine offers against a rank that reads or ends other things.
 
     Attributes:
         users: each rank can become a user of its own: this process is root, and other users can
@@ -111,7 +111,7 @@ class Protection(NamedTuple):
 
 @cache
 def protection() -> Protection:
-    """What this machine offers."""
+    """Return the protection that this machine offers."""
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     readable = all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
     return Protection(root and readable, bool(landlock_version()))
@@ -151,7 +151,7 @@ def hide_arguments() -> None:
 
 
 def library_copy() -> tuple[str, str] | None:
-    """(folder of Python's standard library, copy of it), if a rank needs the copy.
+    """Return (folder of Python's standard library, copy of it), if a rank needs the copy.
 
     Every user can read the copy.
     """
@@ -164,7 +164,7 @@ def library_copy() -> tuple[str, str] | None:
 
 
 def use_library_copy(library: str, copy: str) -> None:
-    """In a rank: import what is not imported yet from the copy."""
+    """Import what is not imported yet from the copy; a rank calls this."""
     # Its packages are chosen by name: a look at each of 3,000 modules would make 3,000 pages of
     # memory this process's own, in 10 ms.
     packages = [
@@ -199,7 +199,7 @@ def _copied_library(library: str) -> str:
 
 
 def _link(source: str, target: str) -> None:
-    """A second name for a file, which takes no time, or a copy of it on another disk."""
+    """Give a file a second name, which takes no time, or copy it if that is on another disk."""
     try:
         os.link(source, target)
     except OSError:
@@ -207,17 +207,17 @@ def _link(source: str, target: str) -> None:
 
 
 def readable_by_all(path: Path) -> bool:
-    """Whether every user of this machine can read a file or folder, and reach it."""
+    """Return whether every user of this machine can read a file or folder, and reach it."""
     path = path.resolve()
     return bool(path.stat().st_mode & 0o004) and others_reach(path.parent)
 
 
 def others_reach(folder: Path) -> bool:
-    """Whether every user can use what is in a folder, if it may be read."""
+    """Return whether every user can use what is in a folder, if it may be read."""
     return all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
 
 
 def _readable(folder: Path) -> bool:
-    """Whether every user can read a folder and reach it."""
+    """Return whether every user can read a folder and reach it."""
     folder = folder.resolve()
     return folder.stat().st_mode & 0o005 == 0o005 and others_reach(folder)

@@ -26,7 +26,7 @@ KIND = "Wheel-Version: 1.0\nGenerator: parallel101\nRoot-Is-Purelib: true\nTag: 
 
 
 def library_wheel() -> tuple[str, bytes]:
-    """The file name and the content of a wheel of this library.
+    """Return the file name and the content of a wheel of this library.
 
     Raises ValueError if the library was never installed here, and so has no metadata.
     """

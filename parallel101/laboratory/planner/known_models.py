@@ -121,13 +121,13 @@ def shape_of_model(
 
 
 def batch_of_model(model: Any) -> int | None:
-    """The samples of a step with which a known model was trained; None if it isn't known."""
+    """Return the samples of a step with which a known model was trained; None if unknown."""
     known = KNOWN_MODELS.get(model) if isinstance(model, str) else None
     return known.batch if known else None
 
 
 def from_text(text: str) -> ModelShape:
-    """A name, five numbers, or the path of a file."""
+    """Return the shape that a text gives: a name, five numbers, or the path of a file."""
     if text in KNOWN_MODELS:
         return KNOWN_MODELS[text].shape
     if text.count(",") >= 2:
@@ -156,7 +156,10 @@ def from_numbers(text: str) -> ModelShape:
 
 
 def from_file(path: Path) -> ModelShape:
-    """Raises ValueError for a file that can't be read, or isn't JSON with a model's keys."""
+    """Return the shape in a file.
+
+    Raises ValueError for a file that can't be read, or isn't JSON with a model's keys.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -174,7 +177,7 @@ def from_file(path: Path) -> ModelShape:
 
 
 def from_keys(found: Mapping[str, Any], where: str) -> ModelShape:
-    """The shape that these keys give: ModelShape's, or those of Hugging Face's LlamaConfig."""
+    """Return the shape that these keys give: ModelShape's, or those of a LlamaConfig."""
     if "model_type" in found or "hidden_size" in found:
         return from_hugging_face(found, where)
     allowed = {field.name: field for field in fields(ModelShape)}
@@ -191,7 +194,7 @@ def from_keys(found: Mapping[str, Any], where: str) -> ModelShape:
 
 
 def from_hugging_face(found: Mapping[str, Any], where: str) -> ModelShape:
-    """The shape of a LLaMA from its config.json.
+    """Return the shape of a LLaMA from its config.json.
 
     Raises ValueError for other kinds of models, whose layers aren't those of models/llama.py.
     """
@@ -232,7 +235,7 @@ def from_hugging_face(found: Mapping[str, Any], where: str) -> ModelShape:
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Raises ValueError for what a file may have and ModelShape doesn't check."""
+    """Raise ValueError for what a file may have and ModelShape doesn't check."""
     for name in ("gated", "biases", "tied", "dropout"):
         if type(getattr(shape, name)) is not bool:
             raise ValueError(f"the model's {name}={getattr(shape, name)!r}: expected true or false")
@@ -244,7 +247,7 @@ def check_shape(shape: ModelShape) -> None:
 
 
 def made(where: str, **values: Any) -> ModelShape:
-    """A ModelShape; what it refuses is said of the place where it was found."""
+    """Return a ModelShape. Its ValueError names the place where the values were found."""
     try:
         return ModelShape(**values)
     except (ValueError, TypeError) as error:

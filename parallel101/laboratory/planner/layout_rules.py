@@ -1,4 +1,4 @@
-"""Which layouts there are for a model on so many GPUs, and which of them HybridTrainer accepts.
+"""The possible layouts of a model on so many GPUs, and those that HybridTrainer accepts.
 
     meshes_of(…)     dp × tp × pp × cp × ep = GPUs: those that the model can be cut by, and how many
                      are refused for which reason
@@ -37,7 +37,7 @@ MICROBATCHES = (1, 2, 4, 8, 16)  # samples of a microbatch that are tried
 
 @dataclass
 class Refusals:
-    """How many meshes or layouts were refused, by reason, with an example of each."""
+    """The number of refused meshes or layouts by reason, with an example of each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, ParallelLayout] = field(default_factory=dict)
@@ -53,7 +53,7 @@ def divisors(n: int) -> list[int]:
 
 
 def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a layout that the user has fixed.
+    """Return the fields of a layout that the user has fixed.
 
     Raises ValueError for unknown keys and for values that none can have.
     """
@@ -103,7 +103,7 @@ def fixed_or(fixed: Mapping[str, Any], key: str, others: Any) -> Any:
 def why_not_mesh(
     shape: ModelShape, mesh: ParallelLayout, batch: int, fixed: Mapping[str, Any]
 ) -> str | None:
-    """Why the model can't be cut by these axes, if it can't."""
+    """Return why the model can't be cut by these axes, or None if it can."""
     if shape.heads % mesh.tp:
         return f"tp doesn't divide {shape.heads} heads"
     if shape.kv % mesh.tp:
@@ -183,14 +183,14 @@ def layouts_of(
 
 
 def microbatches_tried(share: int, fixed: Mapping[str, Any]) -> list[int]:
-    """The samples of a microbatch that are tried."""
+    """Return the numbers of samples of a microbatch that are tried."""
     if "microbatches" in fixed:
         return [max(share // fixed["microbatches"], 1)]
     return [size for size in MICROBATCHES if share % size == 0]
 
 
 def why_not_schedule(shape: ModelShape, layout: ParallelLayout, chunks: int) -> str | None:
-    """Why the layout's pipeline can't have so many chunks, or its schedule, if it can't."""
+    """Return why the layout's pipeline can't have so many chunks, or its schedule; else None."""
     if layout.pp == 1:
         if chunks > 1 or layout.schedule != "1f1b":
             return "chunks and schedule are a pipeline's, and pp is 1"
@@ -205,7 +205,7 @@ def why_not_schedule(shape: ModelShape, layout: ParallelLayout, chunks: int) -> 
 
 
 def why_not_options(shape: ModelShape, layout: ParallelLayout) -> str | None:
-    """Why the trainer refuses the layout's options, if it does."""
+    """Return why the trainer refuses the layout's options, or None if it doesn't."""
     if layout.sequence_parallel and layout.tp == 1:
         return "sequence_parallel needs tp above 1"
     if layout.sequence_parallel and shape.time % (layout.tp * layout.cp):
@@ -218,7 +218,7 @@ def why_not_options(shape: ModelShape, layout: ParallelLayout) -> str | None:
 
 
 def why_not(shape: ModelShape, layout: ParallelLayout, fixed: Mapping[str, Any] = {}) -> str | None:
-    """Why HybridTrainer can't train this layout, if it can't."""
+    """Return why HybridTrainer can't train this layout, or None if it can."""
     return (
         why_not_mesh(shape, layout, layout.batch, fixed)
         or why_not_schedule(shape, layout, layout.chunks)

@@ -20,7 +20,7 @@ AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMG]i?|Ki|)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `parallel101 plan` takes."""
+    """Add the arguments of `parallel101 plan`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "FILE.json has the fields of ModelShape: width, layers, heads, vocabulary and time, and if "
@@ -160,7 +160,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """ "tp=8,recompute=full" → {"tp": 8, "recompute": "full"}; the keys are checked later."""
+    """Return "tp=8,recompute=full" as {"tp": 8, "recompute": "full"}. Keys are checked later."""
     found: dict[str, Any] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         key, equals, value = part.partition("=")
@@ -175,7 +175,10 @@ def parse_layout(text: str) -> dict[str, Any]:
 
 
 def amount(text: str) -> float:
-    """ "4Mi" → 4194304.0, "80G" → 8e10. Raises ArgumentTypeError for anything else."""
+    """Return an amount: "4Mi" → 4194304.0, "80G" → 8e10.
+
+    Raises ArgumentTypeError for anything else.
+    """
     matched = AMOUNT.fullmatch(text.replace(",", "").replace("_", ""))
     if matched is None or float(matched[1]) <= 0:
         raise argparse.ArgumentTypeError(

@@ -74,7 +74,7 @@ def plan_scene(plan: RankedLayouts) -> Scene:
 
 
 def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[float, int]:
-    """The bars of the best layouts. Returns where they end."""
+    """Draw the bars of the best layouts, and return where they end."""
     shown = list(plan)[:MOST_BARS]
     names = [n for n in shown[0].parts if any(of.parts[n] > 0.001 * of.seconds for of in shown)]
     kinds = {SHORT.get(name, name): PART_CLASSES[name] for name in names}
@@ -108,7 +108,7 @@ def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[flo
 
 
 def _range(panel: Node, of: PlannedLayout, y: float, scale: float) -> None:
-    """The range of the quick model, and the simulated step."""
+    """Draw the range of the quick model, and the simulated step."""
     low, high = LEFT + of.low * scale, LEFT + of.high * scale
     d = f"M{low:.1f} {y - 3}v6M{low:.1f} {y}H{high:.1f}M{high:.1f} {y - 3}v6"
     panel.add("path", d=d, class_="range")
@@ -121,8 +121,10 @@ def _range(panel: Node, of: PlannedLayout, y: float, scale: float) -> None:
 def _panels(
     scene: Scene, lower: int, left: float, right: float, narrow_right: float
 ) -> tuple[Node, Node, Node, Node]:
-    """Panels for words at the left, bars from `left` to `right`, numbers inside of them, which are
-    not shown on phones, and numbers at the right. On phones bars end at `narrow_right`.
+    """Return panels for words, for bars, for the numbers in bars, and for numbers at the right.
+
+    The bars reach from `left` to `right`, on phones to `narrow_right`. The numbers in bars are not
+    shown on phones.
     """
     k = (narrow_right - left) / (right - left)
     return (
@@ -141,13 +143,14 @@ def _bar(
 
 
 def _inside(panel: Node, text: str, kind: str, x: float, y: float) -> None:
-    """Text in the middle of a bar of this class, f0 to f7."""
+    """Write a text in the middle of a bar of this class, f0 to f7."""
     panel.add("text", text, x=x, y=y, font_size=12, class_=f"c o{kind[1]}")
 
 
 def _legend(scene: Scene, kinds: Mapping[str, str], y: float, lower: int) -> int:
-    """Names beside the classes of what they name. Returns `lower` for what is below: on phones a
-    legend takes several lines.
+    """Write names beside boxes of their classes, and return `lower` for what is below.
+
+    On phones a legend takes several lines.
     """
     x = start = LEFT
     for name, kind in kinds.items():
@@ -165,7 +168,7 @@ def _legend(scene: Scene, kinds: Mapping[str, str], y: float, lower: int) -> int
 
 
 def _memory(scene: Scene, best: PlannedLayout, y: float, lower: int) -> tuple[float, int]:
-    """The memory of the first and of the last stage. Returns where it ends."""
+    """Draw the memory of the first and of the last stage, and return where it ends."""
     have = best.cluster.memory_bytes
     words = f"Memory of layout 1, of {decimal_bytes(have)} on each GPU"
     heading = scene.panel(f"translate(0,{lower})")
@@ -201,7 +204,7 @@ def _memory(scene: Scene, best: PlannedLayout, y: float, lower: int) -> tuple[fl
 
 
 def _nodes(scene: Scene, best: PlannedLayout, y: float, lower: int) -> float:
-    """Which GPU has which part of the model and of the batch. Returns where it ends."""
+    """Draw which GPU has which part of the model and the batch, and return where it ends."""
     layout, per_node = best.layout, min(best.cluster.nodes_of, best.layout.gpus)
     words = scene.panel(f"translate(0,{lower})")
     words.add("text", "Layout 1 on the nodes", x=LEFT, y=y, font_size=15, class_="b")
@@ -246,7 +249,7 @@ def _nodes(scene: Scene, best: PlannedLayout, y: float, lower: int) -> float:
 def _node(
     panel: Node, layout: ParallelLayout, gpus: range, axes: list[str], x: float, y: float
 ) -> None:
-    """One node: a square for each of its GPUs."""
+    """Draw one node: a square for each of its GPUs."""
     wide = len(gpus) * SQUARE
     panel.add("rect", x=x - 4, y=y - 4, width=wide + 6, height=TALL + 8, rx=6, class_="node")
     for number, gpu in enumerate(gpus):
@@ -263,12 +266,12 @@ def _node(
 
 
 def place_of(layout: ParallelLayout, gpu: int) -> dict[str, int]:
-    """Axis → the position of this GPU along it."""
+    """Return the position of a GPU along each axis."""
     return {axis: gpu // stride % getattr(layout, axis) for axis, stride in layout.strides.items()}
 
 
 def crossing(layout: ParallelLayout, per_node: int) -> list[str]:
-    """Which axes stay inside a node and which don't, in sentences."""
+    """Return sentences that say which axes stay inside a node and which don't."""
     inside: list[str] = []
     outside: list[str] = []
     for axis, stride in layout.strides.items():
@@ -285,5 +288,5 @@ def crossing(layout: ParallelLayout, per_node: int) -> list[str]:
 
 
 def _some(count: int, most: int) -> list[int]:
-    """The first ones of `count`, and the last."""
+    """Return the first ones of `count`, and the last."""
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]

@@ -65,12 +65,12 @@ NOT_MODELLED = (
 
 
 def plan_text(plan: RankedLayouts) -> str:
-    """All tables, for a terminal of about 130 columns."""
+    """Return all tables, for a terminal of about 130 columns."""
     return quick_text(plan) + simulated_text(plan)
 
 
 def quick_text(plan: RankedLayouts) -> str:
-    """The tables of the quick model."""
+    """Return the tables of the quick model."""
     best = plan.best
     parts = [
         heading(plan),
@@ -87,7 +87,7 @@ def quick_text(plan: RankedLayouts) -> str:
 
 
 def simulated_text(plan: RankedLayouts) -> str:
-    """What the trainer itself took on virtual GPUs, and what that changes; empty if nothing ran."""
+    """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     ran = [(number, of, of.simulated) for number, of in enumerate(plan, 1) if of.simulated]
     rows = [
         [
@@ -119,7 +119,7 @@ def simulated_text(plan: RankedLayouts) -> str:
 
 
 def heading(plan: RankedLayouts) -> str:
-    """The model, the cluster and the batch, in two lines."""
+    """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
     nodes = cluster.gpus / cluster.nodes_of
@@ -138,7 +138,7 @@ def model_words(plan: RankedLayouts) -> str:
 
 
 def layouts_table(plan: RankedLayouts) -> TextTable:
-    """One row for each of the best layouts."""
+    """Return a table with one row for each of the best layouts."""
     meshes = len({of.layout.mesh for of in plan})
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
     head += ["tokens/s", "MFU", "HFU", "first", "last", "recompute", "along time"]
@@ -182,7 +182,7 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
 
 
 def ring_note(plan: RankedLayouts) -> str:
-    """What the first layout along cp would take with HybridTrainer's own ring attention."""
+    """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
             return (
@@ -193,7 +193,7 @@ def ring_note(plan: RankedLayouts) -> str:
 
 
 def time_table(of: PlannedLayout) -> TextTable:
-    """Where the time of a step goes."""
+    """Return a table that shows where the time of a step goes."""
     rows = [
         [human_seconds(seconds), f"{seconds / of.seconds:.1%}", PART_WORDS[name]]
         for name, seconds in of.parts.items()
@@ -213,7 +213,7 @@ def time_table(of: PlannedLayout) -> TextTable:
 
 
 def memory_table(of: PlannedLayout) -> TextTable:
-    """What fills the memory of a GPU of the first and of the last stage."""
+    """Return a table of what fills the memory of a GPU of the first and of the last stage."""
     first, last = of.memory[0], of.memory[-1]
     have = of.cluster.memory_bytes
 
@@ -227,7 +227,7 @@ def memory_table(of: PlannedLayout) -> TextTable:
 
 
 def call_or_reason(of: PlannedLayout) -> str:
-    """The call, or why there is none."""
+    """Return the call, or why there is none."""
     reason = why_no_model(of.shape)
     return f"No model can be built: {reason}." if reason else of.call
 
@@ -248,7 +248,7 @@ def not_modelled_table() -> TextTable:
 
 
 def plan_json(plan: RankedLayouts) -> str:
-    """Everything that a plan has. All times are seconds, all sizes bytes."""
+    """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {
         "model": {**asdict(shape), "parameters": shape.parameters},

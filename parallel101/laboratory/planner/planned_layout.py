@@ -1,4 +1,4 @@
-"""What a plan consists of: layouts, what each costs, and why others were refused."""
+"""The parts of a plan: layouts, what each costs, and why others were refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlannedLayout:
 
     @property
     def seconds(self) -> float:
-        """Of a step, by the quick model."""
+        """The seconds of a step, by the quick model."""
         return self.time.seconds
 
     @property
@@ -59,7 +59,7 @@ class PlannedLayout:
 
     @property
     def hfu(self) -> float:
-        """The same with the FLOPs that are computed again in backward."""
+        """The hardware FLOPs utilization: `mfu` with the FLOPs that backward computes again."""
         return self.time.hfu
 
     @property
@@ -68,22 +68,22 @@ class PlannedLayout:
 
     @property
     def limit(self) -> str:
-        """What limits the step, in words."""
+        """The limit of the step, in words."""
         return self.time.limit
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name → seconds; together they are `seconds`. Communication counts where it is exposed."""
+        """The seconds of each part by name, `seconds` in sum. Only exposed communication counts."""
         return self.time.parts
 
     @property
     def headroom(self) -> float:
-        """Bytes that are left on the fullest GPU."""
+        """The bytes that are left on the fullest GPU."""
         return self.cluster.memory_bytes - most_of(self.memory)
 
     @property
     def own_seconds(self) -> float:
-        """Of a step with HybridTrainer's own ring attention along cp, as virtual GPUs run it."""
+        """The seconds of a step with HybridTrainer's own ring attention, as virtual GPUs run it."""
         return step_time(self.shape, self.layout, self.cluster, software=OWN_RING).seconds
 
     @property
@@ -113,7 +113,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class WhyNot:
-    """Why layouts were refused: `count` meshes, or layouts of the other meshes."""
+    """A reason why layouts were refused: `count` meshes, or layouts of the other meshes."""
 
     reason: str
     count: int

@@ -68,7 +68,7 @@ class TapedExchange:
 
 @dataclass
 class TapedWait:
-    """For a message: of this tape, or of one of `key` that was played or recorded before."""
+    """A wait for a message of this tape, or of one of `key` that was played or recorded before."""
 
     after: float
     key: Key
@@ -79,7 +79,7 @@ class TapedWait:
 
 @dataclass
 class Tape:
-    """What one action did.
+    """The record of one action.
 
     Attributes:
         rest, seconds: after the last event, and altogether.
@@ -104,13 +104,13 @@ class Tape:
     weights: Sequence[float] = ()
 
     def keep_loss(self, losses: Losses, parts: int, weights: int) -> None:
-        """Keep what was added to the losses, of which there were so many."""
+        """Keep what was added to the losses, which were `parts` and `weights` before."""
         if losses.parts[parts:]:
             self.loss = torch_private.uncounted_like(losses.parts[-1])
         self.weights = losses.weights[weights:]
 
     def loss_again(self, losses: Losses) -> Tensor | None:
-        """Add the same once more, and return it."""
+        """Add what `keep_loss` has kept once more, and return it."""
         if self.loss is None:
             return None
         losses.parts.append(torch.empty_like(self.loss))
@@ -130,7 +130,7 @@ class TapedWork:
 
 
 class TapedExchangeWork(TapedWork):
-    """The same for messages that were posted at once."""
+    """The work of messages that were posted at once, on a tape that is being recorded."""
 
     def wait_for(self, place: int) -> None:
         self.recorder.wait(self, place)
@@ -164,7 +164,7 @@ class TapeRecorder:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, this rank's messages are seen."""
+        """Watch this rank's messages inside the block."""
         self.tapes.clear()
         self.before = self.way = (0, "")
         groups = [group for group in self.rank.groups if "send" not in vars(group)]
@@ -204,7 +204,7 @@ class TapeRecorder:
         return posted
 
     def exchange_hook(self, post: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for messages that are posted at once."""
+        """Return a hook like `hook`, for messages that are posted at once."""
 
         def posted(exchange: Exchange) -> Any:
             tape = self.tape
@@ -222,14 +222,14 @@ class TapeRecorder:
         return posted
 
     def like(self, x: Tensor) -> Tensor:
-        """A tensor to send in place of x, which doesn't count as memory."""
+        """Return a tensor to send in place of x, which doesn't count as memory."""
         key = x.shape, x.dtype, x.device
         if key not in self.alike:
             self.alike[key] = torch_private.uncounted_like(x)
         return self.alike[key]
 
     def passed(self) -> float:
-        """Seconds since the last event of the tape."""
+        """Return the seconds since the last event of the tape."""
         return self.rank.now() - self.at
 
     def wait(self, message: TapedWork, place: int | None = None) -> bool:
@@ -252,7 +252,10 @@ class TapeRecorder:
         self.counted = self.gpu.flops, self.gpu.busy, self.gpu.kernels
 
     def end(self, final: bool) -> Tape:
-        """An action is over. After a `final` one its tape is not played: gradients left in it."""
+        """End an action and return its tape.
+
+        After a `final` action the tape is not played, because gradients left in it.
+        """
         tape, gpu, key = self.tape, self.gpu, self.key
         assert tape is not None
         self.tape = None
@@ -286,7 +289,7 @@ class TapeRecorder:
         return next(self.tapes[way] for way in self.ways(key) if way in self.tapes)
 
     def count(self, key: Key) -> None:
-        """One more tape: messages of the last two may still be waited for."""
+        """Count one more tape: messages of the last two may still be waited for."""
         self.before = key
         self.played[key] = number = self.played.get(key, 0) + 1
         self.works.pop((key, number - 4), None)
@@ -294,9 +297,7 @@ class TapeRecorder:
     # ── playing ──
 
     def play(self, key: Key) -> Tape:
-        """Let happen what the last tape of this action has; what is alive is corrected by
-        `correct`.
-        """
+        """Play the last tape of this action. `correct` corrects what is alive."""
         tape, rank, gpu = self.tape_of(key), self.rank, self.gpu
         gpu.peak = max(gpu.peak, gpu.live + tape.peak)
         flops, busy, kernels = tape.counts
@@ -331,8 +332,9 @@ class TapeRecorder:
         self.loose.setdefault(key, []).extend(work for work in works if not work.waited)
 
     def settle(self, key: Key) -> None:
-        """Wait for what played tapes of this action have left in flight: a real one follows, which
-        does not know of it.
+        """Wait for the messages that played tapes of this action have left in flight.
+
+        A real action follows, which does not know of them.
         """
         for work in self.loose.pop(key, []):
             if not work.waited:
@@ -344,7 +346,7 @@ class TapeRecorder:
 
     @contextmanager
     def correct(self, live: int) -> Iterator[None]:
-        """Inside, an action is played that changes by `live` bytes what is alive."""
+        """Correct the bytes alive after the block, which plays an action that adds `live` bytes."""
         wanted = self.gpu.live + live
         yield
         self.gpu.live = wanted
@@ -354,7 +356,7 @@ class TapeRecorder:
 
 
 def replay(trainer: Trainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
-    """From now on, the trainer runs only some of its microbatches for real."""
+    """Let the trainer run only some of its microbatches for real from now on."""
     runner, recorder = trainer.runner, TapeRecorder(rank, gpu)
     first, last = (3, 2) if runner.sync.zero_stage >= 2 else (2, 1)
     if isinstance(runner, Pipeline):
@@ -440,8 +442,9 @@ SENT = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
 def real_microbatches(
     actions: Sequence[Action], first: int, last: int
 ) -> tuple[set[tuple[int, int]], set[Action]]:
-    """(stage, microbatch) of those that are run for real, and the actions with which the gradients
-    of a stage are complete.
+    """Return (stage, microbatch) of those that are run for real, and the final actions.
+
+    With a final action, the gradients of a stage are complete.
     """
     real, final = set(), set()
     for stage in {action.stage for action in actions}:
@@ -523,4 +526,4 @@ class PlayedLoss:
         self.loss = loss
 
     def backward(self) -> None:
-        """PlayedSync has played it."""
+        """Do nothing: PlayedSync has played the backward."""

@@ -1,4 +1,4 @@
-"""Held to what others measured: reads a table of published training runs, and predicts each row.
+"""Comparison with others' measurements: reads published training runs, and predicts each.
 
     layers,hidden,heads,tp,pp,dp,gpus,global_batch,micro_batch,v_chunks,step_s
     80,12288,96,8,8,24,1536,2304,2,2,24.82          ─▶ predicted 24.9 s, +0.5 %
@@ -187,7 +187,7 @@ class PublishedError:
 
     @property
     def error(self) -> float:
-        """(predicted − measured) / measured."""
+        """The relative error: (predicted − measured) / measured."""
         return self.predicted / self.measured - 1
 
 
@@ -250,7 +250,10 @@ def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
 
 
 def known_columns(header: Iterable[str]) -> dict[str, str]:
-    """The table's name of a column → ours. "# GPUs" and "tensor parallelism" are known, too."""
+    """Return the table's name of a column → ours.
+
+    "# GPUs" and "tensor parallelism" are known, too.
+    """
     by_name = {name: ours for ours, names in COLUMNS.items() for name in names}
     found = {}
     for column in header:
@@ -267,7 +270,7 @@ def known_columns(header: Iterable[str]) -> dict[str, str]:
 
 
 def runs_of(values: Mapping[str, str], *, vtrain: bool) -> list[PublishedRun]:
-    """The runs of a row: one, or two if it has the times of two ways to train."""
+    """Return the runs of a row: one, or two if it has the times of two ways to train."""
     if "full_seconds" in values or "selective_seconds" in values:
         rest = {k: v for k, v in values.items() if k not in ("full_seconds", "selective_seconds")}
         ways = {
@@ -283,7 +286,7 @@ def runs_of(values: Mapping[str, str], *, vtrain: bool) -> list[PublishedRun]:
 
 
 def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
-    """The run of a row, with the defaults of its kind of table."""
+    """Return the run of a row, with the defaults of its kind of table."""
 
     def number(name: str, default: int | None = None) -> int:
         text = values.get(name)
@@ -351,7 +354,10 @@ def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
 
 
 def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: ParallelLayout) -> float:
-    """Seconds of a step, or if there are none, from TFLOP/s, which count what is computed again."""
+    """Return the measured seconds of a step.
+
+    If a row has none, they are computed from TFLOP/s, which count what is computed again.
+    """
     if "seconds" in values:
         return float(values["seconds"])
     if "milliseconds" in values:
@@ -381,7 +387,7 @@ def chosen_software(
 
 
 def recompute_word(text: str) -> str:
-    """ "full", "selective" or "none", of words that tables use."""
+    """Return "full", "selective" or "none" for the words that tables use."""
     word = text.lower()
     if word in ("full", "selective", "none"):
         return word

@@ -42,13 +42,13 @@ class Evaluated(NamedTuple):
 
     @property
     def most(self) -> float:
-        """Bytes on the fullest GPU."""
+        """The bytes on the fullest GPU."""
         return most_of(self.memory)
 
 
 @dataclass
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: the fastest layouts that fit, fastest first.
@@ -131,7 +131,7 @@ def search(
 
 
 def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
-    """The items, with a progress bar if they take longer than a second."""
+    """Return the items, with a progress bar if they take longer than a second."""
     return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
 
 
@@ -145,7 +145,7 @@ def most_of(memory: tuple[StageMemory, ...]) -> float:
 def nothing_fits(
     shape: ModelShape, cluster: Cluster, batch: int, fixed: Mapping[str, Any], found: Found
 ) -> NoLayoutError:
-    """The error that says what is missing, and how many GPUs would do."""
+    """Return the error that says what is missing, and how many GPUs would do."""
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
     name = shape.name or "the model"
     if found.smallest is None:
@@ -177,7 +177,7 @@ def nothing_fits(
 def smallest_gpus(
     shape: ModelShape, cluster: Cluster, batch: int, fixed: Mapping[str, Any]
 ) -> int | None:
-    """The smallest number of GPUs on which a layout fits, in whole nodes if it is more than one.
+    """Return the smallest number of GPUs on which a layout fits, in whole nodes above one node.
 
     With more GPUs a rank's share of the weights is smaller, but a batch has only so many samples to
     share, and a model so many layers and heads: None if no number would do.
@@ -195,7 +195,10 @@ def smallest_gpus(
 
 
 def leanest(mesh: ParallelLayout, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which a mesh needs the least memory: only ZeRO's stage is left open."""
+    """Return the options with which a mesh needs the least memory.
+
+    Only ZeRO's stage is left open.
+    """
     lean = {"recompute": "full", "sequence_parallel": mesh.tp > 1, "chunks": 1}
     if "microbatches" not in fixed:
         lean["microbatch"] = 1
@@ -205,7 +208,7 @@ def leanest(mesh: ParallelLayout, fixed: Mapping[str, Any]) -> dict[str, Any]:
 def meshes_by_size(
     shape: ModelShape, batch: int, fixed: Mapping[str, Any], per_node: int
 ) -> Iterator[tuple[int, ParallelLayout]]:
-    """All meshes on which the model could be trained, on however many GPUs, small ones first."""
+    """Yield all meshes on which the model could be trained, by their number of GPUs."""
     stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
     axes: dict[str, Any] = {
         "tp": [n for n in divisors(shape.kv) if n <= per_node],
@@ -224,19 +227,19 @@ def meshes_by_size(
 
 
 def said(fixed: Mapping[str, Any]) -> str:
-    """What the user fixed, as a part of a sentence."""
+    """Return what the user fixed, as a part of a sentence."""
     if not fixed:
         return ""
     return f" with {', '.join(f'{key}={value}' for key, value in fixed.items())}"
 
 
 def layout_text(layout: ParallelLayout) -> str:
-    """A layout in one line: "dp 16 · tp 8 · pp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
+    """Return a layout in one line: "dp 16 · tp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
     return " · ".join(layout_words(layout))
 
 
 def layout_words(layout: ParallelLayout) -> tuple[str, str]:
-    """Its axes, and its other options."""
+    """Return a layout's axes, and its other options, as text."""
     axes = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
     words = [f"microbatch {layout.microbatch} × {layout.microbatches}"]
     words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)

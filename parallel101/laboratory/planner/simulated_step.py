@@ -41,7 +41,7 @@ STEPS = 2  # the first announces shapes and makes the optimizer's state; the sec
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What a step on virtual GPUs took.
+    """The measurements of a step on virtual GPUs.
 
     Attributes:
         seconds: from the end of the step before, on the slowest rank, to its own end.
@@ -115,7 +115,7 @@ def simulate_step(
 def program(
     shape: ModelShape, layout: ParallelLayout, options: dict[str, Any], played: bool
 ) -> tuple[list[float], int]:
-    """One rank's part. Returns when its steps ended, and its peak bytes since the first began."""
+    """Run one rank's steps, and return when they ended and the peak bytes since the first began."""
     rank: Any = recorder()
     gpu = next(mode for mode in torch_private.dispatch_modes() if isinstance(mode, VirtualGPU))
     model, config = model_text(shape)

@@ -1,4 +1,4 @@
-"""From a layout to the HybridTrainer that has it: as a call, and as text to copy.
+"""Converts a layout to the HybridTrainer that has it: as a call, and as text to copy.
 
 build_trainer(shape, layout, model, loss_fn, optimizer)    inside the program of each rank
 call_text(shape, layout)                                   a program: model, mesh, trainer
@@ -24,14 +24,15 @@ MESH_AXES = ("pp", "dp", "ep", "cp", "tp")
 
 
 def mesh_of(layout: ParallelLayout) -> dict[str, int]:
-    """Name of an axis → its size, without axes of one rank; dp is always there."""
+    """Return the size of each axis by name, without axes of one rank; dp is always there."""
     sizes = {axis: getattr(layout, axis) for axis in MESH_AXES}
     return {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"}
 
 
 def trainer_options(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
-    """The keyword arguments of HybridTrainer for this layout, apart from its mesh; those that
-    differ from the defaults.
+    """Return the arguments of HybridTrainer for this layout that differ from the defaults.
+
+    Its mesh is left out.
     """
     options: dict[str, Any] = {"precision": layout.precision}
     if layout.gradient_dtype:
@@ -86,7 +87,7 @@ def build_trainer(
 
 
 def call_text(shape: ModelShape, layout: ParallelLayout) -> str:
-    """The lines that build the model and the trainer on each rank; run them with torchrun.
+    """Return the lines that build the model and the trainer on each rank; run them with torchrun.
 
     Raises ValueError if this package has no model of that shape.
     """
@@ -120,7 +121,10 @@ def call_text(shape: ModelShape, layout: ParallelLayout) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as Python code: strings in double quotes, and numbers that repeat as a product."""
+    """Return a value as Python code.
+
+    Strings are in double quotes, and numbers that repeat are a product.
+    """
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, tuple):
@@ -134,14 +138,17 @@ def as_text(value: Any) -> str:
 
 
 def model_text(shape: ModelShape) -> tuple[str, str]:
-    """The names of the model's class and of its configuration's. Raises ValueError."""
+    """Return the names of the model's class and of its configuration's.
+
+    Raises ValueError if there is no such model.
+    """
     if reason := why_no_model(shape):
         raise ValueError(reason)
     return ("Llama", "LlamaConfig") if shape.positions == "rotary" else ("GPT", "GPTConfig")
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of GPTConfig or LlamaConfig."""
+    """Return the arguments of GPTConfig or LlamaConfig."""
     found: dict[str, Any] = {
         "vocabulary": shape.vocabulary,
         "context": shape.time,
@@ -163,7 +170,7 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
 
 
 def why_no_model(shape: ModelShape) -> str | None:
-    """Why neither models.GPT nor models.Llama has this shape, if they don't."""
+    """Return why neither models.GPT nor models.Llama has this shape, or None if one does."""
     of_llama = shape.positions == "rotary"
     wanted: dict[str, tuple[Any, ...]] = {
         "norm": ("rms",) if of_llama else ("layer",),

@@ -66,7 +66,10 @@ class TrainingPlan(RankedLayouts):
         return plan_text(self)
 
     def picture(self) -> Scene:
-        """A still picture: where the time goes, what fills the memory, and who is on which node."""
+        """Return a still picture of the plan.
+
+        It shows where the time goes, what fills the memory, and who is on which node.
+        """
         from parallel101.laboratory.planner.plan_picture import plan_scene
 
         return plan_scene(self)
@@ -179,7 +182,7 @@ def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str,
 def samples(
     shape: ModelShape, model: Any, batch_tokens: int | None, fixed: Mapping[str, Any]
 ) -> int:
-    """The samples of a step. Raises ValueError if the tokens aren't whole samples."""
+    """Return the samples of a step. Raises ValueError if the tokens aren't whole samples."""
     if batch_tokens is None:
         if {"dp", "microbatch", "microbatches"} <= set(fixed):
             return fixed["dp"] * fixed.get("ep", 1) * fixed["microbatch"] * fixed["microbatches"]

@@ -148,7 +148,7 @@ def is_prediction(cell: Tag) -> bool:
 
 
 def begins_anew(cell: Tag) -> bool:
-    """Whether an answer before this cell ends.
+    """Return whether an answer before this cell ends.
 
     This cell begins a section, asks something, sets homework, or sums up in a table. A takeaway
     belongs to the answer, because it tells what happened.

@@ -45,7 +45,7 @@ def citation(text: str, repository: Repository | None = None) -> str:
 
 
 def _name(author: dict[str, str]) -> str:
-    """A person's or a group's name."""
+    """Return a person's or a group's name."""
     parts = ("given-names", "family-names", "name")
     return " ".join(author[part] for part in parts if part in author)
 

@@ -119,7 +119,7 @@ def _lead_somewhere(
 
 
 def _set_of(path: str) -> str:
-    """The folder of a homework set: homework/hw1_moving/hw1.ipynb → homework/hw1_moving."""
+    """Return the folder of a homework set: homework/hw1_moving/hw1.ipynb → homework/hw1_moving."""
     return "/".join(path.split("/")[:2])
 
 

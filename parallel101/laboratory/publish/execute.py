@@ -171,7 +171,7 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
 
 
 def _explain(error: Exception, cell: NotebookNode, timeout: float) -> str:
-    """The cell's own traceback, or what happened to the kernel."""
+    """Return the cell's own traceback, or what happened to the kernel."""
     if isinstance(error, CellTimeoutError):
         return (
             f"The cell did not finish within {timeout:g} s. Does a rank wait for a message that no "

@@ -56,7 +56,7 @@ class Term(NamedTuple):
 
 
 def read_terms(folder: Path) -> list[Term]:
-    """The terms of the folder's glossary.md in alphabetical order; none if there is no such file.
+    """Return the terms of the folder's glossary.md in alphabetical order; none without the file.
 
     Raises ValueError for a term without a definition, or one that is defined twice.
     """

@@ -64,7 +64,7 @@ class CourseRoute(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """What the index shows above the lessons."""
+    """The opening that the index shows above the lessons."""
 
     text: str = ""  # Markdown
     picture: str = ""  # the lesson whose picture moves there
@@ -83,7 +83,7 @@ class Listed(Protocol):
 
 
 class ListedPage(NamedTuple):
-    """Such a page, without its body."""
+    """A page that the index lists, without its body."""
 
     address: str
     title: str

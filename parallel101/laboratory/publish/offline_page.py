@@ -51,7 +51,10 @@ def offline_html(title: str, body: str, scripts_beside: bool = False) -> str:
 
 
 def _code_colours() -> tuple[str, str]:
-    """The colours of highlighted code, light and dark. Pygments is there, as it wrote the code."""
+    """Return the colours of highlighted code, light and dark.
+
+    Pygments is there, because it wrote the code.
+    """
     from pygments.formatters import HtmlFormatter
 
     light, dark = (HtmlFormatter(style=name) for name in ("xcode", "github-dark"))

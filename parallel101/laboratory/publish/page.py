@@ -139,7 +139,10 @@ def lesson_body(
 
 
 def _cover(soup: BeautifulSoup) -> Tag | None:
-    """The picture for the index: that of the cell with the tag `cover`, or the first that plays."""
+    """Return the picture for the index.
+
+    It is the one in the cell with the tag `cover`, or the first that plays.
+    """
     return (
         soup.select_one(".celltag_cover figure.p101")
         or soup.select_one("figure.p101:has(source)")
@@ -148,7 +151,7 @@ def _cover(soup: BeautifulSoup) -> Tag | None:
 
 
 def cover_of(page: str) -> str:
-    """The picture of a lesson's page for the index, as an <img>; "" if the page has none."""
+    """Return the picture of a lesson's page for the index, as an <img>; "" if the page has none."""
     found = re.search(
         r'<figure [^>]*class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"',
         page,
@@ -158,7 +161,7 @@ def cover_of(page: str) -> str:
 
 
 def cropped(image: str) -> str:
-    """A picture, as a data URI, as the index shows covers.
+    """Return a picture, as a data URI, in the form of the index's covers.
 
     It has no border, since the cover has one, and is at most 2/3 as high as wide: a taller one ends
     between two of its parts, at the last of its cuts (see `Scene`) that fits. One without such cuts
@@ -178,7 +181,7 @@ def cropped(image: str) -> str:
 
 
 def moving_picture_of(page: str) -> str:
-    """The same picture as a <picture> that moves, or stands still if the reader prefers that.
+    """Return the cover as a <picture> that moves, or stands still if the reader prefers that.
 
     On a phone its panels are stacked, as player.js stacks them.
     """
@@ -203,7 +206,10 @@ def moving_picture_of(page: str) -> str:
 
 
 def stacked(image: str, width: int, height: int) -> str:
-    """A picture, as a data URI, in its layout for phones: of this size, and each panel moved."""
+    """Return a picture, as a data URI, in its layout for phones.
+
+    It has this size, and each panel is moved.
+    """
     head, _, data = image.partition(",")
     svg = base64.b64decode(data).decode()
     size = re.search(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', svg)
@@ -316,18 +322,18 @@ def page_name(lesson: Lesson) -> str:
 
 
 def numbered(lesson: Lesson) -> str:
-    """The title with the number of the lesson's name."""
+    """Return the title with the number of the lesson's name."""
     number = re.match(r"\d+(?=_)", lesson.name)
     return f"{number[0]} {lesson.title}" if number else lesson.title
 
 
 def short_title(lesson: Lesson) -> str:
-    """The number and the title up to its colon, such as "00 Ranks"."""
+    """Return the number and the title up to its colon, such as "00 Ranks"."""
     return numbered(lesson).partition(":")[0]
 
 
 def machine() -> str:
-    """What the lessons ran on, in words."""
+    """Return in words what the lessons ran on."""
     return (
         f"Python {platform.python_version()} and torch {version('torch')} on {platform.system()} "
         f"with {os.cpu_count()} cores"

@@ -125,7 +125,7 @@ def _describe_constants(module: pdoc.doc.Module) -> None:
 
 
 def _groups(module: pdoc.doc.Module) -> list[tuple[str, list[str]]]:
-    """The names of a module, in groups with a title; only the package has several."""
+    """Return the names of a module, in groups with a title; only the package has several."""
     if module.modulename != PACKAGE:
         return [("", sorted(module.members, key=str.lower))]
     groups: dict[str, list[str]] = {title: [] for title in (*GROUPS, ERRORS)}
@@ -148,7 +148,7 @@ def _group(member: pdoc.doc.Doc) -> str:
 
 
 def shown_members(member: pdoc.doc.Class, module: pdoc.doc.Module) -> list[pdoc.doc.Doc]:
-    """The members that a class's section shows: its own, and those of bases without a section."""
+    """Return the members of a class's section: its own, and those of bases without a section."""
     linked = [part for _, parts in linked_members(member, module) for part in parts]
     return [part for part in _documented(member) if part not in linked]
 
@@ -156,7 +156,7 @@ def shown_members(member: pdoc.doc.Class, module: pdoc.doc.Module) -> list[pdoc.
 def linked_members(
     member: pdoc.doc.Class, module: pdoc.doc.Module
 ) -> list[tuple[str, list[pdoc.doc.Doc]]]:
-    """The members that a class has from public bases, by the base's name."""
+    """Return the members that a class has from public bases, by the base's name."""
     inherited = [part for part in _documented(member) if part not in member.own_members]
     found = []
     for base in member.obj.__mro__[1:]:
@@ -168,7 +168,10 @@ def linked_members(
 
 
 def is_documented(doc: pdoc.doc.Doc) -> bool:
-    """Whether a name has a docstring of its own: not that of torch's forward or of any field."""
+    """Return whether a name has a docstring of its own.
+
+    The docstring of torch's forward, or of any field, doesn't count.
+    """
     inherited = isinstance(doc, pdoc.doc.Function) and not doc.obj.__doc__
     of_field = doc.docstring.startswith("Alias for field number")  # of a NamedTuple
     return bool(doc.docstring) and not inherited and not of_field
@@ -203,7 +206,7 @@ def first_sentence(docstring: str) -> str:
 
 
 def _signature(signature: inspect.Signature, colon: bool) -> str:
-    """A signature with Module in place of torch.nn.modules.module.Module, which is private."""
+    """Return a signature with Module in place of its private torch.nn.modules.module.Module."""
     dot = r'<span class="o">\.</span>'
     shown: str = pdoc.render_helpers.format_signature(signature, colon)
     # the types of a NamedTuple's fields are not evaluated

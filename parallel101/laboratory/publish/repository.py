@@ -22,7 +22,7 @@ class Repository(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Repository:
-        """The repository that a user names.
+        """Return the repository that a user names.
 
         Args:
             text: owner/name, or owner/name@ref for a branch or tag other than main.
@@ -39,7 +39,7 @@ class Repository(NamedTuple):
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Repository | None:
-        """The repository of the workflow that runs, or None if there is none on github.com."""
+        """Return the repository of the workflow that runs, or None without one on github.com."""
         server = environment.get("GITHUB_SERVER_URL", "https://github.com")
         name = environment.get("GITHUB_REPOSITORY")
         if not name or server != "https://github.com":
@@ -51,9 +51,9 @@ class Repository(NamedTuple):
         return f"https://github.com/{self.name}"
 
     def file(self, path: str) -> str:
-        """The address of a file's page."""
+        """Return the address of a file's page."""
         return f"{self.address}/blob/{quote(self.ref)}/{quote(path)}"
 
     def in_colab(self, notebook: str) -> str:
-        """The address at which Colab opens a notebook of the repository."""
+        """Return the address at which Colab opens a notebook of the repository."""
         return f"{COLAB}/{self.name}/blob/{quote(self.ref)}/{quote(notebook)}"

@@ -40,7 +40,7 @@ def run_page(
     error: BaseException | None = None,
     steps: tuple[int, int] | None = None,
 ) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         trace: the record of `parallel101 run`, or of one of a failed run.
@@ -65,7 +65,7 @@ def run_page(
 
 
 def _timelines(trace: Trace, waited: list[Wait], steps: tuple[int, int] | None) -> list[str]:
-    """The whole run; of a long one the steps to choose from, and the time around its longest wait.
+    """Return pictures of the whole run, or of a long run's steps and its longest wait.
 
     A wait that can be seen in the whole run is left out, and so are those of the run's first half.
     """
@@ -83,7 +83,7 @@ def _timelines(trace: Trace, waited: list[Wait], steps: tuple[int, int] | None) 
 
 
 def _around_longest_wait(drawn: Trace, waited: list[Wait]) -> Scene | None:
-    """A timeline of the longest wait of the later half of all waits, and of what was around it."""
+    """Return a timeline around the longest wait in the later half of all waits."""
     longest = max(waited[len(waited) // 2 :], key=lambda wait: wait.end - wait.start, default=None)
     if longest is None:
         return None
@@ -113,7 +113,7 @@ def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:
 
 
 def table_html(table: TextTable) -> str:
-    """The table with its title as HTML."""
+    """Return the table with its title as HTML."""
 
     def row(cells: list[str], tag: str) -> str:
         kinds = [' class="number"' if k < table.numbers else "" for k in range(len(cells))]

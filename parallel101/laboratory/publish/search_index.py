@@ -36,7 +36,7 @@ SHOWN = 140  # letters of an entry's text that a result shows
 
 
 class SearchEntry(NamedTuple):
-    """What the search can find: a section, a term or a name."""
+    """An entry that the search can find: a section, a term or a name."""
 
     kind: str  # "Lesson", "Homework", "Glossary", "Reference", "Tool"; "" for other pages
     title: str
@@ -91,7 +91,7 @@ def _section(kind: str, title: str, address: str, texts: list[str], place: str) 
 
 
 def glossary_entries(terms: Sequence[Term]) -> list[SearchEntry]:
-    """The terms of the glossary."""
+    """Return the terms of the glossary."""
     plain = [BeautifulSoup(to_html(term.definition), "html.parser").get_text() for term in terms]
     return [
         SearchEntry("Glossary", term.name, f"{PAGE}#{term.anchor}", text, also=" ".join(term.forms))
@@ -100,7 +100,7 @@ def glossary_entries(terms: Sequence[Term]) -> list[SearchEntry]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in small letters, without accents: all_reduce has two."""
+    """Return the words of a text in small letters, without accents: all_reduce has two."""
     plain = unicodedata.normalize("NFKD", text)
     return re.findall(r"[a-z0-9]{2,}|\d", re.sub(r"[\u0300-\u036f]", "", plain).lower())
 

@@ -1,4 +1,4 @@
-"""What `help(hw1.ring_shift)` shows on a homework's page, where no cell has run.
+"""The output of `help(hw1.ring_shift)` on a homework's page, where no cell has run.
 
 The specification of an exercise is the docstring of its stub. It's read from the file beside the
 notebook, which doesn't run.

@@ -48,7 +48,7 @@ SCRIPT = files("parallel101.laboratory.publish").joinpath("chooser.js").read_tex
 def step_chooser(
     drawn: Trace, steps: TrainingSteps | None, chosen: tuple[int, int] | None = None
 ) -> str:
-    """The controls and the data, as HTML.
+    """Return the controls and the data, as HTML.
 
     Args:
         drawn: a record as pictures show it (see waiting.with_compute).
@@ -126,7 +126,7 @@ def step_chooser(
 
 
 def _style() -> str:
-    """The rules of the pictures for the SVG of the chooser only."""
+    """Return the rules of the pictures for the SVG of the chooser only."""
     rules = [rule for rule in (PALETTE_STYLE + STYLE).split("}") if rule]
     within = "".join(f".chooser svg {rule}}}" for rule in rules)
     light, dark = (f".chooser{{{variables(theme)}}}" for theme in ("light", "dark"))
@@ -166,7 +166,7 @@ def _about(known: TrainingSteps, events: int, drawn: Trace) -> str:
 
 
 def _look(event: Event, colours: dict[str, int]) -> tuple:
-    """How a bar is drawn: its class, and what may be written in it."""
+    """Return the look of a bar: its class, and what may be written in it."""
     if event.kind != "span":
         return event.kind if event.kind in P2P else "collective", ""
     text = span_texts(event)[0]
@@ -183,5 +183,5 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, str]]:
 
 
 def _json(value: object) -> str:
-    """JSON that is safe inside a <script>."""
+    """Return JSON that is safe inside a <script>."""
     return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")

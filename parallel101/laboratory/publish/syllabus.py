@@ -53,7 +53,7 @@ class Week(NamedTuple):
 
 
 class Syllabus(NamedTuple):
-    """What a teacher says of a course."""
+    """A teacher's description of a course."""
 
     title: str
     text: str  # Markdown
@@ -105,7 +105,7 @@ def read_syllabus(path: Path, folder: Path) -> Syllabus:
 
 
 def _week(entries: Any, folder: Path) -> Week:
-    """One week of the file, with its lessons by their whole names."""
+    """Return one week of the file, with its lessons by their whole names."""
     if not isinstance(entries, dict) or (unknown := [*{*entries} - {*Week._fields}]):
         named = repr(unknown[0]) if isinstance(entries, dict) else repr(entries)
         raise ValueError(f"{named} is not an entry of a week; there are {', '.join(Week._fields)}")

@@ -23,7 +23,10 @@ def file_text(path: str) -> str:
 
 @cache
 def environment() -> Environment:
-    """The site's templates. {{ file("page.css") }} is the text of a file in this folder."""
+    """Return the site's templates.
+
+    {{ file("page.css") }} is the text of a file in this folder.
+    """
     made = Environment(
         loader=PackageLoader("parallel101.laboratory.publish"),
         autoescape=True,

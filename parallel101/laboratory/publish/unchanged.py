@@ -30,15 +30,16 @@ def digest(files: Iterable[Path], *facts: object) -> str:
 
 @cache
 def digest_of_package() -> str:
-    """The digest of this package's files, except those that the interpreter or a wheel adds."""
+    """Return the digest of this package's files, without those of the interpreter or a wheel."""
     other = {"__pycache__", "notebooks"}
     files = (path for path in ROOT.rglob("*") if not other & {*path.relative_to(ROOT).parts})
     return digest(path for path in files if path.is_file())
 
 
 def files_of_module(name: str) -> set[Path]:
-    """The files of a module and of all modules of this package that it imports, and those beside
-    the module that aren't Python.
+    """Return the files of a module and of all modules of this package that it imports.
+
+    The files beside the module that aren't Python belong to them.
     """
     found: set[Path] = set()
     todo = [name]
@@ -60,7 +61,7 @@ def _file_of(name: str) -> Path | None:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The names that a file imports when it runs, also inside functions."""
+    """Yield the names that a file imports when it runs, also inside functions."""
     nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
@@ -79,7 +80,7 @@ def marked(html: str, made_from: str) -> str:
 
 
 def is_unchanged(page: Path, made_from: str) -> bool:
-    """Whether there is such a page, made from the same files."""
+    """Return whether there is such a page, made from the same files."""
     if not page.exists():
         return False
     said = re.search(r"<!-- made from (\w+) -->\s*</body>", page.read_text(encoding="utf-8")[-200:])

@@ -61,7 +61,7 @@ from parallel101.laboratory.publish.unchanged import (
 
 
 class Published(NamedTuple):
-    """What `publish` did: the pages it wrote, and the lessons that failed.
+    """The result of `publish`: the pages it wrote, and the lessons that failed.
 
     The index is the last page.
     """
@@ -89,7 +89,7 @@ def make_output_folder(out: Path) -> None:
 
 
 class Course(NamedTuple):
-    """What the pages of a course have in common."""
+    """The facts that the pages of a course have in common."""
 
     lessons: list[Path]  # in order
     homework: dict[int, Lesson]  # those that have a page
@@ -190,7 +190,10 @@ def publish(
 
 
 def _digest_of_lesson(path: Path, course: Course) -> str:
-    """What a lesson's page is made from: the package, the notebook and the files beside it."""
+    """Return the digest of what a lesson's page is made from.
+
+    That is the package, the notebook and the files beside it.
+    """
     beside = [file for file in path.parent.iterdir() if file.is_file() and file.suffix != ".ipynb"]
     names = [lesson.stem for lesson in course.lessons]
     facts = course.homework, course.whole or names, machine()
@@ -198,7 +201,10 @@ def _digest_of_lesson(path: Path, course: Course) -> str:
 
 
 def _digest_of_site(notebooks: Sequence[Path], folder: Path, *facts: object) -> str:
-    """What the whole site is made from, also the homework and the pages around the lessons."""
+    """Return the digest of what the whole site is made from.
+
+    That includes the homework and the pages around the lessons.
+    """
     around = [folder, folder.parent / "homework", folder.parent / "docs"]
     files = [file for place in around for file in place.rglob("*") if file.is_file()]
     left = {"__pycache__", "pictures"}  # by a run, or by a learner
@@ -302,7 +308,7 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
 
 
 def _listed_tools(course: Course, out: Path) -> Sequence[ToolPage]:
-    """The tools that are there, if the course is whole."""
+    """Return the tools that are there, if the course is whole."""
     if not course.whole:
         return ()
     return [tool for tool in TOOL_PAGES if (out / tool.address).exists()]

@@ -102,13 +102,13 @@ def axis_name(axis: str | None) -> str:
 
 
 def axis_text(of: AxisTraffic, ranks: int) -> str:
-    """The numbers of an axis, for the picture's alternative text."""
+    """Return the numbers of an axis, for the picture's alternative text."""
     each = ", ".join(f"{human_bytes(of.sent(rank))} in {of.count(rank)}" for rank in range(ranks))
     return f"{axis_name(of.axis)}: bytes and messages sent by rank: {each}."
 
 
 def axis_class(axis: str | None) -> str:
-    """The class of an axis's bars; what has no axis is grey."""
+    """Return the class of an axis's bars; bars without an axis are grey."""
     if axis is None:
         return "none"
     return AXIS_CLASSES.get(axis) or OTHER_CLASSES[sum(map(ord, axis)) % len(OTHER_CLASSES)]
@@ -129,7 +129,7 @@ def _head(rows: TimeRows, trace: Trace, spans: list[Event], collectives: bool, o
 
 
 def _ranks(rows: TimeRows, name: str, y: float, ranks: int, colour: str = "") -> None:
-    """The name of a panel and its rows."""
+    """Draw the name of a panel and its rows."""
     scene = rows.scene
     if colour:
         scene.rect(28, y + 2, 10, 10, colour, rx=2)
@@ -171,7 +171,7 @@ def _axis(rows: TimeRows, of: AxisTraffic, y: float, ranks: int) -> None:
 
 
 def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval]:
-    """Intervals of time in pixels.
+    """Return intervals of time as intervals in pixels.
 
     Each has its own box unless there is no pixel between them. A short one is drawn as wide as a
     tick that can be seen, as far as its neighbours leave room.

@@ -155,7 +155,7 @@ def _flights(
     places: Mapping[tuple[int | None, int], Point],
     cell: Point,
 ) -> dict[int, list[Flight]]:
-    """The blocks that are in what a rank returned, by the rank that was given them.
+    """Return the blocks in the ranks' results, by the rank that was given them.
 
     A block that is a sum counts by its summands.
     """
@@ -197,7 +197,7 @@ def result_text(
     given: list[list[ChunkPart]],
     returned: list[list[ChunkPart]],
 ) -> str:
-    """What happened to the matrix, in a sentence."""
+    """Return a sentence that says what happened to the matrix."""
     first, operation = replay.ranks[0], captions.operation
     holder = next(
         (
@@ -229,7 +229,7 @@ def result_text(
 
 
 def _numbered(replay: Replay) -> bool:
-    """Whether the same letter came from several ranks."""
+    """Return whether the same letter came from several ranks."""
     return any(len(chunk.stripes) > 1 for chunk in replay.chunks)
 
 
@@ -264,7 +264,7 @@ def _inside(at: Point, cell: Point) -> dict[str, float]:
 
 
 def _block(parent: Node, replay: Replay, block: ChunkPart, at: Point, cell: Point) -> None:
-    """A block at its place, in the colour of its chunk."""
+    """Draw a block at its place, in the colour of its chunk."""
     place = _inside(at, cell)
     if block.chunk is None:
         parent.add("rect", **place, rx=4, class_="unused")
@@ -288,14 +288,14 @@ def _label(
 
 
 def _summed(replay: Replay, block: ChunkPart) -> bool:
-    """Whether a block has a stripe for each rank whose data belongs in it."""
+    """Return whether a block has a stripe for each rank whose data belongs in it."""
     return replay.sums and block.chunk is not None and len(replay.chunks[block.chunk].stripes) > 1
 
 
 def _stripe(
     replay: Replay, block: ChunkPart, at: Point, cell: Point, origin: int
 ) -> dict[str, float]:
-    """The place of one rank's data in a sum."""
+    """Return the place of one rank's data in a sum."""
     assert block.chunk is not None
     place, stripes = _inside(at, cell), replay.chunks[block.chunk].stripes
     each = place["width"] / len(stripes)
@@ -308,7 +308,7 @@ def _stripe(
 def _marks(
     parent: Node, replay: Replay, rank: int, block: ChunkPart, at: Point, cell: Point
 ) -> None:
-    """The letter of a sum, and what it lacks or contains more than once."""
+    """Draw the letter of a sum, and what it lacks or contains more than once."""
     assert block.chunk is not None
     place, chunk, twice = (
         _inside(at, cell),

@@ -28,7 +28,7 @@ MOST_RANKS = 128
 
 
 class Square(NamedTuple):
-    """One number for each two ranks."""
+    """A number for each pair of ranks."""
 
     title: str
     corner: str  # what a row and a column are, such as "from \\ to"
@@ -94,7 +94,7 @@ def traffic_scene(
 
 
 def _traffic_text(trace: Trace, sent: Traffic, within: str | None) -> str:
-    """To how many others the ranks send, and how much."""
+    """Return a text that says to how many others the ranks send, and how much."""
     others = collectives_of_torch(trace)
     missing = (
         f" The messages inside torch's own {listed(others)} are not recorded." if others else ""
@@ -113,13 +113,16 @@ def _traffic_text(trace: Trace, sent: Traffic, within: str | None) -> str:
 
 
 def _range(values: Sequence[int], text: Callable[[float], str] = str) -> str:
-    """The values that are not zero: "3", or "1 to 6"."""
+    """Return the range of the values that are not zero: "3", or "1 to 6"."""
     found = sorted({value for value in values if value} or {0})
     return text(found[0]) if len(found) == 1 else f"{text(found[0])} to {text(found[-1])}"
 
 
 def collectives_of_torch(trace: Trace) -> list[str]:
-    """The names of torch's own collectives in a record, which are one event for each rank."""
+    """Return the names of torch's own collectives in a record.
+
+    They are one event for each rank.
+    """
     return sorted({e.kind for e in trace.events} - P2P - {"span"})
 
 

@@ -94,7 +94,7 @@ class Captions:
 
     @cached_property
     def _barrier(self) -> bool:
-        """Whether the messages carry no data, and each rank has heard from all others at the end.
+        """True if the messages carry no data, and each rank has heard from all others at the end.
 
         The ranks must return nothing.
         """
@@ -142,7 +142,7 @@ class Captions:
         )
 
     def _destinations(self, most: int) -> str:
-        """ "a to rank 0, b to rank 1, and so on"."""
+        """Return the receiver of each chunk: "a to rank 0, b to rank 1, and so on"."""
         owners = {c: rank for rank in self.replay.ranks for c in self.replay.final(rank)}
         parts = [f"{self.replay.chunks[c].label} to rank {owners[c]}" for c in sorted(owners)]
         return listed(parts) if len(parts) <= most else ", ".join([*parts[:2], "and so on"])
@@ -202,7 +202,7 @@ class Captions:
         return head + (" · " + " in ".join(parts) if parts else "")
 
     def sent(self, step: int) -> str:
-        """The fact below it: the bytes sent so far, this step included."""
+        """Return the fact below the size: the bytes sent so far, this step included."""
         sent = self.replay.sent_bytes(step)
         most = max(sent.values(), default=0)
         if not self.replay.messages:
@@ -218,7 +218,7 @@ class Captions:
         )
 
     def step(self, step: int) -> str:
-        """The sentence of a step: who sends what to whom, and what the receivers do with it."""
+        """Return the sentence of a step: who sends what to whom, and what receivers do with it."""
         replay = self.replay
         indices = replay.in_step(step)
         route = route_of(replay, indices)
@@ -261,7 +261,7 @@ class Captions:
         return sentence(f"{route.senders} {route.send} {contents} to {route.receivers}{then}")
 
     def new_error(self, step: int) -> str:
-        """What went wrong in a step. "" if nothing did.
+        """Return a sentence about what went wrong in a step, or "" if nothing did.
 
         A rank sends memory that was never written, or it now has data in a sum more than once, and
         no rank had it before.
@@ -319,7 +319,7 @@ class Captions:
         )
 
     def _phase(self, step: int) -> str:
-        """The label in the ring of steps.
+        """Return the label in the ring of steps.
 
         That is the phase of an all-reduce, otherwise the operation, or what receivers do.
         """
@@ -373,7 +373,7 @@ class Captions:
 
     @cached_property
     def _two_level(self) -> bool:
-        """Whether all chunks on a grid are first sent along the rows, in one direction.
+        """True if all chunks on a grid are first sent along the rows, in one direction.
 
         On a torus they start along all its links.
         """
@@ -387,7 +387,7 @@ class Captions:
 
     @cached_property
     def _one_by_one(self) -> bool:
-        """Whether each rank posts a send only when it has received the message before it."""
+        """True if each rank posts a send only when it has received the message before it."""
         for rank in self.replay.ranks:
             posted = sorted(m.send.posted for m in self.replay.messages if m.src == rank)
             arrived = sorted(m.recv.end for m in self.replay.messages if m.dst == rank)
@@ -399,7 +399,7 @@ class Captions:
 
 
 class StepWords(NamedTuple):
-    """Who sends to whom in a step, in words and as facts about the sentence."""
+    """The senders and receivers of a step, in words and as facts about the sentence."""
 
     senders: str
     send: str  # the verb: "sends" or "send"
@@ -435,7 +435,7 @@ def route_of(replay: Replay, indices: list[int]) -> StepWords:
 
 
 def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
-    """The rank to which each rank of a ring sends.
+    """Return the rank to which each rank of a ring sends.
 
     The right neighbour of a rank is the one with the next higher number.
     """
@@ -448,7 +448,7 @@ def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
 
 
 def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[str, bool]:
-    """What the messages contain, in words, and whether that is a plural."""
+    """Return the contents of the messages, in words, and whether that is a plural."""
     landings = [landing for i in indices for landing in replay.landings[i]]
     if not landings and any(replay.unwritten[i] for i in indices):
         return "memory that was never written", False
@@ -504,7 +504,7 @@ def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[s
 
 
 def fitted(text: str, room: float, bold: bool = False) -> tuple[float, list[str]]:
-    """The font size, at most 14, at which a sentence fits into `room` pixels, and its lines.
+    """Return the font size, at most 14, at which a sentence fits into `room` pixels, and its lines.
 
     There is one line, or two if one would be too small.
     """

@@ -26,7 +26,7 @@ from parallel101.extras import needs_extra
 
 
 def find_chromium() -> str | None:
-    """Path of a Chromium or Chrome on this machine, or None."""
+    """Return the path of a Chromium or Chrome on this machine, or None."""
     return next(
         filter(
             None,

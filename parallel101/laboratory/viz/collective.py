@@ -125,7 +125,7 @@ def collective_scene(
 
 
 def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
-    """The sentence under the title and the bytes at the right, for each step.
+    """Draw, for each step, the sentence under the title and the bytes at the right.
 
     The player's stops get the same text.
     """
@@ -169,7 +169,7 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
 
 
 def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> None:
-    """Every send on the record's own time axis, one row for each sender.
+    """Draw every send on the record's own time axis, one row for each sender.
 
     As in the ring of steps, grey was added on arrival.
 

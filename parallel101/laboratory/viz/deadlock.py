@@ -131,7 +131,7 @@ def _graph(
 
 
 def _bow(a: Point, b: Point, node: float) -> str:
-    """An arrow from rim to rim, bent to its left.
+    """Return the path of an arrow from rim to rim, bent to its left.
 
     So two arrows between the same two ranks do not overlap.
     """
@@ -149,7 +149,7 @@ def _towards(a: Point, b: Point, distance: float) -> Point:
 
 
 def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> None:
-    """The call in which each rank waits, with its line of source if Python can find it.
+    """Draw the call in which each rank waits, with its line of source if Python can find it.
 
     Python also finds the lines of a notebook's cells.
     """
@@ -172,7 +172,7 @@ def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> Non
 
 
 def _note_lines(notes: Notes) -> list[tuple[str, bool]]:
-    """The first notes, wrapped to the panel's width: (line, whether it is code)."""
+    """Return the first notes, wrapped to the panel's width, as (line, whether it is code)."""
     lines: list[tuple[str, bool]] = []
     for note, where in notes[:MOST_NOTES]:
         lines += [(line, False) for line in textwrap.wrap(note[0].upper() + note[1:], 62)]
@@ -181,7 +181,7 @@ def _note_lines(notes: Notes) -> list[tuple[str, bool]]:
 
 
 def _line(where: str) -> str:
-    """ "line 4: dist.send(x, dst=1)", or the place as recorded if the source can't be found."""
+    """Return "line 4: dist.send(x, dst=1)", or the place as recorded if there is no source."""
     file, _, number = where.rpartition(":")
     source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     if not source:

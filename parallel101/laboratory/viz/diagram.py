@@ -1,4 +1,4 @@
-"""Where each rank is drawn in the diagram of a collective, given the topology of its messages.
+"""The place of each rank in the diagram of a collective, given the topology of its messages.
 
 ring, chain: on a circle, in the order of the ring      tree: the root on top, leaves side by side
 star: the hub in the centre                              grid: rows × columns
@@ -19,7 +19,7 @@ CORNER = (76.0, 118.0, 34.0)  # (x, y, radius)
 
 
 class Diagram(NamedTuple):
-    """Where each rank of a topology is drawn."""
+    """The place of each rank of a topology."""
 
     topology: LogicalTopology
     at: dict[int, Point]  # by rank
@@ -65,7 +65,7 @@ def _circle(order: Sequence[int], centre: Point = ASIDE, radius: float = 122.0) 
 
 
 def _tree(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
-    """Leaves side by side, each parent above the middle of its children."""
+    """Place leaves side by side, and each parent above the middle of its children."""
     assert topology.root is not None
     neighbours = neighbours_of(topology.links)
     column: dict[int, float] = {}
@@ -96,7 +96,7 @@ def _tree(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
 
 
 def _grid(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
-    """Rows × columns, with room for arcs at the right of the columns if a column is closed."""
+    """Place ranks in rows × columns, with room at the right for arcs if a column is closed."""
     order, columns = topology.order, topology.columns
     rows, beside = (
         len(order) // columns,

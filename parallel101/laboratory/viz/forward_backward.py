@@ -29,7 +29,7 @@ PAUSE = 0.6  # seconds from the end of the forward run to the start of the backw
 
 
 class WatchedRun(Protocol):
-    """What `parallel101.watch` returns."""
+    """A run as `parallel101.watch` returns it."""
 
     results: list[Any]
     trace: Trace | None
@@ -114,7 +114,7 @@ def _half(
 
 
 def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> None:
-    """The name of the run, and below it what happens in each step."""
+    """Draw the name of the run, and below it what happens in each step."""
     drawing.write(name, 28, 14, 16, "b")
     starts = [0.0, *map(timing.start, range(timing.steps)), timing.reveal]
     texts = [captions.intro, *map(captions.step, range(timing.steps)), captions.verdict.sentence()]

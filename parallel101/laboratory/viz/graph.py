@@ -62,7 +62,7 @@ def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
 
 
 def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
-    """From the rim of one rank to the rim of the other.
+    """Return the way from the rim of one rank to the rim of another.
 
     It is a straight line, or an arc for a grid's wrap-around links.
     """
@@ -160,7 +160,7 @@ def draw_step_ring(
 
 
 def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> None:
-    """The tiles of each step, and the flashes of the ranks where they arrive."""
+    """Draw the tiles of each step, and the flashes of the ranks where they arrive."""
     for step in range(replay.steps):
         indices = replay.in_step(step)
         tiles = panel.add("g").show((timing.start(step), timing.arrival(step)))
@@ -189,7 +189,7 @@ def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> 
 
 
 def flight(diagram: Diagram, src: int, dst: int, both_ways: bool, tile: Point) -> list[Point]:
-    """The way of a tile, of which the largest in its step has this width and height.
+    """Return the way of a tile. `tile`: width and height of the largest tile in its step.
 
     On a circle it goes around the centre, where the tiles of a step would otherwise meet, and
     inside the ranks that it would hide.
@@ -223,14 +223,14 @@ def flight(diagram: Diagram, src: int, dst: int, both_ways: bool, tile: Point) -
 
 
 def _curve(start: Point, control: Point, end: Point) -> list[Point]:
-    """A quadratic Bézier curve."""
+    """Return points on a quadratic Bézier curve."""
     weights = [((1 - u) ** 2, 2 * u * (1 - u), u * u) for u in (k / 24 for k in range(25))]
     (x0, y0), (mx, my), (x1, y1) = start, control, end
     return [(a * x0 + b * mx + c * x1, a * y0 + b * my + c * y1) for a, b, c in weights]
 
 
 def _aside(points: list[Point], tile: Point) -> list[Point]:
-    """The same way, moved to its right, so that tiles in both directions pass each other."""
+    """Return a way, moved to its right, so that tiles in both directions pass each other."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     length = math.hypot(x1 - x0, y1 - y0) or 1.0
     across, down = abs(y1 - y0) / length, abs(x1 - x0) / length
@@ -253,13 +253,13 @@ def _flash(parent: Node, diagram: Diagram, rank: int, landings: list) -> None:
 
 
 def two_way_arcs(diagram: Diagram) -> bool:
-    """Whether messages go both ways around the end of a row or column."""
+    """Return whether messages go both ways around the end of a row or column."""
     arcs = diagram.topology.wrap_around
     return any((b, a) in arcs for a, b in arcs)
 
 
 def tile_size(diagram: Diagram) -> float:
-    """The height of a tile, small enough to leave the rank behind it visible.
+    """Return the height of a tile, small enough to leave the rank behind it visible.
 
     On a torus, four tiles can pass each other.
     """
@@ -273,7 +273,7 @@ def tile_size(diagram: Diagram) -> float:
 
 
 def tile_box(replay: Replay, index: int, side: float) -> Point:
-    """The width and height of a message's tile, if that of one chunk is `side` wide."""
+    """Return the width and height of a message's tile, if that of one chunk is `side` wide."""
     landings = replay.landings[index] if replay.known else []
     if not landings:
         return max(side, _bytes_width(_bytes_text(replay, index, side), side)), 0.72 * side
@@ -285,7 +285,7 @@ def tile_box(replay: Replay, index: int, side: float) -> Point:
 
 
 def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
-    """A message as it moves: a lettered tile for each chunk in it.
+    """Draw a message as it moves: a lettered tile for each chunk in it.
 
     If the contents are unknown, the tile shows the bytes.
     """
@@ -304,7 +304,7 @@ def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
 
 
 def _bytes_text(replay: Replay, index: int, side: float) -> str:
-    """The bytes of a message.
+    """Return the bytes of a message, as text for its tile.
 
     "" if they are too many letters for its tile; the sentence of the step has them too.
     """
@@ -328,7 +328,7 @@ def _bytes(tile: Node, text: str, box: Point) -> None:
 
 
 def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) -> None:
-    """A square for each chunk: up to two side by side, up to four in two rows."""
+    """Draw a square for each chunk: up to two side by side, up to four in two rows."""
     columns, rows = min(len(landings), 2), -(-len(landings) // 2)
     width, height = box[0] / columns, box[1] / rows
     font = min(0.57 * height, 0.8 * width)
@@ -354,7 +354,7 @@ def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:
 
 
 def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
-    """Many chunks in one tile, above a band of all their colours.
+    """Draw many chunks in one tile, above a band of all their colours.
 
     The tile shows the first and last letter, or the number of chunks.
     """

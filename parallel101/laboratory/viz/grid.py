@@ -30,12 +30,12 @@ class Grid(NamedTuple):
     gap: float = 2.0
 
     def inside(self, row: int, column: int) -> tuple[float, float, float, float]:
-        """x, y, width and height of a cell without its gap."""
+        """Return x, y, width and height of a cell without its gap."""
         x, y = self.left + column * self.width, self.top + row * self.height
         return x + self.gap, y + self.gap, self.width - 2 * self.gap, self.height - 2 * self.gap
 
     def ground(self, panel: Node) -> None:
-        """The empty cells: a path for each row, or one area if the cells have no gaps."""
+        """Draw the empty cells: a path for each row, or one area if the cells have no gaps."""
         if not self.gap:
             width, height = self.columns * self.width, len(self.ranks) * self.height
             panel.rect(self.left, self.top, width, height, "faint")
@@ -47,7 +47,7 @@ class Grid(NamedTuple):
     def names(
         self, panel: Node, corner: str, columns: Iterable[object] = (), every: int = 1
     ) -> None:
-        """The name of each row, or of every so-manieth, of the columns, and of both at the corner.
+        """Write the names of every `every`-th row and column, and `corner` where they meet.
 
         `columns`: their names; by default the ranks.
         """
@@ -62,7 +62,7 @@ class Grid(NamedTuple):
     def value(
         self, panel: Node, row: int, column: int, text: str, opacity: float, dark: bool
     ) -> Node:
-        """A cell with a value, which is written if there is room, and pale on a dark cell."""
+        """Draw a cell with its value, if there is room for it, and return the cell."""
         x, y, width, height = self.inside(row, column)
         cell = panel.rect(
             x, y, width, height, "sent", rx=2 if self.gap else None, fill_opacity=opacity

@@ -103,7 +103,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
 
 
 def window_text(window: TimeWindow, ranks: int) -> str:
-    """The numbers of a window, for the picture's alternative text."""
+    """Return the numbers of a window, for the picture's alternative text."""
     of = [time_breakdown(window, rank) for rank in range(ranks)]
     overlap = ", ".join(
         f"{b.overlap / b.communication:.0%}" if b.communication else "none" for b in of
@@ -117,7 +117,7 @@ def window_text(window: TimeWindow, ranks: int) -> str:
 
 
 def message_lanes(events: Iterable[Event]) -> dict[int, int]:
-    """The lane of each message, by its id().
+    """Return the lane of each message, by its id().
 
     It is the first of its rank and direction that is free when it starts, or else the last.
     """
@@ -133,7 +133,10 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
 
 
 def _head(rows: TimeRows, trace: Trace, took: str) -> None:
-    """The title and the legend. `took`: the time that is drawn, "" if each panel says its own."""
+    """Draw the title and the legend.
+
+    `took` is the time that is drawn, or "" if each panel shows its own.
+    """
     sentence = (
         "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing "
         "and waits."
@@ -156,7 +159,7 @@ def _window(
     depth: int,
     flows: dict[int, int],
 ) -> None:
-    """The ranks of a window: their spans, and below them their messages."""
+    """Draw the ranks of a window: their spans, and below them their messages."""
     lanes = span_lanes([e for e in window.events if e.kind == "span"])
     for rank in range(ranks):
         y, here = top + rank * row, [e for e in window.events if e.rank == rank]

@@ -43,7 +43,7 @@ Curve = Sequence[tuple[float, float]]  # (step, loss)
 
 
 class StepLoss(Protocol):
-    """What `fit` passes to `on_step` after each step."""
+    """A step's loss, as `fit` passes it to `on_step` after each step."""
 
     @property
     def step(self) -> int: ...
@@ -52,7 +52,7 @@ class StepLoss(Protocol):
 
 
 class LossHistory(Protocol):
-    """What `fit` returns."""
+    """The losses of a training run, as `fit` returns them."""
 
     @property
     def steps(self) -> Sequence[int]: ...
@@ -177,7 +177,7 @@ class LiveLoss:
         self._thread: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A rank gets the path of the file, and nothing else."""
+        """Return what a rank gets: the path of the file, and nothing else."""
         return {"path": self.path}
 
     def add(self, name: str, step: float, loss: float) -> None:
@@ -189,7 +189,7 @@ class LiveLoss:
             file.write(json.dumps([name, step, loss]) + "\n")
 
     def curve(self, name: str, rank: int = 0) -> Callable[[StepLoss], None]:
-        """An `on_step` for `fit` that adds the loss of every step to this curve.
+        """Return an `on_step` for `fit` that adds the loss of every step to this curve.
 
         All ranks may pass it; only `rank` writes.
         """
@@ -235,7 +235,7 @@ class LiveLoss:
         return bool(whole)
 
     def scene(self) -> Scene:
-        """The picture as it is now."""
+        """Return the picture as it is now."""
         return loss_scene(self.curves, title=self.title, until=self.until)
 
     def _redraw(self) -> None:

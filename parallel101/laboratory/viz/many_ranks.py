@@ -44,7 +44,7 @@ def draw_many_ranks(scene: Scene, replay: Replay, timing: Timing, phases: list[s
 
 
 def step_facts(replay: Replay, step: int) -> list[str]:
-    """How many messages of a step there are, of how many bytes, and how far they go."""
+    """Return facts about a step: how many messages, of how many bytes, and how far they go."""
     messages = [replay.messages[i] for i in replay.in_step(step)]
     sizes = sorted({m.nbytes for m in messages})
     size = (
@@ -71,7 +71,10 @@ def step_facts(replay: Replay, step: int) -> list[str]:
 
 
 def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
-    """A row for each sender, a column for each receiver. The messages of a step are one path."""
+    """Draw a row for each sender and a column for each receiver.
+
+    The messages of a step are one path.
+    """
     panel, n = scene.panel(narrow="translate(-408,352) scale(.94)"), len(replay.ranks)
     place = {rank: i for i, rank in enumerate(replay.ranks)}
     width, height = WIDTH / n, HEIGHT / n
@@ -106,7 +109,7 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
 
 
 def sending_over_time(replay: Replay, begin: float, span: float) -> list[float]:
-    """Which share of the ranks is sending, in the middle of each of BINS equal parts of the run."""
+    """Return the share of ranks that are sending, in the middle of each of BINS parts of a run."""
     sending = [0] * (BINS + 1)
     sends: dict[int, list[Interval]] = defaultdict(list)
     for m in replay.messages:

@@ -54,7 +54,7 @@ class PlacedParameter(Protocol):
 
 
 class CutMatrix(NamedTuple):
-    """What is drawn: parameters of one shape, cut alike.
+    """Parameters of one shape, all cut in the same way, which are drawn as one matrix.
 
     Their modules differ only in their numbers.
     """
@@ -164,7 +164,7 @@ def matrices_of(
     axis: str,
     collectives: Mapping[str, tuple[str, str]],
 ) -> Iterator[CutMatrix]:
-    """The matrices to draw, in the order of the model."""
+    """Yield the matrices to draw, in the order of the model."""
     alike: dict[tuple, list[str]] = {}
     drawn: dict[tuple, CutMatrix] = {}
     for name, entry in entries.items():
@@ -215,14 +215,14 @@ def matrices_of(
 
 
 def matrix_text(m: CutMatrix) -> str:
-    """The numbers of a matrix, for the picture's alternative text."""
+    """Return the numbers of a matrix, for the picture's alternative text."""
     how = f"{m.cut} cut into {sizes_text(m)} ({m.style})" if m.cut else "whole on every rank"
     more = "".join(f"; {what}" for what in in_words(m))
     return f"{m.name}: {m.rows} × {m.columns}, {how}{more}."
 
 
 def sizes_text(m: CutMatrix) -> str:
-    """ "64 + 64", or "8 × 32"."""
+    """Return the sizes of the blocks: "64 + 64", or "8 × 32"."""
     sizes = [size for _, size in m.blocks]
     if len(set(sizes)) == 1 and len(sizes) > 2:
         return f"{len(sizes)} × {sizes[0]}"
@@ -234,7 +234,7 @@ def sizes_text(m: CutMatrix) -> str:
 
 
 def in_words(m: CutMatrix) -> list[str]:
-    """The collectives: "forward: all-reduce outputs"."""
+    """Return the collectives in words: "forward: all-reduce outputs"."""
     return [
         f"{when}: {what}"
         for when, what in (("forward", m.forward), ("backward", m.backward))

@@ -68,13 +68,13 @@ class CellGrid:
         return self.cell_width - 2 * self.gap, self.cell_height - 2 * self.gap
 
     def stripe(self, chunk: int, origin: int) -> tuple[float, float]:
-        """(x inside the cell, width) of the stripe for a rank's data."""
+        """Return (x inside the cell, width) of the stripe for a rank's data."""
         stripes = self.replay.chunks[chunk].stripes
         width = self.inner[0] / len(stripes)
         return stripes.index(origin) * width, width
 
     def stripes(self, x: float, y: float, chunk: int, counts: Counts, apart: bool = False) -> str:
-        """A path of a chunk's stripes.
+        """Return the path of a chunk's stripes.
 
         Unless they are drawn `apart`, neighbouring stripes are one box: `_separators` draws the
         lines.
@@ -121,7 +121,7 @@ def _frame(panel: Node, matrix: CellGrid) -> None:
 
 
 def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
-    """Every state of every cell. States with the same begin and end share a group."""
+    """Draw every state of every cell. States with the same begin and end share a group."""
     replay = matrix.replay
     together: dict[tuple[float, float], list[tuple[int, int, Counts]]] = defaultdict(list)
     for (rank, chunk), states in replay.cells.items():
@@ -154,7 +154,7 @@ def _during(parent: Node, span: tuple[float, float], timing: Timing) -> Node:
 
 
 def _separators(panel: Node, matrix: CellGrid) -> None:
-    """The thin lines between stripes, through all rows of a column."""
+    """Draw the thin lines between stripes, through all rows of a column."""
     path, narrowest = "", matrix.cell_width
     for c, chunk in enumerate(matrix.replay.chunks):
         x = matrix.left + c * matrix.cell_width + matrix.gap
@@ -193,7 +193,7 @@ def _mark_errors(group: Node, matrix: CellGrid, rank: int, chunk: int, counts: C
 
 
 def _missing(marks: Node, matrix: CellGrid, timing: Timing) -> None:
-    """The stripes that are missing from what a rank returned."""
+    """Draw the stripes that are missing from what a rank returned."""
     group = marks.add("g")
     if timing.duration:
         group.show((timing.reveal, timing.duration + 1))
@@ -209,7 +209,7 @@ def _missing(marks: Node, matrix: CellGrid, timing: Timing) -> None:
 
 
 def _bands(scene: Scene, panel: Node, matrix: CellGrid, timing: Timing) -> None:
-    """The data of each message, sliding from the sender's row to the receiver's.
+    """Draw the data of each message, sliding from the sender's row to the receiver's.
 
     Data that slides equally far shares a group.
     """

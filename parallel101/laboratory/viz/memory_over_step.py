@@ -87,7 +87,7 @@ def activations_scene(
 
 
 def _plot(plots: Node, of: HeldOverTime, base: float, scale: float) -> None:
-    """The layers of one rank, the first microbatch at the bottom, and a line at the peak."""
+    """Draw the layers of one rank, the first microbatch at the bottom, and a line at the peak."""
     width = RIGHT - LEFT
     xs = [LEFT + place * width for place in of.places]
     under = [0] * len(xs)
@@ -106,7 +106,7 @@ def _plot(plots: Node, of: HeldOverTime, base: float, scale: float) -> None:
 def _area(
     xs: Sequence[float], low: Sequence[int], high: Sequence[int], base: float, scale: float
 ) -> str:
-    """Steps along the top and back along the bottom, where the layer has any bytes."""
+    """Return the outline of a layer, in steps, wherever it has any bytes."""
     path, ends = "", [*xs[1:], RIGHT]
     i = 0
     while i < len(xs):
@@ -125,7 +125,7 @@ def _area(
 
 
 def _phases(plots: Node, letters: Node, of: HeldOverTime, base: float) -> None:
-    """The axis: a mark where each forward or backward begins, and its letter and microbatch."""
+    """Draw the axis: a mark where a forward or backward begins, with its letter and microbatch."""
     plots.path(f"M{LEFT:g} {base:g}H{RIGHT:g}", "slot")
     wide = (RIGHT - LEFT) / max(len(of.phases), 1)
     for phase, start, end in of.phases:

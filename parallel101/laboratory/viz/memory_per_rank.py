@@ -37,7 +37,7 @@ OVERLAP = 1.05
 
 
 class HeldBytes(Protocol):
-    """What a trainer's `describe()` returns: kind → bytes by position in the group.
+    """The bytes that a trainer's `describe()` returns: kind → bytes by position in the group.
 
     It also has the rank at each position. If it has `parts`, they say which parts of the whole
     model these bytes belong to: kind → by position, (from, to) as fractions.
@@ -174,7 +174,7 @@ def _bar(
 
 
 def share_of(parts: Sequence[tuple[float, float]]) -> float:
-    """How much of the whole model these parts are."""
+    """Return the share of the whole model that these parts are."""
     return sum(high - low for low, high in parts)
 
 
@@ -192,7 +192,7 @@ def _head(scene: Scene, note: str, colours: Mapping[str, int], says: str) -> int
 
 
 def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:
-    """A colour for each kind: the one in KIND_COLOURS, or else one of the others."""
+    """Return a colour for each kind: the one in KIND_COLOURS, or else one of the others."""
     others = [kind for kind in kinds if kind not in KIND_COLOURS]
     return {
         kind: KIND_COLOURS[kind]

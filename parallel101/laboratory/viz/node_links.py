@@ -108,7 +108,7 @@ def per_second(rate: float) -> str:
 
 
 def _links(panel: Node, gpus: int, widths: list[float]) -> None:
-    """The node, the switches of the rails, and the top of the next node."""
+    """Draw the node, the switches of the rails, and the top of the next node."""
     nvlink, pcie, net = widths
     middles = [LEFT + COLUMN * i for i in range(gpus)]
     for title, top, bottom in (("node 0", 84.0, 324.0), ("node 1", 408.0, 472.0)):
@@ -140,7 +140,7 @@ def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: st
 
 
 def _legend(panel: Node, widths: list[float], rows: list[tuple[str, str, str]], nodes: int) -> None:
-    """For each kind of link: its line, name and bandwidth, and what it connects."""
+    """Draw for each kind of link its line, its name and bandwidth, and what it connects."""
     y = 112.0
     for kind, width, (name, rate, text) in zip(("nvlink", "pcie", "net"), widths, rows):
         panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=width)

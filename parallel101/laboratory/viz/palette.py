@@ -65,7 +65,7 @@ STYLE = (
 
 
 def variables(theme: str) -> str:
-    """The CSS declarations of a theme, "light" or "dark"."""
+    """Return the CSS declarations of a theme, "light" or "dark"."""
     return "".join(f"--{name}:{colour};" for name, colour in THEMES[theme].items())
 
 

@@ -128,7 +128,7 @@ def _panels(
 
 
 def panel_facts(times: PipelineTimes) -> str:
-    """ "makespan 33 · bubble rate 27.3 %"."""
+    """Return the facts of a panel: "makespan 33 · bubble rate 27.3 %"."""
     return (
         f"makespan {duration(times.makespan, times.recorded)} · bubble rate "
         f"{100 * times.bubble_rate:.1f} %"
@@ -136,7 +136,7 @@ def panel_facts(times: PipelineTimes) -> str:
 
 
 def panel_text(name: str, times: PipelineTimes) -> str:
-    """The numbers of a panel, for the picture's alternative text."""
+    """Return the numbers of a panel, for the picture's alternative text."""
     held = ", ".join(str(times.peak(rank)) for rank in times.ranks)
     return (
         f"{name or 'Pipeline'}: {facts(times)}, {panel_facts(times)}. Activations held at most, by "
@@ -145,7 +145,7 @@ def panel_text(name: str, times: PipelineTimes) -> str:
 
 
 def facts(times: PipelineTimes) -> str:
-    """ "4 ranks · 8 stages · 8 microbatches"."""
+    """Return the size of a pipeline: "4 ranks · 8 stages · 8 microbatches"."""
     stages = len({slot.stage for slot in times.slots})
     parts = (
         [f"{len(times.ranks)} ranks"]
@@ -159,17 +159,17 @@ def facts(times: PipelineTimes) -> str:
 
 
 def duration(time: float, recorded: bool) -> str:
-    """Seconds of a run with their unit, and times of a schedule as a number."""
+    """Return the seconds of a run with their unit, or the time of a schedule as a number."""
     return human_seconds(time) if recorded else f"{time:.0f}" if time >= 1000 else f"{time:.4g}"
 
 
 def max_chunks(panels: Mapping[str, PipelineTimes]) -> int:
-    """The most stages that a rank has."""
+    """Return the most stages that a rank has."""
     return max(len(times.stages(rank)) for times in panels.values() for rank in times.ranks)
 
 
 def shade(chunk: int) -> float:
-    """How opaque the boxes of a rank's k-th stage are."""
+    """Return the opacity of the boxes of a rank's k-th stage."""
     return (1.0, 0.5, 0.33, 0.2)[min(chunk, 3)]
 
 
@@ -249,7 +249,7 @@ def _labels(rows: TimeRows, rank: int, stages: str, y: float, tall: float) -> No
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """ "stages 0, 4"; "0, 4, 8, 12"; "0, 4, … 28"."""
+    """Return the stages of a rank: "stages 0, 4"; "0, 4, 8, 12"; "0, 4, … 28"."""
     listed = ", ".join(map(str, stages))
     if len(listed) <= 6:
         return f"stage{'s' * (len(stages) > 1)} {listed}"
@@ -264,7 +264,7 @@ def _slot(
     recorded: bool,
     digits: int,
 ) -> None:
-    """A slot's box, and the number of its microbatch if one of so many digits fits."""
+    """Draw a slot's box, and the number of its microbatch if one of so many digits fits."""
     x, y, width, tall = place
     low = stripe(tall) if slot.kind == "B" else 0.0
     rect = scene.rect(x, y, gapped(width), tall - low, fill(slot.kind, chunk))
@@ -285,12 +285,12 @@ def _slot(
 
 
 def fill(kind: str, chunk: int) -> str:
-    """The class of a slot on a rank's k-th stage."""
+    """Return the class of a slot on a rank's k-th stage."""
     return f"f{COLOURS[kind]}" + (f" k{chunk}" if chunk else "")
 
 
 def stripe(tall: float) -> float:
-    """The height of the stripe at the bottom of a whole backward.
+    """Return the height of the stripe at the bottom of a whole backward.
 
     It has the colour of the backward's weight gradient.
     """
@@ -298,14 +298,14 @@ def stripe(tall: float) -> float:
 
 
 def gapped(width: float) -> float:
-    """The width of a box, less the gap before the next one."""
+    """Return the width of a box, less the gap before the next one."""
     return max(width - 1.0, 0.6 * width, 0.3)
 
 
 def _held(
     rows: TimeRows, times: PipelineTimes, rank: int, most: int, y: float, tall: float
 ) -> None:
-    """Squares, in as few lines as lets them be large, and their number.
+    """Draw the most activations held, as a number and as squares in as few lines as fit.
 
     As the picture plays, as many are filled as are held.
     """
@@ -334,12 +334,12 @@ def _held(
 
 
 def playing(rows: TimeRows, time: float) -> float:
-    """The second of the animation at which the cursor is at a time."""
+    """Return the second of the animation at which the cursor is at a time."""
     return LEAD + SWEEP * (rows.x(time) - LEFT) / (RIGHT - LEFT)
 
 
 def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that follow one another at once, as one. All end before the cursor does."""
+    """Merge spans that follow one another without a gap. All end before the cursor does."""
     found: list[tuple[float, float]] = []
     for begin, end in spans:
         end = min(end, LEAD + SWEEP)
@@ -351,7 +351,7 @@ def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _cursor(rows: TimeRows, makespan: float, y: float, tall: float) -> None:
-    """A line that moves through a panel, and a veil over what comes after it."""
+    """Draw a line that moves through a panel, and a veil over what comes after it."""
     scene, right, end = rows.scene, rows.x(makespan), playing(rows, makespan)
     name = f"panel{len(scene.definitions)}"
     area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{right - LEFT + 2:.1f}" height="{tall + 2:.1f}"'
@@ -367,7 +367,7 @@ def _cursor(rows: TimeRows, makespan: float, y: float, tall: float) -> None:
 
 
 def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:
-    """Stops at the ticks of the axis. Each says how many ranks compute then."""
+    """Add stops at the ticks of the axis. Each says how many ranks compute then."""
     scene.duration = LEAD + SWEEP + TAIL
     whole = "The whole picture."
     scene.intro = f"{whole} {scene.intro}"
@@ -387,7 +387,7 @@ def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) ->
 
 
 def computing(times: PipelineTimes, time: float) -> str:
-    """ "3 of 4 ranks compute"."""
+    """Return how many ranks compute at a time: "3 of 4 ranks compute"."""
     busy = {slot.rank for slot in times.slots if slot.start < time <= slot.end}
     waiting = {
         rank
@@ -398,7 +398,7 @@ def computing(times: PipelineTimes, time: float) -> str:
 
 
 def _lines(times: PipelineTimes) -> list[tuple[int, int, float, float]]:
-    """The messages to draw: all of them, or none if they are too many to follow."""
+    """Return the messages to draw: all of them, or none if they are too many to follow."""
     return times.messages if len(times.messages) <= MOST_MESSAGES else []
 
 

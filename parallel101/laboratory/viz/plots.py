@@ -96,7 +96,7 @@ class Plot(Scene):
         theme: str | None = None,
         still: bool = False,
     ) -> str:
-        """The picture as SVG. A plot does not move, so t, smil and still have no effect."""
+        """Return the picture as SVG. A plot does not move, so t, smil and still have no effect."""
         narrow = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
         drawing = f'<g data-narrow="none">{self.drawing}</g><g {narrow}>{self.narrow_drawing}</g>'
         return (
@@ -109,7 +109,7 @@ class Plot(Scene):
 
 
 def _drawing(figure: Figure, salt: str) -> str:
-    """A figure as SVG elements, whose ids depend on the salt."""
+    """Return a figure as SVG elements, whose ids depend on the salt."""
     written = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": salt}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
@@ -279,7 +279,10 @@ def _rate_of(
 def _line(
     model: Mapping[float, float] | Callable[[float], float], first: float, last: float
 ) -> Mapping[float, float]:
-    """The points of a model's line; of a function, at sizes that are evenly spaced on the axis."""
+    """Return the points of a model's line.
+
+    A function is evaluated at sizes that are evenly spaced on the axis.
+    """
     if isinstance(model, Mapping):
         return model
     sizes = [first * (last / first) ** (k / (LINE_POINTS - 1)) for k in range(LINE_POINTS)]
@@ -310,7 +313,7 @@ def _labels(
     marks: Mapping[str, dict[str, Any]],
     right: float,
 ) -> None:
-    """Each label at the end of its line, after the mark of its points.
+    """Draw each label at the end of its line, after the mark of its points.
 
     Labels that would touch are pushed apart, around the middle.
     """

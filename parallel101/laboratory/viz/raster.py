@@ -31,13 +31,13 @@ async function draw(source, width, height) {
 
 
 def png(image: str, width: float, height: float) -> bytes:
-    """The image at this URL as a PNG of `width` × `height` pixels."""
+    """Return the image at this URL as a PNG of `width` × `height` pixels."""
     (drawn,) = _drawn([image], width, height)
     return drawn
 
 
 def gif(images: Iterable[str], width: float, height: float) -> bytes:
-    """The images at these URLs, `RATE` of them per second, as a GIF that plays in a loop.
+    """Return the images at these URLs, `RATE` of them per second, as a GIF that plays in a loop.
 
     It pauses for two seconds at its end. Its background is that of the light theme.
     """
@@ -60,7 +60,7 @@ def gif(images: Iterable[str], width: float, height: float) -> bytes:
 
 
 def _drawn(images: Iterable[str], width: float, height: float) -> Iterator[bytes]:
-    """A PNG of each image. Raises RuntimeError if there is no Chromium."""
+    """Yield a PNG of each image. Raises RuntimeError if there is no Chromium."""
     chromium = find_chromium()
     if chromium is None:
         raise RuntimeError(

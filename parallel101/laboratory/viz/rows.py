@@ -55,7 +55,7 @@ class Bar:
 
     @property
     def tooltip(self) -> str:
-        """What it says when the reader points at it."""
+        """The text that appears when the reader points at the bar."""
         took = human_seconds(self.end - self.start)
         if self.count > 1:
             return f"{self.count} × {self.event.name or self.event.kind}, {took}"
@@ -85,19 +85,19 @@ class TimeRows:
             scene.definitions.append(HATCHING)
 
     def x(self, t: float) -> float:
-        """The place of a time."""
+        """Return the x coordinate of a time."""
         part = (t - self.begin) / self.duration if self.duration else 0.0
         return self.left + (self.right - self.left) * part
 
     def head(self, facts: str, sentence: str, size: float = 14) -> None:
-        """The title, the facts at its right, and a sentence below, which is also the caption."""
+        """Write the title, the facts at its right, and below it a sentence, also the caption."""
         self.scene.write(self.scene.title, 28, 40, None, "h")
         self.scene.write(facts, END, 40, 13, "m e")
         self.scene.write(sentence, 28, 64, size, "m")
         self.scene.intro = sentence
 
     def legend(self, entries: Iterable[tuple[str, str]], x: float = 28.0) -> None:
-        """A row of coloured boxes, each with its label, from `x` on.
+        """Draw a row of coloured boxes, each with its label, from `x` on.
 
         Entries that do not fit into the picture's width are left out, and "…" says so.
         """
@@ -111,11 +111,11 @@ class TimeRows:
             x += 38 + 7 * len(label)
 
     def rank(self, rank: int, y: float, size: float = 12.5) -> None:
-        """The name of a row, at its left."""
+        """Write the name of a row, at its left."""
         self.scene.write(f"rank {rank}", self.left - 10, y, size, "m e")
 
     def axis(self, y: float, text: Callable[[float], str] = human_seconds, most: int = 8) -> None:
-        """The time axis, from 0 to the duration, with `most` round ticks or fewer."""
+        """Draw the time axis, from 0 to the duration, with `most` round ticks or fewer."""
         self.scene.path(f"M{self.left} {y:.1f}H{self.right}", "axis")
         step = round_step(self.duration, most)
         for k in range(int(self.duration / step + 1e-9) + 1 if self.duration > 0 else 1):
@@ -124,12 +124,12 @@ class TimeRows:
             self.scene.write(text(k * step) if k else "0", at, y + 19, 11, "m c")
 
     def hatched(self, x: float, y: float, width: float, height: float) -> None:
-        """An area in which a rank waits."""
+        """Draw an area in which a rank waits."""
         self.scene.rect(x, y, width, height, "card")
         self.scene.rect(x, y, width, height, "idle")
 
     def bar(self, bar: Bar, y: float, tall: float, kind: str, into: Node | None = None) -> None:
-        """A message, a collective or a part of a span, with a tooltip."""
+        """Draw a message, a collective or a part of a span, with a tooltip."""
         class_ = kind if kind in P2P or kind.startswith("f") or kind == "idle" else "collective"
         left = self.x(bar.start)
         width = max(0.8, self.x(bar.end) - left - 0.6)
@@ -137,7 +137,7 @@ class TimeRows:
         rect.add("title", bar.tooltip)
 
     def span(self, bar: Bar, y: float, tall: float, into: Node | None = None) -> None:
-        """A span with its name and its first label, or what fits of them.
+        """Draw a span with its name and its first label, or what fits of them.
 
         One in which the rank waits is hatched, if it waits at all.
         """
@@ -160,14 +160,14 @@ class TimeRows:
                 scene.write(text, middle, low + 3.8, 10.5, f"c o{colour}")
 
     def notes(self, notes: Sequence[str]) -> None:
-        """Sentences at the bottom of a scene that has 18 pixels for each."""
+        """Write sentences at the bottom of a scene that has 18 pixels for each."""
         self.scene.intro = " ".join([self.scene.intro, *notes])
         for k, note in enumerate(reversed(notes)):
             self.scene.write(note, 28, self.scene.height - 14 - 18 * k, 12, "m")
 
 
 def trace_facts(trace: Trace, whole_run: bool = False) -> str:
-    """ "4 ranks · gloo · as recorded", and which events of the run the trace has if not all.
+    """Return "4 ranks · gloo · as recorded", and which of the run's events a partial trace has.
 
     `whole_run`: a picture shows the whole run all the same.
     """
@@ -178,7 +178,7 @@ def trace_facts(trace: Trace, whole_run: bool = False) -> str:
 
 
 def unfinished_text(trace: Trace) -> str:
-    """What had not ended when the run was over, in a sentence. "" if nothing."""
+    """Return a sentence about calls that had not finished at the run's end, or "" if all had."""
     kinds = Counter(
         {"send": "send", "recv": "receive"}.get(e.kind, e.kind) for e in trace.unfinished
     )
@@ -196,7 +196,9 @@ def unfinished_text(trace: Trace) -> str:
 
 
 def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
-    """The lane of each span, by the span's id(): a span inside another one is a lane below it.
+    """Return the lane of each span, by the span's id().
+
+    A span inside another one is a lane below it.
 
     (Events with labels can't be hashed.)
     """
@@ -212,7 +214,7 @@ def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
 
 
 def span_colours(spans: Iterable[Event]) -> dict[str, int]:
-    """A colour for each name.
+    """Return a colour for each name.
 
     It is the one in SPAN_COLOURS, or else the next free one in order of appearance.
     """
@@ -227,7 +229,10 @@ def span_colours(spans: Iterable[Event]) -> dict[str, int]:
 
 
 def span_entries(colours: dict[str, int], most: int = 6) -> list[tuple[str, str]]:
-    """The legend of spans as (name, class): each colour once, under the first name that has it."""
+    """Return the legend of spans as (name, class).
+
+    Each colour appears once, under the first name that has it.
+    """
     first = {colour: name for name, colour in reversed(colours.items())}
     return [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name][
         :most
@@ -235,7 +240,7 @@ def span_entries(colours: dict[str, int], most: int = 6) -> list[tuple[str, str]
 
 
 def span_texts(event: Event) -> list[str]:
-    """What may be written in a span's bar, the longest first.
+    """Return the texts that may be written in a span's bar, the longest first.
 
     For example "forward, microbatch 3", "microbatch 3", "3".
     """
@@ -248,7 +253,7 @@ def span_texts(event: Event) -> list[str]:
 
 
 def notes_of(events: Sequence[Event]) -> list[str]:
-    """The sentences below the picture: what the numbers in the bars are, and small messages."""
+    """Return the sentences below the picture, about the numbers in bars and small messages."""
     numbered: dict[str, list[str]] = defaultdict(list)
     for event in events:
         key, value = next(iter((event.args or {}).items()), ("", ""))
@@ -276,7 +281,7 @@ def notes_of(events: Sequence[Event]) -> list[str]:
 
 
 def event_text(event: Event, took: str = "$") -> str:
-    """What a tooltip says of one event. `took`: its time, or what to put in its place."""
+    """Return the tooltip of an event. `took`: its time, or what to put in its place."""
     labels = ", ".join(f"{k}={v}" for k, v in (event.args or {}).items())
     where = f" at {named(event.where)}" if event.where else ""
     if event.kind == "span":

@@ -47,7 +47,7 @@ class TextTable(NamedTuple):
 
 
 def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable]:
-    """What a run did, by rank, by link and by line. Tables that would be empty are left out.
+    """Return tables of what a run did, by rank, by link and by line, without empty ones.
 
     Args:
         trace: a record that has waits (see analysis/waiting.py).
@@ -65,7 +65,7 @@ def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable
 
 
 def heading(trace: Trace) -> str:
-    """The run in one line: how many ranks, where, and how long."""
+    """Return the run in one line: how many ranks, where, and how long."""
     clock = (
         " of virtual time, in which only communication and p101.compute take time"
         if trace.backend == "sim"
@@ -83,7 +83,7 @@ def heading(trace: Trace) -> str:
 
 
 def kept_text(trace: Trace) -> str:
-    """Which events a record has, in a sentence, if it lacks the earlier ones."""
+    """Return a sentence that says which events a record has, if it lacks the earlier ones."""
     begin, end = run_times(trace)
     since = recorded_from(trace) - begin
     return (
@@ -93,12 +93,12 @@ def kept_text(trace: Trace) -> str:
 
 
 def script_name(trace: Trace) -> str:
-    """The script that `parallel101 run` ran, with its arguments."""
+    """Return the script that `parallel101 run` ran, with its arguments."""
     return next((str(mark.args["script"]) for mark in script_marks(trace) if mark.args), "a run")
 
 
 def as_text(table: TextTable) -> str:
-    """The table as lines of text, with its title above them."""
+    """Return the table as lines of text, with its title above them."""
     columns = list(zip(table.head, *table.rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
 
@@ -158,7 +158,7 @@ def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
 
 
 def _of_kept(trace: Trace, what: str) -> str:
-    """What a column says only of the events that the record has; "" if it has all."""
+    """Return a note for a column that covers only the record's events; "" if it has them all."""
     return f"{what}: in {trace.kept_text}." if trace.earlier else ""
 
 
@@ -188,7 +188,7 @@ def _rank_cells(row: RankTimes) -> list[str]:
 
 
 def _slower(trace: Trace) -> TextTable:
-    """The ranks that the others wait for: what they do for longer, how much longer and where."""
+    """Return a table of the ranks that others wait for: what takes longer, how much, and where."""
     rows = []
     for row in slower_ranks(trace)[:MOST_RANKS]:
         share = f"{row.slower} of {row.steps}"
@@ -282,7 +282,7 @@ def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
 
 
 def _last(call: CallTimes) -> str:
-    """The rank that was most often the last one to call, and how often: "rank 3, 38 of 40"."""
+    """Return which rank was most often the last to call, and how often: "rank 3, 95%"."""
     if not call.last:
         return "–"
     rank, times = max(call.last.items(), key=lambda entry: (entry[1], -entry[0]))
@@ -290,7 +290,7 @@ def _last(call: CallTimes) -> str:
 
 
 def _place(where: str) -> str:
-    """The line of source, with a path relative to the working directory if it is below it."""
+    """Return the line of source, with a relative path if it is below the working directory."""
     relative = os.path.relpath(where) if os.path.isabs(where) else where
     return shown(where).replace(where, relative) if not relative.startswith("..") else shown(where)
 

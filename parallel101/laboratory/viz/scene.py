@@ -182,7 +182,7 @@ class Scene(Node):
         theme: str | None = None,
         still: bool = False,
     ) -> str:
-        """The picture as SVG.
+        """Return the picture as SVG.
 
         Args:
             t: the second to draw; None: the last one.
@@ -232,7 +232,7 @@ class Scene(Node):
         return f"{self.title}. {self.description}".strip()
 
     def player_setup(self) -> dict[str, Any]:
-        """What `mount` in player.js needs to know besides the SVG and the style sheet."""
+        """Return the data that `mount` in player.js needs besides the SVG and the style sheet."""
         stops = [[round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops]
         return {
             "duration": self.duration,
@@ -242,7 +242,7 @@ class Scene(Node):
         }
 
     def html(self) -> str:
-        """The picture with controls, as HTML for a notebook cell or any page.
+        """Return the picture with controls, as HTML for a notebook cell or any page.
 
         The same scene gives the same text, byte for byte.
         """
@@ -267,7 +267,7 @@ class Scene(Node):
         )
 
     def page(self) -> str:
-        """The picture as a whole HTML page, in the reader's theme."""
+        """Return the picture as a whole HTML page, in the reader's theme."""
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -330,17 +330,17 @@ PLAYER_CSS = (
 
 
 def data_uri(svg: str) -> str:
-    """An SVG as the `src` of an <img>."""
+    """Return an SVG as the `src` of an <img>."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
 def _json(value: object) -> str:
-    """JSON that is safe inside a <script>: it has no "</script>" and no "<!--"."""
+    """Return JSON that is safe inside a <script>: it has no "</script>" and no "<!--"."""
     return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
 
 
 def value_at(track: tuple[str, list[tuple[float, Any]]], t: float) -> Any:
-    """The value of a track of keyframes at second t."""
+    """Return the value of a track of keyframes at second t."""
     mode, frames = track
     if t < frames[0][0]:
         return frames[0][1]
@@ -357,18 +357,18 @@ def value_at(track: tuple[str, list[tuple[float, Any]]], t: float) -> Any:
 
 
 def number(value: Any) -> str:
-    """A float as short text, rounded to hundredths; anything else as `str` gives it."""
+    """Return a float as short text, rounded to hundredths; anything else as `str` gives it."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as a piece of a path, so that many of them fit into one element."""
+    """Return a rectangle as a piece of a path, so that many of them fit into one element."""
     x0, y0, across, down = (f"{v:.1f}".removesuffix(".0") for v in (x, y, width, height))
     return f"M{x0} {y0}h{across}v{down}h-{across}z"
 
 
 def _element(node: Node, t: float, loop: float | None) -> str:
-    """An element and its children as text, at second t, or animated in a loop of `loop` seconds."""
+    """Return an element and its children as text, at second t or as a loop of `loop` seconds."""
     attributes, animations = dict(node.attributes), ""
     for name, track in node.tracks.items():
         now = value_at(track, 0.0 if loop else t)
@@ -391,7 +391,7 @@ def _element(node: Node, t: float, loop: float | None) -> str:
 
 
 def _animation(name: str, track: tuple[str, list[tuple[float, Any]]], duration: float) -> str:
-    """The SMIL element of one track."""
+    """Return the SMIL element of one track."""
     mode, frames = track
     frames = [(min(max(t, 0.0), duration), value) for t, value in frames]
     if frames[0][0] > 0:

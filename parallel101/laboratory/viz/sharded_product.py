@@ -133,7 +133,7 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
 
 
 def heading(scene: Node, column: BlockColumn, x: float, sent: int | None) -> None:
-    """The step above its column, then the array, then the bytes."""
+    """Write the step above its column, then the array, then the bytes."""
     subscripts(scene, column.title or "at first", x, 96, 13, class_="b" if column.title else "m")
     subscripts(scene, str(column.array), x, 116, 13)
     if sent is not None:
@@ -151,9 +151,9 @@ def box(
     rank: int,
     wrong: bool,
 ) -> bool:
-    """The outline of the whole matrix, and in it what the rank holds.
+    """Draw the outline of the whole matrix, and in it what the rank holds.
 
-    Whether the block that it should hold is outlined too.
+    Returns whether the block that it should hold is outlined too.
     """
     extents, longest = (
         [run.plan.sizes[dim] for dim in column.array.dims],
@@ -223,7 +223,7 @@ def frame(
     class_: str,
     margin: float = 0,
 ) -> None:
-    """An outline around some rows and columns of the matrix at (x, y)."""
+    """Draw an outline around some rows and columns of the matrix at (x, y)."""
     (down, across), ((top, low), (left, right)) = scales, part
     corner = {"x": x + left * across - margin, "y": y + top * down - margin}
     size = {
@@ -276,7 +276,7 @@ def draw_part(
 
 
 def letters(cell: int) -> str:
-    """a to z, then aa, ab, …"""
+    """Return the letters of a cell: a to z, then aa, ab, …."""
     return (letters(cell // 26 - 1) if cell >= 26 else "") + chr(ord("a") + cell % 26)
 
 
@@ -303,7 +303,7 @@ def description(
     columns: Sequence[BlockColumn],
     drawn: Sequence[Sequence[Sequence[HeldRectangle]]],
 ) -> str:
-    """The picture in words."""
+    """Return the picture in words."""
     sentences = [run.verdict]
     for column, by_rank in zip(columns, drawn):
         held = []

@@ -126,7 +126,7 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
 
 
 def _head(rows: TimeRows, trace: Trace, path: CriticalPath | None) -> None:
-    """The title, how much was sent, and the legend."""
+    """Draw the title, how much was sent, and the legend."""
     scene, kinds = rows.scene, {e.kind for e in trace.events}
     others = sorted(kinds - P2P - {"span"})
     entries = span_entries(rows.colours) + [("wait", "idle")] * any(
@@ -161,7 +161,7 @@ def _head(rows: TimeRows, trace: Trace, path: CriticalPath | None) -> None:
 def _bars(
     events: Iterable[Event], lanes: dict[int, int], scale: float
 ) -> dict[tuple[int, str, int], list[Bar]]:
-    """The bars of each (rank, kind, lane).
+    """Return the bars of each (rank, kind, lane).
 
     Neighbouring events of one name that are narrower than a pixel share a bar.
     """
@@ -201,12 +201,12 @@ def _arrows(
 
 
 def last_rank(segment: Segment) -> int:
-    """The rank at which a segment of a critical path ends."""
+    """Return the rank at which a segment of a critical path ends."""
     return segment.rank if segment.peer is None else segment.peer
 
 
 def _jumps(path: CriticalPath) -> list[tuple[Segment, Segment]]:
-    """Where a path continues at another rank.
+    """Return the pairs of segments between which the path continues at another rank.
 
     There a message waited for its receiver, or for a link that the one before it used.
     """
@@ -216,7 +216,7 @@ def _jumps(path: CriticalPath) -> list[tuple[Segment, Segment]]:
 def _critical_path(
     scene: Scene, path: CriticalPath, x: Callable[[float], float], y: Callable[[int], float]
 ) -> None:
-    """The path as one line: along a row for compute, from row to row for a message.
+    """Draw the path as one line: along a row for compute, from row to row for a message.
 
     The messages are numbered if they are few.
     """

@@ -35,14 +35,17 @@ class Timing:
         return LEAD + step * self.step if step < self.steps else self.duration + 1
 
     def arrival(self, step: int) -> float:
-        """When all messages of a step have arrived."""
+        """Return the second at which all messages of a step have arrived."""
         return LEAD + (step + FLIGHT) * self.step
 
     def end(self, step: int) -> float:
         return self.start(step + 1) - GAP if step < self.steps - 1 else self.duration
 
     def at(self, moment: float) -> float:
-        """The second of one of the replay's moments (see START); infinity is after the end."""
+        """Return the second of one of the replay's moments (see START).
+
+        Infinity is after the end.
+        """
         if moment == START:
             return 0.0
         if moment == math.inf:
@@ -53,7 +56,7 @@ class Timing:
         return self.arrival(step) if moment > step else self.start(step)
 
     def flight(self, index: int) -> tuple[float, float]:
-        """When a message leaves and arrives, within the time of its step."""
+        """Return the seconds at which a message leaves and arrives, within the time of its step."""
         message, step = self.replay.messages[index], self.replay.step[index]
         begin, end = self._recorded[step]
         span, room = (end - begin) or 1.0, self.arrival(step) - self.start(step)
@@ -62,7 +65,7 @@ class Timing:
         return self.start(step) + room * leaves, self.start(step) + room * arrives
 
     def cursor(self) -> list[tuple[float, float]]:
-        """(second of the scene, second of the record) for the cursor.
+        """Return (second of the scene, second of the record) pairs for the cursor.
 
         It never moves back, even if steps overlap in the record.
         """

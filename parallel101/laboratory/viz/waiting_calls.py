@@ -73,7 +73,7 @@ def _call(
     lane: float,
     calls: int,
 ) -> None:
-    """One rank's side of a message, with its name if it is the only one of its lane."""
+    """Draw one rank's side of a message, with its name if no other message is in its lane."""
     named = calls == 1 and lane >= LABELLED
     low, tall = (y + lane - 13, 10.0) if named else (y + 0.15 * lane, 0.7 * lane)
     moves = max(message.start, event.posted)
@@ -94,5 +94,5 @@ def _call(
 
 
 def _words(event: Event) -> str:
-    """ "send to rank 1", "recv from rank 0"."""
+    """Return a call in words: "send to rank 1", "recv from rank 0"."""
     return f"{'send to' if event.kind == 'send' else 'recv from'} rank {event.peer}"

@@ -111,7 +111,7 @@ def watch(
 
 @contextlib.contextmanager
 def _settings(keep: bool) -> Iterator[None]:
-    """Inside, torch fills new memory with NaN or the largest integer.
+    """Make torch fill new memory with NaN or the largest integer inside the block.
 
     A division of integers gives float64, in which it is exact. `keep`: restore the first of these.
     (On sim the ranks share it, and their process ends after the run.)

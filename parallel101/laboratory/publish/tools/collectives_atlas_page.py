@@ -51,7 +51,7 @@ Facts = dict[str, dict[str, dict[str, RecordedRun]]]  # by operation, algorithm,
 
 
 class Atlas(NamedTuple):
-    """What is written."""
+    """The page of the atlas and the files beside it."""
 
     page: str  # its body
     records: dict[str, str]  # by the path of the file, from the page
@@ -78,7 +78,7 @@ def collectives_atlas(chosen: Sequence[Choice] | None = None) -> Atlas:
 
 
 def record_script(name: str, pictures: Mapping[str, Scene]) -> str:
-    """The pictures of an algorithm as a script."""
+    """Return the pictures of an algorithm as a script."""
     elements: dict[str, int] = {}
     runs = {}
     for key, scene in pictures.items():
@@ -117,14 +117,14 @@ def collectives_atlas_page(facts: Facts) -> str:
 
 
 def chosen_words(choice: Choice) -> str:
-    """The choice of the table, in words."""
+    """Return the choice of the table, in words."""
     return (
         f"{OPERATIONS[choice.operation]}, {choice.ranks} ranks, {NETWORKS[choice.network].lower()}."
     )
 
 
 def what(operation: str, algorithm: str) -> str:
-    """What an algorithm does: the first paragraph of its docstring."""
+    """Return what an algorithm does: the first paragraph of its docstring."""
     said = algorithms(operation)[algorithm].__doc__ or ""
     return " ".join(said.partition("\n\n")[0].split())
 

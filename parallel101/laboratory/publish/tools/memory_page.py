@@ -39,7 +39,7 @@ FLAGS = "gated", "biases", "tied", "dropout"
 
 
 def _levels(chip: Chip) -> tuple[Level, ...]:
-    """From the inside out; none of a TPU."""
+    """Return a chip's links, from the inside out; none for a TPU."""
     return () if isinstance(chip.links, Torus) else chip.links
 
 
@@ -47,7 +47,7 @@ GPUS = {name: chip for name, chip in CHIPS.items() if _levels(chip)}
 
 
 def _gpu(chip: Chip) -> dict[str, float]:
-    """The figures with which the page computes."""
+    """Return the figures with which the page computes."""
     inside, *outside = _levels(chip)
     return {
         "memory": chip.hbm_bytes,
@@ -60,7 +60,7 @@ def _gpu(chip: Chip) -> dict[str, float]:
 
 
 def _given() -> str:
-    """What the script takes from Python's tables."""
+    """Return the data that the script takes from Python's tables."""
     shapes = {name: asdict(known.shape) for name, known in KNOWN_MODELS.items()}
     model, gpu, layout = START
     found = {

@@ -55,7 +55,7 @@ ROOTS = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
 
 
 class Choice(NamedTuple):
-    """What the reader chooses."""
+    """The reader's choice."""
 
     operation: str
     algorithm: str
@@ -68,12 +68,12 @@ class Choice(NamedTuple):
 
     @property
     def segments(self) -> int:
-        """Into how many segments a chain cuts the array; 1: it doesn't."""
+        """The number of segments into which a chain cuts the array; 1: it isn't cut."""
         return max(8, self.ranks) if self.algorithm == "pipelined_chain" else 1
 
 
 class RecordedRun(NamedTuple):
-    """What a run took."""
+    """The cost of a run."""
 
     steps: int  # messages one after the other: the time if each takes 1, of any size
     busiest: int  # bytes sent by the rank that sends most, of the large array
@@ -83,7 +83,7 @@ class RecordedRun(NamedTuple):
 
 
 def algorithm_name(name: str) -> str:
-    """reduce_scatter_gather -> "reduce-scatter, gather"."""
+    """Return the name to show: reduce_scatter_gather -> "reduce-scatter, gather"."""
     compounds = {
         "reduce_broadcast": "reduce, broadcast",
         "scatter_all_gather": "scatter, all-gather",
@@ -96,23 +96,26 @@ def algorithm_name(name: str) -> str:
 
 
 def algorithms(operation: str) -> dict[str, Callable]:
-    """All algorithms of an operation, by name."""
+    """Return all algorithms of an operation, by name."""
     return collectives.TEXTBOOK[operation] | collectives.ON_A_MESH.get(operation, {})
 
 
 def torus_shape(ranks: int) -> tuple[int, int]:
-    """The most square grid of so many ranks: 8 -> (2, 4)."""
+    """Return the most square grid of so many ranks: 8 -> (2, 4)."""
     short = next(n for n in range(isqrt(ranks), 0, -1) if ranks % n == 0)
     return short, ranks // short
 
 
 def mesh_shape(algorithm: str, ranks: int) -> tuple[int, int]:
-    """The mesh of an algorithm that follows one; two-level: of two nodes."""
+    """Return the mesh of an algorithm that follows one; two-level: of two nodes."""
     return (2, ranks // 2) if algorithm == "two_level" else torus_shape(ranks)
 
 
 def fits(choice: Choice) -> bool:
-    """Whether there is such a run: a grid needs two axes, and 64 ranks are on a switch only."""
+    """Return whether there is such a run.
+
+    A grid needs two axes, and 64 ranks are on a switch only.
+    """
     grid = torus_shape(choice.ranks)[0] > 1
     on_a_mesh = choice.algorithm in collectives.ON_A_MESH.get(choice.operation, {})
     if choice.ranks > MOST_ON_ALL_NETWORKS and choice.network != "switch":
@@ -121,7 +124,7 @@ def fits(choice: Choice) -> bool:
 
 
 def all_choices() -> list[Choice]:
-    """Every run there is."""
+    """Return every run there is."""
     every = (
         Choice(operation, algorithm, ranks, network)
         for operation in OPERATIONS
@@ -133,13 +136,16 @@ def all_choices() -> list[Choice]:
 
 
 def links(choice: Choice, each: int = 1) -> Network:
-    """The links between the ranks. `each`: as how many bytes one that is sent counts."""
+    """Return the links between the ranks.
+
+    A byte that is sent counts as `each` bytes.
+    """
     inside = INSIDE_LATENCY, INSIDE_BANDWIDTH / each
     return topology(choice, (LATENCY, BANDWIDTH / each), inside)
 
 
 def topology(choice: Choice, link: Speed, inside: Speed) -> Network:
-    """A network with links of this latency and bandwidth; `inside`: those inside a node."""
+    """Return a network with links of this latency and bandwidth; `inside`: those inside a node."""
     latency, bandwidth = link
     if choice.network == "ring":
         return Network.ring(latency=latency, bandwidth=bandwidth)
@@ -158,7 +164,7 @@ def topology(choice: Choice, link: Speed, inside: Speed) -> Network:
 
 
 def program(choice: Choice, nbytes: int) -> Callable[[Tensor], Any]:
-    """What every rank calls with its tensor. `nbytes`: of the whole array."""
+    """Return the function that every rank calls with its tensor. `nbytes`: of the whole array."""
     operation, algorithm, ranks, _ = choice
     options: dict[str, Any] = {"algorithm": algorithm}
     if operation in ROOTS:
@@ -173,7 +179,7 @@ def program(choice: Choice, nbytes: int) -> Callable[[Tensor], Any]:
 
 
 def numbers_of(choice: Choice, nbytes: int) -> int:
-    """How many numbers each rank's tensor has if the whole array has so many bytes."""
+    """Return how many numbers each rank's tensor has if the whole array has so many bytes."""
     if choice.operation == "barrier":
         return 0
     return nbytes // ELEMENT // (choice.ranks if choice.operation in BLOCKS else 1)

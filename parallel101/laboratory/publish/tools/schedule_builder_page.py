@@ -32,7 +32,10 @@ RULES = file_text("tools/schedule_rules.js")
 
 
 class ScheduleScore(NamedTuple):
-    """What the page compares. A rank's share of a microbatch takes 1 for each of F, I and W."""
+    """The figures that the page compares.
+
+    A rank's share of a microbatch takes 1 for each of F, I and W.
+    """
 
     step: float  # from the first start to the last end
     idle: float  # of a rank, on average
@@ -41,7 +44,7 @@ class ScheduleScore(NamedTuple):
 
 
 def published(ranks: int, microbatches: int) -> dict[str, Schedule]:
-    """The published schedules that exist for these numbers, by name."""
+    """Return the published schedules that exist for these numbers, by name."""
     found = {}
     for name in NAMES:
         try:

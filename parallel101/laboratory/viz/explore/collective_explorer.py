@@ -87,7 +87,7 @@ FORMS = {"switch": "switch", "ring": "ring", "one-way ring": "one_way_ring"}
 
 
 def torus_shape(ranks: int) -> tuple[int, int]:
-    """The most square grid of so many ranks: 8 → (2, 4)."""
+    """Return the most square grid of so many ranks: 8 → (2, 4)."""
     short = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
     return short, ranks // short
 
@@ -104,7 +104,7 @@ TOPOLOGIES: dict[str, Callable[..., Network]] = {  # called with the number of r
 
 
 def most_numbers(ranks: int) -> int:
-    """The most elements per rank that fit the slider and can carry their origin."""
+    """Return the most elements per rank that fit the slider and can carry their origin."""
     if ranks > MOST_WATCHED:
         return 2 * MOST_RANKS["sim"]
     return min(MOST_NUMBERS, most_elements(ranks, torch.int64))
@@ -265,7 +265,7 @@ def run(
 
 
 def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
-    """The numbers of a rank's tensor, and for how many each of them stands.
+    """Return how many numbers a rank's tensor has, and how many numbers each stands for.
 
     Together they have about this size. Each block has BLOCK numbers, or fewer if it is small, so
     that algorithms can cut it.
@@ -278,7 +278,7 @@ def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
 
 
 def enlarged(trace: Trace | None, each: int) -> Trace:
-    """The record of the same messages, each with so many times as many bytes."""
+    """Return the record of the same messages, each with `each` times as many bytes."""
     assert trace is not None
     events = [e._replace(nbytes=e.nbytes * each) for e in trace.events]
     return Trace(events, trace.world_size, trace.backend, trace.unfinished)
@@ -306,14 +306,14 @@ def run_own(
 
 
 def shown(numbers: Mapping[str, float], what: str) -> str:
-    """A number of bytes, seconds or steps as text, or "–" if it is missing."""
+    """Return a number of bytes, seconds or steps as text, or "–" if it is missing."""
     return TEXT[QUANTITIES[what]](numbers[what]) if what in numbers else "–"
 
 
 def links_of(
     world: str, ranks: int, network: str, latency: str, bandwidth: str, each: int = 1
 ) -> Network | None:
-    """The links between virtual ranks; None on gloo.
+    """Return the links between virtual ranks, or None on gloo.
 
     `each`: for how many bytes one that is sent stands. The links are as many times slower.
     """
@@ -332,7 +332,10 @@ def counted_run(
     ranks: int,
     links: Network | None,
 ) -> tuple[Run, dict[str, float]]:
-    """A run, with what its record says at once: the bytes that a rank sends, and the time."""
+    """Run on watched values, and return the run with its bytes and its time.
+
+    The bytes are those that the busiest rank sends.
+    """
     ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
     assert ran.trace is not None  # watch always records
     return ran, {
@@ -348,7 +351,7 @@ def clocked_run(
     ranks: int,
     links: Network | None,
 ) -> tuple[Run, dict[str, float]]:
-    """A run of which only the messages and their times are recorded, not the contents."""
+    """Run, recording messages and times but no contents; return the run with its bytes and time."""
 
     def started() -> None:
         function(torch.ones(numbers, dtype=torch.int64))
@@ -364,7 +367,7 @@ def clocked_run(
 def counts(
     trace: Trace | None, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int
 ) -> dict[str, float]:
-    """Steps, and bytes on the critical path.
+    """Return the steps, and the bytes on the critical path.
 
     On rings and a torus, messages wait for links, so two more clocks count them.
     """
@@ -392,7 +395,7 @@ def counts(
 def makespan(
     function: Callable[[torch.Tensor], Any], numbers: int, ranks: int, network: Network
 ) -> float:
-    """Virtual seconds of a run in this process, which needs no fork: 5 ms instead of 50."""
+    """Return the virtual seconds of a run in this process, which needs no fork: 5 ms, not 50."""
     events = simulate(
         lambda _: function(torch.ones(numbers, dtype=torch.int64)), ranks, network
     ).events
@@ -402,7 +405,7 @@ def makespan(
 def program(
     operation: str, algorithm: str, root: int, segment_bytes: int | None
 ) -> Callable[[torch.Tensor], Any]:
-    """The function that every rank calls with its tensor."""
+    """Return the function that every rank calls with its tensor."""
     options: dict[str, Any] = {"algorithm": algorithm}
     if segment_bytes is not None:
         options["segment_bytes"] = segment_bytes
@@ -422,7 +425,7 @@ def predicted(
     links: Network | None,
     segment_bytes: int | None,
 ) -> tuple[dict[str, float], str]:
-    """The rows of the closed form, and a sentence that says why some are missing."""
+    """Return the rows of the closed form, and a sentence that says why some are missing."""
     blocks = operation in BLOCKS
     if not blocks and numbers % ranks:
         return (

@@ -1,4 +1,4 @@
-"""What all explorers have: controls, a prediction, and the result of the last run beside it.
+"""Parts of all explorers: controls, a prediction, and the result of the last run beside it.
 
 [all_reduce ▾] [ring ▾]  ranks ──●──              each change runs again
 all_reduce has no root.                           why a control is off
@@ -44,7 +44,7 @@ setTimeout(() => document.querySelectorAll(".p101-explorer").forEach(explorer =>
 
 
 class ExplorerResult(NamedTuple):
-    """What a run shows."""
+    """The result of a run, as the explorer shows it."""
 
     picture: Scene | None
     # what, and a value for each column; predictions are about the first
@@ -219,7 +219,7 @@ class Explorer(ipywidgets.VBox):
         self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live controls, and HTML for a page without a kernel.
+        """Return the live controls, and HTML for a page without a kernel.
 
         The HTML has the last result and how the controls were set, and says what the page needs.
         """
@@ -236,7 +236,7 @@ class Explorer(ipywidgets.VBox):
 
 
 def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> Any:
-    """A menu. Raises ValueError if the value is not one of the options."""
+    """Return a menu. Raises ValueError if the value is not one of the options."""
     options = tuple(options)
     if value not in options:
         raise ValueError(
@@ -249,7 +249,7 @@ def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> A
 
 
 def slider(name: str, low: float, high: float, value: float, step: float = 1) -> Any:
-    """A slider for whole numbers, or for others if `step` is not 1.
+    """Return a slider for whole numbers, or for others if `step` is not 1.
 
     Raises ValueError if the value is out of range.
     """
@@ -276,7 +276,10 @@ def slider(name: str, low: float, high: float, value: float, step: float = 1) ->
 
 
 def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
-    """The rows; a prediction of one of them in a last column, and one in words above them."""
+    """Return the rows as an HTML table.
+
+    A prediction of one of them is in a last column, and a prediction in words above the table.
+    """
     foretold = dict.fromkeys((row[0] for row in result.rows), "")
     above = ""
     if prediction and quantity in foretold:
@@ -301,7 +304,7 @@ MARKS = {"right": "✓", "too low": "✗", "too high": "✗", "different": "✗"
 
 
 def _spoken(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
-    """One sentence about the run, for the line beside the button and for screen readers."""
+    """Return one sentence about the run, for the line beside the button and for screen readers."""
     shown = {row[0]: row[1] for row in result.rows}
     if quantity in shown and prediction:
         return escape(
@@ -314,5 +317,5 @@ def _spoken(result: ExplorerResult, quantity: str, prediction: str, said: str) -
 
 
 def _plain(result: ExplorerResult) -> str:
-    """ "steps: 6, 6; …"."""
+    """Return the rows as plain text: "steps: 6, 6; …"."""
     return "; ".join(f"{what}: {', '.join(values)}" for what, *values in result.rows)

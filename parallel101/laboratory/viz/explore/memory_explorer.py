@@ -56,7 +56,7 @@ def explore_memory(
 
 
 def field(name: str, kind: Any, low: float, high: float, value: float) -> Any:
-    """A field for a number. Raises ValueError if the value is out of range."""
+    """Return a field for a number. Raises ValueError if the value is out of range."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name}={value!r}: expected a number from {low} to {high}")
     return kind(value, description=name, min=low, max=high, layout=WIDE, style=STYLE)
@@ -92,7 +92,7 @@ def run(billions: float, ranks: int, zero_stage: int, precision: str) -> Explore
 
 
 def holdings(states: ModelStates, ranks: range) -> Any:
-    """The same bytes on each of the ranks that are drawn, as memory_scene takes them."""
+    """Return these bytes for each of the ranks that are drawn, as memory_scene takes them."""
     return SimpleNamespace(
         ranks=ranks, bytes={kind: [round(count)] * len(ranks) for kind, count in zip(KINDS, states)}
     )

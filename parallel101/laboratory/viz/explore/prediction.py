@@ -33,7 +33,7 @@ class Number(NamedTuple):
 
 
 def readings(text: str, unit: str) -> list[list[Number]]:
-    """What a text can mean, as one or several numbers.
+    """Return every reading of a text, as one or several numbers.
 
     Empty if it can't be read: "many", "8-9 %", or "41 s" of a quantity in GB.
 
@@ -65,7 +65,7 @@ def readings(text: str, unit: str) -> list[list[Number]]:
 
 
 def with_unit(text: str, unit: str) -> str:
-    """A prediction as it is shown, with the unit if it ends in a number: "27" of "%" is "27 %".
+    """Return a prediction as it is shown, with a unit if it ends in a number: "27" is "27 %".
 
     A rate below 1 without a unit is a part of the whole: "0.16" is "16 %".
     """
@@ -77,7 +77,7 @@ def with_unit(text: str, unit: str) -> str:
 
 
 def scale_of(word: str, unit: str) -> float | None:
-    """How many percent, bytes or seconds a word means; None if its kind is not that of `unit`."""
+    """Return the percent, bytes or seconds that a word means; None if `unit` is of another kind."""
     if not unit:
         return 1.0
     return next(kind for kind in (PERCENT, BYTES, SECONDS) if unit.lower() in kind).get(
@@ -86,7 +86,7 @@ def scale_of(word: str, unit: str) -> float | None:
 
 
 def verdict(prediction: str, unit: str, shown: str, exact: Sequence[float]) -> str:
-    """ "right", "too low" or "too high"; of several numbers "right" or "different".
+    """Return "right", "too low" or "too high"; for several numbers "right" or "different".
 
     It is "" if the prediction or the result isn't a number. One number for a result with several is
     compared with the largest of them.
@@ -120,7 +120,7 @@ def verdict(prediction: str, unit: str, shown: str, exact: Sequence[float]) -> s
 
 
 def compare(number: Number, value: float, rounding: float) -> int:
-    """−1, 0 or 1: a prediction is below, equal to or above the value.
+    """Return −1, 0 or 1 for a prediction below, equal to or above the value.
 
     Both may be rounded.
     """

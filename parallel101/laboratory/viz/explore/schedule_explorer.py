@@ -59,7 +59,7 @@ def explore_schedule(
 
 
 def adjust(controls: Mapping[str, Any], changed: str) -> str:
-    """Only interleaved schedules have several chunks."""
+    """Switch `chunks` off unless the schedule is interleaved, and return a sentence about it."""
     name = controls["name"].value
     controls["chunks"].disabled = name != "interleaved"
     return (
@@ -139,7 +139,7 @@ IDLE = {
 def idle_time(
     name: str, p: int, m: int, v: int, f: float, i: float, w: float, communication: float
 ) -> float | None:
-    """A rank's idle time in closed form, in the unit of F. None where it does not hold."""
+    """Return a rank's idle time in closed form, in the unit of F; None where it does not hold."""
     if (
         communication
         or m < (2 * p - 1 if name == "zb-h2" else p)
