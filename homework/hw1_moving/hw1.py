@@ -1,14 +1,14 @@
 """Homework 1: moving data.
 
-Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone.
+Write these functions using only dist.send, dist.recv, dist.isend and dist.irecv.
 
 n is the number of ranks, dist.get_world_size(). Every rank calls the same function, with tensors of
 the same shape and dtype. The tensors that you get may be transposed or strided, but a message needs
 a contiguous one: x.contiguous(). Do not change the tensors that you get.
 
 In one step, a rank sends at most one message and receives at most one. The steps given here are the
-fewest. A solution with somewhat more, such as one with blocking sends in a safe order, keeps its
-points; `check` then says so.
+fewest possible. A solution that takes a few more, such as one with blocking sends in a safe order,
+keeps its points, and `check` says so.
 """
 
 import torch
@@ -24,10 +24,9 @@ def ring_shift(x: torch.Tensor) -> torch.Tensor:
         x: this rank's tensor, of any shape and dtype. It must stay as it is.
 
     Returns:
-        A new tensor: the x of rank (rank − 1) mod n. With one rank, that is a copy of its own x.
+        A new tensor: the x of rank (rank − 1) mod n. With one rank, this is a copy of its own x.
 
-    Every rank sends x once and all messages are under way at the same time: one step, whatever n
-    is.
+    Every rank sends x once, and all messages are in flight at the same time: one step for any n.
 
     Points: 40 % value, 30 % bytes, 30 % steps.
     """
@@ -35,7 +34,7 @@ def ring_shift(x: torch.Tensor) -> torch.Tensor:
 
 
 def flat_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
-    """Give the root's x to every rank. The root sends it to one rank after the other.
+    """Send the root's x to every rank. The root sends it to the other ranks one after the other.
 
               ┌──x──▶ rank 0
         root ─┼──x──▶ rank 1        n − 1 messages, all from the root
@@ -43,11 +42,11 @@ def flat_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
 
     Args:
         x: on the root, the tensor to send, of any shape and dtype. On other ranks it has the same
-            shape and dtype, but its values mean nothing. It must stay as it is on every rank.
+            shape and dtype, but its values are meaningless. It must stay as it is on every rank.
         root: any rank from 0 to n − 1, the same on all ranks.
 
     Returns:
-        On every rank a new tensor with the root's values.
+        A new tensor with the root's values, on every rank.
 
     The root sends (n − 1)·S bytes, where x has S, and the other ranks send nothing. It takes n − 1
     steps.
@@ -58,18 +57,18 @@ def flat_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
 
 
 def tree_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
-    """Give the root's x to every rank.
+    """Send the root's x to every rank, along a tree.
 
-    In each step, every rank that has it sends it to one that does not.
+    In each step, every rank that has x sends it to one that doesn't.
 
         step 1    root ──▶ A                        2 ranks have it
         step 2    root ──▶ B    A ──▶ C             4
         step 3    root ──▶ D    A ──▶ E    B …      8, and so on
 
-    Args, returns: as in `flat_broadcast`.
+    The arguments and the result are those of `flat_broadcast`.
 
-    It takes ⌈log₂ n⌉ steps, for any n and any root. Nobody sends more than ⌈log₂ n⌉·S bytes, where
-    x has S.
+    It takes ⌈log₂ n⌉ steps, for any n and any root. No rank sends more than ⌈log₂ n⌉·S bytes,
+    where x has S.
 
     Points: 30 % value, 20 % bytes, 50 % steps.
     """
@@ -77,23 +76,23 @@ def tree_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
 
 
 def scatter(x: torch.Tensor, root: int) -> torch.Tensor:
-    """Give each rank its own rows of the root's x.
+    """Send each rank its own rows of the root's x.
 
         root  [a a | b b | c c]   ──▶   rank 0 [a a]    rank 1 [b b]    rank 2 [c c]
 
     Args:
         x: on the root, the tensor to cut along dim 0, of any dtype and at least one dim. On other
-            ranks it has the same shape and dtype, but its values mean nothing. It must stay as it
-            is on every rank.
+            ranks it has the same shape and dtype, but its values are meaningless. It must stay as
+            it is on every rank.
         root: any rank from 0 to n − 1, the same on all ranks.
 
     Returns:
         A new tensor: the rows that torch.tensor_split(x, n)[rank] has on the root. (If n doesn't
-        divide the rows, the first ranks get one row more; if there are fewer rows than ranks, the
+        divide the rows, the first ranks get one more row; if there are fewer rows than ranks, the
         last ranks get none.)
 
     No rank sends more than about (n − 1)·S/n bytes, where x has S: no row goes to a rank that does
-    not need it. At most n − 1 steps.
+    not need it. It takes at most n − 1 steps.
 
     Points: 40 % value, 40 % bytes, 20 % steps.
     """
@@ -111,11 +110,11 @@ def gather(x: torch.Tensor, root: int) -> torch.Tensor | None:
         root: any rank from 0 to n − 1, the same on all ranks.
 
     Returns:
-        On the root a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along dim 0.
-        On the other ranks None.
+        On the root, a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along dim 0.
+        None on the other ranks.
 
-    The root receives (n − 1)·S bytes, where x has S. At most n − 1 steps. Some ranks are slower
-    than others: they may call it later.
+    The root receives (n − 1)·S bytes, where x has S. It takes at most n − 1 steps. Some ranks
+    are slower than others and may call gather later.
 
     Points: 40 % value, 40 % bytes, 20 % steps.
     """

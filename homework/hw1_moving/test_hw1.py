@@ -1,4 +1,4 @@
-"""Grades homework 1. `pytest homework/hw1_moving` runs it."""
+"""Grade homework 1; run it with `pytest homework/hw1_moving`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def log2_up(n: int) -> int:
 
 
 def largest_chunk(case: Case) -> int:
-    """The bytes of the largest of the n parts of x."""
+    """Return the bytes of the largest of the n parts of x."""
     x = case.facts["x"]
     return x[: math.ceil(x.shape[0] / case.world_size)].nbytes
 
@@ -73,7 +73,10 @@ def x_if_not_alone(case: Case) -> list[int]:
 
 
 def shifted_backwards(trials: Sequence[Trial]) -> bool:
-    """Every rank has the x of the rank after it. On two ranks both directions are the same."""
+    """Check whether every rank has the next rank's x, on three ranks or more.
+
+    On two ranks, both directions are the same.
+    """
     longer = [trial for trial in trials if trial.world_size > 2]
     return bool(longer) and all(
         same(result, trial.case.facts["xs"][(rank + 1) % trial.world_size])
@@ -170,7 +173,10 @@ def broadcast_cases(draw: Draw) -> list[Case]:
 
 
 def tree_cases(draw: Draw) -> list[Case]:
-    """And with seven ranks: up to six, a tree in which ranks stop sending early is fast enough."""
+    """Return the broadcast cases and one with seven ranks.
+
+    With up to six ranks, a tree in which ranks stop sending early is fast enough.
+    """
     seven = broadcast_case(draw.tensors(7, 40, 2), draw.integer(0, 6))
     return [*broadcast_cases(draw), seven]
 
@@ -192,7 +198,7 @@ def tree_bytes(case: Case) -> list[int]:
 
 
 def only_powers_of_two(trials: Sequence[Trial]) -> bool:
-    """Right wherever n is a power of two, four too, and wrong somewhere else."""
+    """Check whether results are wrong for some n, but never for a power of two, such as 4."""
     wrong = failed(trials)
     four = [trial for trial in trials if trial.world_size == 4]
     return bool(wrong and four) and all(
@@ -201,7 +207,7 @@ def only_powers_of_two(trials: Sequence[Trial]) -> bool:
 
 
 def root_sends_to_all(trials: Sequence[Trial]) -> bool:
-    """Right, but all messages come from the root."""
+    """Check whether results are right, but all messages come from the root."""
     several = [trial for trial in trials if trial.world_size > 2]
     return bool(several) and all(
         right(trial) and sum(communicated(trial)) == communicated(trial)[trial.case.facts["root"]]
@@ -210,7 +216,10 @@ def root_sends_to_all(trials: Sequence[Trial]) -> bool:
 
 
 def stops_sending(trials: Sequence[Trial]) -> bool:
-    """Right, and too slow only with seven ranks: no rank sends x more than twice."""
+    """Check whether no rank sends x more than twice.
+
+    The results are then right, and only seven ranks are too slow.
+    """
     several = [trial for trial in trials if trial.world_size > 2]
     slow = [trial for trial in several if trial.trace.makespan > log2_up(trial.world_size) + 0.5]
     return (
@@ -221,7 +230,7 @@ def stops_sending(trials: Sequence[Trial]) -> bool:
 
 
 def one_after_the_other(trials: Sequence[Trial]) -> bool:
-    """Right, but as many steps as ranks, and no rank sends x more than once."""
+    """Check whether results are right, but take n − 1 steps: no rank sends x more than once."""
     several = [trial for trial in trials if trial.world_size > 3]
     return bool(several) and all(
         right(trial)
@@ -414,7 +423,7 @@ def all_but_one_chunk(case: Case) -> list[int]:
 
 
 def whole_scattered(trials: Sequence[Trial]) -> bool:
-    """Every rank but the root receives as many bytes as all of x has."""
+    """Check whether every rank but the root receives as many bytes as the whole x has."""
     several = [trial for trial in trials if trial.world_size > 1]
     return bool(several) and all(
         got >= trial.case.facts["x"].nbytes
@@ -425,7 +434,7 @@ def whole_scattered(trials: Sequence[Trial]) -> bool:
 
 
 def others_chunks(trials: Sequence[Trial]) -> bool:
-    """Each rank has a chunk of x, but not always its own."""
+    """Check whether each rank has a chunk of x, but not always its own."""
     wrong = failed(trials)
     return bool(wrong) and all(
         any(same(result, chunk) for chunk in trial.case.facts["chunks"])
@@ -435,7 +444,10 @@ def others_chunks(trials: Sequence[Trial]) -> bool:
 
 
 def as_chunk_cuts(trials: Sequence[Trial]) -> bool:
-    """Wrong only where torch.chunk cuts otherwise than torch.tensor_split, and as it cuts."""
+    """Check whether the wrong results are those of torch.chunk.
+
+    They are wrong only where it cuts x differently from torch.tensor_split.
+    """
 
     def pieces(trial: Trial) -> Sequence[torch.Tensor]:
         return trial.case.facts["x"].chunk(trial.world_size)
@@ -524,9 +536,9 @@ SCATTER = Exercise(
 
 
 def gather_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
-    """A gather in which messages do not arrive in the order of the ranks.
+    """Return a gather in which messages do not arrive in rank order.
 
-    The higher a rank, the earlier it calls.
+    The higher the rank, the earlier it calls.
     """
     n = len(xs)
     expected = [torch.cat(list(xs)) if rank == root else None for rank in range(n)]
@@ -569,9 +581,9 @@ def others_at_root(case: Case) -> list[int]:
 
 
 def each_once_at_root(trial: Trial) -> str | None:
-    """At the root nothing arrives twice.
+    """Check that nothing arrives at the root twice.
 
-    On the way to it, at most as much is sent as when each rank passes all it has to the next.
+    All ranks together may send as much as when each passes everything it has to the next rank.
     """
     n, root, nbytes = trial.world_size, trial.case.facts["root"], trial.case.facts["xs"][0].nbytes
     if (got := received(trial)[root]) > (n - 1) * nbytes + 64 * n:
@@ -582,7 +594,7 @@ def each_once_at_root(trial: Trial) -> str | None:
 
 
 def whole_gathered(trials: Sequence[Trial]) -> bool:
-    """Every rank but the root sends as many bytes as the whole result has."""
+    """Check whether every rank but the root sends as many bytes as the whole result has."""
     several = [trial for trial in trials if trial.world_size > 1]
     return bool(several) and all(
         sent >= trial.world_size * trial.case.facts["xs"][0].nbytes
@@ -593,7 +605,7 @@ def whole_gathered(trials: Sequence[Trial]) -> bool:
 
 
 def everybody_gathers(trials: Sequence[Trial]) -> bool:
-    """Every rank receives what only the root needs."""
+    """Check whether every rank receives what only the root needs."""
     several = [trial for trial in trials if trial.world_size > 1]
     return bool(several) and all(
         got >= (trial.world_size - 1) * trial.case.facts["xs"][0].nbytes
@@ -603,7 +615,7 @@ def everybody_gathers(trials: Sequence[Trial]) -> bool:
 
 
 def another_order(trials: Sequence[Trial]) -> bool:
-    """The root has every rank's x once, in another order than that of the ranks."""
+    """Check whether the root has every rank's x once, but not in rank order."""
     wrong = [trial for trial in failed(trials) if trial.world_size > 1]
     found = [
         origins(trial.results[trial.case.facts["root"]], trial.case.facts["xs"]) for trial in wrong

@@ -1,15 +1,15 @@
 """Homework 2: reducing.
 
-Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone.
+Write these functions using only dist.send, dist.recv, dist.isend and dist.irecv.
 
 n is the number of ranks, dist.get_world_size(). Every rank calls the same function, with tensors of
 the same shape and dtype. The tensors that you get may be transposed or strided, but a message needs
-a contiguous one: x.contiguous(). Do not change the tensors that you get. Sums of floating-point
-numbers may be in any order.
+a contiguous one: x.contiguous(). Do not change the tensors that you get. Floating-point numbers
+may be added in any order.
 
 In one step, a rank sends at most one message and receives at most one. The steps given here are the
-fewest. A solution with somewhat more, such as one with blocking sends in a safe order, keeps its
-points; `check` then says so.
+fewest possible. A solution that takes a few more, such as one with blocking sends in a safe order,
+keeps its points, and `check` says so.
 """
 
 import torch
@@ -24,13 +24,14 @@ def reduce(x: torch.Tensor, root: int, op: str) -> torch.Tensor | None:
     Args:
         x: this rank's tensor, of any shape and dtype. It must stay as it is.
         root: any rank from 0 to n − 1, the same on all ranks.
-        op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point numbers
-            only.
+        op: "sum", or "mean": the sum divided by n. The mean is asked for with floating-point
+            numbers only.
 
     Returns:
-        On the root a new tensor of x's shape and dtype. On the other ranks None.
+        On the root, a new tensor of x's shape and dtype. None on the other ranks.
 
-    Every other rank sends S bytes, where x has S, and the root sends nothing. At most n − 1 steps.
+    Every other rank sends S bytes, where x has S, and the root sends nothing. It takes at most
+    n − 1 steps.
 
     Points: 40 % value, 30 % bytes, 30 % steps.
     """
@@ -38,17 +39,17 @@ def reduce(x: torch.Tensor, root: int, op: str) -> torch.Tensor | None:
 
 
 def ring_all_gather(x: torch.Tensor) -> torch.Tensor:
-    """Collect the x of all ranks, on every rank. Each rank talks to its two neighbours only.
+    """Collect the x of all ranks on every rank. Each rank talks only to its two neighbours.
 
         step 1    rank 0 ──a──▶ rank 1 ──b──▶ rank 2 ──c──▶ rank 0
-        step 2    rank 0 ──c──▶ rank 1 ──a──▶ rank 2 ──b──▶ rank 0    pass on what came last
+        step 2    rank 0 ──c──▶ rank 1 ──a──▶ rank 2 ──b──▶ rank 0    pass on what arrived last
 
     Args:
         x: this rank's tensor, of any dtype and at least one dim. It must stay as it is.
 
     Returns:
-        On every rank a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along dim
-        0.
+        On every rank, a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along
+        dim 0.
 
     Every rank sends (n − 1)·S bytes, where x has S: that is (n − 1)/n of the result. It takes n − 1
     steps.
@@ -59,7 +60,7 @@ def ring_all_gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-    """Add up the x of all ranks, and give each rank its own rows of the sum.
+    """Add up the x of all ranks and give each rank its own rows of the sum.
 
     The partial sums travel round the ring.
 
@@ -72,7 +73,7 @@ def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
 
     Returns:
         A new tensor: torch.tensor_split(total, n)[rank], where total is the sum of all x. (If n
-        doesn't divide the rows, the first ranks get one row more; if there are fewer rows than
+        doesn't divide the rows, the first ranks get one more row; if there are fewer rows than
         ranks, the last ranks get none.)
 
     Every rank sends about (n − 1)·S/n bytes, where x has S: every chunk but one, once. It takes
@@ -93,11 +94,11 @@ def ring_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
     Args:
         x: this rank's tensor, of any shape and dtype, with any number of elements. It must stay as
             it is.
-        op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point numbers
-            only.
+        op: "sum", or "mean": the sum divided by n. The mean is asked for with floating-point
+            numbers only.
 
     Returns:
-        On every rank a new tensor of x's shape and dtype.
+        On every rank, a new tensor of x's shape and dtype.
 
     Every rank sends about 2·(n − 1)·S/n bytes, where x has S, and no rank sends more. It takes
     2·(n − 1) steps. The chunks are made of elements, not of rows:
@@ -111,20 +112,20 @@ def ring_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
 def doubling_all_reduce(x: torch.Tensor) -> torch.Tensor:
     """Add up the x of all ranks, on every rank, in few steps.
 
-    In each step, exchange what you have with a partner, at distance 1, 2, 4, …
+    In each step, exchange your partial sum with a partner, at distance 1, 2, 4, …
 
         step 1    0 ◀─▶ 1    2 ◀─▶ 3        each has the sum of 2
         step 2    0 ◀─▶ 2    1 ◀─▶ 3        each has the sum of 4
 
-    If n isn't a power of two, let m be the largest power of two below n. Each of the n − m ranks
-    from m on first sends its x to a rank below m, which adds it to its own. At the end it gets the
+    If n isn't a power of two, let m be the largest power of two below n. Each of the last n − m
+    ranks first sends its x to a rank below m, which adds it to its own. At the end it gets the
     result back.
 
     Args:
         x: this rank's tensor, of any shape and dtype. It must stay as it is.
 
     Returns:
-        On every rank a new tensor: the sum of all x.
+        On every rank, a new tensor: the sum of all x.
 
     If n is a power of two, every rank sends log₂(n)·S bytes, where x has S, in log₂ n steps.
     Otherwise no rank sends more than (⌊log₂ n⌋ + 1)·S, and it takes ⌊log₂ n⌋ + 2 steps.
@@ -148,7 +149,7 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor of the same shape. Row i came from rank i: it is row `rank` of that rank's x.
 
-    Every rank sends (n − 1)·S/n bytes, where x has S. At most n − 1 steps.
+    Every rank sends (n − 1)·S/n bytes, where x has S. It takes at most n − 1 steps.
 
     Points: 40 % value, 40 % bytes, 20 % steps.
     """
@@ -156,7 +157,7 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
 
 
 def chain_broadcast(x: torch.Tensor, root: int, m: int) -> torch.Tensor:
-    """Give the root's x to every rank: along a chain of ranks, and in m segments.
+    """Send the root's x to every rank along a chain of ranks, in m segments.
 
         step 1    root ──a──▶ root + 1
         step 2    root ──b──▶ root + 1 ──a──▶ root + 2
@@ -166,16 +167,17 @@ def chain_broadcast(x: torch.Tensor, root: int, m: int) -> torch.Tensor:
 
     Args:
         x: on the root, the tensor to send, of any shape and dtype. On other ranks it has the same
-            shape and dtype, but its values mean nothing. It must stay as it is on every rank.
+            shape and dtype, but its values are meaningless. It must stay as it is on every rank.
         root: any rank from 0 to n − 1, the same on all ranks.
         m: the number of segments, from 1 to the number of elements of x, the same on all ranks. The
             segments are made of elements, not of rows: torch.tensor_split(x.flatten(), m).
 
     Returns:
-        On every rank a new tensor with the root's values.
+        A new tensor with the root's values, on every rank.
 
     No rank sends more than S bytes, where x has S, and the last one sends nothing. It takes
-    n − 2 + m steps of S/m bytes. Here a rank that sends and receives by turns is too slow.
+    n − 2 + m steps of S/m bytes. Here a rank that alternates between sending and receiving is too
+    slow.
 
     Points: 30 % value, 20 % bytes, 50 % steps.
     """
@@ -183,7 +185,7 @@ def chain_broadcast(x: torch.Tensor, root: int, m: int) -> torch.Tensor:
 
 
 def two_level_all_reduce(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Add up the x of all ranks, on every rank, over two levels: in a node, and between nodes.
+    """Add up the x of all ranks, on every rank, on two levels: within nodes and between nodes.
 
     A node has k ranks: ranks 0 to k − 1 are in the first node, k to 2k − 1 in the second, and so
     on. The i-th rank of every node sends to other nodes on rail i.
@@ -196,10 +198,10 @@ def two_level_all_reduce(x: torch.Tensor, k: int) -> torch.Tensor:
     Args:
         x: this rank's tensor, of any shape and dtype, with any number of elements. It must stay as
             it is.
-        k: the number of ranks of a node, the same on all ranks. It divides n.
+        k: the number of ranks in a node, the same on all ranks. It divides n.
 
     Returns:
-        On every rank a new tensor of x's shape and dtype: the sum of all x.
+        On every rank, a new tensor of x's shape and dtype: the sum of all x.
 
     With N = n/k nodes and S bytes in x, every rank sends about 2·(k − 1)·S/k bytes inside its node,
     and about 2·(N − 1)/N·S/k bytes to other nodes. It takes 2·(k − 1) + 2·(N − 1) steps.
@@ -210,10 +212,10 @@ def two_level_all_reduce(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def choose_broadcast(n: int, nbytes: int, latency: float, bandwidth: float) -> tuple[str, int]:
-    """Choose how n ranks broadcast an array, so that it takes the least time.
+    """Choose how n ranks broadcast an array in the least time.
 
-    This function sends nothing. The grader does the broadcast as you choose, on virtual ranks with
-    such links, and takes the time.
+    This function sends nothing. The grader runs the broadcast that you choose, on virtual ranks
+    with these links, and measures its time.
 
         "binomial"              a tree
         "scatter_all_gather"    a scatter along a tree, then an all-gather in a ring
@@ -221,15 +223,15 @@ def choose_broadcast(n: int, nbytes: int, latency: float, bandwidth: float) -> t
 
     Args:
         n: the number of ranks, 2 or more.
-        nbytes: the bytes of the array.
-        latency: the seconds that a message takes besides its bytes, α.
-        bandwidth: the bytes per second of a link, 1/β.
+        nbytes: the size of the array in bytes.
+        latency: α, the seconds that a message takes in addition to the transfer of its bytes.
+        bandwidth: 1/β, the bytes per second of a link.
 
     Returns:
         The name of the algorithm, and the number of segments, a whole number of 1 or more. Only
-        "pipelined_chain" looks at that number.
+        "pipelined_chain" uses that number.
 
-    The broadcast may take 5 % longer than with the best choice. Lesson 02 has a table of what these
+    Your choice may take up to 5 % longer than the best one. Lesson 02 has a table of what these
     algorithms cost.
 
     Points: 20 % value, 80 % steps.

@@ -39,19 +39,19 @@ from parallel101.laboratory.grade.exercise_checks import (
 
 
 def only_powers_of_two(trials: Sequence[Trial]) -> bool:
-    """Right wherever n is a power of two, four too, and wrong for n = 3 and other n."""
+    """Check whether results are right if n is a power of two, and wrong for 3 and some other n."""
     wrong = failed(trials)
     four = [trial for trial in trials if trial.world_size == 4]
     return bool(four) and {3} < {trial.world_size for trial in wrong} <= {3, 5, 6, 7}
 
 
 def one_extra_rank(trials: Sequence[Trial]) -> bool:
-    """Right for n = 3 and n = 5, and wrong for n = 7."""
+    """Check whether results are wrong for n = 7 only, but right for n = 3 and n = 5."""
     return {trial.world_size for trial in failed(trials)} == {7}
 
 
 def all_reduce_case(xs: Sequence[torch.Tensor], op: str | None = "sum", note: str = "") -> Case:
-    """`op`: None for a function that has no argument op."""
+    """Return an all-reduce of xs; `op` is None for a function without an argument op."""
     n, total = len(xs), torch.stack(list(xs)).sum(0)
     result = total / n if op == "mean" else total
     notes = [part for part in (op, note) if part]
@@ -102,7 +102,7 @@ def x_each(case: Case) -> list[int]:
 
 
 def flat_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Each chunk of each rank's result."""
+    """Yield each chunk of each rank's result, with the ranks' chunks that should add up to it."""
     n, xs = trial.world_size, trial.case.facts["xs"]
     for result in trial.results:
         if isinstance(result, torch.Tensor) and result.shape == xs[0].shape:
@@ -111,7 +111,7 @@ def flat_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]
 
 
 def chunks_of_rows(trials: Sequence[Trial]) -> bool:
-    """Right, and too many bytes only where there are fewer rows than ranks."""
+    """Check whether results are right, but cost too much only with fewer rows than ranks."""
     check = bytes_sent(ring_bytes, "")
     many = [trial for trial in trials if trial.error is None and check.wrong(trial) is not None]
     return (
@@ -136,7 +136,10 @@ CHUNKS_OF_ROWS = Misconception(
 
 
 def reduce_broadcast(trials: Sequence[Trial]) -> bool:
-    """Right, but some rank sends more than its part, while another sends x once at most."""
+    """Check whether some rank sends more than its part, while another sends x at most once.
+
+    The results are right.
+    """
     large = several_ranks(trials, least=3)
     return bool(large) and all(
         right(t)
@@ -151,7 +154,7 @@ def not_divided(trial: Trial) -> bool:
 
 
 def remainder_dropped(trials: Sequence[Trial]) -> bool:
-    """Right in the elements that n equal chunks hold, and wrong in the rest, or without it."""
+    """Check whether only the remainder after n equal chunks is wrong or missing."""
     wrong = failed(trials)
     whole = [
         trial
@@ -172,7 +175,7 @@ def remainder_dropped(trials: Sequence[Trial]) -> bool:
 
 
 def one_n_only(trials: Sequence[Trial]) -> bool:
-    """Every mean is the sum divided by the same number, whatever n is."""
+    """Check whether every mean is the sum divided by the same number, for any n."""
     means = [trial for trial in trials if trial.case.facts["op"] == "mean" and trial.world_size > 1]
     if len({trial.world_size for trial in means}) < 2 or failed(
         [t for t in trials if t.case.facts["op"] == "sum"]
@@ -189,9 +192,9 @@ def one_n_only(trials: Sequence[Trial]) -> bool:
 
 
 def scaled(trials: Sequence[Trial]) -> bool:
-    """Every floating-point result is the expected one times a number.
+    """Check whether every wrong floating-point result is the expected one times a number.
 
-    (Whole numbers are cut off, or cannot be divided at all.)
+    (Whole numbers are truncated or can't be divided at all.)
     """
     wrong = [trial for trial in failed(trials) if trial.case.facts["xs"][0].is_floating_point()]
     return bool(wrong) and all(
@@ -338,7 +341,7 @@ def doubling_bytes(case: Case) -> list[int]:
 
 
 def ring_in_place(trials: Sequence[Trial]) -> bool:
-    """Right, and no more bytes than a ring, but in more steps."""
+    """Check whether results are right with no more bytes than a ring, but in more steps."""
     large = several_ranks(trials, least=4)
     return bool(large) and all(
         right(t)
@@ -349,14 +352,14 @@ def ring_in_place(trials: Sequence[Trial]) -> bool:
 
 
 def all_exchange(trial: Trial) -> bool:
-    """Whether the ranks below the power of two all send in every step of the doubling."""
+    """Check whether all ranks below the power of two send in every step of the doubling."""
     steps_of_doubling = log2_down(trial.world_size)
     sent = trial.trace.messages_sent[: 1 << steps_of_doubling]
     return min(sent) >= steps_of_doubling
 
 
 def two_trees(trials: Sequence[Trial]) -> bool:
-    """Right, but in twice the steps, and some ranks send x only once."""
+    """Check whether results are right in twice the steps, and some ranks send x only once."""
     four = [trial for trial in several_ranks(trials, least=4) if trial.world_size == 4]
     return (
         bool(four)

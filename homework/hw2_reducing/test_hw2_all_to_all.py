@@ -57,9 +57,9 @@ def rows_for_others(case: Case) -> list[int]:
 
 
 def rows_of(trial: Trial) -> list[list[tuple[int, int]]] | None:
-    """For each rank and each row of its result: the rank and the row from which it came.
+    """Return, for each row of each rank's result, the rank and the row from which it came.
 
-    None if a row is none of them.
+    Return None if a row is not a row of any x.
     """
     xs, n = trial.case.facts["xs"], trial.world_size
     table = []
@@ -77,7 +77,7 @@ def rows_of(trial: Trial) -> list[list[tuple[int, int]]] | None:
 
 
 def not_transposed(trials: Sequence[Trial]) -> bool:
-    """Ranks have rows that were meant for other ranks."""
+    """Check whether ranks have rows that were meant for other ranks."""
     tables = [rows_of(trial) for trial in failed(trials)]
     return bool(tables) and all(
         table is not None and any(j != rank for rank, rows in enumerate(table) for _, j in rows)
@@ -86,7 +86,7 @@ def not_transposed(trials: Sequence[Trial]) -> bool:
 
 
 def rows_in_other_order(trials: Sequence[Trial]) -> bool:
-    """Every rank has its own rows, in another order than that of the ranks."""
+    """Check whether every rank has its own rows, but not in rank order."""
     tables = [rows_of(trial) for trial in failed(trials)]
     return bool(tables) and all(
         table is not None and all(j == rank for rank, rows in enumerate(table) for _, j in rows)
@@ -95,7 +95,7 @@ def rows_in_other_order(trials: Sequence[Trial]) -> bool:
 
 
 def whole_to_everyone(trials: Sequence[Trial]) -> bool:
-    """Every rank receives the other ranks' whole x."""
+    """Check whether every rank receives the whole x of the other ranks."""
     large = several_ranks(trials)
     return bool(large) and all(
         min(received(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes for t in large

@@ -30,13 +30,13 @@ from parallel101.laboratory.grade.exercise_checks import (
     value,
 )
 
-MORE = 2.0  # steps that a right solution may take besides the fewest
+MORE = 2.0  # steps that a right solution may take beyond the fewest
 
 
 def chain_case(xs: Sequence[torch.Tensor], root: int, m: int, note: str = "") -> Case:
-    """A segment takes one second, half of it for its latency.
+    """Return a broadcast in which a segment takes one second, half of it latency.
 
-    So a run takes as many seconds as it has steps of one segment.
+    A run takes as many seconds as it has steps of one segment.
     """
     n, x = len(xs), xs[root]
     segment = -(-x.numel() // m) * x.element_size()
@@ -72,7 +72,7 @@ def chain_cases(draw: Draw) -> list[Case]:
 
 
 def fewest(case: Case) -> int:
-    """n − 2 + m steps; one rank alone needs none."""
+    """Return the fewest steps, n − 2 + m; a single rank needs none."""
     return case.world_size - 2 + case.facts["m"] if case.world_size > 1 else 0
 
 
@@ -95,7 +95,7 @@ def x_each(case: Case) -> list[int]:
 
 
 def few_bytes() -> Check:
-    """A chain may go up or down the ranks: one of them is its end."""
+    """Check the bytes of a chain, which may go up or down the ranks: one rank is its end."""
     sent = bytes_sent(x_each, "no rank sends x more than once, and the last one sends nothing")
 
     def wrong(trial: Trial) -> str | None:
@@ -117,7 +117,7 @@ def x_except_on_root(case: Case) -> list[int]:
 
 
 def long_chains(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials in which it shows how a chain is used: some ranks pass on several segments."""
+    """Return the trials that show how a chain is used: some ranks pass on several segments."""
     return [
         trial
         for trial in trials
@@ -126,7 +126,7 @@ def long_chains(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def in_one_message(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends x in one message."""
+    """Check whether results are right, but every rank sends x in one message."""
     large = long_chains(trials)
     return bool(large) and all(
         right(t)
@@ -137,7 +137,10 @@ def in_one_message(trials: Sequence[Trial]) -> bool:
 
 
 def all_before_any(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends its first segment when it has received all of them."""
+    """Check whether every rank receives all segments before it sends its first one.
+
+    The results are right.
+    """
 
     def late(trial: Trial) -> bool:
         received: dict[int, float] = {}
@@ -152,7 +155,10 @@ def all_before_any(trials: Sequence[Trial]) -> bool:
 
 
 def by_turns(trials: Sequence[Trial]) -> bool:
-    """Right, and no more bytes, but each segment that is passed on takes two steps."""
+    """Check whether each segment that is passed on takes two steps.
+
+    The results are right, and the ranks send no more bytes than needed.
+    """
     large = long_chains(trials)
     return bool(large) and all(
         right(t)
@@ -163,7 +169,7 @@ def by_turns(trials: Sequence[Trial]) -> bool:
 
 
 def from_the_root(trials: Sequence[Trial]) -> bool:
-    """Right, but all messages come from the root."""
+    """Check whether results are right, but all messages come from the root."""
     large = long_chains(trials)
     return bool(large) and all(
         right(t) and sum(communicated(t)) == communicated(t)[t.case.facts["root"]] for t in large
@@ -171,7 +177,7 @@ def from_the_root(trials: Sequence[Trial]) -> bool:
 
 
 def segments_mixed_up(trials: Sequence[Trial]) -> bool:
-    """Somewhere the segments are the right ones, in another order."""
+    """Check whether some result has the expected segments in a different order."""
     for trial in failed(trials):
         x, m = trial.case.facts["x"].flatten(), trial.case.facts["m"]
         if trial.error is not None or x.numel() % m:
@@ -189,7 +195,7 @@ def segments_mixed_up(trials: Sequence[Trial]) -> bool:
 
 
 def remainder_dropped(trials: Sequence[Trial]) -> bool:
-    """Wrong only where m doesn't divide the elements, and there only after the m equal segments."""
+    """Check whether only the remainder after m equal segments is wrong or missing."""
     wrong = failed(trials)
     for trial in wrong:
         x, m = trial.case.facts["x"].flatten(), trial.case.facts["m"]

@@ -32,7 +32,10 @@ MORE = 0.05  # of the best time
 def broadcast_as_chosen(
     function: Callable[..., Any], x: torch.Tensor, latency: float, bandwidth: float
 ) -> list[Any]:
-    """What each rank runs. Returns the choice, and what the broadcast gives."""
+    """Run on each rank the broadcast that the function chooses.
+
+    Return the choice, the result and the choices for other links.
+    """
     name, segments = function(dist.get_world_size(), x.nbytes, latency, bandwidth)
     if name not in NAMES:
         raise ValueError(f"{name!r} is not an algorithm: expected one of {', '.join(NAMES)}")
@@ -47,7 +50,7 @@ def broadcast_as_chosen(
 
 
 def chosen_elsewhere(function: Callable[..., Any], nbytes: int) -> list[str]:
-    """What the function chooses for as many bytes on other ranks and other links."""
+    """Return the function's choices for as many bytes on other numbers of ranks and other links."""
     try:
         return [
             str(function(n, nbytes, latency, bandwidth)[0])
@@ -71,7 +74,7 @@ def choice_case(x: torch.Tensor, n: int, latency: float, bandwidth: float) -> Ca
 
 
 def choice_cases(draw: Draw) -> list[Case]:
-    """Sizes far from those at which two algorithms take equally long, for three kinds of links."""
+    """Return sizes for three kinds of links, far from those at which two algorithms tie."""
     nearby, ethernet, far = (2e-6, 2e9), (2e-5, 1.25e9), (5e-4, 1e8)
     cases = [
         (2, 240, ethernet),
@@ -95,13 +98,13 @@ def choice_cases(draw: Draw) -> list[Case]:
 
 
 def time_of(name: str, m: int, n: int, nbytes: int, latency: float, bandwidth: float) -> float:
-    """The seconds of a choice, on such links."""
+    """Return the seconds that a choice takes on links with this latency and bandwidth."""
     size = -(-nbytes // (4 * m)) * 4 if name == "pipelined_chain" else None
     return closed_form("broadcast", name, n, nbytes, segment_bytes=size).seconds(latency, bandwidth)
 
 
 def times(n: int, nbytes: int, latency: float, bandwidth: float) -> dict[str, float]:
-    """The seconds of each algorithm, of the chain with the best number of segments."""
+    """Return the seconds of each algorithm; the chain has its best number of segments."""
     m = best_segments(n, nbytes, latency, bandwidth)
     return {name: time_of(name, m, n, nbytes, latency, bandwidth) for name in NAMES}
 
@@ -125,7 +128,7 @@ def too_slow(trial: Trial) -> str | None:
 
 
 def chosen(trials: Sequence[Trial]) -> list[tuple[str, int, dict[str, Any]]]:
-    """The name, the segments and the facts of each trial on three ranks or more."""
+    """Return the name, the segments and the facts of each trial on three ranks or more."""
     return [
         (trial.results[0][0], trial.results[0][1], trial.case.facts)
         for trial in trials
@@ -139,7 +142,7 @@ def always_the_same(trials: Sequence[Trial]) -> bool:
 
 
 def by_size_alone(trials: Sequence[Trial]) -> bool:
-    """The name is another one for other bytes, and the same for all ranks and links."""
+    """Check whether the name depends on the bytes, but not on the ranks or links."""
     names = {name for name, _, _ in chosen(trials)}
     return len(names) > 1 and all(
         set(trial.results[0][3]) == {trial.results[0][0]}
@@ -149,7 +152,7 @@ def by_size_alone(trials: Sequence[Trial]) -> bool:
 
 
 def bits_for_bytes(trials: Sequence[Trial]) -> bool:
-    """Each choice would be right if the links had an eighth of their bandwidth, or eight times."""
+    """Check whether each choice would be right with 1/8 of the bandwidth, or with 8 times."""
     choices = chosen(trials)
 
     def right_for(times_bandwidth: float) -> bool:
@@ -162,7 +165,7 @@ def bits_for_bytes(trials: Sequence[Trial]) -> bool:
 
 
 def other_segments(trials: Sequence[Trial]) -> bool:
-    """Every name is right, but somewhere a chain has too few segments or too many."""
+    """Check whether every name is right, but some chain has too few or too many segments."""
     choices = chosen(trials)
     return (
         bool(choices)

@@ -49,7 +49,10 @@ def all_but_own(case: Case) -> list[int]:
 
 
 def through_one_rank(trials: Sequence[Trial]) -> bool:
-    """Right, but some rank sends more than its part, while another sends its own x once at most."""
+    """Check whether some rank sends more than its part, while another sends x at most once.
+
+    The results are right.
+    """
     large = several_ranks(trials)
     return bool(large) and all(
         right(t)
@@ -60,7 +63,7 @@ def through_one_rank(trials: Sequence[Trial]) -> bool:
 
 
 def by_step(trials: Sequence[Trial]) -> bool:
-    """What arrives in step s is in slot s or s + 1, on every rank.
+    """Check whether every rank puts what arrives in step s into slot s or s + 1.
 
     The rank's own x may be anywhere.
     """
@@ -89,7 +92,7 @@ def _arrivals(trial: Trial, way: int, shift: int) -> bool:
 
 
 def another_order(trials: Sequence[Trial]) -> bool:
-    """Every rank has every x once, in another order than that of the ranks."""
+    """Check whether every rank has every x once, but not in rank order."""
     wrong = failed(trials)
     orders = [
         origins(result, trial.case.facts["xs"]) for trial in wrong for result in trial.results
@@ -101,7 +104,7 @@ def another_order(trials: Sequence[Trial]) -> bool:
 
 
 def own_every_time(trials: Sequence[Trial]) -> bool:
-    """All that a rank has received is the x of one neighbour, which sent the same again."""
+    """Check whether every rank has received only one neighbour's x, which was sent again."""
     wrong = [trial for trial in failed(trials) if trial.world_size > 2]
     for trial in wrong:
         n = trial.world_size
@@ -113,7 +116,7 @@ def own_every_time(trials: Sequence[Trial]) -> bool:
 
 
 def sends_the_same(trial: Trial) -> bool:
-    """Whether every rank sends one neighbour the same values in all messages."""
+    """Check whether every rank sends one neighbour the same values in all messages."""
     sent: dict[int, list] = {}
     for message in trial.trace.messages():
         sent.setdefault(message.src, []).append((message.dst, message.payload))
@@ -121,7 +124,7 @@ def sends_the_same(trial: Trial) -> bool:
 
 
 def one_buffer(trials: Sequence[Trial]) -> bool:
-    """On every rank, all slots but its own hold the same, though different values arrived."""
+    """Check whether all slots but the rank's own are equal, though different values arrived."""
     wrong = [trial for trial in failed(trials) if trial.world_size > 2]
     for trial in wrong:
         for rank, result in enumerate(trial.results):
@@ -133,7 +136,7 @@ def one_buffer(trials: Sequence[Trial]) -> bool:
 
 
 def past_the_neighbours(trials: Sequence[Trial]) -> bool:
-    """Right, but in larger rings some rank sends to one that is not its neighbour."""
+    """Check whether results are right, but in larger rings some rank sends past its neighbours."""
     large = [trial for trial in trials if trial.world_size > 3]
     neighbours = ring_neighbours("")
     return bool(large) and all(right(t) and neighbours.wrong(t) is not None for t in large)

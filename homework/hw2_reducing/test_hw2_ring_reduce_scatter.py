@@ -38,7 +38,7 @@ from parallel101.laboratory.grade.exercise_checks import (
 
 
 def share(case: Case) -> float:
-    """(n − 1)/n of the bytes of x; the chunks are as large as the largest one."""
+    """Return (n − 1)/n of the bytes of x, with all chunks as large as the largest one."""
     x, n = case.facts["xs"][0], case.world_size
     return (n - 1) * math.ceil(x.shape[0] / n) * (x.nbytes // max(1, x.shape[0]))
 
@@ -78,7 +78,7 @@ def chunk_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor
 
 
 def all_then_slice(trials: Sequence[Trial]) -> bool:
-    """Every rank receives as many bytes as x has: what an all-reduce takes."""
+    """Check whether results are right, but every rank receives the bytes of an all-reduce."""
     large = several_ranks(trials)
     return bool(large) and all(
         right(t) and min(received(t)) >= t.case.facts["xs"][0].nbytes for t in large
@@ -86,7 +86,10 @@ def all_then_slice(trials: Sequence[Trial]) -> bool:
 
 
 def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
-    """Right, but one rank receives more than a whole x, and another only its own rows."""
+    """Check whether one rank receives twice the bytes of x, and another only its own rows.
+
+    The results are right.
+    """
     large = several_ranks(trials, least=3)
     return bool(large) and all(
         right(t)
@@ -97,7 +100,7 @@ def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
 
 
 def off_by_one(trials: Sequence[Trial]) -> bool:
-    """Every rank returns the finished chunk of the next rank, or of the one before."""
+    """Check whether every rank returns the finished chunk of the next or the previous rank."""
     wrong = failed(trials)
     return bool(wrong) and any(
         all(

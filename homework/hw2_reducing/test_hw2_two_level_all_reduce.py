@@ -1,4 +1,4 @@
-"""Exercise 8d: an all-reduce over two levels, in which every rail carries the same."""
+"""Exercise 8d: an all-reduce on two levels, in which every rail carries the same bytes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +31,7 @@ from parallel101.laboratory.grade.exercise_checks import (
 
 
 def two_level_case(xs: Sequence[torch.Tensor], k: int, note: str = "") -> Case:
-    """Every message takes a second, inside a node and on a rail."""
+    """Return an all-reduce in which every message takes a second, inside a node and on a rail."""
     n = len(xs)
     nodes = n // k
     return Case(
@@ -75,7 +75,7 @@ def two_level_cases(draw: Draw) -> list[Case]:
 
 
 def between_bytes(case: Case) -> int:
-    """What a rank sends to other nodes: two rounds of its share of x, but for one chunk."""
+    """Return the bytes that a rank sends to other nodes: 2·(N − 1)/N of its share of x."""
     x, k, nodes = case.facts["xs"][0], case.facts["k"], case.facts["nodes"]
     share = -(-x.numel() // k)
     return 2 * (nodes - 1) * -(-share // nodes) * x.element_size()
@@ -96,7 +96,7 @@ def x_each(case: Case) -> list[int]:
 
 
 def sent_between(trial: Trial) -> list[int]:
-    """The bytes that each rank sends to other nodes, by rank."""
+    """Return the bytes that each rank sends to other nodes, by rank."""
     k, sent = trial.case.facts["k"], [0] * trial.world_size
     for event in trial.trace.events:
         if event.kind == "send" and event.peer is not None and event.peer // k != event.rank // k:
@@ -116,7 +116,7 @@ def rail_too_busy(trial: Trial) -> str | None:
 
 
 def several_nodes(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials with several nodes of several ranks, and enough bytes to count."""
+    """Return the trials with several nodes of several ranks, and enough bytes to matter."""
     return [
         trial
         for trial in trials
@@ -127,14 +127,17 @@ def several_nodes(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def one_rail(trial: Trial) -> bool:
-    """Whether one rank of each node sends all that leaves the node."""
+    """Check whether one rank of each node sends everything that leaves the node."""
     k, sent = trial.case.facts["k"], sent_between(trial)
     nodes = [sent[first : first + k] for first in range(0, trial.world_size, k)]
     return all(sum(count > 64 for count in node) == 1 for node in nodes)
 
 
 def flat_ring(trials: Sequence[Trial]) -> bool:
-    """Right, with one rail busy, and every rank sends as much as in a ring of all ranks."""
+    """Check whether every rank sends as much as in a ring of all ranks, on one rail.
+
+    The results are right.
+    """
     large = several_nodes(trials)
     return bool(large) and all(
         right(t)
@@ -145,13 +148,16 @@ def flat_ring(trials: Sequence[Trial]) -> bool:
 
 
 def leaders_only(trials: Sequence[Trial]) -> bool:
-    """Right, with one rail busy."""
+    """Check whether results are right, but only one rail is busy."""
     large = several_nodes(trials)
     return bool(large) and all(right(t) and one_rail(t) for t in large)
 
 
 def whole_between_nodes(trials: Sequence[Trial]) -> bool:
-    """Right, but every rank sends much more than its share to other nodes, on its own rail."""
+    """Check whether every rank sends much more than its share to other nodes, on its own rail.
+
+    The results are right.
+    """
     large = several_nodes(trials)
 
     def on_rails(trial: Trial) -> bool:
@@ -169,14 +175,14 @@ def whole_between_nodes(trials: Sequence[Trial]) -> bool:
 
 
 def results(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Each rank's result, with what it should be the sum of."""
+    """Yield each rank's result, with the tensors that should add up to it."""
     for result in trial.results:
         if isinstance(result, torch.Tensor):
             yield result.flatten(), [x.flatten() for x in trial.case.facts["xs"]]
 
 
 def node_only(trials: Sequence[Trial]) -> bool:
-    """With several nodes, every result is the sum of the rank's own node."""
+    """Check whether, with several nodes, every result is the sum over the rank's own node."""
     wrong = several_nodes(failed(trials))
     for trial in wrong:
         k = trial.case.facts["k"]
@@ -189,7 +195,7 @@ def node_only(trials: Sequence[Trial]) -> bool:
 
 
 def not_divided(trials: Sequence[Trial]) -> bool:
-    """Wrong only where n doesn't divide the number of elements."""
+    """Check whether results are wrong only if n doesn't divide the number of elements."""
     wrong = failed(trials)
     return bool(wrong) and all(t.case.facts["xs"][0].numel() % t.world_size for t in wrong)
 

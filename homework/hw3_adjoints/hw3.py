@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 
 def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Tensor:
-    """The backward of a broadcast: y is the root's x on every rank.
+    """Return the gradient of x for a broadcast: y is the root's x on every rank.
 
         root    x ─┬─▶ y = x        g₀
         rank 1  x  ├─▶ y = x        g₁        its own x is not used
@@ -35,10 +35,10 @@ def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Ten
         x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
             here.
         g: the gradient of this rank's y, of the same shape.
-        root: whose x was broadcast.
+        root: the rank whose x was broadcast.
 
     Returns:
-        The gradient of this rank's x, on every rank, also where x was not used.
+        The gradient of this rank's x, on every rank, including those whose x was not used.
 
     The ranks send at most (n − 1)·S bytes in total.
 
@@ -48,7 +48,7 @@ def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Ten
 
 
 def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch.Tensor:
-    """The backward of a gather: the root's y has the x of all ranks, in the order of the ranks.
+    """Return the gradient of x for a gather: the root's y has the x of all ranks, in rank order.
 
     The other ranks have no y.
 
@@ -59,7 +59,7 @@ def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch
     Args:
         x: (k, …), this rank's x. Only its shape and dtype matter here.
         g: on the root, (n·k, …), the gradient of y; None on the other ranks.
-        root: which rank gathered.
+        root: the rank that gathered.
 
     Returns:
         The gradient of this rank's x.
@@ -72,7 +72,7 @@ def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch
 
 
 def all_to_all_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The backward of an all-to-all: block j of rank i's x becomes block i of rank j's y.
+    """Return the gradient of x for an all-to-all: block j of rank i's x is block i of rank j's y.
 
         rank 0  [ a₀ a₁ a₂ ] ──▶ y = [ a₀ b₀ c₀ ]        g₀
         rank 1  [ b₀ b₁ b₂ ] ──▶ y = [ a₁ b₁ c₁ ]        g₁
@@ -93,15 +93,15 @@ def all_to_all_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 # ---- 9d to 9f: you write F and F* ----
-# Each function returns a new y, through which autograd can go back: write a
+# Each function returns a new y through which autograd can differentiate: write a
 # torch.autograd.Function, as lesson 03 does, and return what its apply(…) returns. Backward gets
 # this rank's g, of the shape of y. It returns the gradient of this rank's x, and None for each
-# further argument of forward. `check` compares y with one process, and calls y.backward(g) on every
-# rank. Use dist.send, dist.recv, dist.isend and dist.irecv alone.
+# further argument of forward. `check` compares y with that of one process, and calls y.backward(g)
+# on every rank. Use only dist.send, dist.recv, dist.isend and dist.irecv.
 
 
 def shift(x: torch.Tensor, k: int, dim: int) -> torch.Tensor:
-    """Shift a tensor that is cut over the ranks by k entries along dim, round the ring.
+    """Shift a tensor that is cut over the ranks by k entries along dim, wrapping around.
 
         the whole tensor      a b c d | e f g h | i j k l        3 ranks, k = 1
         shifted               l a b c | d e f g | h i j k
@@ -109,14 +109,14 @@ def shift(x: torch.Tensor, k: int, dim: int) -> torch.Tensor:
     Args:
         x: this rank's block. The ranks' blocks, joined along dim, are the whole tensor. All have
             the same shape.
-        k: by how many entries, 0 ≤ k ≤ x.shape[dim].
+        k: the number of entries to shift by, 0 ≤ k ≤ x.shape[dim].
         dim: the dim that is cut and shifted, 0 ≤ dim < x.dim().
 
     Returns:
-        y: this rank's block of the shifted whole, a new tensor also on one rank and for k = 0.
-        torch.roll(whole, k, dim) is the shifted whole in one process.
+        y: this rank's block of the shifted tensor, a new tensor even on one rank and for k = 0. In
+        one process, torch.roll(whole, k, dim) gives the shifted tensor.
 
-    Each rank sends k entries along dim in forward, and k in backward. One rank sends nothing.
+    Each rank sends k entries along dim in forward, and k in backward. A single rank sends nothing.
 
     Points: 50 % value, 50 % bytes.
     """
@@ -124,7 +124,7 @@ def shift(x: torch.Tensor, k: int, dim: int) -> torch.Tensor:
 
 
 def all_gather_uneven(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Give every rank the blocks of all ranks, which may have any number of rows.
+    """Give every rank the blocks of all ranks. A block may have any number of rows.
 
         rank 0  [ a ]      ──▶  y = [ a b c ]        g₀        sizes = [1, 0, 2]
         rank 1  [ ]        ──▶  y = [ a b c ]        g₁        a, b and c are rows
@@ -136,7 +136,7 @@ def all_gather_uneven(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
             not 0.
 
     Returns:
-        y: (sum(sizes), …), the blocks in the order of the ranks, a new tensor also on one rank.
+        y: (sum(sizes), …), the blocks in rank order, a new tensor even on one rank.
 
     The losses differ, so each rank has its own g. The gradient of x has the shape of x. If y has S
     bytes, the ranks send at most (n − 1)·S bytes in total in forward, and as many in backward.
@@ -153,8 +153,8 @@ def halo_exchange(x: torch.Tensor, width: int, sizes: list[int]) -> torch.Tensor
         rank 1        d e    ──▶  y = c d e f
         rank 2            f  ──▶  y = e f 0
 
-    A convolution needs this if an image is cut over the ranks. Beyond the two ends of the whole
-    tensor there are zeros.
+    Convolutions need this when an image is cut over the ranks. Halos beyond the two ends of the
+    whole tensor are zeros.
 
     Args:
         x: (sizes[rank], …), this rank's rows of the whole tensor.
@@ -162,11 +162,11 @@ def halo_exchange(x: torch.Tensor, width: int, sizes: list[int]) -> torch.Tensor
         sizes: the number of rows of each rank's block, the same list on every rank.
 
     Returns:
-        y: (width + sizes[rank] + width, …), a new tensor also on one rank.
+        y: (width + sizes[rank] + width, …), a new tensor even on one rank.
 
     Raises:
-        ValueError: on every rank and before any message, if a block has fewer rows than width. So a
-            halo never comes from further away than the direct neighbour.
+        ValueError: on every rank and before any message, if a block has fewer rows than width. A
+            halo therefore never comes from beyond the direct neighbour.
 
     H is the number of bytes of one halo. The ranks send at most 2·(n − 1)·H bytes in total in
     forward, and as many in backward.
@@ -176,11 +176,13 @@ def halo_exchange(x: torch.Tensor, width: int, sizes: list[int]) -> torch.Tensor
     raise NotImplementedError("halo_exchange is not written yet")
 
 
-# ---- 9g to 9k: optional practice, as 9a to 9c ----
+# ---- 9g to 9k: optional practice, like 9a to 9c ----
 
 
 def reduce_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch.Tensor:
-    """The backward of a reduce: the root's y is the sum of all x. The other ranks have no y.
+    """Return the gradient of x for a reduce: the root's y is the sum of all x.
+
+    The other ranks have no y.
 
         root    x₀ ─┬─▶ y = x₀ + x₁ + x₂        g
         rank 1  x₁ ─┤
@@ -190,7 +192,7 @@ def reduce_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch
         x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
             here.
         g: on the root, the gradient of y; None on the other ranks.
-        root: which rank has the sum.
+        root: the rank that has the sum.
 
     Returns:
         The gradient of this rank's x.
@@ -201,7 +203,9 @@ def reduce_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch
 
 
 def scatter_backward(x: torch.Tensor | None, g: torch.Tensor, root: int) -> torch.Tensor | None:
-    """The backward of a scatter: rank r's y is block r of the root's x. The other ranks have no x.
+    """Return the gradient of x for a scatter: rank r's y is block r of the root's x.
+
+    The other ranks have no x.
 
         root    [ a b c ] ─┬─▶ y = a        g₀
         rank 1             ├─▶ y = b        g₁
@@ -210,7 +214,7 @@ def scatter_backward(x: torch.Tensor | None, g: torch.Tensor, root: int) -> torc
     Args:
         x: on the root, (n·k, …); None on the other ranks. Only its shape and dtype matter here.
         g: (k, …), the gradient of this rank's y.
-        root: whose x was scattered.
+        root: the rank whose x was scattered.
 
     Returns:
         On the root, the gradient of x. None on the other ranks.
@@ -221,10 +225,10 @@ def scatter_backward(x: torch.Tensor | None, g: torch.Tensor, root: int) -> torc
 
 
 def all_gather_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The backward of an all-gather: every rank's y has the x of all ranks, in their order.
+    """Return the gradient of x for an all-gather: every y has the x of all ranks, in rank order.
 
         rank 0  a ──▶ y = [ a b c ]        g₀        the ranks go on with y in different ways,
-        rank 1  b ──▶ y = [ a b c ]        g₁        so each has another g
+        rank 1  b ──▶ y = [ a b c ]        g₁        so each has its own g
         rank 2  c ──▶ y = [ a b c ]        g₂
 
     Args:
@@ -240,7 +244,7 @@ def all_gather_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_scatter_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The backward of a reduce-scatter: rank r's y is block r of the sum of all x.
+    """Return the gradient of x for a reduce-scatter: rank r's y is block r of the sum of all x.
 
         rank 0  [ a₀ a₁ a₂ ] ──▶ y = a₀ + b₀ + c₀        g₀
         rank 1  [ b₀ b₁ b₂ ] ──▶ y = a₁ + b₁ + c₁        g₁
@@ -259,10 +263,10 @@ def reduce_scatter_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The backward of an all-reduce: every rank's y is the sum of all x.
+    """Return the gradient of x for an all-reduce: every rank's y is the sum of all x.
 
         rank 0  x₀ ──▶ y = x₀ + x₁ + x₂        g₀        the ranks go on with y in different ways,
-        rank 1  x₁ ──▶ y = x₀ + x₁ + x₂        g₁        so each has another g
+        rank 1  x₁ ──▶ y = x₀ + x₁ + x₂        g₁        so each has its own g
         rank 2  x₂ ──▶ y = x₀ + x₁ + x₂        g₂
 
     Args:

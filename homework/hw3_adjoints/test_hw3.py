@@ -1,8 +1,8 @@
-"""Grades exercises 9a to 9c of homework 3, and the practice 9g to 9k.
+"""Grade exercises 9a to 9c of homework 3, and the practice exercises 9g to 9k.
 
-`pytest homework/hw3_adjoints` runs all of homework 3; the other exercises are in files of their
-own. A case has random x and g. F and F* are written out below, in one process, for the tensors of
-all ranks at once: each F* is another F.
+`pytest homework/hw3_adjoints` runs all of homework 3; the other exercises have their own files. A
+case has random x and g. F and F* are written out below, in one process, for the tensors of all
+ranks at once: each F* is another F.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def all_to_all(x: Tensors, root: int) -> Tensors:
 
 
 def reduce_or_zeros(g: Tensors, root: int) -> Tensors:
-    """The adjoint of broadcast: the x of the other ranks were there, and were not used."""
+    """Return the adjoint of broadcast: zeros for the other ranks' x, which were not used."""
     return [sum(g) if rank == root else torch.zeros_like(g[rank]) for rank in range(len(g))]
 
 
@@ -79,7 +79,7 @@ ADJOINT = {
     all_to_all: all_to_all,
 }
 ROOTED = (broadcast, reduce, scatter, gather)
-# bytes that suffice in total, from n and the bytes of the largest tensor
+# the bytes that suffice in total, given n and the bytes of the largest tensor
 ENOUGH: dict[Callable, Callable[[int, int], float]] = {
     broadcast: lambda n, S: (n - 1) * S,
     reduce: lambda n, S: (n - 1) * S,
@@ -106,7 +106,7 @@ SAYS = {
 
 
 def case_of(F: Callable, draw: Draw, n: int, root: int, k: int) -> Case:
-    """n ranks with blocks of k rows."""
+    """Return a case of F on n ranks with blocks of k rows."""
     block, whole = (k, 8), (n * k, 8)
     xs: Tensors = draw.tensors(
         n, *(block if F in (gather, all_gather) else whole), dtype=torch.float64
@@ -133,7 +133,7 @@ def cases_of(F: Callable) -> Callable[[Draw], list[Case]]:
 
 
 def least_received(case: Case) -> list[int]:
-    """What a rank needs of the others' g.
+    """Return the bytes of the others' g that each rank needs.
 
     Torch's own broadcast and reduce count (n − 1)/n of their payload for every rank.
     """
@@ -153,7 +153,7 @@ def least_received(case: Case) -> list[int]:
 
 
 def inner(a: Tensors, b: Tensors) -> float:
-    """⟨a, b⟩ over all ranks."""
+    """Return ⟨a, b⟩ over all ranks."""
     return sum(
         float((mine * theirs).sum())
         for mine, theirs in zip(a, b, strict=True)
@@ -172,7 +172,7 @@ def not_adjoint(trial: Trial) -> str | None:
 
 
 def _products(trial: Trial, facts: dict[str, Any]) -> str:
-    """The two inner products, if the shapes allow them."""
+    """Return the two inner products in words, or nothing if the shapes don't allow them."""
     found = trial.results
     alike = all(
         (x is None) == (gradient is None)
@@ -206,7 +206,7 @@ def too_many_bytes(trial: Trial) -> str | None:
 
 
 def gradients(trials: Sequence[Trial]) -> list[tuple[Trial, int, Any, Any]]:
-    """Each wrong gradient of a run that ended: trial, rank, found and expected values."""
+    """Return each wrong gradient of a run that ended: trial, rank, found and expected values."""
     return [
         (trial, rank, found, expected)
         for trial in trials
@@ -219,7 +219,7 @@ def gradients(trials: Sequence[Trial]) -> list[tuple[Trial, int, Any, Any]]:
 
 
 def is_sum(trial: Trial, found: Any) -> bool:
-    """Whether this is what an all-reduce of g gives, once or several times one below the other.
+    """Check whether this is the all-reduced g, once or stacked several times.
 
     A rank without a g adds zeros.
     """
@@ -230,7 +230,7 @@ def is_sum(trial: Trial, found: Any) -> bool:
 
 
 def costs_an_all_reduce(trials: Sequence[Trial]) -> bool:
-    """Whether the values are right, but cost an all-reduce where half the bytes would do."""
+    """Check whether the values are right, but cost an all-reduce where half the bytes would do."""
     large = [
         trial
         for trial in trials
@@ -241,7 +241,7 @@ def costs_an_all_reduce(trials: Sequence[Trial]) -> bool:
 
 
 def own(trial: Trial, rank: int) -> Any:
-    """What a rank's own g gives if it adds nothing from the others."""
+    """Return the gradient that a rank gets from its own g alone."""
     facts = trial.case.facts
     gs = [
         None if g is None else g if other == rank else torch.zeros_like(g)
@@ -253,7 +253,7 @@ def own(trial: Trial, rank: int) -> Any:
 
 
 def own_only(trials: Sequence[Trial]) -> bool:
-    """Whether every wrong gradient comes from the rank's own g, perhaps times a number."""
+    """Check whether every wrong gradient comes from the rank's own g, perhaps times a number."""
 
     def comes_from(found: Any, mine: Any) -> bool:
         if not isinstance(found, torch.Tensor):
@@ -268,7 +268,7 @@ def own_only(trials: Sequence[Trial]) -> bool:
 
 
 def off_by(k: Callable[[int], float]) -> Callable[[Sequence[Trial]], bool]:
-    """Whether every wrong gradient is the right one times k(n)."""
+    """Return a check whether every wrong gradient is the right one times k(n)."""
 
     def seen(trials: Sequence[Trial]) -> bool:
         factors = [
@@ -294,7 +294,7 @@ def not_where_unused(trials: Sequence[Trial]) -> bool:
 
 
 def none_returned(trials: Sequence[Trial]) -> bool:
-    """Every wrong gradient is None, on some ranks of every run but not on all ranks."""
+    """Check whether every wrong gradient is None, on some ranks of a run but not on all."""
     wrong = gradients(trials)
     return bool(wrong) and all(
         found is None and any(result is not None for result in trial.results)

@@ -33,10 +33,10 @@ Tensors = list[torch.Tensor]
 
 
 def with_halos(xs: Tensors, width: int, wrap: bool = False, other_edge: bool = False) -> Tensors:
-    """Each rank's block between its halos.
+    """Return each rank's block between its halos.
 
     Args:
-        wrap: the last rank's rows come before rank 0's, and not zeros.
+        wrap: the last rank's rows come before rank 0's, instead of zeros.
         other_edge: each rank sends the edge that is on the far side of the receiver.
     """
     n, result = len(xs), []
@@ -58,7 +58,7 @@ def with_halos(xs: Tensors, width: int, wrap: bool = False, other_edge: bool = F
 
 
 def given_back(gs: Tensors, width: int, how: str = "added", wrap: bool = False) -> Tensors:
-    """Each rank's gradient, from the gradients of blocks with halos.
+    """Return each rank's gradient, given the gradients of blocks with halos.
 
     how: the halos' gradients are "added" to those of their owners or "dropped", or they replace
     them: "left last" or "right last" says which of two replaces where they overlap.
@@ -134,7 +134,7 @@ def asked() -> Case:
 
 
 def only_some_refuse(trials: Sequence[Trial]) -> bool:
-    """Whether, with a block that is too short, some ranks refuse and others do not."""
+    """Check whether, if a block is too short, some ranks refuse and others do not."""
     return any(
         trial.case.facts["refuse"] and 0 < trial.results.count(REFUSED) < trial.world_size
         for trial in trials
@@ -142,7 +142,7 @@ def only_some_refuse(trials: Sequence[Trial]) -> bool:
 
 
 def not_refused(trials: Sequence[Trial]) -> bool:
-    """Whether all is right, except that no rank refuses a block that is too short."""
+    """Check whether all is right, except that no rank refuses a block that is too short."""
     wrong = failed(trials)
     return bool(wrong) and all(
         trial.case.facts["refuse"] and REFUSED not in trial.results for trial in wrong
@@ -150,7 +150,7 @@ def not_refused(trials: Sequence[Trial]) -> bool:
 
 
 def sends_whole_blocks(trials: Sequence[Trial]) -> bool:
-    """Whether all is right, but costs more than the halos, up to an all-gather and its backward."""
+    """Check whether all is right, but costs more than the halos, such as an all-gather."""
     large = [trial for trial in trials if trial.world_size > 2 and not trial.case.facts["refuse"]]
     return not failed(trials) and all(
         total(trial) > trial.case.facts["bytes"] + 64 * trial.world_size for trial in large

@@ -27,12 +27,12 @@ Tensors = list[torch.Tensor]
 
 
 def shifted(blocks: Tensors, k: int, dim: int) -> Tensors:
-    """Each rank's block of the whole tensor, shifted by k; also by less than 0."""
+    """Return each rank's block of the whole tensor shifted by k, which may be negative."""
     return list(torch.cat(blocks, dim).roll(k, dim).chunk(len(blocks), dim))
 
 
 def without(block: torch.Tensor, start: int, count: int, dim: int) -> torch.Tensor:
-    """The block with zeros in these entries."""
+    """Return the block with zeros in these entries."""
     result = block.clone()
     result.narrow(dim, start, count).zero_()
     return result

@@ -68,7 +68,7 @@ def asked() -> Case:
 
 
 def padded(trial: Trial) -> torch.Tensor:
-    """All blocks one below the other, each filled up with NaN to the largest."""
+    """Return all blocks stacked, each padded with NaN to the size of the largest."""
     sizes, xs = trial.case.facts["sizes"], trial.case.facts["xs"]
     filled = [x.new_full((max(sizes), COLUMNS), torch.nan) for x in xs]
     for block, x in zip(filled, xs):
@@ -77,7 +77,7 @@ def padded(trial: Trial) -> torch.Tensor:
 
 
 def padding_left(trials: Sequence[Trial]) -> bool:
-    """Whether each wrong y has the padding in it: all of it, or as much as fits."""
+    """Check whether each wrong y contains the padding: all of it, or as much as fits."""
 
     def is_padded(trial: Trial, found: Any) -> bool:
         if not isinstance(found, torch.Tensor) or found.shape[1:] != (COLUMNS,):
@@ -93,7 +93,7 @@ def padding_left(trials: Sequence[Trial]) -> bool:
 
 
 def other_order(trials: Sequence[Trial]) -> bool:
-    """Whether each wrong y has all blocks, in another order."""
+    """Check whether each wrong y has all blocks, but in a different order."""
     wrong = [(trial, found) for trial, _, part, found in wrong_parts(trials) if part == 0]
     return bool(wrong) and all(
         any(same(found, torch.cat(blocks)) for blocks in permutations(trial.case.facts["xs"]))
@@ -102,7 +102,7 @@ def other_order(trials: Sequence[Trial]) -> bool:
 
 
 def costs(per_rank: int) -> Any:
-    """Whether all values are right, but the ranks send about so many times (n − 1)·S or more."""
+    """Return a check whether values are right, but cost about per_rank·(n − 1)·S bytes or more."""
 
     def seen(trials: Sequence[Trial]) -> bool:
         large = [trial for trial in trials if trial.world_size > 2]
@@ -114,7 +114,7 @@ def costs(per_rank: int) -> Any:
 
 
 def sends_padding(trials: Sequence[Trial]) -> bool:
-    """Whether all values are right, and too much is sent only where blocks differ."""
+    """Check whether all values are right, and too much is sent only if the blocks' sizes differ."""
     more = {
         len(set(trial.case.facts["sizes"])) == 1
         for trial in trials

@@ -1,8 +1,8 @@
 """Homework 4: data parallel training. Every rank has the whole model and a share of each batch.
 
 Write it with torch.distributed. Besides send and receive, all of its collectives are allowed
-(dist.broadcast, dist.all_reduce, …): you know from homework 2 what they do. torch.nn.parallel is
-what you are about to write, so don't use it.
+(dist.broadcast, dist.all_reduce, …): you know from homework 2 what they do. Don't use
+torch.nn.parallel: it is what you are about to write.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ def train_naive(
 ) -> None:
     """Train the model on this rank's shares of the batches.
 
-    Every step equals the step of one process with the whole batch.
+    Every step equals that of one process with the whole batch.
 
         rank 0   share 0 ──▶ backward ──▶ gradients ─┐
         rank 1   share 1 ──▶ backward ──▶ gradients ─┼─ all-reduce ──▶ the same step on all ranks
         rank 2   share 2 ──▶ backward ──▶ gradients ─┘
 
     Args:
-        model: this rank's replica. Its weights differ from rank to rank when you get it. Training
+        model: this rank's replica. When you get it, its weights differ from rank to rank. Training
             starts from rank 0's. Two of its layers may have the same parameter (tied weights).
         loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
-        optimizer: of this model's parameters. Call optimizer.step() once for each batch.
+        optimizer: updates this model's parameters. Call optimizer.step() once for each batch.
         batches: for each step, this rank's share (inputs, targets). A share has one or more
             samples. The ranks' shares may differ in length, and a rank knows only its own.
 
@@ -39,8 +39,8 @@ def train_naive(
 
     At each optimizer.step(), p.grad holds the gradient of the mean loss over all samples of all
     ranks. With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes per step. The
-    first weights are a broadcast: every rank but rank 0 receives them once, and no rank sends them
-    more than once. A few bytes more, such as the number of samples, don't count.
+    initial weights are broadcast: every rank but rank 0 receives them once, and no rank sends them
+    more than once. A few extra bytes, such as the number of samples, don't count.
 
     Points: 50 % value, 50 % bytes.
     """
@@ -48,7 +48,7 @@ def train_naive(
 
 
 def average_in_buckets(gradients: dict[str, Tensor], cap: int) -> dict[str, Tensor]:
-    """Average the gradients over the ranks, with few all-reduces.
+    """Average the gradients over the ranks with few all-reduces.
 
     Each all-reduce takes a bucket: a flat tensor that holds several gradients, one after another.
 
@@ -56,15 +56,15 @@ def average_in_buckets(gradients: dict[str, Tensor], cap: int) -> dict[str, Tens
 
     Args:
         gradients: this rank's gradients by name, all of one dtype, in the order in which its
-            backward made them. All ranks have the same names and shapes. Their orders may differ.
-        cap: the bytes of a bucket, at most. A gradient that is larger has a bucket to itself.
+            backward computed them. All ranks have the same names and shapes, but their orders may
+            differ.
+        cap: the most bytes that a bucket may hold. A larger gradient gets a bucket of its own.
 
     Returns:
-        The mean of the ranks' gradients, by name. Whether you overwrite the given tensors is up to
-        you.
+        The mean of the ranks' gradients, by name. You may overwrite the given tensors.
 
-    Put gradients into a bucket as long as they fit: no two neighbouring buckets would fit into one.
-    With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes.
+    Fill each bucket as long as gradients fit: no two neighbouring buckets would fit into one. With
+    G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes.
 
     Points: 30 % value, 10 % bytes, 50 % steps, 10 % memory.
     """
@@ -77,17 +77,17 @@ def train_overlapped(
     optimizer: torch.optim.Optimizer,
     batches: list[list[tuple[Tensor, Tensor]]],
 ) -> None:
-    """Train as train_naive does, and send gradients while backward still computes others.
+    """Train as train_naive does, but send gradients while backward still computes others.
 
         backward     ▇▇ layer 3 ▇▇ layer 2 ▇▇ layer 1 ▇▇ layer 0
         messages               ▬▬ 3      ▬▬ 2       ▬▬ 1       ▬▬ 0
 
-    Only the last messages, of layer 0, are not hidden behind backward.
+    Only the last messages, those of layer 0, are not hidden behind backward.
 
     Args:
         model: this rank's replica. The ranks have the same weights already.
         loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
-        optimizer: of this model's parameters. Call optimizer.step() once for each step.
+        optimizer: updates this model's parameters. Call optimizer.step() once for each step.
         batches: for each step, this rank's share, cut into microbatches (inputs, targets):
             gradients are accumulated over all of them. All microbatches of all ranks have the same
             number of samples.
@@ -96,8 +96,8 @@ def train_overlapped(
         Nothing. Afterwards the model has the same weights on all ranks.
 
     At each optimizer.step(), p.grad holds the gradient of the mean loss over all samples of all
-    ranks. Each rank sends 2(n−1)/n · G bytes per step, however many microbatches there are. The
-    first message starts before the last gradient is ready, and backward doesn't wait.
+    ranks. Each rank sends 2(n−1)/n · G bytes per step, for any number of microbatches. The first
+    message starts before the last gradient is ready, and backward doesn't wait.
     p.register_post_accumulate_grad_hook(f) makes torch call f(p) each time backward has added to
     p.grad.
 

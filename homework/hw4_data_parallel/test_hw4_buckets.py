@@ -42,7 +42,7 @@ CALLS = {"reduce_scatter": 0.5, "all_gather": 0.5}
 def average(
     function, names: list[str], shapes: list[list[int]], values: Tensor, cap: int
 ) -> dict[str, Tensor]:
-    """What each rank runs. values: all gradients, one after the other."""
+    """Run the function on each rank. values: all gradients, one after the other."""
     pieces = values.split([math.prod(shape) for shape in shapes])
     return function(
         {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}, cap
@@ -86,7 +86,7 @@ def bucket_case(
             "cap": cap,
             "shuffled": shuffled,
             "count": len(names),
-            # two neighbours are larger than the cap together
+            # two neighbours together are larger than the cap
             "buckets": math.floor(2 * sum(sizes.values()) / cap) + 1,
             "local": gradients,
             "orders": orders,
@@ -123,7 +123,7 @@ def bucket_cases(draw: Draw) -> list[Case]:
 
 
 def calls(trial: Trial) -> float:
-    """All-reduces of the busiest rank; 2(n−1) messages are one, as in a ring."""
+    """Return the all-reduces of the busiest rank; 2(n−1) messages count as one, as in a ring."""
     n = max(trial.world_size, 2)
     count = [0.0] * trial.world_size
     for event in trial.trace.events:
@@ -145,7 +145,7 @@ def few_calls() -> Check:
                 f"{found:g} all-reduces for {trial.case.facts['count']} gradients; {most - 1} "
                 "buckets are enough"
             )
-        return under_the_cap().wrong(trial)  # fewer calls are no merit then
+        return under_the_cap().wrong(trial)  # otherwise, fewer calls earn nothing
 
     return Check("steps", "no more all-reduces than buckets", wrong)
 
@@ -173,9 +173,9 @@ def under_the_cap() -> Check:
 
 
 def own_order(trials: Sequence[Trial]) -> bool:
-    """Wrong only where the ranks' orders differ.
+    """Check whether results are wrong only if the ranks' orders differ.
 
-    Then buckets of other sizes meet, or values of other gradients are added.
+    Then buckets of different sizes meet, or different gradients are added.
     """
     several = [trial for trial in trials if trial.world_size > 1]
     wrong = [trial for trial in several if not right(trial)]
@@ -199,7 +199,7 @@ def own_order(trials: Sequence[Trial]) -> bool:
 
 
 def never_flushed(trials: Sequence[Trial]) -> bool:
-    """Some gradients are right, and the others are what the rank had, or a share of it."""
+    """Check whether some gradients are right, and the others are the rank's own, perhaps scaled."""
     wrong = [
         trial
         for trial in failed(trials)

@@ -44,7 +44,7 @@ from parallel101.laboratory.grade.exercise_checks import (
 
 
 def naive_case(draw: Draw, shares: Sequence[int], tied: bool = False, steps: int = 3) -> Case:
-    """shares: how many samples of each step's batch each rank has."""
+    """Return a case. shares: the number of samples of each step's batch that each rank has."""
     n, sizes = len(shares), [8, 8, 8, 8] if tied else [5, 8, 6, 2]
     count = count_weights(sizes, tied)
     first = [0.5 * weights for weights in draw.tensors(n, count, dtype=torch.float64)]
@@ -87,7 +87,7 @@ def naive_cases(draw: Draw) -> list[Case]:
 
 
 def naive_bytes(case: Case) -> list[int]:
-    """The most, by rank. In a broadcast along a chain, a rank sends the weights once."""
+    """Return the most bytes by rank. In a chain broadcast, a rank sends the weights once."""
     n, facts = case.world_size, case.facts
     return [
         facts["steps"] * all_reduce_bytes(facts["bytes"], n) + (facts["bytes"] if n > 1 else 0)
@@ -95,9 +95,10 @@ def naive_bytes(case: Case) -> list[int]:
 
 
 def naive_least(case: Case) -> list[int]:
-    """A rank receives at least the sum of the others' gradients in each step.
+    """Return the bytes that each rank receives at least.
 
-    All but rank 0 also receive the first weights.
+    These are the sum of the others' gradients in each step, and the initial weights on all ranks
+    but rank 0.
     """
     n, facts = case.world_size, case.facts
     if n == 1:
@@ -116,7 +117,7 @@ bytes_check = bytes_sent(
 
 
 def tied_twice(trials: Sequence[Trial]) -> bool:
-    """Only tied weights are wrong, or all is right and their bytes were sent once more."""
+    """Check whether only tied weights are wrong, or their bytes were sent once more."""
     tied = [t for t in trials if t.error is None and t.world_size > 1 and t.case.facts["tied"]]
     others = [t for t in trials if t.error is None and not t.case.facts["tied"]]
     if not tied or not all(right(t) and bytes_check.wrong(t) is None for t in others):
@@ -152,7 +153,7 @@ def bytes_question() -> Case:
 
 
 def all_bytes(trial: Trial) -> int:
-    """Those that all ranks send together. A few more, such as for the counts, are left out."""
+    """Return the bytes that all ranks send, without a few extra ones such as for the counts."""
     n, facts, found = trial.world_size, trial.case.facts, sum(communicated(trial))
     least = facts["steps"] * n * all_reduce_bytes(facts["bytes"], n) + (n - 1) * facts["bytes"]
     return least if least <= found <= least + facts["steps"] * n * 64 else found

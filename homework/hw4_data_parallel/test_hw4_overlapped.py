@@ -52,7 +52,7 @@ MOST_EXPOSED = 0.6  # of the messages' time, in a right solution
 def train_in_microbatches(
     function, sizes: list[int], weights: Tensor, inputs: Tensor, targets: Tensor
 ) -> dict[str, Any]:
-    """What each rank runs. inputs: (steps, microbatches, samples, features)."""
+    """Train on each rank. inputs: (steps, microbatches, samples, features)."""
     model = make_model(sizes, weights)
     optimizer = make_optimizer(model)
     steps = OptimizerSteps(model, optimizer)
@@ -179,7 +179,7 @@ def started_early(trial: Trial) -> bool:
 
 
 def exposed(trial: Trial) -> float:
-    """The largest part of a step's communication that is not hidden behind compute."""
+    """Return the largest part of a step's communication that is not hidden behind compute."""
     facts = trial.case.facts
     if not facts["communication"]:
         return 0.0
@@ -219,7 +219,7 @@ def after_backward(trials: Sequence[Trial]) -> bool:
 
 
 def every_microbatch(trials: Sequence[Trial]) -> bool:
-    """Gradients are sent before the last microbatch has begun."""
+    """Check whether gradients are sent before the last microbatch has begun."""
     several = [
         trial
         for trial in trials
@@ -232,7 +232,7 @@ def every_microbatch(trials: Sequence[Trial]) -> bool:
 
 
 def piling_up(trials: Sequence[Trial]) -> bool:
-    """The second step sends twice as much as the first."""
+    """Check whether the second step sends twice as much as the first, and so on."""
     several = [trial for trial in trials if trial.world_size > 1 and trial.error is None]
     found = [
         (step.step, step.sent, trial.case.facts["bytes"])
@@ -247,7 +247,7 @@ def piling_up(trials: Sequence[Trial]) -> bool:
 
 
 def not_averaged(trials: Sequence[Trial]) -> bool:
-    """The gradients are as many times too large as there are microbatches."""
+    """Check whether the gradients are too large by a factor of the number of microbatches."""
     several = [trial for trial in trials if trial.case.facts["microbatches"] > 1]
     return scaled(several, lambda trial: trial.case.facts["microbatches"])
 

@@ -4,8 +4,8 @@ Each rank keeps 1/n of the optimizer's state, then of the gradients, then of the
 
 Write it with torch.distributed. Besides send and receive, all of its collectives are allowed.
 dist.reduce_scatter_single and dist.all_gather_single are made for this (older programs call them
-reduce_scatter_tensor and all_gather_into_tensor). torch.distributed.fsdp and
-torch.distributed.optim are what you are about to write, so don't use them.
+reduce_scatter_tensor and all_gather_into_tensor). Don't use torch.distributed.fsdp or
+torch.distributed.optim: they are what you are about to write.
 
     a parameter of 7 numbers on 3 ranks     [ 1 2 3 | 4 5 6 | 7 · · ]
 
@@ -65,14 +65,14 @@ def train_zero2(
     batches: list[tuple[Tensor, Tensor]],
     max_norm: float,
 ) -> None:
-    """Train the model with ZeRO-2: as ZeRO-1, and a rank keeps only 1/n of the gradients, too.
+    """Train the model with ZeRO-2: like ZeRO-1, but a rank also keeps only 1/n of the gradients.
 
         backward     layer 3 ▇▇ ── reduce-scatter, free ──▶ a piece
                      layer 2    ▇▇ ── reduce-scatter, free ──▶ a piece
 
-    Arguments, result, the optimizer's state and bytes: as for train_zero1.
+    The arguments, the result, the optimizer's state and the bytes are those of train_zero1.
 
-    When backward has made a gradient, it is reduce-scattered, and the whole gradient is freed
+    When backward has computed a gradient, it is reduce-scattered, and the whole gradient is freed
     (p.grad = None). Whole gradients of at most two layers are in memory at once, and all of them
     are gone at optimizer.step(). p.register_post_accumulate_grad_hook(f) makes torch call f(p) each
     time backward has added to p.grad.
@@ -131,7 +131,7 @@ def train_zero3(
 ) -> list[dict[str, Tensor]]:
     """Train a model with ZeRO-3: each rank keeps 1/n of the weights.
 
-    It gathers a layer's weights when that layer computes.
+    A layer's weights are gathered when that layer computes.
 
         forward      gather 0, compute, free    gather 1, compute, free    gather 2, …
         backward     gather 2, compute, reduce-scatter its gradients, free    gather 1, …
@@ -153,7 +153,7 @@ def train_zero3(
         Padding stays zero.
 
     Whole weights of at most two layers are in memory at once. Autograd must not keep them from
-    forward to backward, either: torch.utils.checkpoint runs a forward again when backward needs it
+    forward to backward either: torch.utils.checkpoint runs a forward again when backward needs it
     (see the warm-up in the notebook). With S bytes of weights and n ranks, each rank sends
     3(n−1)/n · S bytes per step: the weights twice and the gradients once.
 
@@ -181,7 +181,7 @@ def recompute(block: nn.Module, x: Tensor) -> Tensor:
         numbers as if there had been no second forward.
 
     Activations from inside at most one block are in memory at once. The forward's messages are sent
-    twice. torch.utils.checkpoint is what you are about to write, so don't use it.
+    twice. Don't use torch.utils.checkpoint: it is what you are about to write.
 
     Points: 30 % value, 10 % bytes, 60 % memory.
     """

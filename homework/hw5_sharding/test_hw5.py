@@ -1,4 +1,4 @@
-"""Grades homework 5. `pytest homework/hw5_sharding` runs it."""
+"""Grade homework 5; run it with `pytest homework/hw5_sharding`."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ NARROW = 3  # features, fewer than the four ranks
 
 
 def sizes_of(width: int) -> dict[str, int]:
-    """Bytes of a model of this width, of a layer, and of a layer's weight."""
+    """Return the bytes of a model of this width, of a layer, and of a layer's weight."""
     count = count_weights([width] * (LAYERS + 1))
     return {
         "whole": count * ITEM,
@@ -74,9 +74,9 @@ def clipped(named: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
 def train_whole(
     weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float
 ) -> tuple[nn.Sequential, dict[str, Tensor]]:
-    """One process with the whole batch: the model and its momentum.
+    """Train one process with the whole batch, and return the model and its momentum.
 
-    By hand: at the first optimizer, torch imports its compiler.
+    The updates are written by hand: with its first optimizer, torch imports its compiler.
     """
     model, momentum = make_model([inputs.shape[-1]] * (LAYERS + 1), weights), {}
     for x, y in zip(inputs, targets):
@@ -99,7 +99,7 @@ def pieces_of(value: Tensor, n: int) -> list[Tensor]:
 def train_sharded(
     function, weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float
 ) -> dict[str, Any]:
-    """inputs: (steps, samples of this rank, features)."""
+    """Train this rank's replica. inputs: (steps, samples of this rank, features)."""
     model = make_model([inputs.shape[-1]] * (LAYERS + 1), weights)
     optimizers, whole = Optimizers(), PeakBytes()
     for p in model.parameters():
@@ -113,7 +113,7 @@ def train_sharded(
 def train_in_pieces(
     function, weights: Tensor, rank: int, n: int, inputs: Tensor, targets: Tensor
 ) -> dict[str, Any]:
-    """The same for ZeRO-3: the layers have no weights, and this rank has its pieces."""
+    """Train with ZeRO-3: the layers have no weights, and this rank has its pieces."""
     optimizers, whole, width = Optimizers(), PeakBytes(), inputs.shape[-1]
     shards = [
         {name: pieces_of(p, n)[rank].clone() for name, p in layer.named_parameters()}
@@ -191,7 +191,7 @@ def zero3_cases(draw: Draw) -> list[Case]:
 
 
 def shared_bytes(times: int):
-    """So many times (n−1)/n of the weights' bytes per step, by rank."""
+    """Return a function of the case: times · (n−1)/n of the weights' bytes per step, by rank."""
     return lambda case: (
         [STEPS * round(times * (case.world_size - 1) / case.world_size * case.facts["whole"])]
         * case.world_size
@@ -199,12 +199,12 @@ def shared_bytes(times: int):
 
 
 def slack(case: Case) -> int:
-    """Padding of 16 parameters in up to three collectives, and norms."""
+    """Return the bytes allowed for norms and for padding in up to three collectives."""
     return 64 + STEPS * (64 + 3 * 2 * LAYERS * ITEM * (case.world_size - 1))
 
 
 def least(case: Case) -> list[int]:
-    """A rank needs the others' part of the gradients of its pieces, and the others' pieces."""
+    """Return the bytes each rank needs: the others' gradients of its pieces, and their pieces."""
     n = case.world_size
     return [STEPS * (n - 1) * case.facts["whole"] // n - 64 if n > 1 else 0] * n
 
@@ -226,7 +226,7 @@ def state_bytes(trial: Trial) -> list[int]:
 
 
 def optimizer_is_sharded() -> Check:
-    """Each rank holds 1/n of the momentum, and at most one parameter more.
+    """Check that each rank holds 1/n of the momentum, and at most one parameter more.
 
     Together the ranks hold the momentum of the whole model, in any order.
     """
@@ -295,7 +295,7 @@ def two_layers() -> Check:
 
 
 def first_norms(trial: Trial) -> list[float] | None:
-    """The norm of the gradients that each rank's optimizers saw in their first step."""
+    """Return the norm of the gradients that each rank's optimizers saw in their first step."""
     squares = measured(trial, "squares")
     if not all(isinstance(own, list) and own and isinstance(own[0], float) for own in squares):
         return None
@@ -303,7 +303,7 @@ def first_norms(trial: Trial) -> list[float] | None:
 
 
 def local_norm(trials: Sequence[Trial]) -> bool:
-    """Wrong only where gradients are clipped.
+    """Check whether results are wrong only where gradients are clipped, by a local norm.
 
     Each rank's piece has the norm to which the whole should be clipped, or each rank clipped its
     own gradient before the mean was taken.
@@ -326,7 +326,7 @@ def local_norm(trials: Sequence[Trial]) -> bool:
 
 
 def never_clipped(trials: Sequence[Trial]) -> bool:
-    """Wrong only where gradients are clipped, and there the optimizers got the unclipped ones."""
+    """Check whether results are wrong only because the optimizers got unclipped gradients."""
     wrong = failed(trials)
     return bool(wrong) and all(
         trial.error is None
@@ -338,7 +338,7 @@ def never_clipped(trials: Sequence[Trial]) -> bool:
 
 
 def summed(trials: Sequence[Trial]) -> bool:
-    """In the first step, n times the right gradients where nothing is clipped."""
+    """Check whether unclipped gradients are n times too large in the first step."""
     free = [trial for trial in ended(trials, 2) if math.isinf(trial.case.facts["max_norm"])]
     norms = [first_norms(trial) for trial in free]
     pairs = list(zip(free, norms))
@@ -353,7 +353,10 @@ def summed(trials: Sequence[Trial]) -> bool:
 
 
 def whole_optimizer(trials: Sequence[Trial]) -> bool:
-    """All else is right: with wrong values, this is not what to mend first."""
+    """Check whether each rank has the whole state, and all values are right.
+
+    With wrong values, this is not the first thing to fix.
+    """
     found = ended(trials, 2)
     return bool(found) and all(
         right(trial) and min(state_bytes(trial)) >= trial.case.facts["whole"] for trial in found
@@ -361,13 +364,16 @@ def whole_optimizer(trials: Sequence[Trial]) -> bool:
 
 
 def times_sent(trial: Trial) -> float:
-    """How many times (n−1)/n of the weights' bytes the ranks sent per step."""
+    """Return the bytes sent per step, as a multiple of (n−1)/n of the weights' bytes."""
     n = trial.world_size
     return min(communicated(trial)) / (STEPS * (n - 1) / n * trial.case.facts["whole"])
 
 
 def all_reduced(times: int):
-    """One time more than needed, on every rank, wherever padding is a small part."""
+    """Return a check whether every rank sends the weights' bytes once more than needed.
+
+    It looks only at cases in which padding is a small part.
+    """
 
     def seen(trials: Sequence[Trial]) -> bool:
         found = ended(trials, 2)
@@ -391,7 +397,10 @@ def peak_of(trials: Sequence[Trial], part: float) -> bool:
 
 
 def gathered_first(trials: Sequence[Trial]) -> bool:
-    """All values are right, and each rank receives all weights before its first forward."""
+    """Check whether each rank receives all weights before its first forward.
+
+    All values are right.
+    """
 
     def share(trial: Trial, rank: int) -> float:
         first = min(e.start for e in trial.trace.spans("forward") if e.rank == rank)

@@ -1,4 +1,4 @@
-"""Grades exercise 13c of homework 5: ZeRO-1 with master weights."""
+"""Grade exercise 13c of homework 5: ZeRO-1 with master weights."""
 
 import math
 from collections.abc import Sequence
@@ -51,19 +51,19 @@ def make_model(weights: Tensor) -> nn.Sequential:
 
 
 def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-    """In float32, whatever the outputs are."""
+    """Return the mean squared error in float32, for outputs of any dtype."""
     return F.mse_loss(outputs.float(), targets)
 
 
 def is_rounded(t: Tensor) -> bool:
-    """Whether bfloat16 can hold all of its numbers."""
+    """Check whether bfloat16 can represent all numbers of t exactly."""
     return bool(torch.equal(t, t.bfloat16().to(t.dtype)))
 
 
 def train_one_process(
     weights: Tensor, inputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, float]:
-    """Master weights and rounded weights after training, flat; the norm of the first gradient.
+    """Return the flat master and rounded weights after training, and the first gradient's norm.
 
     inputs: (steps, microbatches of all ranks, samples, features).
     """
@@ -88,7 +88,7 @@ def train_one_process(
 
 
 def train(function, weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-    """inputs: (steps, microbatches of this rank, samples, features)."""
+    """Train this rank's replica. inputs: (steps, microbatches of this rank, samples, features)."""
     model = make_model(weights)
     parameters: list[nn.Parameter] = []
     rounded: list[bool] = []
@@ -142,7 +142,7 @@ def mixed_case(draw: Draw, n: int) -> Case:
 
 
 def masters_of(trial: Trial) -> Tensor | None:
-    """The master weights of all ranks together, sorted; None if they are not the whole model's."""
+    """Return the sorted master weights of all ranks, or None if they aren't the whole model's."""
     held = [m for m in measured(trial, "masters") if isinstance(m, Tensor)]
     found = torch.cat([torch.zeros(0), *(m.double() for m in held)])
     found = found[found != 0]
@@ -155,7 +155,7 @@ def masters_right(trial: Trial) -> bool:
 
 
 def far(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest number."""
     return float((found.double() - expected.double()).abs().max() / expected.abs().max())
 
 
@@ -198,7 +198,7 @@ def masters_equal() -> Check:
 
 
 def shared_bytes(case: Case) -> list[int]:
-    """A reduce-scatter of float32 gradients and an all-gather of bfloat16 weights."""
+    """Return the bytes of a float32 gradient reduce-scatter and a bfloat16 weight all-gather."""
     n = case.world_size
     return [STEPS * round((n - 1) / n * COUNT * (4 + 2))] * n
 
@@ -235,7 +235,10 @@ def optimizer_is_sharded() -> Check:
 
 
 def least(case: Case) -> list[int]:
-    """The others' part of the gradients of its pieces, and the others' pieces; 2 bytes each."""
+    """Return the bytes each rank needs: the others' gradients of its pieces, and their pieces.
+
+    Each number takes 2 bytes.
+    """
     n = case.world_size
     return [STEPS * (n - 1) * COUNT * 4 // n - 64 if n > 1 else 0] * n
 
@@ -244,13 +247,13 @@ def least(case: Case) -> list[int]:
 
 
 def bytes_a_weight(trial: Trial) -> float:
-    """How many bytes of each of the others' weights a rank sent in a step."""
+    """Return the bytes that a rank sent in a step for each of the others' weights."""
     n = trial.world_size
     return min(communicated(trial)) / (STEPS * (n - 1) / n * COUNT)
 
 
 def begins_rounded(trials: Sequence[Trial]) -> bool:
-    """Before the first step all are, and afterwards they are not."""
+    """Check whether master weights are rounded before the first step, but not afterwards."""
     found = [steps for trial in ended(trials) for steps in measured(trial, "rounded") if steps]
     return bool(found) and all(steps[0] and not any(steps[1:]) for steps in found)
 
@@ -261,7 +264,9 @@ def always_rounded(trials: Sequence[Trial]) -> bool:
 
 
 def rounded_gradients(trials: Sequence[Trial]) -> bool:
-    """On one rank, where nothing is sent, the optimizer sees them; on several, half of their bytes
+    """Check whether gradients are rounded to bfloat16.
+
+    On one rank, where nothing is sent, the optimizer sees them. On several, half of their bytes
     are missing.
     """
     alone = [trial for trial in ended(trials) if trial.world_size == 1]
@@ -290,7 +295,7 @@ def whole_masters(trials: Sequence[Trial]) -> bool:
 
 
 def is_sum(trials: Sequence[Trial]) -> bool:
-    """In the first step, the right gradient times the ranks, the microbatches or both."""
+    """Check whether the first gradient is too large by the ranks, the microbatches or both."""
 
     def times(trial: Trial) -> float:
         norm = math.hypot(*(n for n in measured(trial, "norm") if isinstance(n, float)))

@@ -1,4 +1,4 @@
-"""Grades exercise 14b of homework 5: a block whose activations are computed again in backward."""
+"""Grade exercise 14b of homework 5: a block whose activations are recomputed in backward."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def all_reduced(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """Half of a transformer's block, tensor parallel: x + W₂ dropout(tanh(W₁ x)).
 
-    `watch` is told of the activations inside.
+    `watch` is called with the activations inside.
     """
 
     def __init__(self, first: Tensor, second: Tensor, p: float, watch: Callable[..., None]):
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class Whole(nn.Module):
-    """The same with the blocks of all ranks, each with the same dropped columns."""
+    """A whole block in one process: the blocks of all ranks, each with the same dropped columns."""
 
     def __init__(self, weights: Sequence[tuple[Tensor, Tensor]], p: float):
         super().__init__()
@@ -100,7 +100,7 @@ def train(
     inputs: Tensor,
     targets: Tensor,
 ) -> dict[str, Any]:
-    """Both microbatches go forward before one goes backward, as in a pipeline.
+    """Train with both microbatches going forward before one goes backward, as in a pipeline.
 
     inputs: (steps, microbatches, samples, features).
     """
@@ -134,7 +134,7 @@ def train(
 def train_blocks(
     function, weights: Sequence[tuple[Tensor, Tensor]], p: float, inputs: Tensor, targets: Tensor
 ) -> dict[str, Any]:
-    """What each rank runs."""
+    """Train this rank's blocks."""
     inside = PeakBytes()
     blocks = [Block(first, second, p, inside.watch) for first, second in weights]
     refuse_checkpoint()
@@ -142,7 +142,7 @@ def train_blocks(
 
 
 def refuse_checkpoint() -> None:
-    """It is what the exercise asks for."""
+    """Make torch.utils.checkpoint raise: writing it is the exercise."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("torch.utils.checkpoint is what you are about to write: don't use it")
@@ -263,17 +263,18 @@ def one_block() -> Check:
 
 
 def twice_forward(case: Case) -> list[int]:
-    """An all-reduce of x forward, the same again in backward, and one of its gradient."""
+    """Return the bytes of three all-reduces: of x, of x again in backward, and of its gradient."""
     n = case.world_size
     return [STEPS * MICROBATCHES * BLOCKS * 3 * round(2 * (n - 1) / n * X)] * n
 
 
 def slack(case: Case) -> int:
-    """The last forward's sum isn't needed again."""
+    """Return the bytes that a rank may send in addition."""
     return STEPS * MICROBATCHES * BLOCKS * 4 * ITEM
 
 
 def least(case: Case) -> list[int]:
+    """Return the bytes that each rank needs: the second forward's sum isn't needed."""
     n = case.world_size
     return [STEPS * MICROBATCHES * BLOCKS * 2 * round(2 * (n - 1) / n * X) - 64 if n > 1 else 0] * n
 
@@ -282,12 +283,12 @@ def least(case: Case) -> list[int]:
 
 
 def judged(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that ended, if there is one of several ranks among them."""
+    """Return the trials that ended, or none if none of them has several ranks."""
     return ended(trials) if ended(trials, 2) else []
 
 
 def forwards(trial: Trial) -> float:
-    """How often each block computed forward for each microbatch, on average."""
+    """Return how often each block computed forward for each microbatch, on average."""
     once = trial.world_size * STEPS * MICROBATCHES * BLOCKS
     return len(trial.trace.spans("forward")) / once
 
@@ -306,7 +307,7 @@ def computes_once(trials: Sequence[Trial]) -> bool:
 
 
 def other_numbers_dropped(trials: Sequence[Trial]) -> bool:
-    """Without dropout all is right; with it, the first losses are, and their gradients are not."""
+    """Check whether, only with dropout, the first losses are right but their gradients wrong."""
     found = judged(trials)
     drops = [trial for trial in found if trial.case.facts["p"]]
     others = [trial for trial in found if not trial.case.facts["p"]]
@@ -320,7 +321,7 @@ def other_numbers_dropped(trials: Sequence[Trial]) -> bool:
 
 
 def state_not_put_back(trials: Sequence[Trial]) -> bool:
-    """With dropout, the first step is right, and what is drawn afterwards is not."""
+    """Check whether, with dropout, the first step is right but later random numbers are not."""
     found = judged(trials)
     drops = [trial for trial in found if trial.case.facts["p"]]
     return (
@@ -337,7 +338,7 @@ def state_not_put_back(trials: Sequence[Trial]) -> bool:
 
 
 def other_weights(trials: Sequence[Trial]) -> bool:
-    """Without dropout: the first step is right, so is the second's loss, and its gradients not."""
+    """Check whether, without dropout, the second step's gradients are the first to be wrong."""
     plain = [trial for trial in judged(trials) if not trial.case.facts["p"]]
     return bool(plain) and all(
         all_of(equal_gradients, t, 0)

@@ -21,7 +21,7 @@ from torch import nn
 
 
 def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The lecture's layer: each rank computes some of the outputs, and all ranks gather them.
+    """Run the lecture's layer: each rank computes some outputs, and all ranks gather them.
 
         rank 0  gelu(x·W₀ᵀ + b₀) ─┐                ┌─▶ y
                                   ├─ all-gather ───┤              y = [ y₀ y₁ ], side by side
@@ -35,7 +35,7 @@ def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
     Returns:
         y: (samples, outputs), the same on every rank.
 
-    Backward: the loss is the sum of the ranks' losses. They differ, so each rank has another
+    Backward: the loss is the sum of the ranks' losses. They differ, so each rank has its own
     gradient of y. weight and bias get the whole gradient of this rank's block. x gets the part that
     comes through this rank's outputs. These parts are not added up here: the layer below does that
     in its own backward. Forward sends at most (n − 1)/n·S bytes from each rank, and so does
@@ -50,7 +50,7 @@ def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
 
 
 def draw_weights(width: int, hidden: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """The weights of an MLP for one process (this is given).
+    """Draw the weights of an MLP for one process (this is given).
 
     Returns w1 (hidden, width), b1 (hidden), w2 (width, hidden) and b2 (width).
     """
@@ -72,13 +72,14 @@ class ParallelMLP(nn.Module):
                 └─ W1₁ ─ gelu ─ W2₁ ─┘
 
     Args:
-        width, hidden: features of x and y, and between the two layers.
+        width: the number of features of x and y.
+        hidden: the number of features between the two layers.
         seed: the joined matrices are those that draw_weights(width, hidden, seed) gives.
 
     Attributes:
         w1: (hidden / n, width), an nn.Parameter: this rank's rows, as torch.tensor_split cuts them
             (n need not divide hidden, and may be larger).
-        b1: (hidden / n), the same.
+        b1: (hidden / n): this rank's part, cut the same way.
         w2: (width, hidden / n): this rank's columns, cut the same way.
         b2: (width), the same on every rank.
 
@@ -90,13 +91,13 @@ class ParallelMLP(nn.Module):
         raise NotImplementedError("ParallelMLP is not written yet")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(samples, width) → (samples, width), the same on every rank.
+        """Map (samples, width) to (samples, width), the same on every rank.
 
-        Backward: every rank computes the same loss from the same y, and this loss counts once. So
-        every rank has the same gradient of y. All gradients are those of one process: the whole
-        ones of x and b2 on every rank, and this rank's block of the others. Forward sends at most
-        2(n − 1)/n·S bytes from each rank, one all-reduce, and so does backward. A rank keeps hidden
-        / n features of each sample for backward.
+        Backward: every rank computes the same loss from the same y, and this loss counts once, so
+        every rank has the same gradient of y. All gradients are those of one process: x and b2 get
+        the whole gradient on every rank, the other weights this rank's block of theirs. Forward
+        sends at most 2(n − 1)/n·S bytes from each rank, one all-reduce, and so does backward. A
+        rank keeps hidden / n features of each sample for backward.
         """
         raise NotImplementedError("ParallelMLP is not written yet")
 
@@ -105,14 +106,14 @@ class ParallelMLP(nn.Module):
 
 
 def attention(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, heads: int) -> torch.Tensor:
-    """Causal attention in one process (this is given).
+    """Compute causal attention in one process (this is given).
 
     Args:
         x: (time, width).
-        qkv: (3·heads·d, width): the rows of all queries, then of all keys, then of all values. In
-            each of the three, d rows a head.
+        qkv: (3·heads·d, width): the rows of all queries, then of all keys, then of all values. Each
+            of the three has d rows per head.
         out: (width, heads·d).
-        heads: how many.
+        heads: the number of heads.
 
     Returns (time, width).
     """
@@ -130,8 +131,8 @@ class ParallelAttention(nn.Module):
                          └─ heads 2, 3 ─ out₁ ─┘
 
     Args:
-        qkv, out, heads: of the whole layer, the same on every rank; see `attention`. n divides
-            heads.
+        qkv, out, heads: those of the whole layer, the same on every rank; see `attention`. n
+            divides heads.
 
     Attributes:
         qkv: (3·width / n, width), an nn.Parameter: the queries' rows of this rank's heads, then
@@ -146,9 +147,9 @@ class ParallelAttention(nn.Module):
         raise NotImplementedError("ParallelAttention is not written yet")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(time, width) → (time, width), the same on every rank.
+        """Map (time, width) to (time, width), the same on every rank.
 
-        Backward as in ParallelMLP: the loss is the same on every rank and counts once. Forward
+        Backward is as in ParallelMLP: the loss is the same on every rank and counts once. Forward
         sends at most 2(n − 1)/n·S bytes from each rank, one all-reduce, and so does backward. A
         rank keeps the queries, keys and values of its own heads for backward.
         """
@@ -156,7 +157,7 @@ class ParallelAttention(nn.Module):
 
 
 def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The mean cross-entropy of logits that are cut along the vocabulary. They are never gathered.
+    """Return the mean cross-entropy of logits that are cut along the vocabulary, never gathered.
 
         rank 0  [ logits of tokens 0 … 39 ]   ─┐
                                                ├─ a few numbers a position ──▶ the loss
@@ -174,7 +175,7 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int
 
     Backward: the loss is the same on every rank and counts once. logits gets this rank's block of
     the gradient. Forward and backward together send at most the bytes of four all-reduces of one
-    number for each position. A rank keeps two numbers for each of its logits for backward, at most.
+    number for each position. For backward, a rank keeps at most two numbers for each of its logits.
 
     Points: 30 % value, 50 % bytes, 20 % memory. Of the bytes, forward's count four times as much as
     backward's.
@@ -194,7 +195,7 @@ def sequence_parallel_mlp(
     w2: torch.Tensor,
     b2: torch.Tensor,
 ) -> torch.Tensor:
-    """A block of a transformer, y = x + mlp(norm(x)), with sequence parallelism.
+    """Run a transformer block, y = x + mlp(norm(x)), with sequence parallelism.
 
     x and y are cut along time, and the MLP along its hidden features.
 
@@ -204,19 +205,19 @@ def sequence_parallel_mlp(
 
     Args:
         x: (time / n, width), this rank's positions.
-        norm_weight, norm_bias: (width), of F.layer_norm; the same on every rank.
+        norm_weight, norm_bias: (width), those of F.layer_norm; the same on every rank.
         w1, b1: (hidden / n, width) and (hidden / n), this rank's rows.
         w2: (width, hidden / n), this rank's columns.
         b2: (width), the same on every rank.
 
     Returns:
-        y: (time / n, width), of this rank's positions.
+        y: (time / n, width), at this rank's positions.
 
     Backward: each rank has the loss of its own positions, and the whole loss is their sum. All
     gradients are those of one process: this rank's positions of x, this rank's block of w1, b1 and
     w2, and the whole gradient of norm_weight, norm_bias and b2 on every rank. With S = 8 · time ·
     width, forward sends at most 2(n − 1)/n·S bytes from each rank, as an all-reduce does. Backward
-    sends as many, and the gradients of norm_weight, norm_bias and b2. It may gather a second time,
+    sends as many, plus the gradients of norm_weight, norm_bias and b2. It may gather a second time,
     for another (n − 1)/n·S. For backward, a rank keeps time / n positions, the gathered input of
     w1, and hidden / n features of each position.
 

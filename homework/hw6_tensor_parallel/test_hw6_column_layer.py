@@ -39,7 +39,7 @@ from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
 def run_columns(
     function: Callable, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, c: Tensor
 ) -> list[Any]:
-    """Two layers. The loss of this rank is the sum of c · y."""
+    """Run two layers forward and backward. This rank's loss is the sum of c · y."""
     weights = [leaf(tensor) for tensor in (w1, b1, w2, b2)]
     y, _ = forward_backward(
         lambda: function(function(x, *weights[:2]), *weights[2:]), lambda y: (y * c).sum(), weights
@@ -47,14 +47,14 @@ def run_columns(
     return [y, [weight.grad for weight in weights]]
 
 
-# from all ranks' gradients of a gathered tensor to the gradient of each rank's part
+# maps all ranks' gradients of a gathered tensor to the gradient of each rank's part
 Join = Callable[[list[Tensor]], list[Tensor]]
 
 
 def columns_backward(
     join: Join, x: Tensor, weights: list[list[Tensor]], cs: list[Tensor]
 ) -> list[list[Tensor]]:
-    """Each rank's gradients of the two layers, if the backward of the all-gather is `join`."""
+    """Return each rank's gradients of both layers if `join` is the backward of the all-gather."""
 
     def layer(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         leaves = [leaf(tensor) for tensor in (x, w, b)]

@@ -44,7 +44,7 @@ from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
 
 
 def draw_weights(width: int, hidden: int, seed: int) -> list[Tensor]:
-    """As in hw6.py."""
+    """Draw the weights of an MLP for one process, as in hw6.py."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
     return [
@@ -56,7 +56,7 @@ def draw_weights(width: int, hidden: int, seed: int) -> list[Tensor]:
 def gelu_of_partial_sums(
     x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, n: int
 ) -> list[Tensor]:
-    """The first layer cut by its inputs, with GELU on each rank's partial sum.
+    """Return the results if the first layer is cut by its inputs, with GELU on partial sums.
 
     The biases are on every rank, on one rank, in parts, or nowhere.
     """
@@ -104,7 +104,7 @@ def mlp_case(draw: Draw, n: int, samples: int, width: int, hidden: int) -> Case:
 
 
 def same_shards(trials: Sequence[Trial]) -> bool:
-    """Whether the ranks hold the same block, where the blocks should differ."""
+    """Check whether the ranks hold the same block where the blocks should differ."""
     several = [trial.results for trial in wrong_trials(trials) if trial.world_size > 1]
     return any(
         isinstance(results[0][3], dict)

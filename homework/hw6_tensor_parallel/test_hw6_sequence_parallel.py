@@ -44,7 +44,10 @@ from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
 
 
 def run_block(function: Callable, x: Tensor, *rest: Tensor) -> list[Any]:
-    """The loss is the sum of c · y over this rank's positions; c comes last."""
+    """Run the block forward and backward.
+
+    The loss is the sum of c · y over this rank's positions; c comes last.
+    """
     *weights, c = rest
     leaves = [leaf(weight) for weight in weights]
     x = leaf(x)
@@ -66,7 +69,7 @@ def block_of(
 
 
 def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> Case:
-    """positions: of each rank."""
+    """Return a case. positions: the number of positions of each rank."""
     double = functools.partial(draw.tensor, dtype=torch.float64)
     time = n * positions
     x, c = double(time, width), double(time, width)
@@ -87,14 +90,14 @@ def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> C
     (dnormed,) = gradients_of(lambda normed: (mlp(normed, w1, b1, w2, b2) * c).sum(), normed)
 
     def norm_parts(rank: int) -> list[Tensor]:
-        """What reaches the norm's weights from this rank's positions."""
+        """Return the gradients of the norm's weights from this rank's positions."""
         return gradients_of(
             lambda a, b: (F.layer_norm(xs[rank], (width,), a, b) * dnormed.chunk(n)[rank]).sum(),
             *norm,
         )
 
     def dx_of_own(rank: int) -> Tensor:
-        """The gradient of this rank's x if its MLP's part of dX is cut and not summed."""
+        """Return the gradient of this rank's x if its MLP's part of dX is cut but not summed."""
         (part,) = gradients_of(
             lambda normed: (mlp(normed, *blocks[rank], 0 * b2) * c).sum(), normed
         )
@@ -122,7 +125,7 @@ def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> C
 
 
 def own_positions() -> Check:
-    """Between the layers, a rank has its own positions: it keeps no others, and sums no others."""
+    """Check that a rank keeps and sums only its own positions between the layers."""
     kept = keeps_at_most("a rank has time / n positions, besides the gathered input of w1")
 
     def wrong(trial: Trial) -> str | None:

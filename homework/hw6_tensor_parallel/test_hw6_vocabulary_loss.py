@@ -50,7 +50,10 @@ def run_vocabulary_loss(
 
 
 def vocabulary_case(draw: Draw, n: int, vocabulary: int, scale: float = 3.0) -> Case:
-    """The first and the last token of each rank are targets, so that no wrong border is missed."""
+    """Return a case whose targets include each rank's first and last token.
+
+    A mistake at a border is then never missed.
+    """
     borders = [
         int(tokens[k]) for tokens in torch.arange(vocabulary).tensor_split(n) for k in (0, -1)
     ]
@@ -82,7 +85,7 @@ def vocabulary_case(draw: Draw, n: int, vocabulary: int, scale: float = 3.0) -> 
 
 
 def vocabulary_mistakes(logits: Tensor, targets: Tensor, n: int) -> dict[str, list[Tensor]]:
-    """The losses that usual mistakes give.
+    """Return the losses that common mistakes give.
 
     m is each rank's own maximum, s its sum of exponentials, and t the target's logit.
     """
@@ -123,7 +126,7 @@ def vocabulary_mistakes(logits: Tensor, targets: Tensor, n: int) -> dict[str, li
 
 
 def no_maximum(trials: Sequence[Trial]) -> bool:
-    """Whether only large logits go wrong, with a loss that is infinite or no number."""
+    """Check whether only large logits go wrong, with a loss that is infinite or NaN."""
     wrong = wrong_trials(trials)
     return bool(wrong) and all(
         trial.case.facts["large"]
@@ -133,8 +136,9 @@ def no_maximum(trials: Sequence[Trial]) -> bool:
 
 
 def small_logits_too(seen: Seen) -> Seen:
-    """The same, if runs with small logits are wrong: of large ones, one term outweighs all others,
-    and many mistakes look alike.
+    """Return a check that also requires wrong results with small logits.
+
+    With large logits, one term outweighs all others, and many mistakes look the same.
     """
     return lambda trials: (
         any(not trial.case.facts["large"] for trial in wrong_trials(trials)) and seen(trials)

@@ -1,4 +1,4 @@
-"""Exercise 20a: interleaved 1F1B, the order of work of a rank that has several stages."""
+"""Exercise 20a: interleaved 1F1B, the order of work of a rank with several stages."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ TOO_EARLY, WAITING = "comes after its forward", "the ranks wait for each other"
 
 
 def text_of(action: Action) -> str:
-    """ "4F1" for (4, "F", 1)."""
+    """Return an action as text: "4F1" for (4, "F", 1)."""
     return f"{action[0]}{action[1]}{action[2]}"
 
 
 def parsed(text: str) -> Action:
-    """ "4F1" as (4, "F", 1)."""
+    """Return the action of a text: (4, "F", 1) for "4F1"."""
     for kind in "FB":
         stage, found, i = str(text).partition(kind)
         if found and stage.isdigit() and i.isdigit():
@@ -137,7 +137,7 @@ def listed_actions(given: Any, rank: int) -> Sequence[Any]:
 
 
 def check_order(work: list[Action], rank: int, n: int, microbatches: int, chunks: int) -> None:
-    """Raises ValueError if this rank's order can't be right, whatever the others do."""
+    """Raise ValueError if this rank's order can't be right, whatever the others do."""
     for action in work:
         if action[0] % n != rank or action[0] >= n * chunks:
             raise ValueError(
@@ -180,7 +180,7 @@ def check_order(work: list[Action], rank: int, n: int, microbatches: int, chunks
 
 
 def needs(action: Action, last: int) -> list[Action]:
-    """What must be done before this action."""
+    """Return the actions that must be done before this one."""
     stage, kind, i = action
     if kind == "F":
         return [(stage - 1, "F", i)] if stage else []
@@ -190,9 +190,9 @@ def needs(action: Action, last: int) -> list[Action]:
 def all_orders(
     order: Callable[..., list[str]], rank: int, n: int, microbatches: int, chunks: int
 ) -> tuple[Any, list[list[Action]], dict[int, Exception]]:
-    """What the function returns on this rank, the orders of all ranks, and what is wrong with them.
+    """Return this rank's result, the orders of all ranks, and the errors in them.
 
-    What it prints when it is called for another rank is not shown: that rank calls it too.
+    Output printed while computing another rank's order is not shown: that rank calls it too.
     """
     mine = order(rank, n, microbatches, chunks)
     orders, wrong = [], {}
@@ -210,12 +210,12 @@ def all_orders(
 
 
 def warm_up(work: list[Action]) -> int:
-    """The forwards before the first backward."""
+    """Return the number of forwards before the first backward."""
     return next((k for k, (_, kind, _) in enumerate(work) if kind == "B"), len(work))
 
 
 def where_stuck(orders: Sequence[list[Action]], last: int) -> dict[int, Action]:
-    """By rank, the action at which it would wait forever; empty if the ranks' orders fit."""
+    """Return, by rank, the action at which it would wait forever; empty if the orders fit."""
     left, done, before = [list(work) for work in orders], set[Action](), -1
     while len(done) > before:
         before = len(done)
@@ -226,7 +226,7 @@ def where_stuck(orders: Sequence[list[Action]], last: int) -> dict[int, Action]:
 
 
 def waiting(stuck: dict[int, Action], last: int) -> str:
-    """ "rank 0 at 0B0 for 1B0, rank 1 at 1B0 for 2B0"."""
+    """Return the waits as text: "rank 0 at 0B0 for 1B0, rank 1 at 1B0 for 2B0"."""
     return ", ".join(
         f"rank {rank} at {text_of(action)} for {text_of(needs(action, last)[-1])}"
         for rank, action in stuck.items()
@@ -265,13 +265,13 @@ def interleaved_peak(case: Case, rank: int) -> int:
 
 
 def longest(case: Case, rank: int) -> int:
-    """The forwards of a warm-up, if there are as many."""
+    """Return the number of forwards in a warm-up, if there are that many."""
     p, v = case.facts["p"], case.facts["chunks"]
     return (v - 1) * p + 2 * (p - rank - 1) + 1 if v > 1 else p - rank
 
 
 def errors_say(*words: str) -> Callable[[Sequence[Trial]], bool]:
-    """Whether there are errors, and each has some of these words."""
+    """Return a check whether there are errors, each with at least one of these words."""
 
     def seen(trials: Sequence[Trial]) -> bool:
         wrong = [str(trial.error) for trial in trials if trial.error is not None]
@@ -306,12 +306,12 @@ ALL_FORWARDS = Misconception(
 
 
 def warm_ups(trial: Trial) -> list[int]:
-    """By rank, the forwards before the first backward, in the order that the function gives."""
+    """Return, by rank, the number of forwards before the first backward in the given order."""
     return next(((e.args or {})["warm_ups"] for e in trial.trace.spans("order")), [])
 
 
 def begins_with(trials: Sequence[Trial], expected: Callable[[Case, int], int]) -> bool:
-    """Whether in each of these runs, all ranks begin with so many forwards."""
+    """Check whether all ranks begin with the expected number of forwards in each of these runs."""
     return bool(trials) and all(
         bool(warm_ups(t)) and all(k == expected(t.case, r) for r, k in enumerate(warm_ups(t)))
         for t in trials
@@ -319,7 +319,7 @@ def begins_with(trials: Sequence[Trial], expected: Callable[[Case, int], int]) -
 
 
 def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
-    """With several chunks, ranks begin as if they had one, and the orders then don't fit."""
+    """Check whether ranks with several chunks begin as with one, so that the orders don't fit."""
     wrong = [t for t in trials if t.error is not None]
     return (
         errors_say(TOO_EARLY, WAITING)(trials)
@@ -332,7 +332,7 @@ def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
 
 
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
-    """One forward too many on every rank that has so many, or one too few."""
+    """Check whether every warm-up has one forward too many, or one too few."""
     many = [t for t in trials if t.world_size > 1]
     return any(
         begins_with(

@@ -24,9 +24,9 @@ from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, r
 
 
 def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> bool:
-    """Whether each rank of each right run with many microbatches held exactly so many.
+    """Check whether each rank held exactly `held` microbatches in each right run with many.
 
-    Somewhere that is more than P − rank.
+    On some ranks, that is more than P − rank.
     """
     many = [t for t in trials if right(t) and t.case.facts["m"] > t.world_size > 1]
     return bool(many) and all(
@@ -45,7 +45,7 @@ RENAMED = Misconception(
 
 
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
-    """One forward too many before the first backward on every rank, or one too few."""
+    """Check whether every rank's warm-up has one forward too many, or one too few."""
     many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
 
     def has(trial: Trial, more: int) -> bool:

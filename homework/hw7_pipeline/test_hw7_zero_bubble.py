@@ -71,7 +71,7 @@ class SplitStage:
 
 
 class MarkedSGD(torch.optim.SGD):
-    """SGD whose step is in the record."""
+    """SGD whose step appears in the record."""
 
     def step(self, closure: Any = None) -> Any:
         with span("optimizer step"):
@@ -81,7 +81,7 @@ class MarkedSGD(torch.optim.SGD):
 def run_split_step(
     step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int
 ) -> list[Any]:
-    """One zero-bubble step on this rank. Returns the loss and the new weights of the stage."""
+    """Run one zero-bubble step on this rank, and return the loss and the stage's new weights."""
     rank = dist.get_rank()
     inner = stage_of(seed, rank)
     optimizer = MarkedSGD(inner.parameters(), lr=LEARNING_RATE)
@@ -135,9 +135,9 @@ EARLY_STEP = Misconception(
 
 
 def _never_apart(trials: Sequence[Trial]) -> bool:
-    """Whether every weight gradient comes right after its input gradient.
+    """Check whether every weight gradient comes immediately after its input gradient.
 
-    That is on every rank, in runs with several stages.
+    Only runs with several stages count, on every rank.
     """
     order = {
         (number, rank): [
