@@ -97,7 +97,7 @@ def test_a_rank_cannot_launch():
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
-            "MASTER_PORT is 'x', which is no port number",
+            "MASTER_PORT is 'x', which isn't a port number",
         ),
     ],
 )

@@ -141,7 +141,7 @@ def other_root(sizes):
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (tree, "waits in vain.*trees and doubling need all ranks"),
+        (tree, "waits forever.*trees and doubling need all ranks"),
         (sums_numbers, "with numbers in all_reduce.*use the meta"),
         (other_root, "root 1 to broadcast, and that rank has no thread"),
     ],

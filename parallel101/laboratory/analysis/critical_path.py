@@ -102,8 +102,8 @@ class Activity(NamedTuple):
 def critical_path(trace: Trace) -> CriticalPath:
     """Return the chain of messages and compute that ends last in a run.
 
-    If two end at the same time, the lower rank's. Raises ValueError if the trace lacks the earlier
-    events of its run.
+    If two chains end at the same time, it is the lower rank's. Raises ValueError if the trace lacks
+    the earlier events of its run.
     """
     trace.need_all_events("The critical path")
     if not trace.events:

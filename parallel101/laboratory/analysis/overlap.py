@@ -72,7 +72,7 @@ def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
 def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
     """Measure how a rank spent a window.
 
-    Each moment counts once, however many spans or messages cover it. Bookkeeping is no
+    Each moment counts once, however many spans or messages cover it. Bookkeeping isn't counted as
     communication: its few bytes take as long as their latency, which says nothing of the data.
     """
     events = [e for e in window.events if e.rank == rank]

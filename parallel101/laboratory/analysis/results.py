@@ -188,7 +188,7 @@ def _factors(replay: Replay) -> list[Fault]:
 def _losses(replay: Replay, keys: dict[int, list[ElementKey]], whose: bool) -> list[Fault]:
     """Return a fault for a remainder of the input that is in no result.
 
-    (A function may leave out more on purpose: then nothing is said.)
+    (A function may leave out more on purpose, which isn't a fault.)
     """
     if replay.numel is None:
         return []

@@ -41,8 +41,8 @@ def term_counts(
     Args:
         block: on one rank.
         terms: the same part of each term of the sum.
-        expected: the counts to try first. For values that don't tell the terms apart, such as ones,
-            they are the answer if they fit.
+        expected: the counts to try first. For values that don't distinguish the terms, such as
+            ones, they are the answer if they fit.
     """
     if any(block.shape != term.shape for term in terms):
         return None

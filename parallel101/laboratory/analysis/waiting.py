@@ -41,7 +41,7 @@ class Wait(NamedTuple):
 class RankTimes(NamedTuple):
     """One rank's share of a run. Times are in seconds.
 
-    If the record has the last events of the run only, `waited_for` is of these.
+    If the record has only the last events of the run, `waited_for` counts only these.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class RankTimes(NamedTuple):
 class LinkTimes(NamedTuple):
     """The messages from one rank to another.
 
-    If the record has the last events of the run only, seconds are of these.
+    If the record has only the last events of the run, seconds count only these.
     """
 
     src: int
@@ -331,7 +331,7 @@ def slowest_calls(
 ) -> list[CallTimes]:
     """Return the lines at which ranks waited, the one that took most time first.
 
-    `earlier`: of the trace. Who called last is known of the waits in `waited` only.
+    `earlier`: the trace's. Which rank called last is known only for the waits in `waited`.
     """
     by_rank: dict[tuple[str, str], dict[int, Sums]]
     by_rank = defaultdict(lambda: defaultdict(lambda: NOTHING))

@@ -168,7 +168,7 @@ class IdleDetector:
     def stuck(self, now: float, all_wait: bool, dropped_receive: bool = False) -> bool:
         """Return whether all ranks have waited, and none has worked, for IDLE_FOR seconds.
 
-        It is to be called again at `due`.
+        Call it again at `due`.
 
         On a machine with k times as much work as cores, and k > 2, it takes k / 2 times as long:
         there a rank that works waits for a core.

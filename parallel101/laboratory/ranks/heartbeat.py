@@ -93,12 +93,12 @@ def lost_after() -> float:
 
 
 class StoreWatch(threading.Thread):
-    """Says that the job's store does not answer. The run goes on.
+    """Reports that the job's store does not answer. The run goes on.
 
     While a call of the store does not return, the thread that called it can't say anything.
 
     Attributes:
-        answers: to be counted up whenever the store has answered.
+        answers: count it up whenever the store has answered.
     """
 
     def __init__(self, rank: int, place: Callable[[], str]):

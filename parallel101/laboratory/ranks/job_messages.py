@@ -122,7 +122,7 @@ HARMLESS = (range, slice, frozenset)
 def pack_for_all(value: Any, rank: int) -> bytes:
     """Pack the value that a rank returned, so that `unpack_from` can read it on all ranks.
 
-    Raises TypeError, with advice, if they couldn't.
+    Raises TypeError, with advice, if they can't read it.
     """
     file = io.BytesIO()
     try:

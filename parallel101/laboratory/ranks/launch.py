@@ -323,7 +323,7 @@ def launch(
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:
-    """Raise MisuseError for receives of a run that has returned for which it never waited.
+    """Raise MisuseError for receives for which a run that has returned never waited.
 
     For such sends, warn. The run must be a checked one.
     """

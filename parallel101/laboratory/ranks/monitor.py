@@ -365,8 +365,8 @@ class Monitor:
     def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
         """Return the stacks of the ranks that still run.
 
-        C code may keep one from answering in time: then it is asked by a signal, which gives its
-        Python stack all the same.
+        C code may keep a rank from answering in time. It is then asked by a signal, which still
+        gives its Python stack.
         """
         running = [rank for rank in self.ranks if not rank.ended and rank.result is None]
         for rank in running:

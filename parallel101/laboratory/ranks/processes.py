@@ -136,7 +136,7 @@ def stop_server() -> None:
 def _python_code(statements: str) -> str:
     """Return code for a fresh interpreter: `statements`, with this process's sys.path.
 
-    (Python ignores entries that are no strings.)
+    (Python ignores entries that aren't strings.)
     """
     return (
         f"import sys; sys.path[:] = {[entry for entry in sys.path if isinstance(entry, str)]!r}; "

@@ -56,7 +56,7 @@ class RankStack(NamedTuple):
 class QuietClock:
     """Notes since when a state is the same, and the CPU time that the process uses meanwhile.
 
-    `look` is to be called often. Without `at_once`, it does something once a second.
+    Call `look` often. Without `at_once`, it does something once a second.
     """
 
     EVERY = 1.0  # seconds
@@ -87,7 +87,7 @@ class QuietClock:
 class StackReader:
     """Reads the stack of a rank's program, and notes since when it has called nothing.
 
-    `look` is to be called now and then from the watcher's thread.
+    The watcher's thread calls `look` now and then.
     """
 
     def __init__(self, recorder: RankRecorder):
@@ -206,7 +206,7 @@ def _symbol(address: int) -> str:
 def stack_on_signal(asked: int | IO, by_user: int | IO) -> None:
     """Let two signals make this process write its Python stack to a file, from now on.
 
-    They work also while C code holds Python's lock. A program's own handlers stay.
+    The signals work even while C code holds Python's lock. A program's own handlers stay.
 
     Args:
         asked: the file for STACK_SIGNAL.

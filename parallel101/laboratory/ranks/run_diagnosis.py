@@ -81,8 +81,8 @@ class RunDiagnosis:
     def report(self, stacks: Mapping[int, RankStack], head: str = "") -> None:
         """Report what each rank waits for, or where it is.
 
-        Without a `head`, only ranks that have waited for long, and those they wait for; nothing if
-        these make progress.
+        Without a `head`, report only ranks that have waited for long and the ranks they wait for,
+        or nothing if these make progress.
         """
         if head:
             self.say("\n  ".join([head, *report_lines(self.graph, stacks)]))

@@ -108,7 +108,7 @@ class KeptRecord:
     """The part of a rank's record that `parallel101 run` keeps.
 
     Attributes:
-        last_events: the record has so many of the newest events at least, and sums of the others.
+        last_events: the record has at least this many of the newest events, and sums of the others.
             None: it has all.
         directory: where it is written while the script runs, or None.
     """
@@ -198,8 +198,8 @@ def _mark(moment: str, script: Script) -> None:
 def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
     """Mark each step of one of torch's optimizers in this rank's record, inside the block.
 
-    The page of a run finds the training steps by that. Of several optimizers, the first one to make
-    a step counts.
+    A run's page finds the training steps by these marks. If there are several optimizers, the first
+    one to make a step counts.
     """
     first: list[weakref.ref] = []
 
@@ -235,7 +235,7 @@ def _success_accepted() -> Iterator[None]:
 def _end_of_process() -> Iterator[None]:
     """Do after the script the work that Python does before a process ends.
 
-    That is to wait for threads, and to call what was registered with atexit. In torchrun's job
+    Python waits for threads, and calls the functions registered with atexit. In torchrun's job
     Python does this itself. On sim, nobody does: the process is that of all ranks.
     """
     if in_a_job() or dist.get_backend().startswith("sim"):

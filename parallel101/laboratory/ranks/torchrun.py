@@ -210,7 +210,7 @@ def rank_and_size() -> tuple[int, int]:
     elif not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         wrong = "MASTER_ADDR and MASTER_PORT, where rank 0 is found, are not both set"
     elif port is None or not 0 <= port < 1 << 16:
-        wrong = f"MASTER_PORT is {os.environ['MASTER_PORT']!r}, which is no port number"
+        wrong = f"MASTER_PORT is {os.environ['MASTER_PORT']!r}, which isn't a port number"
     else:
         return rank, size
     job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
@@ -385,7 +385,7 @@ class JobWatcher(threading.Thread):
     def _check_this_host(self) -> None:
         """Announce that a rank of this host has ended early, or that C++ aborts this one.
 
-        That comes half a GRACE later, because others may know more: rank 0 the calls that disagree,
+        It does so half a GRACE later, because others may know more: rank 0 the calls that disagree,
         and a rank whose connection has broken where that was.
         """
         self.processes.look()

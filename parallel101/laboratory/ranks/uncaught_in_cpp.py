@@ -26,7 +26,7 @@ class UncaughtInCpp:
 
     Attributes:
         thrown: set when a thread has thrown an exception that nothing catches.
-        may_abort: to be set when that has been reported.
+        may_abort: set it when that has been reported.
     """
 
     def __init__(self) -> None:

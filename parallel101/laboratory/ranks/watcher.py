@@ -146,7 +146,7 @@ class BlockedDetector:
     def changed(self) -> RankStatus | None:
         """Return this rank's status, if the call that blocks it has changed since the last one.
 
-        A call counts from the second look on.
+        A call counts only from the second look.
         """
         blocked = self.blocked_in()
         seen, self.seen = self.seen, blocked

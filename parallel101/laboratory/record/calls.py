@@ -362,7 +362,7 @@ def _who_does_not_wait(calls: Sequence[Call]) -> str:
 def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
     """Return a line for each message, with rank and place.
 
-    Of more than eight different ones, the first eight.
+    If there are more than `most` different lines, it returns the first ones and counts the others.
     """
     found: dict[str, None] = {}  # in order, each once
     for call in sorted(calls, key=lambda call: call.rank):
@@ -443,7 +443,7 @@ class CallChecker:
 
         It names the rank that differs from most ranks.
 
-        Of a message that is the receiver, and of two ranks the higher one.
+        For a message it is the receiver, and for two ranks the higher one.
         """
         if not self.differing:
             return None

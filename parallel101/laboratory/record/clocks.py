@@ -69,7 +69,7 @@ class GpuClock:
     def seconds(self, moment: Moment) -> float:
         """Return the time at which the GPU reached a moment.
 
-        If it has not, because it hangs in a message that nobody sends: when the program did.
+        If the GPU hangs before it, in a message that nobody sends: when the program reached it.
         """
         if not moment.event.query():
             return moment.queued

@@ -65,7 +65,7 @@ class RankRecorder:
         rank: of the world.
         recording: whether to write events and check calls. Counts of what was posted are kept in
             any case.
-        payload_bytes: events of up to so many bytes keep their values.
+        payload_bytes: events of up to this many bytes keep their values.
         on_call: in a checked run, called with every call when it is posted, before torch gets it.
         keep_waiting: whether the program handles the time limits of its groups itself (see
             PostedCall.caught_after).
@@ -547,7 +547,7 @@ class RecordedWork(WatchedWork):
     def _note_dropped(self) -> None:
         """Note that the work was dropped, so that nobody will see it end.
 
-        A collective ends all the same; of a message it is not known.
+        A collective ends anyway; a message may or may not.
         """
         if self.unrecorded:
             return
@@ -583,8 +583,8 @@ class RecordedWork(WatchedWork):
     def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
         """Return the event of this work.
 
-        `source`: who sent what a receive from any rank got. Such receives are numbered apart, and
-        so have a negative seq.
+        `source`: the sender of the message that a receive from any rank got. Such receives are
+        numbered separately, and so have a negative seq.
         """
         call = self.call
         seq = call.seq if source is None else -call.seq

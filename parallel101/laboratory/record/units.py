@@ -61,7 +61,8 @@ def listed(items: Iterable[object]) -> str:
 def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
     """Format ranks: [2] -> "rank 2"; [0, 1, …, 5, 7] -> "ranks 0–5 and 7".
 
-    All of `everyone` gives "every rank". Of a long list, the beginning and how many more there are.
+    All of `everyone` gives "every rank". A long list is cut to its beginning and the number of
+    further ranks.
     """
     ranks = sorted(set(numbers))
     if len(ranks) > 1 and ranks == sorted(everyone):

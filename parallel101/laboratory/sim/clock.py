@@ -44,7 +44,7 @@ MAX_IDLE_POLLS = 1000
 class RankCancelled(BaseException):
     """Ends the other ranks of a run that has failed.
 
-    It is no Exception, so that `except Exception` in a rank's code lets it pass.
+    It isn't an Exception, so that `except Exception` in a rank's code lets it pass.
     """
 
 
@@ -207,8 +207,8 @@ class World:
     def run(self, rank_main: Callable[[int], Any], switch: Callable[[int, int], None]) -> list[Any]:
         """Run `rank_main(rank)` on every rank, and return what they returned.
 
-        What went wrong is in `failure`. `switch(index, next_index)` is called whenever one rank
-        stops running and another starts.
+        If the run has failed, `failure` is the error. `switch(index, next_index)` is called
+        whenever one rank stops running and another starts.
         """
         self._switch = switch
         results: list[Any] = [None] * len(self.ranks)

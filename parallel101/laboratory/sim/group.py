@@ -124,7 +124,7 @@ class SharedState:
     def dropped(self) -> list[Call]:
         """Return the unwaited sends and receives whose works the program has dropped.
 
-        To be asked last, because it forgets them all.
+        Call it last, because it forgets them all.
         """
         known = [(weakref.ref(work), work.call()) for work in self.unwaited()]
         for rank in self.world.ranks:

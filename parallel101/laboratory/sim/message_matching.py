@@ -73,7 +73,7 @@ def memory(nbytes: int) -> type[Array[c_char]]:
 def snapshot(pointer: int, nbytes: int) -> bytes:
     """Copy the bytes at a place in memory, so that a later change can be noticed.
 
-    That is all of them, or samples.
+    If there are more than WHOLE bytes, only samples are copied.
     """
     if nbytes <= WHOLE:
         return memory(nbytes).from_address(pointer).raw

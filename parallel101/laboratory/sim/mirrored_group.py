@@ -155,7 +155,7 @@ class MirroredState(SharedState):
         if (error := super().find_misuse()) is not None or (call := next(absent, None)) is None:
             return error
         return MisuseError(
-            f"rank {call.rank} waits in vain: {call.brief}. Only {len(mirrors.present)} of the "
+            f"rank {call.rank} waits forever: {call.brief}. Only {len(mirrors.present)} of the "
             f"{self.world.size} ranks have a thread, and stand for the others along "
             f"{', '.join(mirrors.mirrored)}. There, a message to the rank k positions further must "
             "come with a receive from the rank k positions before, as in the algorithms 'direct', "

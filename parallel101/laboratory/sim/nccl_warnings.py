@@ -82,7 +82,7 @@ class NcclWarnings:
     def makes_group(self, rank: int, name: str, ranks: list[int], where: str) -> None:
         """Note that a rank calls new_group, and that torch has given the group this name.
 
-        With use_local_synchronization=True only the members call, and the name is no number.
+        With use_local_synchronization=True only the members call, and the name isn't a number.
         """
         if name.isdigit():
             self.made[name][rank] = where

@@ -448,7 +448,7 @@ class Links:
     def go_back(self, now: float, before: float) -> None:
         """Set the time back to `now`.
 
-        What held links between then and `before` will hold them again.
+        Messages that held links between then and `before` will hold them again.
         """
         for start, end, hop in self.held or ():
             if now < end <= before:

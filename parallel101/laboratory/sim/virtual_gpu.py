@@ -81,8 +81,8 @@ class _AliveStorage(weakref.ref):
 class VirtualGPU(torch_private.DispatchMode):
     """Counts this thread's operations on meta tensors inside, and moves its rank's clock.
 
-    What an operation costs, and which tensors it returns, depends on its arguments' shapes. It is
-    found out once and then remembered: torch itself takes up to 2 ms to find the shape of a meta
+    An operation's cost and the tensors that it returns depend on its arguments' shapes. They are
+    found once and then remembered: torch itself takes up to 2 ms to find the shape of a meta
     tensor.
 
     Attributes:
@@ -340,7 +340,7 @@ _lock, _users, _changes = threading.Lock(), [0], ExitStack()
 def _as_on_a_gpu() -> Iterator[None]:
     """Give meta tensors the fused kernels that torch lacks for them, inside the block.
 
-    They hold in all threads, as long as one is inside.
+    This holds in all threads, as long as any thread is inside.
     """
     with _lock:
         _users[0] += 1
@@ -446,8 +446,8 @@ FUSED: dict[Any, Callable[..., Any]] = {
 def composite(func: Any) -> Callable[..., Any] | None:
     """Return the function that carries out an operation that torch makes of others, such as linear.
 
-    None if it makes it of none. Autograd takes them apart before they come here, but not in
-    torch.inference_mode.
+    For any other operation, return None. Autograd decomposes composite operations before they come
+    here, but not in torch.inference_mode.
     """
     if func in FUSED:
         return FUSED[func]
