@@ -86,8 +86,8 @@ def median_and_range(values: Sequence[float]) -> tuple[str, str]:
 def median_and_interval(values: Sequence[float]) -> tuple[str, str]:
     """Return the median in bold, and its 95 % confidence interval.
 
-    How many of n values are below the true median is a binomial number, whose standard deviation is
-    √n / 2 (sign test). The interval is that of all values if there are few.
+    The number of n values below the true median is binomial, with a standard deviation of √n / 2
+    (sign test). With few values, the interval covers them all.
     """
     values, n = sorted(values), len(values)
     below = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))

@@ -177,7 +177,7 @@ def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
 def contributions(run: Run) -> list[np.ndarray]:
     """Return, as ranks × chunks, the number of ranks whose data each chunk of a rank contains.
 
-    It is counted at the start and after each step.
+    There is one array for the start, and one after each step.
     """
     assert run.trace is not None
     replay = replay_of(run.trace, run.results, watched=run.watched)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 def configure_spawned_rank(rank: int, backend: str) -> None:
     """Give a rank that torch has started the settings of launch: one thread and, on NCCL, one GPU.
 
-    To be called before the group exists.
+    Call it before the group exists.
     """
     torch.set_num_threads(1)
     if backend == "nccl":

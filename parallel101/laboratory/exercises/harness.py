@@ -132,8 +132,8 @@ def mark_gradients(model: nn.Module) -> None:
 class PeakBytes:
     """The most bytes of some tensors that were alive at once, counted when another one comes.
 
-    It holds weak references to their storages: one counts until its last tensor, view or place in
-    autograd's graph is gone.
+    It holds weak references to their storages. A storage counts until its last tensor, view or
+    place in autograd's graph is gone.
     """
 
     def __init__(self) -> None:

@@ -69,7 +69,7 @@ def one_process(
 class InSlots(nn.Module):
     """A stage whose forwards and backwards take one slot each on the virtual clock.
 
-    They are in the record.
+    The record has a span for each.
     """
 
     def __init__(self, inner: nn.Module, number: int):
@@ -179,7 +179,7 @@ def messages_of(case: Case) -> list[int]:
 def in_flight(trial: Trial) -> list[int]:
     """Return, by rank, the most microbatches (of each stage) that it held at once.
 
-    It had begun them, and their last gradient was not finished.
+    A rank holds a microbatch from the start of its forward to the end of its last gradient.
     """
     peak = [0] * trial.world_size
     for rank in range(trial.world_size):

@@ -33,7 +33,10 @@ def sent_to(trial: Trial) -> list[set[int]]:
 
 
 def whole_round_ring(trials: Sequence[Trial]) -> bool:
-    """Return whether runs are right, but a rank sends n − 1 times the whole x to one other rank."""
+    """Return whether runs are right, but the whole x goes round a ring.
+
+    Every rank sends n − 1 times the size of x, and to one other rank only.
+    """
     large = several_ranks(trials, least=3)
     return _sends_everything(large) and all(max(map(len, sent_to(t))) == 1 for t in large)
 
@@ -128,9 +131,7 @@ def left_out(pieces: Summands) -> Misconception:
 def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
     """Return a test of whether sums are right, but means divide a rank's data by n too often.
 
-    Each rank's data is divided by n once or more.
-
-    Somewhere it is divided more than once.
+    Each rank's data is divided by n once or more, and somewhere more than once.
     """
 
     def seen(trials: Sequence[Trial]) -> bool:

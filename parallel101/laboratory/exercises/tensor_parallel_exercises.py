@@ -30,7 +30,7 @@ def leaf(tensor: Tensor) -> Tensor:
 def forward_backward(
     forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, int]:
-    """Run both, each in a span.
+    """Run forward and backward, each in a span.
 
     Returns the result, and the bytes that autograd keeps for backward besides the weights. There is
     no backward from a result that has no graph, or that `loss` can't take: the check of the values
@@ -132,7 +132,7 @@ Seen = Callable[[Sequence[Trial]], bool]
 def wrong_trials(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials that ended with wrong values.
 
-    A single rank can do no mistake that has to do with ranks.
+    With a single rank, mistakes in the communication between ranks don't show.
     """
     return [trial for trial in trials if trial.error is None and not right(trial)]
 
@@ -212,9 +212,8 @@ def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
 def costs(name: str, times: float) -> Seen:
     """Return a test of whether values are right, but runs send `times` as much as is enough.
 
-    A tenth more or less is accepted.
-
-    That is counted in this span, in every run with messages.
+    A tenth more or less is accepted. Only bytes in spans of this name count, and runs on more than
+    two ranks.
     """
 
     def seen(trials: Sequence[Trial]) -> bool:

@@ -243,7 +243,7 @@ def never_reduced(trials: Sequence[Trial]) -> bool:
 def added_to_the_last(trials: Sequence[Trial]) -> bool:
     """Return whether the first step is right, and the second has the gradients of both.
 
-    It has those of the first once, or n times if they were summed again.
+    The first step's gradients may be in it once, or n times if they were summed again.
     """
 
     def holds_both(mine: Sequence[Named], theirs: Sequence[Named]) -> bool:

@@ -149,7 +149,7 @@ def make_folder(option: str, folder: Path) -> None:
 def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:
     """Return the paths that the missing learners' submissions would have.
 
-    Raises ValueError for a name that can't be that of a file.
+    Raises ValueError for a name that can't be the name of a file.
     """
     there = {student(entry).casefold() for entry in entries}
     names = [line.strip() for line in class_list.read_text(encoding="utf-8-sig").splitlines()]

@@ -69,7 +69,7 @@ def difference(found: Any, expected: Any) -> str | None:
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
     """Return whether two tensors of one shape hold the same numbers, up to a tolerance.
 
-    It is relative to the largest expected number.
+    The tolerance is relative to the largest expected number.
     """
     if found.shape != expected.shape:
         return False
@@ -104,8 +104,8 @@ def factor(found: Any, expected: Any) -> float | None:
 def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
     """Return the c_r for which `found` is Σ c_r·parts[r], or None if there are none.
 
-    For example, [1, 2, 1] is a sum in which rank 1 was counted twice. It takes more elements than
-    parts: with fewer, everything is such a sum.
+    For example, [1, 2, 1] is a sum in which rank 1 was counted twice. There must be more elements
+    than parts: with fewer, everything is such a sum.
     """
     if (
         not isinstance(found, torch.Tensor)

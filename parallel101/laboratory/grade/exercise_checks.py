@@ -169,7 +169,7 @@ def steps_taken(trial: Trial) -> float:
 def small_messages(trial: Trial, most_bytes: int = 64) -> int:
     """Return the number of small messages that the busiest rank sends or receives.
 
-    As many count as have `most_bytes` together.
+    The smallest messages count, up to `most_bytes` together.
     """
     messages = [
         event
@@ -241,8 +241,8 @@ def everywhere(
 ) -> tuple[str, Trial | None]:
     """Return what is wrong in a trial that fails the check, and the trial; else "" and None.
 
-    That is the first such trial with several ranks, if there is one: its picture shows more. What
-    ended a run early (`in_short` says it) is said of the value alone.
+    It is the first such trial with several ranks, if there is one, because its picture shows more.
+    An early end of a run (see `in_short`) only fails the check of the value.
     """
     found = []
     for trial in trials:
@@ -273,7 +273,7 @@ def tolerated(check: Check, trials: Sequence[Trial]) -> str:
 def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
     """Return what shows that right values came without the bytes that they take, and the trial.
 
-    Then they did not come from the other ranks' messages.
+    Such values did not come from the other ranks' messages.
     """
     for trial in trials:
         for rank, (got, least) in enumerate(
@@ -291,7 +291,8 @@ def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Tri
 def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
     """Return a sentence about a call that was never waited for, and its trial.
 
-    Right values are luck then: a message may still be on its way when the function returns.
+    Without the wait, right values are luck: a message may still be in flight when the function
+    returns.
     """
     for trial in trials:
         for call in trial.unwaited:

@@ -311,8 +311,8 @@ class Hints:
 def _own_calls(traceback: str) -> list[str]:
     """Return the lines of a traceback in the learner's own files, except the last one.
 
-    The message names that one. Of a long traceback, these are the last five. Learner's files have
-    no folder there: see `Submission`.
+    The message names the last one. A long traceback is cut to the last five lines. Learners' files
+    have no folder there: see `Submission`.
     """
     calls = re.findall(r'^  File "([^"]+)", line (\d+), in (\w+)\n +(.+)$', traceback, re.M)
     own = [

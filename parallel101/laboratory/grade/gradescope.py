@@ -60,6 +60,6 @@ def exercise_text(entry: dict[str, Any]) -> str:
 def write_gradescope(path: Path, result: Result) -> None:
     """Write results.json, always whole.
 
-    So a time limit that ends the grader leaves the last one.
+    If a time limit ends the grader, the last complete file remains.
     """
     write_json(path, gradescope_results(result))

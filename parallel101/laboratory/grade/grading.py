@@ -121,8 +121,9 @@ class ExerciseVerdict:
     def reason(self) -> str:
         """The reason why points are missing, in a word or two, for a class table; "" if none are.
 
-        That is how the run ended early: "not written", "syntax error", "NameError", "time", "exit",
-        "deadlock", "wrong call", …; or else what fails: "wrong value", or "bytes, steps".
+        If a run ended early, it says how: "not written", "syntax error", "NameError", "time",
+        "exit", "deadlock", "wrong call", …. Otherwise it says what fails: "wrong value", or "bytes,
+        steps".
         """
         if self.shown is not None and self.shown.error is not None and not self.passed:
             no_function = f"has no function {self.exercise.function}" in str(self.shown.error)

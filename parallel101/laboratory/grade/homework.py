@@ -103,7 +103,7 @@ def find_homework() -> Path:
 class Progress:
     """The learner's work on one set, by function: hints, predictions and the latest verdict.
 
-    Kept in .progress.json.
+    It is kept in .progress.json.
     """
 
     def __init__(self, folder: Path):

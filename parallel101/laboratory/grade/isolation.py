@@ -151,7 +151,7 @@ class Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def hide_parallel101(library_copy: list[str] | None) -> None:
     """Let `import parallel101` raise ImportError: the learner writes what it would offer.
 
-    So do files of the grader's folders.
+    Importing files of the grader's folders fails as well.
     """
     libraries = (*sysconfig.get_paths().values(), *site.getsitepackages(), *(library_copy or ()))
     sys.path[:] = [entry for entry in sys.path if entry.startswith(libraries)]

@@ -319,8 +319,8 @@ class ChangedWhileSent(RuntimeError):
 def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
     """Return a state of a tensor that changes when somebody writes into it: its bytes.
 
-    NaN divided by 2 is NaN: for a tensor of nothing else, with memory of its own, how often it was
-    written to tells it.
+    NaN divided by 2 is NaN. For a tensor of only NaN, with memory of its own, the state therefore
+    includes how often it was written to.
     """
     alone = tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.is_inference()
     only_nan = tensor.numel() > 0 and tensor.is_floating_point() and bool(tensor.isnan().all())
@@ -394,9 +394,8 @@ class RelayWork(dist.Work):
     def _written(self) -> None:
         """Update what other collectives in progress remember of the tensors that this one wrote.
 
-        Two collectives may use one tensor at the same time. Then it wasn't the program that wrote.
-
-        A receive must not write into a tensor that another call still uses.
+        Two collectives may use one tensor at the same time. Then the program didn't write to it. A
+        receive, however, must not write into a tensor that another call still uses.
         """
         self.kept = []
         under_way = [work for work in self.connection.under_way if work is not self]

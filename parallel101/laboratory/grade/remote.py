@@ -265,7 +265,7 @@ class SubmissionRanks:
     def take(self, submission: Submission) -> None:
         """Run another submission on the same processes from now on.
 
-        It may find what this one has changed there: not for grades.
+        It may find what this one has changed there, so this is not for grades.
         """
         self.submission = submission
         for rank in self.ranks:

@@ -427,7 +427,7 @@ _told_to_end = False  # in a process of the pool
 def _end_when_told() -> None:
     """Let SIGTERM end the run that is going on, with its ranks, in a process of the pool.
 
-    So does the end of the process that grades.
+    The end of the process that grades has the same effect.
     """
 
     def end(*_: object) -> None:

@@ -80,9 +80,9 @@ def user_of(rank: int) -> int | None:
 def claimed(process: int) -> int:
     """Return a number that no other grader on this machine has while this process lives.
 
-    It is a name in the kernel, which no two sockets can have. Two graders with the same users would
-    end each other's ranks. Where the kernel has no such names, on macOS, it is the process's
-    number.
+    Two graders with the same users would end each other's ranks. The number is part of a
+    kernel-level name that no two sockets can share. Where the kernel has no such names, as on
+    macOS, it is the process's number.
     """
     for number in (*range(process % GRADERS, GRADERS), *range(process % GRADERS)):
         name = socket.socket(socket.AF_UNIX)

@@ -104,7 +104,7 @@ class Tape:
     weights: Sequence[float] = ()
 
     def keep_loss(self, losses: Losses, parts: int, weights: int) -> None:
-        """Keep what was added to the losses, which were `parts` and `weights` before."""
+        """Keep what was added to the losses, after `parts` parts and `weights` weights."""
         if losses.parts[parts:]:
             self.loss = torch_private.uncounted_like(losses.parts[-1])
         self.weights = losses.weights[weights:]

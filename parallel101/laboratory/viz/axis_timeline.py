@@ -173,8 +173,8 @@ def _axis(rows: TimeRows, of: AxisTraffic, y: float, ranks: int) -> None:
 def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval]:
     """Return intervals of time as intervals in pixels.
 
-    Each has its own box unless there is no pixel between them. A short one is drawn as wide as a
-    tick that can be seen, as far as its neighbours leave room.
+    Intervals are merged if there is no pixel between them. A short one is widened to a visible
+    tick, as far as its neighbours leave room.
     """
     merged: list[Interval] = []
     for left, right in sorted(

@@ -169,7 +169,7 @@ class Captions:
     def result(self) -> str:
         """The sentence after the last step.
 
-        "" if nothing is known of the result, and nobody expects to see it.
+        It is "" if the result isn't known, and nobody expects to see it.
         """
         if self.verdict.replay.known:
             return self.verdict.sentence()
@@ -263,8 +263,8 @@ class Captions:
     def new_error(self, step: int) -> str:
         """Return a sentence about what went wrong in a step, or "" if nothing did.
 
-        A rank sends memory that was never written, or it now has data in a sum more than once, and
-        no rank had it before.
+        Either a rank sends memory that was never written, or a rank now has data in a sum more than
+        once, and no rank had it before.
         """
         if any(self.replay.unwritten[i] for i in self.replay.in_step(step)):
             return self._unwritten(step)

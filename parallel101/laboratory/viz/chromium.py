@@ -206,7 +206,7 @@ class Browser:
     def click(self, element: str) -> None:
         """Click with the mouse in the middle of an element, given as a JavaScript expression.
 
-        What covers it gets the click.
+        If another element covers it, that one gets the click.
         """
         x, y = self.js(f"""new Promise(done => {{
             const place = () => {{

@@ -171,9 +171,8 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
 def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> None:
     """Draw every send on the record's own time axis, one row for each sender.
 
-    As in the ring of steps, grey was added on arrival.
-
-    Of `many` ranks: how many of them are sending.
+    As in the ring of steps, messages that were added on arrival are grey. If the ranks are `many`,
+    draw how many of them are sending.
     """
     senders = {rank: i for i, rank in enumerate(sorted({m.src for m in replay.messages}))}
     row = min(6.0, 28.0 / len(senders))

@@ -133,7 +133,7 @@ def _graph(
 def _bow(a: Point, b: Point, node: float) -> str:
     """Return the path of an arrow from rim to rim, bent to its left.
 
-    So two arrows between the same two ranks do not overlap.
+    The bend keeps two arrows between the same two ranks from overlapping.
     """
     length = math.dist(a, b)
     ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length

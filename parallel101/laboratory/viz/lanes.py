@@ -119,7 +119,7 @@ def window_text(window: TimeWindow, ranks: int) -> str:
 def message_lanes(events: Iterable[Event]) -> dict[int, int]:
     """Return the lane of each message, by its id().
 
-    It is the first of its rank and direction that is free when it starts, or else the last.
+    It is the first free lane of its rank and direction, or else the last lane.
     """
     free: dict[tuple[int, bool], list[float]] = {}
     lanes = {}

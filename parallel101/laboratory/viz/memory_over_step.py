@@ -155,7 +155,7 @@ def _peak_in_words(of: HeldOverTime) -> str:
 def _head(scene: Scene, microbatches: Sequence[int]) -> int:
     """Add the title and the legend.
 
-    Returns by how much the legend is higher on phones, where it takes several lines.
+    Returns how much higher the legend is on phones, where it takes several lines.
     """
     head = scene.panel(narrow="translate(0,0)")
     head.write(scene.title, 28, 40, None, "h")

@@ -181,7 +181,7 @@ def share_of(parts: Sequence[tuple[float, float]]) -> float:
 def _head(scene: Scene, note: str, colours: Mapping[str, int], says: str) -> int:
     """Add the title and the legend.
 
-    Returns by how much the legend is higher on phones, where it takes several lines.
+    Returns how much higher the legend is on phones, where it takes several lines.
     """
     head = scene.panel(narrow="translate(0,0)")
     head.write(scene.title, 28, 40, None, "h")

@@ -305,9 +305,10 @@ def gapped(width: float) -> float:
 def _held(
     rows: TimeRows, times: PipelineTimes, rank: int, most: int, y: float, tall: float
 ) -> None:
-    """Draw the most activations held, as a number and as squares in as few lines as fit.
+    """Draw the most activations that a rank holds, as a number and as squares.
 
-    As the picture plays, as many are filled as are held.
+    The squares are in as few lines as lets them be large. As the picture plays, the activations
+    held at that time are filled.
     """
     scene, peak = rows.scene, times.peak(rank)
     scene.write(peak, 932, y + tall / 2 + 5, min(15, tall), "b e")

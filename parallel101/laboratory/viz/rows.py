@@ -43,10 +43,7 @@ STYLE = (
 
 
 class Bar:
-    """One bar of a row: an event, or several neighbouring events.
-
-    These are too narrow to draw one by one.
-    """
+    """One bar of a row: an event, or several neighbouring events that are too narrow."""
 
     __slots__ = ("count", "end", "event", "start")
 
@@ -139,7 +136,7 @@ class TimeRows:
     def span(self, bar: Bar, y: float, tall: float, into: Node | None = None) -> None:
         """Draw a span with its name and its first label, or what fits of them.
 
-        One in which the rank waits is hatched, if it waits at all.
+        A span in which the rank waits is hatched, or left out if it takes no time.
         """
         event, scene = bar.event, into or self.scene
         if event.waiting and bar.end == bar.start:

@@ -208,7 +208,8 @@ def last_rank(segment: Segment) -> int:
 def _jumps(path: CriticalPath) -> list[tuple[Segment, Segment]]:
     """Return the pairs of segments between which the path continues at another rank.
 
-    There a message waited for its receiver, or for a link that the one before it used.
+    At such a place, a message waited for its receiver, or for a link that the message before it
+    used.
     """
     return [(a, b) for a, b in zip(path.segments, path.segments[1:]) if last_rank(a) != b.rank]
 

@@ -113,8 +113,9 @@ def watch(
 def _settings(keep: bool) -> Iterator[None]:
     """Make torch fill new memory with NaN or the largest integer inside the block.
 
-    A division of integers gives float64, in which it is exact. `keep`: restore the first of these.
-    (On sim the ranks share it, and their process ends after the run.)
+    A division of integers gives float64, in which it is exact. With `keep`, the filling of new
+    memory is set back afterwards. (On sim the ranks share it, and their process ends after the
+    run.)
     """
     before = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
     torch.set_default_dtype(torch.float64)

@@ -267,8 +267,8 @@ def run(
 def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
     """Return how many numbers a rank's tensor has, and how many numbers each stands for.
 
-    Together they have about this size. Each block has BLOCK numbers, or fewer if it is small, so
-    that algorithms can cut it.
+    Together they have about `size`. Each block has BLOCK numbers, or fewer if it is small, so that
+    algorithms can cut it.
     """
     blocks = 1 if operation in BLOCKS else ranks
     in_block = max(1, round(SIZES[size] / 8 / blocks))
@@ -315,7 +315,7 @@ def links_of(
 ) -> Network | None:
     """Return the links between virtual ranks, or None on gloo.
 
-    `each`: for how many bytes one that is sent stands. The links are as many times slower.
+    A byte that is sent stands for `each` bytes, so the links are that many times slower.
     """
     if world == "gloo":
         return None
