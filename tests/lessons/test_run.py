@@ -764,7 +764,7 @@ def minutes_without_optional_parts(name: str) -> float:
     return minutes
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "08_three_axes"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_lesson_takes_no_longer_than_it_says_without_its_optional_parts(name):
     prose = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
     (said,) = re.findall(r"takes about (\d+) minutes", prose)
