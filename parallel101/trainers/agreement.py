@@ -1,4 +1,4 @@
-"""What the ranks agree on with a few numbers, so that all go on together or all raise together.
+"""Agreement of the ranks in a few numbers, so that all go on together or all raise together.
 
     rank 0   loss 0.71, fine            ┐ all fine: a few bytes a rank, and training goes on
     rank 1   loss 0.64, fine            ┘
@@ -45,7 +45,7 @@ class Agreement:
         self.ranks = self.group.ranks
 
     def numbers(self, *mine: float) -> list[list[float]]:
-        """Each of these numbers of every rank: a list by position for each."""
+        """Return, for each of these numbers, a list of every rank's, by position."""
         with wait_span("agree"):
             return (
                 all_gather(
@@ -58,7 +58,7 @@ class Agreement:
             )
 
     def texts(self, mine: str) -> list[str]:
-        """Every rank's text, by position."""
+        """Return every rank's text, by position."""
         data = torch.empty(0, dtype=torch.uint8, device=self.device)
         if mine:
             data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self.device)
@@ -68,7 +68,7 @@ class Agreement:
         return [bytes(raw_memory(part)).decode() for part in all_data.split(sizes)]
 
     def same(self, mine: str) -> bool:
-        """Whether all ranks pass the same text. They send each other its hash, 8 bytes."""
+        """Return whether all ranks pass the same text. They send each other its hash, 8 bytes."""
         number = int.from_bytes(
             hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest(), "big", signed=True
         )
@@ -87,7 +87,7 @@ class Agreement:
             )
 
     def all_or_none(self, doing: str, work: Callable[[], Any]) -> Any:
-        """What `work()` returns, if it succeeds on all ranks; otherwise an error on all of them."""
+        """Return the result of `work()` if it succeeds on all ranks, or raise on all of them."""
         done, problem = None, None
         try:
             done = work()
@@ -98,7 +98,7 @@ class Agreement:
         return done
 
     def check_on_all(self, check: Callable[[], None]) -> None:
-        """Raises, on every rank, the ValueError of the first rank on which `check()` raises one."""
+        """Raise, on every rank, the ValueError of the first rank on which `check()` raises one."""
         problem = ""
         try:
             check()
@@ -131,8 +131,8 @@ class Agreement:
     def check_same(
         self, tensors: Iterable[tuple[str, Tensor]], what: str, advice: str, *, values: bool = True
     ) -> None:
-        """Raises ValueError, the same on every rank, if names, shapes, dtypes or (if asked)
-        values differ: `what`, where, `advice`.
+        """Raise the same ValueError on every rank if names, shapes, dtypes or (if asked) values
+        differ. Its text is `what`, where, and `advice`.
         """
         if len(self.ranks) == 1:
             return
@@ -165,14 +165,14 @@ class Agreement:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, each once, however often it is tied."""
+    """Yield parameters and buffers by name, each once, however often it is tied."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """A hash of the values, bit by bit: the same for the same numbers on any rank of the same
-    kind of machine.
+    """Return a hash of the values, bit by bit: the same for equal numbers on any rank of the
+    same kind of machine.
     """
     if tensor.is_meta:
         return ""  # it has no values
@@ -182,7 +182,7 @@ def _fingerprint(tensor: Tensor) -> str:
 
 
 def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:
-    """What differs, in words: the first entry that some ranks do not share with the first rank."""
+    """Return in words the first entry in which some ranks differ from the first rank."""
     for name in dict.fromkeys(name for model in models for name in model):
         entries = [model.get(name) for model in models]
         others = [rank for rank, entry in zip(ranks, entries) if entry != entries[0]]

@@ -34,7 +34,7 @@ from parallel101.trainers.gradient_sync import (
 
 
 class Naive(GradientSync):
-    """After backward, one all-reduce for each gradient."""
+    """Runs one all-reduce for each gradient, after backward."""
 
     how = "all-reduced one by one after backward"
 
@@ -51,7 +51,7 @@ class Naive(GradientSync):
 
 
 class Bucketed(GradientSync):
-    """After backward, one all-reduce for each bucket of gradients."""
+    """Runs one all-reduce for each bucket of gradients, after backward."""
 
     how = "all-reduced in buckets after backward"
 
@@ -74,7 +74,7 @@ class Bucketed(GradientSync):
 
 
 class Overlapped(GradientSync):
-    """As soon as backward has filled a bucket, its all-reduce begins.
+    """Begins a bucket's all-reduce as soon as backward has filled the bucket.
 
     Buckets leave in the same order on every rank, whatever the order of the gradients. When one
     leaves, the one before it has had time to arrive: it is summed and sent on.
@@ -105,7 +105,7 @@ class Overlapped(GradientSync):
         self.listening = False
 
     def ready(self, p: nn.Parameter) -> None:
-        """autograd calls this when the gradient of p is complete."""
+        """Note that the gradient of p is complete. autograd calls this."""
         if not self.listening:
             return
         bucket, name = self.place[p]
@@ -168,7 +168,7 @@ class Bucket:
         self.shares = even_shares([p.numel() for p in self.large], ranks)
 
     def take(self, name: str) -> None:
-        """The gradient of this parameter is complete. Move it to its place if it is small."""
+        """Note that this gradient is complete. Move it to its place if it is small."""
         p = self.parameters[name]
         gradient, place = dense_gradient(name, p), self.places.get(name)
         p.grad = gradient.contiguous() if place is None else place.view(p.shape).copy_(gradient)
@@ -178,7 +178,7 @@ class Bucket:
         return self.filled == self.parameters.keys()
 
     def all_reduce_async(self) -> SideBySide:
-        """Begin to sum them, in place."""
+        """Begin to sum the gradients, in place."""
         flats = [p.grad.view(-1) for p in self.large if p.grad is not None]
         sums = [
             all_reduce_async(flat, group=self.group, sizes=sizes, out=flat)
@@ -190,8 +190,8 @@ class Bucket:
 
 
 def even_shares(numels: Sequence[int], ranks: int) -> list[list[int]]:
-    """How many elements of each tensor each rank adds up: an even share of all in a row, so that
-    most tensors have one or two owners, and few messages.
+    """Return how many elements of each tensor each rank adds up: an even share of all in a row,
+    so that most tensors have one or two owners, and few messages.
     """
     ends = list(accumulate(split_sizes(sum(numels), ranks), initial=0))
     return [

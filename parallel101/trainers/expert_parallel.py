@@ -38,7 +38,7 @@ def experts_over_ranks(
     group: GroupLike = None,
     seconds_per_row: float = 0.0,
 ) -> Tensor:
-    """Return what each row's expert makes of it, wherever that expert is.
+    """Return the result of each row's expert, on whichever rank that expert is.
 
     Equal to one process with all experts. If one rank of the group calls it, or its backward, then
     all do, even those without rows. Forward and backward each send a row to its expert and back.
@@ -69,7 +69,7 @@ def experts_over_ranks(
 
 
 class Plan(NamedTuple):
-    """How many rows go from where to where."""
+    """The numbers of rows that this rank exchanges with each position, and their experts."""
 
     sent: list[int]  # by position
     received: list[int]
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
 
 
 def exchange(name: str, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """The first sent[0] rows go to position 0, the next sent[1] to position 1, …"""
+    """Send the first sent[0] rows to position 0, the next sent[1] to position 1, …"""
     with wait_span(name, rows=len(rows)):
         return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
 
@@ -105,7 +105,7 @@ def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group)
 
 
 class Dispatch(Function):
-    """Rows, sorted by expert, go to the ranks of their experts. Backward: gradients come back."""
+    """Sends rows, sorted by expert, to their experts' ranks. Backward: gradients come back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: Plan) -> Tensor:
@@ -119,8 +119,8 @@ class Dispatch(Function):
 
 
 class Combine(Function):
-    """The results come back to the ranks of their rows. Backward: gradients go to the experts.
-    `arrived` keeps a rank in it whose results, of no rows, have no graph.
+    """Sends results back to the ranks of their rows. Backward: gradients go to the experts.
+    `arrived` ties a rank into the graph whose results, of no rows, have none.
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ class Combine(Function):
 
 
 class TwiceInBackward(Function):
-    """x itself. On a virtual clock, backward takes 2 · seconds a row: it has twice the products."""
+    """Returns x. On a virtual clock, backward takes 2 · seconds a row, for twice the products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:

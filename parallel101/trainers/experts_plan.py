@@ -1,4 +1,4 @@
-"""Which modules of a model hold experts, and how the axis ep deals them out.
+"""The modules of a model that hold experts, and how the axis ep deals the experts out.
 
     plan      {"blocks.*.mlp.experts": "experts"}, or "auto": modules with the name "experts"
     before    up (8, width, hidden), down (8, hidden, width)     expert e is [e] of each parameter
@@ -28,7 +28,7 @@ EXPERTS = "experts"  # the style, and the usual name of such a module
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """Which module's experts are on which rank.
+    """The placement of each module's experts on the ranks.
 
     Attributes:
         sizes: name of a module → how many experts each position along ep has.
@@ -55,13 +55,14 @@ class ExpertsPlan:
 
 
 def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: int) -> ExpertsPlan:
-    """How the model's experts are dealt out to `ranks` positions, as evenly as possible.
+    """Return the plan that deals the model's experts out to `ranks` positions, evenly.
 
     Args:
         patterns: names of modules, `*` for one or more parts. None: modules with the name
             "experts".
 
-    Raises ValueError for a model without experts, or with fewer than ranks.
+    The shares are as even as possible. Raises ValueError for a model without experts, or with fewer
+    than ranks.
     """
     from parallel101.trainers.tensor.styles import expression, listed
 
@@ -95,7 +96,7 @@ def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: in
 
 
 def check_experts(name: str, module: nn.Module, ranks: int, uses: Mapping[int, int]) -> int:
-    """How many experts the module has. Raises ValueError if it can't be dealt out."""
+    """Return the number of the module's experts. Raises ValueError if they can't be dealt out."""
     counts = {p.shape[0] if p.dim() else 0 for p in module.parameters()}
     what = f"{name!r} ({type(module).__name__})"
     if len(counts) != 1 or next(module.buffers(), None) is not None:

@@ -1,4 +1,4 @@
-"""What a gradient synchronization does in a step, and how it groups parameters.
+"""Gradient synchronization: its calls in a step, and how it groups parameters.
 
     begin ─▶ forward, backward of each microbatch ─▶ finish ─▶ the optimizer's step ─▶ publish
 
@@ -48,14 +48,14 @@ class GradientSync:
         self.placements: Mapping[str, Pieces] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def forward(self) -> AbstractContextManager:
-        """Goes around a forward and its loss."""
+        """Return the context in which a forward and its loss run."""
         return nullcontext()
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
-        """Goes around a backward.
+        """Return the context in which a backward runs.
 
         Args:
             kind: "B", or one half: "I", the input gradients, or "W", the weight gradients.
@@ -64,7 +64,7 @@ class GradientSync:
         return nullcontext()
 
     def finish(self) -> list[str]:
-        """Every owned gradient becomes the sum over the ranks.
+        """Set every owned gradient to the sum over the ranks.
 
         Returns the names of the parameters to which this rank's samples gave no gradient.
         """
@@ -77,19 +77,19 @@ class GradientSync:
         return [name for name, p in self.owned.items() if p.grad is None]
 
     def check_once(self, name: str, complete: Container[str]) -> None:
-        """Raises RuntimeError if a gradient that was complete is so again."""
+        """Raise RuntimeError if a gradient that was complete is completed again."""
         if name in complete:
             raise completed_twice(name)
 
     def publish(self) -> None:
-        """After the optimizer's step: send the weights that this rank has updated for others."""
+        """Send the weights that this rank has updated for others, after the optimizer's step."""
 
     def held(self) -> Mapping[str, list[Tensor]]:
-        """Kind → tensors that this rank holds besides the parameters and their gradients."""
+        """Return, by kind, the tensors held here besides the parameters and their gradients."""
         return {}
 
     def peaks(self) -> Mapping[str, int]:
-        """Kind → the most bytes of it that were alive at once in the last step."""
+        """Return, by kind, the most bytes that were alive at once in the last step."""
         return {}
 
     def describe(self) -> str:
@@ -145,7 +145,7 @@ class Together(GradientSync):
 def merged(
     syncs: Sequence[GradientSync], of: Callable[[GradientSync], Mapping], zero: object
 ) -> dict:
-    """Kind → what all of them have of it, added up."""
+    """Return, by kind, the sum of what all of the synchronizations have."""
     found: dict = {}
     for sync in syncs:
         for kind, value in of(sync).items():
@@ -156,8 +156,8 @@ def merged(
 def by_size(
     parameters: Parameters, most: int, apart: Mapping[str, str] = {}
 ) -> list[dict[str, nn.Parameter]]:
-    """Groups of parameters with up to `most` bytes, of one dtype and device each; a larger
-    parameter has a group to itself.
+    """Return groups of parameters with up to `most` bytes, of one dtype and device each; a
+    larger parameter has a group to itself.
 
     The last parameters come first. That is about the order in which backward makes their gradients,
     and the same order on every rank.
@@ -177,14 +177,14 @@ def by_size(
 
 
 def default_bucket_bytes(parameters: Parameters, buckets: int) -> int:
-    """The bytes of these parameters over `buckets`, at most 25 MiB, as in torch's
+    """Return the bytes of these parameters divided by `buckets`, at most 25 MiB, as in torch's
     DistributedDataParallel.
     """
     return min(25 * MiB, math.ceil(sum(p.nbytes for p in parameters.values()) / buckets))
 
 
 def dense_gradient(name: str, p: nn.Parameter) -> Tensor:
-    """The gradient of p, or zeros if it has none. Raises TypeError for a sparse one."""
+    """Return the gradient of p, or zeros if it has none. Raises TypeError for a sparse one."""
     if p.grad is None:
         return torch.zeros_like(p, dtype=p.grad_dtype)
     if p.grad.is_sparse:
@@ -208,7 +208,7 @@ def sum_gradients(parameters: Parameters, group: GroupLike) -> None:
 
 
 def completed_twice(name: str) -> RuntimeError:
-    """The error if a gradient was complete, perhaps sent already, and then changed."""
+    """Return the error for a gradient that changed after it was complete, perhaps sent."""
     return RuntimeError(
         f"the gradient of {name!r} was completed twice in one backward, and the first may have "
         "been sent already: expected once, as with "

@@ -318,8 +318,8 @@ class HybridTrainer(Trainer):
     # ── what the whole model needs, on any layout ──
 
     def share(self, batch: Batch) -> Batch:
-        """This rank's part of a whole batch, such as (inputs, targets): each tensor cut along dim 0
-        as `split_sizes` does, on the model's device.
+        """Return this rank's part of a whole batch, such as (inputs, targets): each tensor cut
+        along dim 0 as `split_sizes` does, on the model's device.
 
         A batch of fewer samples than places along dp and ep leaves some ranks without any. Raises
         TypeError or ValueError for what is not a tree of tensors with equally many samples (see
@@ -361,8 +361,8 @@ class HybridTrainer(Trainer):
         return fit.fit(self, batches, options)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same
-        float on every rank.
+        """Return the mean loss over the samples of whole batches (see `fit`), with the model in
+        eval mode: the same float on every rank.
 
         A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights:
         all sums over all weights.
@@ -371,7 +371,7 @@ class HybridTrainer(Trainer):
         return fit.evaluate(self, batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere.
+        """Return a copy of the whole model's state on every rank, for any `model.load_state_dict`.
 
         Collective: call it on every rank.
         """
@@ -379,8 +379,8 @@ class HybridTrainer(Trainer):
         return checkpoint.state_dict(self)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradients of the last step (clipped, if they were), by the names of the model's
-        parameters. Collective.
+        """Return the gradients of the last step (clipped, if they were), by the names of the
+        model's parameters. Collective.
         """
         self.need_numbers("gradients")
         return checkpoint.gradients(self)
@@ -411,7 +411,7 @@ class HybridTrainer(Trainer):
         return checkpoint.resume(self, path, scheduler)
 
     def describe(self) -> memory.Holdings:
-        """Who holds what, in bytes a rank, counted from the storages that are alive now.
+        """Return each rank's holdings in bytes, counted from the storages that are alive now.
 
         Collective; print it to see a table.
         """
@@ -449,7 +449,7 @@ class HybridTrainer(Trainer):
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
-    """Name of an axis → its size; dp is always there.
+    """Return the size of each axis, by name; dp is always included.
 
     Raises TypeError or ValueError for other meshes.
     """
@@ -467,7 +467,10 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def split_plan(plan: TensorPlan | None) -> tuple[TensorPlan | None, Mapping[str, Any] | None]:
-    """What it says of tp, and what of ep; "auto" of both if it is a word, or says nothing."""
+    """Split a plan into its tp and ep parts.
+
+    If it has styles of experts only, the tp part is "auto"; without any, the ep part is None.
+    """
     if not isinstance(plan, Mapping):
         return plan, None
     of_experts = {name: style for name, style in plan.items() if style == "experts"}
@@ -484,7 +487,7 @@ def check_axes_of_options(
     context: str,
     layers_per_stage: object,
 ) -> None:
-    """Raises ValueError for an option of an axis that the mesh doesn't have."""
+    """Raise ValueError for an option of an axis that the mesh doesn't have."""
     if regather and not sequence_parallel:
         raise ValueError(
             "regather=True is for inputs that were gathered: expected sequence_parallel=True, too"

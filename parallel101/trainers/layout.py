@@ -1,6 +1,6 @@
-"""Where every parameter is: its whole shape, and how each axis of the mesh places it.
+"""The layout of every parameter: its whole shape, and how each axis of the mesh places it.
 
-Nothing is sent here but in `gather` and `norm`.
+Only `gather` and `norm` send messages.
 
     weight (8, 4)     pp: on stage 1           only some stages have it
                       tp: Shard(dim 0)         rank 0 has rows 0 … 3, rank 1 rows 4 … 7
@@ -45,7 +45,7 @@ class Shard(NamedTuple):
     """Cut along `dim`: position i of the axis holds `sizes[i]` of it.
 
     `parts`: the dim is that many equal segments, such as query, key and value side by side, and
-    each is cut alike.
+    each is cut in the same way.
     """
 
     dim: int
@@ -87,7 +87,7 @@ class Pieces(NamedTuple):
 
 
 def block_at(coordinates: Coordinates) -> tuple[int, int]:
-    """The place along (tp, ep)."""
+    """Return the place along (tp, ep)."""
     return coordinates.get("tp", 0), coordinates.get("ep", 0)
 
 
@@ -102,7 +102,7 @@ class Entry(NamedTuple):
     placements: Mapping[str, Placement] = {}  # by axis; "dp" for Pieces, whatever axes they have
 
     def cut_by(self) -> set[str]:
-        """The axes along which ranks hold different parts of it."""
+        """Return the axes along which ranks hold different parts of it."""
         return {
             name
             for axis, placement in self.placements.items()
@@ -129,11 +129,11 @@ class Axes:
         self.here = self.coordinates(self.position)
 
     def coordinates(self, position: int) -> dict[str, int]:
-        """On each axis, of a position in the group."""
+        """Return the coordinates, on each axis, of a position in the group."""
         return self.at(position, self.sizes)
 
     def at(self, place: int, names: Collection[str]) -> dict[str, int]:
-        """On each of these axes, of a place on them together, counted row by row."""
+        """Return the coordinates, on each of these axes, of a place on them, counted row by row."""
         found = {}
         for name, size in reversed(self.sizes.items()):
             if name in names:
@@ -141,7 +141,7 @@ class Axes:
         return found
 
     def place(self, names: Collection[str], at: Coordinates | None = None) -> int:
-        """The other way round: the place on these axes together of a rank (default: this one)."""
+        """Return the place of a rank (default: this one) on these axes: the inverse of `at`."""
         at, found = at or self.here, 0
         for name, size in self.sizes.items():
             if name in names:
@@ -149,12 +149,12 @@ class Axes:
         return found
 
     def size(self, names: Collection[str]) -> int:
-        """How many places these axes have together."""
+        """Return the number of places that these axes have together."""
         return math.prod(size for name, size in self.sizes.items() if name in names)
 
     def line(self, names: Collection[str], position: int | None = None) -> list[int]:
-        """Positions in the group of the ranks that differ from this one (or from `position`)
-        along these axes only, row by row.
+        """Return the positions in the group of the ranks that differ from this one (or from
+        `position`) along these axes only, row by row.
         """
         order = list(self.sizes)
         start = self.position if position is None else position
@@ -162,7 +162,7 @@ class Axes:
         return along(list(self.sizes.values()), start, axes)
 
     def along(self, names: Collection[str]) -> Group:
-        """These ranks as a group, which has the names of these axes in the record."""
+        """Return the ranks of `line` as a group, which has these axes' names in the record."""
         line = self.line(names)
         whole = len(line) == len(self.members.ranks)
         named = tuple(
@@ -198,9 +198,9 @@ class Layout:
     # ── one entry, no messages ──
 
     def cut(self, name: str, whole: Tensor, at: Coordinates | None = None) -> Tensor:
-        """What a rank (default: this one) holds of the whole; without elements if that is nothing.
+        """Return the part of the whole that a rank (default: this one) holds, which may be empty.
 
-        A view if it can be.
+        The part is a view if possible.
         """
         at, part = at or self.axes.here, whole
         for axis in ORDER:
@@ -215,11 +215,11 @@ class Layout:
         return part
 
     def shape(self, name: str, at: Coordinates | None = None) -> torch.Size:
-        """Of what a rank (default: this one) holds."""
+        """Return the shape of the part that a rank (default: this one) holds."""
         return self.cut(name, torch.empty(self.entries[name].shape, device="meta"), at).shape
 
     def join(self, name: str, part: Callable[[Coordinates], Tensor]) -> Tensor:
-        """The whole, from the parts: `part(coordinates)` is what the rank there holds.
+        """Return the whole, from the parts: `part(coordinates)` is what the rank there holds.
 
         Each element is asked of one rank only.
         """
@@ -234,7 +234,7 @@ class Layout:
         at: dict[str, int],
         shape: Sequence[int],
     ) -> Tensor:
-        """What these axes cut, put together.
+        """Return the parts that these axes cut, put together.
 
         (It isn't a function inside of `join`: that one would refer to itself, and so hold the parts
         until Python looks for cycles.)
@@ -261,8 +261,8 @@ class Layout:
                 return joined(at, shape)
 
     def counts(self, name: str, at: Coordinates | None = None) -> bool:
-        """True on exactly one of the ranks that hold a copy, the first, so that `join` and `norm`
-        count it once.
+        """Return True on exactly one of the ranks that hold a copy, the first, so that `join` and
+        `norm` count it once.
         """
         at, entry = at or self.axes.here, self.entries[name]
         stages = entry.placements.get("pp")
@@ -275,9 +275,9 @@ class Layout:
     def gather(
         self, parts: Mapping[str, Tensor], names: Sequence[str], first_only: bool = False
     ) -> dict[str, Tensor]:
-        """The whole of each of these names, from each rank's part.
+        """Return the whole tensor of each of these names, from each rank's part.
 
-        If nothing is cut, copies of the parts.
+        If nothing is cut, these are copies of the parts.
 
         One all-gather a dtype, or with `first_only` a gather to the first rank; the others get
         nothing. A rank's `parts` lacks a name if it holds no element of it.
@@ -323,7 +323,7 @@ class Layout:
         return {name: self.join(name, partial(part, name)) for name in names}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm of the whole model's gradients, the same on every rank, from each rank's
+        """Return the norm of the whole model's gradients, the same on every rank, from each rank's
         parts.
         """
         mine = nn.utils.get_total_norm([g for name, g in gradients.items() if self.counts(name)])
@@ -337,7 +337,7 @@ class Layout:
     # ── in words ──
 
     def describe(self) -> Iterator[str]:
-        """A line for each way in which parameters are placed."""
+        """Yield a line for each way in which parameters are placed."""
         ways: dict[str, list[str]] = {}
         for name, entry in self.entries.items():
             words = [
@@ -353,7 +353,7 @@ class Layout:
 
 
 def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that a state_dict has, by name, each once however often it is tied."""
+    """Return the parameters and buffers in a state_dict, by name, each once, even if tied."""
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
     return {
         name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if id(t) in kept
@@ -361,7 +361,7 @@ def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class StateNames:
-    """What a whole model's state_dict has.
+    """The keys of a whole model's state_dict, and the tensors that they name.
 
     Attributes:
         keys: all of them. names: key → name of the parameter or buffer; several keys have the same

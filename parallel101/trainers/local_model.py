@@ -1,4 +1,4 @@
-"""From a whole model to this rank's part of it.
+"""Preparing this rank's part of a whole model.
 
     the whole model ─▶ the plan, on the modules of my stages (tp) ─▶ my experts (ep)
                     ─▶ my stages (pp) ─▶ gradients (dp, with cp and ep)
@@ -136,7 +136,7 @@ def trained_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
 def positions_of(
     on_stages: Mapping[str, Sequence[int]], stages: StageCut | None
 ) -> dict[str, list[int]]:
-    """Name → the positions along pp that have it."""
+    """Return, for each name, the positions along pp that have it."""
     placement = stages.placement if stages else {0: 0}
     return {name: sorted({placement[s] for s in of_name}) for name, of_name in on_stages.items()}
 
@@ -144,8 +144,8 @@ def positions_of(
 def bounds_of_all(
     axes: Axes, agree: Agreement, mine: Mapping[str, Bounds]
 ) -> dict[str, dict[tuple[int, int], Bounds]]:
-    """How each parameter is cut into pieces, also those of other stages: name → place along (tp,
-    ep), where other blocks may be cut unevenly → bounds.
+    """Return how each parameter is cut into pieces, also those of other stages: name → place
+    along (tp, ep), where other blocks may be cut unevenly → bounds.
     """
     if len(agree.ranks) == axes.size(["dp", "cp"]):
         return {name: {(0, 0): bounds} for name, bounds in mine.items()}
@@ -167,7 +167,7 @@ def sums_of(
     partial: Collection[str],
     axes: Axes,
 ) -> Iterator[tuple[list[str], Group]]:
-    """Which gradients are summed over more than dp, in an order that is the same on all ranks."""
+    """Yield the gradients that are summed over more than dp, in the same order on all ranks."""
     alike = [name for name in trained if name in partial]
     if alike:
         yield alike, axes.along(["tp"])

@@ -1,4 +1,4 @@
-"""How gradients are synchronized over dp (with cp and ep), from a trainer's options.
+"""The choice of gradient synchronization over dp (with cp and ep), from a trainer's options.
 
 zero_stage 0, overlap          Overlapped        1, 2    ZeRO12
               bucket_bytes 0   Naive             3       ZeRO3
@@ -28,7 +28,7 @@ Algorithms = Mapping[str, str]  # operation → algorithm
 
 
 def operations_of(axes: Axes, zero_stage: int, sequence_parallel: bool) -> list[str]:
-    """The collectives whose algorithm can be chosen."""
+    """Return the collectives whose algorithm can be chosen."""
     reduces = ("dp" in axes.sizes and not zero_stage) or "tp" in axes.sizes
     gathers = zero_stage or sequence_parallel
     return ["all_reduce"] * bool(reduces) + ["reduce_scatter", "all_gather"] * bool(gathers)
@@ -37,7 +37,7 @@ def operations_of(axes: Axes, zero_stage: int, sequence_parallel: bool) -> list[
 def choose_algorithms(
     algorithm: str | Algorithms | None, operations: Sequence[str], overlap: bool
 ) -> Algorithms:
-    """The algorithm of each operation that a trainer uses; none for the default.
+    """Return the algorithm of each operation that a trainer uses; empty for the defaults.
 
     Raises ValueError for an unknown one, or one that can't overlap with computing.
     """
@@ -71,9 +71,9 @@ def how_to_sync(
     precision: Precision,
     chosen: Algorithms,
 ) -> MakeSync:
-    """What builds the synchronization of a stage's parameters. Raises ValueError for other values.
+    """Return the function that builds the synchronization of a stage's parameters.
 
-    Args: see `HybridTrainer`.
+    Args: see `HybridTrainer`. Raises ValueError for other values.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(

@@ -28,12 +28,12 @@ HYBRID = inspect.signature(HybridTrainer).parameters
 
 
 def one_axis(axis: str, group: GroupLike) -> Axes:
-    """The ranks of a group as a mesh with this axis."""
+    """Return the ranks of a group as a mesh with this axis."""
     return Axes(group, {"dp": 1} | {axis: group_of(group).size})
 
 
 def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a constructor was given, for that of HybridTrainer."""
+    """Return those of a constructor's arguments that HybridTrainer takes."""
     return {name: value for name, value in given.items() if name in HYBRID}
 
 

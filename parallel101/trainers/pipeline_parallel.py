@@ -34,7 +34,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 class Held(NamedTuple):
-    """What a stage keeps of a microbatch from its forward to its backward."""
+    """The state of a microbatch that a stage keeps from its forward to its backward."""
 
     x: Any
     y: Tensor
@@ -70,12 +70,12 @@ class Pipeline:
         self.split = {action[::2] for action in actions if action.kind == "I"}
 
     def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
-        """Forward and backward of a share, cut into microbatches."""
+        """Run forward and backward of a share, cut into microbatches."""
         sizes = split_sizes(count_samples(inputs), self.microbatches)
         self.carry_out(self.actions, split(inputs, sizes), split(targets, sizes), losses)
 
     def evaluate(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
-        """Forward of a share, as one microbatch."""
+        """Run the forward of a share, as one microbatch."""
         forward = [action for action in self.actions if is_first_forward(action)]
         self.carry_out(forward, [inputs], [targets], losses)
 
@@ -115,7 +115,7 @@ class Pipeline:
                 self.backward(stage, i, arrived)
 
     def receive(self, action: Action) -> Tensor | None:
-        """What an action needs: the output of the stage before, or the gradient of its own."""
+        """Return an action's input: the output of the stage before, or the gradient of its own."""
         stage, kind, i = action[:3]
         if kind == "W" or stage == (0 if kind == "F" else self.last_stage):
             return None
@@ -151,7 +151,7 @@ class Pipeline:
 
     @contextmanager
     def synchronizing(self, action: Action) -> Iterator[None]:
-        """Goes around what a stage computes: what sums its gradients follows it."""
+        """Let the synchronizations of a stage's gradients follow what the stage computes."""
         with ExitStack() as contexts:
             for stages, sync, last in self.on_stage:
                 if action.stage in stages and action.kind == "F":
@@ -162,5 +162,5 @@ class Pipeline:
 
 
 def last_backward(stages: frozenset[int], actions: Sequence[Action]) -> Action:
-    """With it the gradients of these stages are complete."""
+    """Return the action with which the gradients of these stages are complete."""
     return [action for action in actions if action.kind in "BW" and action.stage in stages][-1]

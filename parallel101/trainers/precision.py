@@ -63,13 +63,13 @@ class Precision(NamedTuple):
         return lambda outputs, targets: loss_fn(map_tensors(_in_32_bit, outputs), targets)
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a checkpoint stores a tensor of this dtype."""
+        """Return the dtype in which a checkpoint stores a tensor of this dtype."""
         if self.weights is None or not dtype.is_floating_point:
             return dtype
         return torch.promote_types(dtype, torch.float32) if self.master else self.weights
 
     def forward(self, device: torch.device) -> Any:
-        """The context manager in which a forward runs: autocast, if it was chosen."""
+        """Return the context in which a forward runs: autocast, if it was chosen."""
         on = self.autocast is not None
         return torch.autocast(numbers_device(device).type, dtype=self.autocast, enabled=on)
 
@@ -105,8 +105,8 @@ def choose_precision(
     autocast: torch.dtype | None,
     device: torch.device,
 ) -> Precision:
-    """The Precision for these options. Raises ValueError if they don't go together, or if the
-    device can't compute in this dtype.
+    """Return the Precision for these options. Raises ValueError if they don't go together, or if
+    the device can't compute in this dtype.
     """
     if autocast is not None and device.type == "meta":
         raise ValueError(
@@ -190,8 +190,8 @@ class MasterWeights(GradientSync):
         return list(self.local) if self.scaled and self.overflow() else unused
 
     def overflow(self) -> bool:
-        """Whether a gradient isn't finite on some rank. If so, the master weights' gradients are
-        removed, and the optimizer does nothing. Collective.
+        """Return whether a gradient isn't finite on some rank. If so, the master weights' gradients
+        are removed, and the optimizer does nothing. Collective.
         """
         gradients = [p.grad for p in self.owned.values() if p.grad is not None]
         mine = sum(number_in(~g.isfinite().all()) for g in gradients)

@@ -43,8 +43,8 @@ class RandomNumbers:
 
     @contextmanager
     def of_step(self, step: int) -> Iterator[None]:
-        """Inside, the random numbers are those of this step; afterwards they go on where they
-        were before.
+        """Draw the random numbers of this step inside; afterwards they go on where they were
+        before.
         """
         if self.alone:
             yield
@@ -59,8 +59,8 @@ class RandomNumbers:
 
     @contextmanager
     def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
-        """Goes around a forward with sequence parallel. Ranks along tp that have unequal parts of
-        the time draw unequally many numbers. In the next forward they draw the same again.
+        """Run a forward with sequence parallel. Ranks along tp that have unequal parts of the time
+        draw different amounts of numbers. In the next forward they draw the same ones again.
         """
         if self.step is not None:
             self.seed(f"{self.step} {self.forwards}")

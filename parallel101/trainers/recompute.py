@@ -40,7 +40,7 @@ CORES = ("core", "core_attention", "attention_core", "inner_attention")
 
 
 def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
-    """The names of the modules to recompute in backward. None of them is inside another.
+    """Return the names of the modules to recompute in backward. None is inside another.
 
     Args:
         recompute: "none", "selective", "full" or a function of a module's name.
@@ -81,7 +81,7 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
 
 
 def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The names of the modules that are in a list and have modules inside."""
+    """Yield the names of the modules that are in a list and have modules inside."""
     for name, child in module.named_children():
         if not isinstance(module, LISTS) or isinstance(child, LISTS):
             yield from blocks_of(child, f"{prefix}{name}.")
@@ -106,7 +106,7 @@ def recompute_in_backward(module: nn.Module, name: str) -> None:
 
 
 def around(name: str) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The context managers for a forward and for its repetition."""
+    """Return the context managers for a forward and for its repetition."""
     return nullcontext(), again(name, split_backward(), getattr(_thread, "around", nullcontext))
 
 
@@ -114,8 +114,8 @@ def around(name: str) -> tuple[AbstractContextManager, AbstractContextManager]:
 def again(
     name: str, later: WeightGradients | None, around: Callable[[], AbstractContextManager]
 ) -> Iterator[None]:
-    """The context manager for a repetition, in which modes are active as in the forward: if that
-    left its weight gradients for later, its linear layers kept other tensors.
+    """Run a repetition with the same modes as the forward: if that left its weight gradients for
+    later, its linear layers kept other tensors.
     """
     with span("recompute", module=name), later.forward() if later else nullcontext(), around():
         yield
@@ -123,7 +123,7 @@ def again(
 
 @contextmanager
 def and_its_repetitions(around: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Inside, a forward runs in this context, and so will its repetitions in backward."""
+    """Run a forward in this context, and later its repetitions in backward."""
     before, _thread.around = getattr(_thread, "around", nullcontext), around
     try:
         with around():
@@ -145,7 +145,7 @@ def buffers_now(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def check_norms_inside(name: str, module: nn.Module) -> None:
-    """Raises ValueError for a norm with running statistics, which each forward updates."""
+    """Raise ValueError for a norm with running statistics, which each forward updates."""
     for below, norm in module.named_modules(prefix=name):
         if norm.training and getattr(norm, "running_mean", None) is not None:
             raise ValueError(

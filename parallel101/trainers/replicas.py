@@ -1,4 +1,4 @@
-"""After the first step: what several ranks have must still be the same on all of them.
+"""The check of replicas after the first step: copies must still be equal on all ranks.
 
     along dp     a buffer that depends on the samples differs
     along tp     so does the gradient of a replicated parameter, if a module computes differently
@@ -25,14 +25,14 @@ SMALL = 1e-6  # a norm below this part of the largest is rounding noise
 
 
 def compare_replicas(trainer: Trainer) -> None:
-    """Once, when every gradient is that of the whole batch: raises ValueError, on every rank, if
-    ranks with equal parameters and buffers have unequal gradients or buffers.
+    """Raise ValueError, on every rank, if ranks with equal parameters and buffers have unequal
+    gradients or buffers. Called once, when every gradient is that of the whole batch.
     """
     trainer.agree.check_on_all(partial(check_alike, trainer))
 
 
 def check_alike(trainer: Trainer) -> None:
-    """Collective among the ranks of one stage, all of which raise the same ValueError."""
+    """Check the ranks of one stage, all of which raise the same ValueError. Collective."""
     axes = trainer.axes
     stage = [axis for axis in axes.sizes if axis != "pp"]
     # not counted as what an axis sends
@@ -53,8 +53,8 @@ def check_alike(trainer: Trainer) -> None:
 
 
 def check_gradients(trainer: Trainer, agree: Agreement, tp: Sequence[int]) -> None:
-    """Raises ValueError if the gradient of a parameter that tp does not cut has different norms
-    along it. `tp`: of each rank, its place.
+    """Raise ValueError if the gradient of a parameter that tp does not cut has different norms
+    along it. `tp`: each rank's place along tp.
     """
     entries, owned = trainer.layout.entries, trainer.owned
     here = [name for name in trainer.trained if name in trainer.local]

@@ -48,7 +48,7 @@ class Shares:
         self.check_time, self.check_frozen = check_time, check_frozen
 
     def check(self, inputs: Batch, targets: Batch, step: int) -> int:
-        """How many samples the whole batch has.
+        """Return the number of samples in the whole batch.
 
         Raises, on all ranks, TypeError or ValueError if the shares don't fit together.
         """
@@ -90,7 +90,7 @@ class Shares:
         return int(total)
 
     def unlike(self, first: int, position: int, counts: list[float]) -> ValueError:
-        """Two ranks that should have the same samples, and don't."""
+        """Return the error for two ranks that should have the same samples, and don't."""
         a, b = self.agree.ranks[first], self.agree.ranks[position]
         given = (
             f"{counts[first]:.0f} and {counts[position]:.0f} samples"
@@ -106,7 +106,7 @@ class Shares:
 
 
 def check_frozen(check_norms: Callable[[], None], frozen: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for a parameter or a norm that was frozen when the trainer was built, and
+    """Raise ValueError for a parameter or a norm that was frozen when the trainer was built, and
     is not any more.
     """
     check_norms()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """What a rank holds of the model, and the step that trains it. hybrid.py builds it."""
+    """A rank's part of the model, and the step that trains it. hybrid.py builds it."""
 
     model: nn.Module  # this rank's part
     optimizer: torch.optim.Optimizer  # of what this rank owns
@@ -57,7 +57,7 @@ class Trainer:
     local: Mapping[str, Tensor]  # parameters and buffers that are on this rank
     reached: list[str]  # those that some rank's samples reached in the last step
     precision: Precision  # the dtypes of weights, gradients and some operations
-    random_numbers: RandomNumbers  # dropout's, alike on ranks with the same samples
+    random_numbers: RandomNumbers  # dropout's, equal on ranks with the same samples
     clip_norm: float | None
     device: torch.device
     verification: Any  # compares with one process; see verify/
@@ -126,21 +126,21 @@ class Trainer:
         return loss
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
-        """The names of the parameters that no rank's samples reached. Collective."""
+        """Return the names of the parameters that no rank's samples reached. Collective."""
         mine = self.local.keys() - set(unused)
         reached = torch.tensor([name in mine for name in self.trained], device=self.agree.device)
         counts = all_reduce(reached.int(), group=self.agree.group).tolist()
         return {name for name, count in zip(self.trained, counts) if not count}
 
     def norm(self) -> Tensor:
-        """The norm of all gradients together, each element counted once."""
+        """Return the norm of all gradients together, each element counted once."""
         gradients = {name: p.grad for name, p in self.owned.items() if p.grad is not None}
         return self.layout.norm(gradients)
 
     # ── what surrounds the step ──
 
     def need_numbers(self, method: str) -> None:
-        """Raises ValueError if the model is on the meta device, where it has none."""
+        """Raise ValueError if the model is on the meta device, which has no numbers."""
         if self.device.type == "meta":
             raise ValueError(
                 f"{method}() needs numbers, and the model is on the meta device, which has none: "
@@ -149,8 +149,8 @@ class Trainer:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """Name → what this rank has of it: of trained parameters what it owns, and the others
-        and buffers whole.
+        """This rank's part of each tensor, by name: of trained parameters what it owns, and the
+        others and buffers whole.
         """
         here = dict([*self.model.named_parameters(), *self.model.named_buffers()])
         others = self.layout.entries.keys() & self.local.keys() - set(self.trained)
@@ -158,7 +158,7 @@ class Trainer:
 
 
 class Accumulation:
-    """All layers are on this rank. The gradients of its microbatches add up in .grad."""
+    """Runs all layers on this rank. The gradients of its microbatches add up in .grad."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: bool) -> None:
-    """Raises ValueError for a norm that would see a part of the batch only: of `ranks` along
+    """Raise ValueError for a norm that would see a part of the batch only: of `ranks` along
     dp, a rank's share; or a microbatch.
     """
     for name, module in norms_of(model):
@@ -63,7 +63,7 @@ def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: b
 
 
 def synchronise_norms(model: nn.Module, group: Group) -> None:
-    """From now on the model's norms take the statistics of the samples of all these ranks.
+    """Let the model's norms take the statistics of the samples of all these ranks from now on.
 
     Each forward and backward of a norm in training mode sends a message, so all ranks must use the
     same norms in the same order. These messages have a process group of their own, so that they are
@@ -85,7 +85,7 @@ def forward(original: Callable[[Tensor], Tensor], statistics: OfAllRanks, x: Ten
 
 
 class OfAllRanks(TorchFunctionMode):
-    """Inside, F.batch_norm is `batch_norm` over these ranks.
+    """Replaces F.batch_norm by `batch_norm` over these ranks while it is active.
 
     So a module's own code decides when to use and update which statistics.
     """
@@ -114,8 +114,8 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.batch_norm of x (samples, channels, …), with the statistics of all ranks'
-    samples if `training`.
+    """Return F.batch_norm of x (samples, channels, …), with the statistics of all ranks' samples
+    if `training`.
 
     It computes in float32 at least. Running statistics become the same on all ranks, bit by bit.
     """
@@ -139,5 +139,5 @@ def batch_norm(
 
 
 def along_dim_1(value: Tensor, x: Tensor) -> Tensor:
-    """One value for each channel, in a shape that multiplies x."""
+    """Return one value for each channel, in a shape that multiplies x."""
     return value.view(-1, *[1] * (x.dim() - 2))

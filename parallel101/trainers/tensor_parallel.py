@@ -32,7 +32,7 @@ from parallel101.trainers.weight_gradients import WeightGradients, positions, sp
 
 
 class SumBackward(Function):
-    """From activations that every rank has to column layers, Megatron's f. Layers with the same
+    """Passes activations that every rank has to column layers: Megatron's f. Layers with the same
     input share this node, and so one all-reduce: query, key and value, for example.
     """
 
@@ -53,7 +53,7 @@ class SumBackward(Function):
 
 
 class SumForward(Function):
-    """From row layers to activations that every rank has, Megatron's g: the other way round."""
+    """Sums the results of row layers to activations that every rank has: Megatron's g."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, tp: TensorGroup) -> Tensor:
@@ -88,7 +88,7 @@ class Column(Function):
 
 
 class ColumnLinear(nn.Module):
-    """(…, in) → (…, this rank's part of out)."""
+    """A linear layer (…, in) → (…, this rank's part of out)."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorGroup):
         super().__init__()
@@ -102,7 +102,7 @@ class ColumnLinear(nn.Module):
         return Column.apply(whole, self, x.detach() if inputs.regather else whole, inputs)
 
     def enter(self, x: Tensor) -> tuple[Tensor, Entered | None]:
-        """x, as all column layers take it that have this input, and what they share in backward."""
+        """Return x for all column layers that have this input, and what they share in backward."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return self.tp.gather(x, self.tp.times), None
         split = split_backward()  # if there is one, the schedule says when ∂W is computed
@@ -112,7 +112,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """(…, this rank's part of in) → (…, out). The bias is whole, and added once, after the sum."""
+    """A linear layer (…, this rank's part of in) → (…, out). The sum gets the whole bias."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorGroup):
         super().__init__()
@@ -125,7 +125,7 @@ class RowLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """(…) tokens → (…, features), with the rows of the table from `start` on. Tokens of other ranks
+    """An embedding (…) → (…, features) with the table's rows from `start` on. Tokens of other ranks
     become zeros, and the sum over ranks has every token's row.
     """
 
@@ -141,8 +141,8 @@ class VocabularyEmbedding(nn.Module):
 
 
 def cut_heads(outputs: int, ranks: int, heads: int | None = None, parts: int = 1) -> Shard:
-    """How the outputs of a column layer are cut. With parts=3 they are query, key and value side by
-    side, [Q | K | V], and rank 0 of 2 gets the first half of the heads of each: [Q₀ | K₀ | V₀].
+    """Return the cut of a column layer's outputs. With parts=3 they are query, key and value side
+    by side, [Q | K | V], and rank 0 of 2 gets the first half of the heads of each: [Q₀ | K₀ | V₀].
     """
     part = outputs // parts
     unit = 1 if heads is None else part // heads  # what stays together: the features of a head

@@ -45,8 +45,8 @@ class WeightGradients:
             self.pending.setdefault(p, []).append(gradient)
 
     def run(self) -> None:
-        """Compute them, and give each parameter the sum of its own, by a backward of its own. So it
-        is added to .grad, and the parameter's hooks run once.
+        """Compute them, and give each parameter the sum of its own, by a separate backward. So the
+        sum is added to .grad, and the parameter's hooks run once.
         """
         while self.pending:
             p = next(iter(self.pending))
@@ -56,8 +56,8 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside, a forward is computed whose backward leaves its weight gradients here, if they
-        are split.
+        """Run a forward inside whose backward leaves its weight gradients here, if they are
+        split.
         """
         if not self.split:
             yield
@@ -87,16 +87,16 @@ class _Pending(Function):
 
 
 def split_backward() -> WeightGradients | None:
-    """Where the backward of the forward that this thread computes leaves its weight gradients.
+    """Return the WeightGradients to which this thread's forward leaves those of its backward.
 
-    None if it computes them itself.
+    It is None if that backward computes them itself.
     """
     return getattr(_thread, "later", None)
 
 
 class _Later(TorchFunctionMode):
-    """While it is active, every nn.Linear and F.linear over parameters leaves its weight gradient
-    for later.
+    """Lets every nn.Linear and F.linear over parameters leave its weight gradient for later,
+    while it is active.
     """
 
     def __init__(self, later: WeightGradients):
@@ -134,5 +134,5 @@ class _Linear(Function):
 
 
 def positions(x: Tensor) -> Tensor:
-    """(…, features) as (positions, features)."""
+    """View (…, features) as (positions, features)."""
     return torch.atleast_2d(x).flatten(0, -2)

@@ -78,7 +78,7 @@ class ZeRO12(ShardedSync):
             self.send_next()
 
     def ready(self, p: nn.Parameter) -> None:
-        """autograd calls this when the gradient of p is complete."""
+        """Note that the gradient of p is complete. autograd calls this."""
         flat, name = self.home[p]
         flat.live.watch("gradients", dense_gradient(name, p))
         if not self.listening:
@@ -96,7 +96,7 @@ class ZeRO12(ShardedSync):
         self.reduce_scatter(flat)
 
     def publish(self) -> None:
-        """After the optimizer's step: every rank sends the blocks that it has updated."""
+        """Send the blocks that each rank has updated, after the optimizer's step."""
         with wait_span("gather weights"):
             for bucket in self.flats:
                 bucket.all_gather()
@@ -121,7 +121,7 @@ class ZeRO3(LayerByLayer):
     zero_stage = 3
 
     def begin_pass(self, order: Sequence[Layer]) -> None:
-        """A forward or a backward begins, which will use the layers in this order.
+        """Begin a forward or a backward, which will use the layers in this order.
 
         Weights in no layer, or in several (tied weights), are whole for all of it.
         """
@@ -131,7 +131,7 @@ class ZeRO3(LayerByLayer):
         self.shared.wait()
 
     def use(self, layer: Layer) -> None:
-        """This layer computes next, forward or backward.
+        """Make this layer current: it computes next, forward or backward.
 
         Other ranks may use layers that this one skips. It takes part in gathering them, so that all
         ranks gather the same layers in the same order.
@@ -156,7 +156,7 @@ class ZeRO3(LayerByLayer):
             self.upcoming[0].all_gather()
 
     def leave(self) -> None:
-        """The current layer has computed. Free its weights, and send its gradients."""
+        """Free the weights of the current layer, which has computed, and send its gradients."""
         if self.current is None:
             return
         layer, self.current = self.current, None

@@ -1,4 +1,4 @@
-"""What context_parallel.py needs: which rank has which part of the time, and the checks of a call.
+"""Parts of context_parallel.py: each rank's part of the time, and the checks of a call.
 
 Beside it is Ulysses, which divides the heads instead (ulysses.py).
 """

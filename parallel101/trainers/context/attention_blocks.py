@@ -15,7 +15,7 @@ from torch import Tensor, einsum, inf
 
 
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
-    """(batch, heads, …) → (batch, kv heads, heads of each, …), the same memory."""
+    """View (batch, heads, …) as (batch, kv heads, heads of each, …), in the same memory."""
     return x.unflatten(1, (kv_heads, -1))
 
 
@@ -36,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Te
 def attend_backward(
     k: Tensor, v: Tensor, q: Tensor, do: Tensor, delta: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to ∂Q, and what these queries add to ∂K and ∂V.
+    """Return these keys' contribution to ∂Q, and these queries' contributions to ∂K and ∂V.
 
     Args:
         q, k, v, causal: as in `attend`.

@@ -1,4 +1,4 @@
-"""What a call of context-parallel attention says on all ranks, and how the record sees it.
+"""A call of context-parallel attention: its arguments on all ranks, and its spans.
 
     span "attention"            block="K₂ V₂": with keys and values of position 2 of the group
     span "attention backward"   pairs=512: unmasked (query, key) pairs, in all heads and texts
@@ -28,7 +28,7 @@ BACKWARD = 2.5  # times the forward's seconds: five matrix products a block, and
 
 
 class AttentionCall(NamedTuple):
-    """What a call says besides q, k and v."""
+    """The arguments of a call besides q, k and v."""
 
     group: Group
     sizes: list[int]  # the time that each position has
@@ -42,7 +42,7 @@ class AttentionCall(NamedTuple):
         return self.group.position is not None
 
     def visible(self, source: int) -> Seen | None:
-        """Return what this rank's queries see of the keys of position `source`."""
+        """Return the part of position `source`'s keys that this rank's queries see."""
         assert self.group.position is not None
         return visible(self.group.position, source, self.sizes, self.layout, self.causal)
 
@@ -68,7 +68,7 @@ def begin_ring(x: Tensor, k: Tensor, call: AttentionCall, forward: bool, **alike
 def computing(
     pairs: int, source: int | None, q: Tensor, call: AttentionCall, *, backward: bool = False
 ) -> Iterator[None]:
-    """Record what is inside as attention, and let it take its time on a virtual rank's clock.
+    """Record the block as attention, and let it take its time on a virtual rank's clock.
 
     Args:
         pairs: unmasked pairs of a query and a key, of one head.

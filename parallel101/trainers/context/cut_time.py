@@ -38,7 +38,7 @@ WAYS = {
 
 
 class ContextAxis:
-    """Which positions of each sequence this rank has.
+    """This rank's positions of each sequence, and the attention over all ranks.
 
     Args:
         group: the ranks along cp.
@@ -63,7 +63,7 @@ class ContextAxis:
         self.here = torch.empty(0)  # the positions of this rank, (time,)
 
     def check(self, inputs: Batch, targets: Batch) -> None:
-        """Raises ValueError for what can't be cut along time."""
+        """Raise ValueError for tensors that can't be cut along time."""
         for what, tree in (("inputs", inputs), ("targets", targets)):
             for t in tensors_of(tree):
                 if t.dim() <= TIME:
@@ -80,7 +80,7 @@ class ContextAxis:
             )
 
     def cut(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch, float]:
-        """This rank's positions of both, and which part of all positions that is."""
+        """Return this rank's positions of both, and their fraction of all positions."""
         first = tensors_of(inputs)[0]
         samples, time = first.shape[: TIME + 1]
         self.sizes = time_sizes(time, self.group.size, self.layout)
@@ -99,13 +99,13 @@ class ContextAxis:
         return {self.name_of_positions: positions.expand(samples, -1), **inputs}
 
     def to_module(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before a forward of a module that is called with activations alone."""
+        """Add the positions to the arguments of a module that is called with activations alone."""
         return args, {name: self.here.expand(len(args[0]), -1), **kwargs}
 
     @contextmanager
     def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
-        """Goes around a forward: its attention is that of the whole sequence. A shape error says
-        that time is cut.
+        """Run a forward whose attention is that of the whole sequence. A shape error says that
+        time is cut.
         """
         try:
             with inner(), and_its_repetitions(lambda: AttentionOverRanks(self)):
@@ -125,17 +125,17 @@ class ContextAxis:
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
-    """Of the class's forward: recomputation may have replaced the module's own."""
+    """Return the signature of the class's forward: recomputation may have replaced the module's."""
     return inspect.signature(type(module).forward.__get__(module))
 
 
 def positions_in(signature: inspect.Signature) -> str | None:
-    """What a forward calls its positions; None if it doesn't take them."""
+    """Return a forward's name for its positions; None if it doesn't take them."""
     return next((name for name in POSITIONS if name in signature.parameters), None)
 
 
 class AttentionOverRanks(TorchFunctionMode):
-    """While it is active, scaled_dot_product_attention is computed by all ranks along cp."""
+    """Lets all ranks along cp compute scaled_dot_product_attention, while it is active."""
 
     def __init__(self, axis: ContextAxis):
         super().__init__()

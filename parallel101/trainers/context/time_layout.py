@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank of a context-parallel group has.
+"""The positions of a sequence that each rank of a context-parallel group has.
 
     9 positions, 2 ranks   contiguous     zigzag: four chunks
     rank 0                 0 1 2 3 4      0 1 2 | 7 8           the first and the last
@@ -99,7 +99,7 @@ def check_layout(layout: str, time: int, n: int) -> None:
 
 
 class Seen(NamedTuple):
-    """What a rank's queries see of one rank's keys. Slices are of what these ranks hold."""
+    """The part of one rank's keys that another's queries see, as slices of what each holds."""
 
     rows: slice  # the queries that see any of them
     columns: slice  # the keys that any query sees
@@ -108,7 +108,7 @@ class Seen(NamedTuple):
 
 
 def visible(me: int, source: int, sizes: list[int], layout: str, causal: bool) -> Seen | None:
-    """Return what the queries of position `me` see of the keys of position `source`.
+    """Return the part of position `source`'s keys that the queries of position `me` see.
 
         zigzag, 2 ranks     keys 0 | 3   1 | 2
         queries    0             ◣   .   .   .       each row and column is a chunk

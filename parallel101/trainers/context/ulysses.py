@@ -60,7 +60,7 @@ def ulysses_attention(
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """torch's attention over the whole time, recorded as that of one block."""
+    """Compute torch's attention over the whole time, recorded as that of one block."""
     time, grouped = q.shape[TIME], q.shape[HEADS] != k.shape[HEADS]
     pairs = time * (time + 1) // 2 if call.causal else time * time
     with computing(pairs, None, q, call):
@@ -83,12 +83,12 @@ def in_order(x: Tensor, call: AttentionCall) -> Tensor:
 
 
 def by_rank(x: Tensor, call: AttentionCall) -> Tensor:
-    """The other way round."""
+    """Undo `in_order`: sort rank by rank."""
     return x if call.layout == "contiguous" else x[:, :, order(call, x)]
 
 
 def order(call: AttentionCall, x: Tensor) -> Tensor:
-    """The positions of rank 0, then those of rank 1, and so on."""
+    """Return the positions of rank 0, then those of rank 1, and so on."""
     time, n = sum(call.sizes), call.group.size
     return torch.cat([local_positions(time, n, rank, call.layout, x.device) for rank in range(n)])
 

@@ -1,4 +1,4 @@
-"""How a pipeline is put together: the schedule, the cut of the model, and what runs them."""
+"""Building a pipeline: the schedule, the cut of the model, and the object that runs them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PipelinePlan:
         self.cut = StageCut(model, placement, layers_per_stage, axes.here["pp"])
 
     def check_ties(self, model: nn.Module) -> None:
-        """Raises ValueError if a weight is tied between two stages on one rank: ZeRO-3 gathers
+        """Raise ValueError if a weight is tied between two stages on one rank: ZeRO-3 gathers
         weights stage by stage.
         """
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -63,7 +63,7 @@ class PipelinePlan:
     def runner(
         self, local: LocalModel, axes: Axes, autocast: Callable[[], Any], device: torch.device
     ) -> Pipeline:
-        """What carries out this rank's list."""
+        """Return the Pipeline that carries out this rank's list."""
         ranks, placement = self.schedule.ranks, self.schedule.placement
         lists = with_messages(ranks, placement)
         mine = lists[axes.here["pp"]]

@@ -58,12 +58,12 @@ class Part(nn.Module):
         return x
 
     def sequence(self) -> list[nn.Module]:
-        """The modules whose composition is the forward."""
+        """Return the modules whose composition is the forward."""
         return self.entries
 
 
 def sequence_of(model: nn.Module) -> list[nn.Module] | None:
-    """What the model's method `.sequence()` returns; None if it has no such method.
+    """Return the list of the model's `.sequence()`; None if it has no such method.
 
     Raises ValueError if not all of it are modules.
     """
@@ -83,7 +83,7 @@ def sequence_of(model: nn.Module) -> list[nn.Module] | None:
 
 
 def entries_of(model: nn.Module) -> list[nn.Module]:
-    """The modules whose composition is the model's forward.
+    """Return the modules whose composition is the model's forward.
 
     Raises ValueError if the model doesn't tell.
     """
@@ -103,9 +103,9 @@ def entries_of(model: nn.Module) -> list[nn.Module]:
 def cut_points(
     model: nn.Module, stages: int, layers_per_stage: Sequence[int] | None
 ) -> list[range]:
-    """For each stage, which entries of the sequence it has.
+    """Return, for each stage, its entries of the sequence.
 
-    Raises ValueError for what can't be cut like that.
+    Raises ValueError for a model that can't be cut like that.
     """
     entries = entries_of(model)
     with_parameters = [
@@ -144,7 +144,7 @@ def cut_points(
 
 
 class StageCut:
-    """Which stages a model is cut into, and which of them this rank has. Nothing is changed until
+    """The stages into which a model is cut, and this rank's among them. Nothing is changed until
     `keep_mine`.
 
     Args:
@@ -176,14 +176,14 @@ class StageCut:
         self.mine = frozenset(stage for stage, position in placement.items() if position == here)
 
     def modules_of_mine(self, model: nn.Module) -> set[str]:
-        """The names of the entries of the model's sequence that this rank has."""
+        """Return the names of the entries of the model's sequence that this rank has."""
         entries, names = entries_of(model), {m: name for name, m in model.named_modules()}
         mine = [entries[number] for stage in self.mine for number in self.ranges[stage]]
         return {names[entry] for entry in mine if entry in names}
 
     def keep_mine(self, model: nn.Module) -> Mapping[int, nn.Module]:
-        """Stage → its part of the model. The memory of all other parameters is freed; what is tied
-        to something here stays tied.
+        """Return the part of the model of each of this rank's stages. The memory of all other
+        parameters is freed; a tensor that is tied to one here stays tied.
         """
         entries = entries_of(model)
         parts = {s: Part({i: entries[i] for i in self.ranges[s]}) for s in sorted(self.mine)}
@@ -207,7 +207,7 @@ class StageCut:
 
 
 def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers under each of their names: a tied one has several."""
+    """Return parameters and buffers under each of their names: a tied one has several."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -217,7 +217,7 @@ def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def stages_of_names(
     model: nn.Module, ranges: Sequence[range], names: Mapping[int, str]
 ) -> dict[str, list[int]]:
-    """Name of each parameter and buffer → the stages that use it.
+    """Return, for the name of each parameter and buffer, the stages that use it.
 
     Args:
         ranges: for each stage, its entries of the sequence.

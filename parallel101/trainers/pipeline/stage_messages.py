@@ -1,4 +1,4 @@
-"""What travels between pipeline stages: activations to the next stage, and their gradients back.
+"""Messages between pipeline stages: activations to the next stage, and their gradients back.
 
     rank 0 ══ group "0 → 1": activations ══▶ rank 1
     rank 0 ◀═ group "1 → 0": gradients ═════ rank 1
@@ -75,7 +75,7 @@ class Messages:
         self.seen: set[Hashable] = set()  # shapes of microbatches of whole steps
 
     def begin(self, microbatches: Sequence[Batch], forward_only: bool = False) -> None:
-        """A step begins, on these microbatches. One without samples has no messages.
+        """Begin a step on these microbatches. One without samples has no messages.
 
         Args:
             forward_only: see `is_first_forward`.
@@ -102,7 +102,7 @@ class Messages:
     # ── sending ──
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Begin to send it. Raises ScheduleError for what can't be sent, or has a new shape."""
+        """Begin to send it. Raises ScheduleError if it can't be sent, or has a new shape."""
         receive = partner(action)
         key, to = self.key(receive), self.placement[receive.stage]
         check_sendable(action, tensor, self.known.get(key))
@@ -128,7 +128,7 @@ class Messages:
             self.post_next(source)
 
     def must_hear(self, action: Action) -> bool:
-        """Whether its shape is announced first."""
+        """Return whether its shape is announced first."""
         return self.key(action) not in self.known
 
     def post_next(self, source: int) -> None:
@@ -178,7 +178,7 @@ class Messages:
     # ── which message, between which ranks ──
 
     def key(self, receive: Action) -> Hashable:
-        """What its shape is known by: a gradient has the shape of the activation."""
+        """Return the key of its shape in `known`: a gradient has the shape of the activation."""
         stage = receive.stage if receive.kind == "RECV_F" else receive.stage + 1
         return stage, self.shapes[receive.microbatch]
 
@@ -192,7 +192,7 @@ class Messages:
 def groups_of(
     axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A group for each direction between two positions of this rank's pipeline.
+    """Return a group for each direction between two positions of this rank's pipeline.
 
     All ranks of the world must make all groups, in the same order. If only some of them train, or
     if there were many groups, the ranks of each pipeline make two groups of their own: one for
@@ -222,7 +222,7 @@ def groups_of(
 
 
 def activations(stage: int, y: Any) -> Tensor:
-    """What a stage gives to the next one. Raises ScheduleError unless it is a tensor."""
+    """Return a stage's output for the next one. Raises ScheduleError unless it is a tensor."""
     if not isinstance(y, Tensor):
         raise ScheduleError(
             f"stage {stage} gave a {type(y).__name__}: expected one tensor between two stages. "
@@ -233,7 +233,7 @@ def activations(stage: int, y: Any) -> Tensor:
 
 
 def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
-    """Raises ScheduleError for a tensor that can't travel between stages.
+    """Raise ScheduleError for a tensor that can't travel between stages.
 
     Args:
         before: shape and dtype of an earlier microbatch of the same shape.
@@ -255,7 +255,7 @@ def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
 
 
 def header(tensor: Tensor, device: torch.device) -> Tensor:
-    """Dims, dtype, shape."""
+    """Return the header of a message: the number of dims, the dtype and the shape."""
     rest = [0] * (MOST_DIMS - tensor.dim())
     return torch.tensor(
         [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *rest], device=device
@@ -265,8 +265,8 @@ def header(tensor: Tensor, device: torch.device) -> Tensor:
 def acknowledged(
     lists: Sequence[Sequence[Action]], placement: Placement, me: int
 ) -> dict[Action, list[Action]]:
-    """For each receive of this rank, the sends of this rank that must have been received before
-    that message could be computed.
+    """Return, for each receive of this rank, its sends that must have been received before that
+    message could be computed.
     """
     found: dict[Action, list[Action]] = {}
     for source in range(len(lists)):
@@ -281,5 +281,5 @@ def acknowledged(
 
 
 def is_first_forward(action: Action) -> bool:
-    """Whether it belongs to the forward of the first microbatch: all that is run to evaluate."""
+    """Return whether it belongs to the first microbatch's forward: all that `evaluate` runs."""
     return action.kind in ("F", "SEND_F", "RECV_F") and action.microbatch == 0

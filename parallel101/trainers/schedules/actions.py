@@ -33,7 +33,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """ "2F3" → stage 2, forward, microbatch 3; "(0F1;7B0)OVERLAP_F_B" → both together.
+        """Read "2F3" as stage 2, forward, microbatch 3; "(0F1;7B0)OVERLAP_F_B" as both together.
 
         Raises ScheduleError for other texts.
         """
@@ -63,5 +63,5 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def computed(self) -> tuple[Action, ...]:
-        """What is computed: the action itself, or the parts of an overlap."""
+        """Return what is computed: the action itself, or the parts of an overlap."""
         return self.parts or (self,)

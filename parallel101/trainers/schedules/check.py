@@ -1,7 +1,7 @@
 """Can a schedule be run?
 
-Proved without running it: every action is there once and in order, and no ranks wait for each other
-in a cycle.
+This file proves it without running it: every action is there once and in order, and no ranks wait
+for each other in a cycle.
 
     rank 0   0SEND_F1  2RECV_F0
     rank 1   1SEND_F0  1RECV_F1
@@ -10,7 +10,7 @@ Under gloo's rules each message starts by itself, and these lists are fine. Unde
 messages go one by one: each rank's send waits for a receive that is queued behind the other rank's
 send.
 
-The example is pytorch issue 172668. How long a schedule takes is time.py's.
+The example is pytorch issue 172668. time.py computes how long a schedule takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Placement = Mapping[int, int]  # global stage → rank
 
 
 def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> None:
-    """Raises ScheduleError for the first thing that is wrong."""
+    """Raise ScheduleError for the first thing that is wrong."""
     if rules not in ("gloo", "nccl"):
         raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
     where = positions(ranks, placement)
@@ -46,7 +46,7 @@ def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> 
 
 
 def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int]]:
-    """Action → (rank, place in its list).
+    """Return the rank of each action and its place in the rank's list.
 
     Raises ScheduleError if one appears twice, or a stage is on two ranks.
     """
@@ -70,7 +70,7 @@ def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int
 def check_complete(
     where: Mapping[Action, object], placement: Placement, microbatches: int, ranks: int
 ) -> None:
-    """Raises ScheduleError unless each stage has each microbatch's forward, and its backward,
+    """Raise ScheduleError unless each stage has each microbatch's forward, and its backward,
     whole or in both halves.
     """
     if not placement:
@@ -106,14 +106,14 @@ def check_complete(
 
 
 def lists_messages(where: Mapping[Action, object]) -> bool:
-    """Whether the lists have sends and receives. Otherwise results arrive by themselves."""
+    """Return whether the lists have sends and receives. Otherwise results arrive by themselves."""
     return any(action.kind in COMMUNICATION for action in where)
 
 
 def needs(
     action: Action, placement: Placement, where: Mapping[Action, object], listed: bool
 ) -> list[Action]:
-    """What must be done before this action can be.
+    """Return the actions that must be done before this one can be.
 
     `listed`: see lists_messages, which looks through all actions once.
     """
@@ -147,7 +147,7 @@ def needs(
 
 
 def partner(action: Action) -> Action:
-    """The other side of a message."""
+    """Return the other side of a message."""
     stage, kind, i = action[:3]
     step = 1 if kind in ("SEND_F", "RECV_B") else -1
     return Action(stage + step, {"SEND": "RECV", "RECV": "SEND"}[kind[:4]] + kind[4:], i)
@@ -162,7 +162,7 @@ def check_progress(
 ) -> None:
     """Let all ranks go as far as they can.
 
-    Raises ScheduleError with the cycle if that is not to the end.
+    Raises ScheduleError with the cycle if they can't reach the end.
 
     Sends and receives are posted in the order of a list and do not stop its rank. `queued`: those
     of a rank start one by one.

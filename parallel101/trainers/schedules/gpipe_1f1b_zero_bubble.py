@@ -19,12 +19,12 @@ from __future__ import annotations
 
 
 def gpipe(rank: int, p: int, m: int, chunks: int) -> list[str]:
-    """All forwards, then all backwards."""
+    """List all forwards, then all backwards."""
     return [f"{rank}F{i}" for i in range(m)] + [f"{rank}B{i}" for i in range(m)]
 
 
 def one_forward_one_backward(rank: int, p: int, m: int, chunks: int) -> list[str]:
-    """A warm-up of P − rank forwards, then in turn: at most P − rank microbatches are held."""
+    """List P − rank forwards, then B and F in turn: at most P − rank microbatches are held."""
     warm_up = min(m, p - rank)
     actions = [f"{rank}F{i}" for i in range(warm_up)]
     for i in range(m):
@@ -35,14 +35,14 @@ def one_forward_one_backward(rank: int, p: int, m: int, chunks: int) -> list[str
 
 
 def interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
-    """1F1B with several stages a rank.
+    """List 1F1B with several stages a rank.
 
     P microbatches pass the first stage of each rank, then the same P the second, and so on.
     """
     total = m * chunks
 
     def at(k: int, backward: bool) -> str:
-        """The k-th forward (backward) of this rank."""
+        """Return the k-th forward (backward) of this rank."""
         group, inside = divmod(k, p * chunks)
         chunk, i = divmod(inside, p)
         chunk = chunks - 1 - chunk if backward else chunk
@@ -62,7 +62,7 @@ def interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
 
 
 def zero_bubble(rank: int, p: int, m: int, warm_up: int, delay: int) -> list[str]:
-    """1F1B whose backward is split: I at once, since the stage before waits for it, and W
+    """List 1F1B with split backwards: I at once, since the stage before waits for it, and W
     `delay` microbatches later, in the bubble.
     """
     warm_up = min(m, warm_up)

@@ -47,17 +47,17 @@ class Schedule:
 
     @property
     def actions(self) -> list[list[str]]:
-        """By rank, as texts: a copy, so that nothing changes what `check` has seen."""
+        """The actions by rank, as texts: a copy, so that nothing changes what `check` has seen."""
         return [[str(action) for action in of_rank] for of_rank in self.ranks]
 
     def parts(self) -> Iterator[tuple[int, Action]]:
-        """(rank, action) of everything that is computed or sent, overlaps taken apart."""
+        """Yield (rank, action) of everything that is computed or sent, with overlaps split up."""
         for rank, of_rank in enumerate(self.ranks):
             for action in of_rank:
                 yield from ((rank, part) for part in action.computed())
 
     def check(self, rules: str = "gloo") -> None:
-        """Raises ScheduleError if the schedule cannot be run, and names the action: missing, twice,
+        """Raise ScheduleError if the schedule cannot be run, and name the action: missing, twice,
         too early, or waiting in a cycle.
 
         Args: rules: "gloo" or "nccl", for sends and receives that are in the lists. On gloo each
@@ -76,7 +76,7 @@ class Schedule:
         communication: float = 0.0,
         recompute: Cost | str = 0.0,
     ) -> ScheduleTime:
-        """How long a step would take; nothing is computed.
+        """Return the time that a step would take; nothing is computed.
 
         Raises ScheduleError for a schedule that cannot be run.
 
@@ -105,7 +105,7 @@ class Schedule:
         )
 
     def to_csv(self) -> str:
-        """A line a rank, as torch.distributed.pipelining writes and reads its schedules."""
+        """Return one line per rank, as torch.distributed.pipelining writes and reads schedules."""
         return "".join(",".join(of_rank) + "\n" for of_rank in self.actions)
 
     @classmethod
@@ -119,7 +119,7 @@ class Schedule:
 
 
 def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """A published schedule.
+    """Return a published schedule.
 
     Args:
         name: "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-h2".
@@ -158,7 +158,7 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> S
 def schedule_for(
     given: str | Schedule, stages: int, microbatches: int | None, chunks: int
 ) -> Schedule:
-    """The schedule that a trainer on this many ranks was given.
+    """Return the schedule that a trainer on this many ranks was given.
 
     Raises ScheduleError if it is for other numbers.
     """

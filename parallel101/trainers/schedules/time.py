@@ -44,7 +44,7 @@ class ScheduleTime(NamedTuple):
     slots: list[Slot]  # every computed action, by rank and time
 
     def timeline(self, title: str = "Pipeline schedule") -> Any:
-        """The schedule as a picture.
+        """Draw the schedule.
 
         A notebook shows it; elsewhere call `.save("schedule.html")`.
         """
@@ -135,7 +135,7 @@ def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
 
 
 def repeated(recompute: Cost | str, forward: list[float], stages: int) -> list[float]:
-    """Seconds that each global stage computes again before a backward."""
+    """Return the seconds that each global stage computes again before a backward."""
     if recompute in ("none", "full"):
         return forward if recompute == "full" else [0.0] * stages
     if isinstance(recompute, str):
@@ -147,7 +147,7 @@ def repeated(recompute: Cost | str, forward: list[float], stages: int) -> list[f
 
 
 def per_stage(name: str, cost: Cost, stages: int) -> list[float]:
-    """One number for each global stage.
+    """Return one number for each global stage.
 
     Raises ScheduleError for other numbers of them, and for negative ones.
     """

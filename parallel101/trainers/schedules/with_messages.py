@@ -18,7 +18,7 @@ from parallel101.trainers.schedules.check import Placement, Ranks, partner
 
 
 def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
-    """The lists with their sends and receives, and overlaps taken apart.
+    """Return the lists with their sends and receives, and with overlaps split up.
 
     Lists that have sends already keep their order.
     """
@@ -44,7 +44,7 @@ def posted_ahead(
     expected: dict[int, list[Action]],
     placement: Placement,
 ) -> Iterator[Action]:
-    """One rank's list. `expected`: by sending rank, the receives in the order in which it sends."""
+    """Yield one rank's list. `expected`: each sending rank's receives, in the order it sends."""
     needed = [receive_for(action, placement) for action in actions]
     channel = {receive: source for source, receives in expected.items() for receive in receives}
     waiting = {source: iter(receives) for source, receives in expected.items()}
@@ -73,7 +73,7 @@ def has_messages(ranks: Ranks) -> bool:
 
 
 def receive_for(action: Action, placement: Placement) -> Action | None:
-    """The receive of what this action needs from another rank."""
+    """Return the receive of what this action needs from another rank, or None."""
     stage, kind, i = action[:3]
     if kind == "F" and stage and placement[stage - 1] != placement[stage]:
         return Action(stage, "RECV_F", i)
@@ -83,7 +83,7 @@ def receive_for(action: Action, placement: Placement) -> Action | None:
 
 
 def sends(action: Action, placement: Placement) -> Iterator[Action]:
-    """The send of what this action computes, if another rank needs it."""
+    """Yield the send of what this action computes, if another rank needs it."""
     stage, kind, i = action[:3]
     if kind == "F" and stage < max(placement) and placement[stage + 1] != placement[stage]:
         yield Action(stage, "SEND_F", i)

@@ -1,4 +1,4 @@
-"""What was kept for the backward pass, over time: the result of `count_activations`.
+"""The activations kept for the backward pass, over time: the result of `count_activations`.
 
     bytes          ▂▃▅▆█▇▅▃▁          rises in forward, falls in backward
     by microbatch  0 0 1 1 1 0 …      which ones the peak consists of
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A storage was saved for the first time, or its memory was freed."""
+    """An event: a storage was saved for the first time, or its memory was freed."""
 
     kept: int  # index in `Activations.kept`
     saved: bool
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Activations:
-    """What autograd kept for the backward pass inside of a `count_activations` block, on one rank.
+    """The tensors that autograd kept for backward in a `count_activations` block, on one rank.
 
     Attributes:
         kept: every storage that was saved, in order.
@@ -74,7 +74,7 @@ class Activations:
         return max((change.held for change in self.changes), default=0)
 
     def at_peak(self) -> list[Kept]:
-        """What was held when the most bytes were held for the first time."""
+        """Return the storages held when the most bytes were held for the first time."""
         peak, held = self.peak, set[int]()
         for change in self.changes:
             held.symmetric_difference_update([change.kept])
@@ -83,7 +83,7 @@ class Activations:
         return [self.kept[i] for i in sorted(held)]
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Module → its bytes at the peak.
+        """Return the bytes at the peak, by module.
 
         Args:
             depth: how many parts of a name to keep: "blocks.0" for 2. None: all.
@@ -91,7 +91,7 @@ class Activations:
         return added(self.at_peak(), lambda kept: ".".join(kept.module.split(".")[:depth]))
 
     def by_microbatch(self) -> dict[int | None, int]:
-        """Microbatch → its bytes at the peak. None: saved where no span named a microbatch."""
+        """Return the bytes at the peak, by microbatch; None where no span named a microbatch."""
         return added(self.at_peak(), lambda kept: kept.phase.microbatch)
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Activations:
 
 
 def added(kept: Iterable[Kept], key: Callable[[Kept], Any]) -> dict[Any, int]:
-    """Key → the bytes of all that have it."""
+    """Return, for each key, the bytes of all that have it."""
     found: dict[Any, int] = defaultdict(int)
     for one in kept:
         found[key(one)] += one.nbytes

@@ -25,13 +25,13 @@ CUT = "cut_by_a_parallel101_trainer"  # attribute of modules
 
 
 def mark_as_cut(model: nn.Module) -> None:
-    """From now on `check_model` refuses the model: only this trainer can gather its weights."""
+    """Mark the model so that `check_model` refuses it: only this trainer can gather its weights."""
     for module in model.modules():
         object.__setattr__(module, CUT, True)
 
 
 def check_options(loss_fn: Any, clip_norm: Any, autocast: Any) -> None:
-    """Raises TypeError or ValueError for what makes no sense on any rank."""
+    """Raise TypeError or ValueError for options that make no sense on any rank."""
     if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
         raise TypeError(
             f"loss_fn={loss_fn!r}: expected a function of (outputs, targets) that returns "
@@ -53,7 +53,7 @@ def check_options(loss_fn: Any, clip_norm: Any, autocast: Any) -> None:
 
 
 def check_accumulate(accumulate: Any) -> int:
-    """Raises ValueError unless it is a number of microbatches."""
+    """Return `accumulate`. Raises ValueError unless it is a number of microbatches."""
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(
             f"accumulate={accumulate!r}: expected the number of microbatches in a step, 1 or more"
@@ -62,7 +62,7 @@ def check_accumulate(accumulate: Any) -> int:
 
 
 def check_model(model: Any) -> torch.device:
-    """The device that the model is on.
+    """Return the device that the model is on.
 
     Raises TypeError or ValueError for a model that can't be trained.
     """
@@ -102,8 +102,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
-    """Whether it is vocabulary_cross_entropy, or a functools.partial of it. It is known by its
-    name, so that trainers without tensor parallel don't import it.
+    """Return whether it is vocabulary_cross_entropy, or a functools.partial of it. It is known by
+    its name, so that trainers without tensor parallel don't import it.
     """
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     own = getattr(function, "__module__", "").startswith("parallel101.trainers.")
@@ -113,7 +113,7 @@ def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
 def loss_and_weight(
     loss_fn: LossFn | None, outputs: Any, targets: Any
 ) -> tuple[Tensor, float | None]:
-    """The loss, and its weight if it is a sum. Raises ValueError for anything else.
+    """Return the loss, and its weight if it is a sum. Raises ValueError for anything else.
 
     Args: loss_fn: returns a mean over the samples, or (sum, weight). None: the model returns its
         loss, or outputs with a `loss`.
@@ -160,7 +160,7 @@ def loss_and_weight(
 
 
 def check_depends(loss: Tensor) -> None:
-    """Raises ValueError if backward could not begin."""
+    """Raise ValueError if backward could not begin."""
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on no weight that is trained: was it detached, made of whole "

@@ -24,9 +24,9 @@ HASH = 6  # bytes: a number of this size is exact in float64
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Batch) -> Any:
-    """The same tree with `function` applied to each tensor.
+    """Return the same tree with `function` applied to each tensor.
 
-    What is neither a tensor nor a container stays as it is.
+    A leaf that is not a tensor stays as it is.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -39,7 +39,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Batch) -> Any:
 
 
 def leaves(tree: Batch) -> Iterator[Any]:
-    """What the tree's containers hold, in order."""
+    """Yield the leaves of the tree, in order."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves(value)
@@ -55,7 +55,7 @@ def tensors_of(tree: Batch) -> list[Tensor]:
 
 
 def count_samples(tree: Batch) -> int:
-    """How many samples the batch has.
+    """Return the number of samples in the batch.
 
     Raises TypeError if it isn't a tree of tensors, ValueError if its tensors disagree.
     """
@@ -79,7 +79,7 @@ def count_samples(tree: Batch) -> int:
 
 
 def check_pair(batch: Any) -> tuple[Any, Any]:
-    """(inputs, targets); a batch may also be one tensor of two.
+    """Return (inputs, targets) of a batch, which may also be one tensor of two.
 
     Raises TypeError or ValueError for anything else.
     """
@@ -103,7 +103,7 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def split(tree: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """The tree cut along dim 0 into parts of these sizes."""
+    """Return the tree cut along dim 0 into parts of these sizes."""
     ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
 
     def part(size: int, end: int) -> Batch:
@@ -113,7 +113,7 @@ def split(tree: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """The samples of several batches as one. Raises ValueError for samples of different shapes."""
+    """Join the samples of several batches. Raises ValueError for samples of different shapes."""
     columns = list(zip(*(tensors_of(batch) for batch in batches)))
     if any(t.shape[1:] != column[0].shape[1:] for column in columns for t in column):
         raise ValueError(
@@ -124,8 +124,8 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 def call(module: nn.Module, inputs: Batch) -> Any:
-    """The module's outputs: the entries of a dict are keywords, those of a tuple or list are
-    arguments.
+    """Return the module's outputs: the entries of a dict are keywords, those of a tuple or list
+    are arguments.
     """
     if isinstance(inputs, Mapping):
         return module(**inputs)
@@ -133,16 +133,16 @@ def call(module: nn.Module, inputs: Batch) -> Any:
 
 
 def number_of_shape(tree: Batch) -> int:
-    """A number for the shape of a sample and its dtype: equal ones have the same, on every rank.
+    """Return a number that identifies the shape of a sample and its dtype, on every rank.
 
-    Exact as a float64.
+    It is exact as a float64.
     """
     text = f"{[(tuple(t.shape[1:]), t.dtype) for t in tensors_of(tree)]}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=HASH).digest(), "big")
 
 
 def number_of_values(tree: Batch) -> int:
-    """A checksum of the values: equal batches have the same, on every rank.
+    """Return a checksum of the values: equal batches have the same, on every rank.
 
     It takes 0.2 ms for a megabyte.
     """
@@ -156,7 +156,7 @@ def number_of_values(tree: Batch) -> int:
 
 
 def in_words(value: Any) -> str:
-    """What was given, for an error."""
+    """Describe a value for an error."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

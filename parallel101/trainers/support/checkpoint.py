@@ -29,7 +29,7 @@ FIELDS = {"model", "optimizer", "steps", "history"}
 
 
 def state_dict(trainer: Trainer) -> dict[str, Any]:
-    """See `HybridTrainer.state_dict`."""
+    """Return the whole model's state: see `HybridTrainer.state_dict`."""
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
     with reading_parts(trainer):
         state = copy.copy(trainer.model.state_dict())
@@ -40,13 +40,13 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
 
 
 def gradients(trainer: Trainer) -> dict[str, Tensor | None]:
-    """See `HybridTrainer.gradients`."""
+    """Return the whole gradients: see `HybridTrainer.gradients`."""
     parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
 def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
-    """See `HybridTrainer.save`."""
+    """Write a checkpoint: see `HybridTrainer.save`."""
     content = {
         "model": state_dict(trainer),
         "optimizer": trainer.sharded_optimizer.state(),
@@ -62,7 +62,7 @@ def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
 
 
 def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
-    """See `HybridTrainer.resume`."""
+    """Continue from a checkpoint: see `HybridTrainer.resume`."""
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
         content = read_checkpoint(path)
@@ -133,7 +133,7 @@ def refuse_parts(trainer: Trainer) -> None:
 
 @contextmanager
 def reading_parts(trainer: Trainer) -> Iterator[None]:
-    """Inside, the trainer itself reads the state of what this rank has."""
+    """Let the trainer itself read the state of what this rank has, inside."""
     trainer.reads_parts = True
     try:
         yield
@@ -192,7 +192,7 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def check_place(path: str | os.PathLike) -> None:
-    """Raises OSError if `write_checkpoint` could not write there, as far as can be known before."""
+    """Raise OSError if `write_checkpoint` could not write there, as far as can be known before."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file")
@@ -203,7 +203,7 @@ def check_place(path: str | os.PathLike) -> None:
 
 
 def check_state(state: Mapping[str, Any], trainer: Trainer) -> None:
-    """Raises ValueError if the names and shapes in a model's state are not those of the
+    """Raise ValueError if the names and shapes in a model's state are not those of the
     trainer's whole model.
     """
     keys = trainer.state.keys

@@ -85,7 +85,7 @@ class Count:
                 self.before.add(t.untyped_storage())
 
     def note(self, t: Tensor) -> None:
-        """Autograd saves this tensor."""
+        """Note that autograd saves this tensor."""
         storage = t.untyped_storage()
         if self.paused or id(storage) in self.alive or storage in self.before:
             return
@@ -101,7 +101,7 @@ class Count:
         self.change(number, True, nbytes)
 
     def freed(self, key: int, number: int, nbytes: int, _: object) -> None:
-        """Nothing holds this storage any more."""
+        """Note that nothing holds this storage any more."""
         if self.alive.pop(key, None) is not None:
             self.change(number, False, -nbytes)
 
@@ -113,7 +113,7 @@ class Count:
 
     @contextmanager
     def span(self, name: str | None, labels: Mapping[str, Any]) -> Iterator[None]:
-        """Goes around a span; name None: around what is not recorded."""
+        """Follow a span; with name None, a block that is not recorded."""
         before = self.phase, self.paused
         self.paused = self.paused or name is None
         inner = self.phase and "microbatch" not in labels  # such as a column layer's ∂W
@@ -127,7 +127,7 @@ class Count:
 
     @contextmanager
     def naming(self, names: Mapping[nn.Module, str]) -> Iterator[None]:
-        """Inside, `modules` has the names of the modules that compute, the innermost last."""
+        """Keep the names of the modules that compute in `modules` inside, the innermost last."""
         handles = []
         for module, name in names.items():
             enter, leave = partial(self.enter, name), self.leave
@@ -151,7 +151,7 @@ class Count:
 
     @contextmanager
     def following_hooks(self) -> Iterator[None]:
-        """Inside, every pair of saved_tensors_hooks of this thread tells this count what it saves.
+        """Let every pair of saved_tensors_hooks of this thread tell this count what it saves.
 
         torch calls the innermost pair only, such as that of a recomputation, and has no public name
         for the others.
@@ -173,7 +173,7 @@ _running: dict[int, Count] = {}  # by thread; the ranks of the sim are threads o
 
 
 def _enter(hooks: saved_tensors_hooks) -> None:
-    """As torch's, with a pack hook that also notes what is saved as a tensor."""
+    """Enter hooks as torch does, with a pack hook that also notes what is saved as a tensor."""
     # on a GPU, backward and so recomputation run in threads of torch's
     count = _running.get(threading.get_ident()) or (
         next(iter(_running.values())) if len(_running) == 1 else None

@@ -55,14 +55,14 @@ class FitOptions(NamedTuple):
 
 
 def share(trainer: Trainer, batch: Batch) -> Batch:
-    """See `HybridTrainer.share`."""
+    """Return this rank's part of a whole batch: see `HybridTrainer.share`."""
     axes = trainer.axes
     mine = split(batch, split_sizes(count_samples(batch), axes.size(SAMPLES)))[axes.place(SAMPLES)]
     return map_tensors(lambda t: t.to(trainer.device), mine)
 
 
 def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
-    """What `step` takes of a batch.
+    """Return a batch's inputs and targets, as `step` takes them.
 
     If the model returns its loss, all of the batch is what the model is called with.
     """
@@ -74,7 +74,7 @@ def fit(
     batches: Iterable[Batch] | Callable[[int], Batch],
     options: FitOptions,
 ) -> History:
-    """See `HybridTrainer.fit`."""
+    """Train on batch after batch: see `HybridTrainer.fit`."""
     until, save_to, save_every, scheduler, on_step, progress = options
     check_fit(batches, until, save_to, save_every, on_step)
     if save_to is not None:
@@ -115,8 +115,8 @@ def fit(
 
 
 def check_same(trainer: Trainer, batch: Batch) -> None:
-    """Raises ValueError, on every rank, if the ranks have other batches: each cuts its share
-    out of the whole one.
+    """Raise ValueError, on every rank, if the ranks' batches differ: each cuts its share out of
+    the whole one.
     """
     if len(trainer.agree.ranks) == 1:
         return
@@ -152,7 +152,7 @@ def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bo
 
 @torch.no_grad()
 def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
-    """See `HybridTrainer.evaluate`."""
+    """Return the mean loss of whole batches: see `HybridTrainer.evaluate`."""
     total, weight = 0.0, 0.0
     with evaluation_mode(trainer):
         for batch in batches:
@@ -174,8 +174,8 @@ def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
 
 
 def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[float, float]:
-    """The sum of this share's losses, and its weight; (0, 0) on a rank whose loss another rank
-    along tp or pp tells.
+    """Return the sum of this share's losses, and its weight; (0, 0) on a rank whose loss another
+    rank along tp or pp returns.
     """
     samples = count_samples(inputs)
     losses = Losses(trainer.loss_fn, samples, training=False)
@@ -191,7 +191,7 @@ def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[flo
 
 @contextmanager
 def evaluation_mode(trainer: Trainer) -> Iterator[None]:
-    """Inside, the trainer's model is in eval mode, and its layers compute what they hold."""
+    """Put the trainer's model in eval mode inside; its layers compute what they hold."""
     with (
         evaluating(trainer.model),
         WithoutFastPath() if trainer.axes.sizes.get("tp", 1) > 1 else nullcontext(),
@@ -201,7 +201,7 @@ def evaluation_mode(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode."""
+    """Put the model in eval mode inside."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -212,7 +212,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutFastPath(TorchFunctionMode):
-    """While it is active, nn.TransformerEncoderLayer calls its layers.
+    """Lets nn.TransformerEncoderLayer call its layers, while it is active.
 
     Otherwise, in eval mode, torch reads their weights itself.
 
@@ -224,7 +224,7 @@ class WithoutFastPath(TorchFunctionMode):
 
 
 def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: Any) -> None:
-    """Raises TypeError or ValueError for arguments with which `fit` could not begin or would
+    """Raise TypeError or ValueError for arguments with which `fit` could not begin or would
     never end.
     """
     if not callable(batches) and not isinstance(batches, Iterable):
@@ -256,6 +256,6 @@ def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: 
 
 
 def tokens_in(inputs: Batch) -> int:
-    """How many tokens: whole numbers in rows are text."""
+    """Return the number of tokens: whole numbers in rows are text."""
     tokens = tensors_of(inputs)[0]
     return 0 if tokens.is_floating_point() or tokens.dim() < 2 else tokens.numel()

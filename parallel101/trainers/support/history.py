@@ -1,4 +1,4 @@
-"""What `fit` returns: the loss of every step, and how fast the steps were.
+"""The history that `fit` returns: the loss of every step, and how fast the steps were.
 
 history = trainer.fit(batches)
 history.losses, history.plot()        the curve continues where `resume` took it up
@@ -13,7 +13,7 @@ from parallel101.extras import needs_extra
 
 
 class StepResult(NamedTuple):
-    """What `fit` reports of a step, to its history and to `on_step`: of the whole batch, the
+    """The report of a step that `fit` gives its history and `on_step`: of the whole batch, the
     same on every rank except `seconds`.
     """
 
@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
 
 @dataclass
 class History:
-    """All steps: a list for each field of `StepResult`."""
+    """The history of all steps: a list for each field of `StepResult`."""
 
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -54,8 +54,8 @@ class History:
         self.tokens.append(step.tokens)
 
     def rate(self, last: int = 20) -> str:
-        """Tokens a second over the last steps, in words; samples a second if there are no
-        tokens.
+        """Return the tokens a second over the last steps, in words; samples a second if there are
+        no tokens.
         """
         seconds = sum(self.seconds[-last:])
         amount, unit = (
@@ -80,5 +80,5 @@ class History:
         return ax
 
     def as_dict(self) -> dict[str, list]:
-        """Plain lists, as a checkpoint keeps them; `History(**…)` makes a history of them again."""
+        """Return plain lists, for a checkpoint; `History(**…)` makes a history of them again."""
         return asdict(self)

@@ -20,7 +20,7 @@ from parallel101.trainers.support.batches import map_tensors
 
 
 class Losses:
-    """Those of one rank in one step.
+    """One rank's losses in one step.
 
     Args:
         loss_fn: (outputs, targets) → mean loss, or (sum, weight). None: outputs have the loss.
@@ -45,7 +45,7 @@ class Losses:
         self.weights: list[float] = []
 
     def of(self, outputs: Any, targets: Any, samples: int) -> Tensor:
-        """A microbatch's part of the loss, from which backward starts."""
+        """Return a microbatch's part of the loss, from which backward starts."""
         if self.keep == len(self.parts):
             self.kept = map_tensors(lambda t: t.detach().clone(), (outputs, targets))
         loss, weight = loss_and_weight(self.loss_fn, outputs, targets)
@@ -59,8 +59,8 @@ class Losses:
         return loss if self.scale == 1 else loss * self.scale
 
     def of_nothing(self, outputs: Any, targets: Any) -> Tensor:
-        """Without samples: backward starts from it with zeros, for the messages on its way. It goes
-        the way of the others' loss: what that ignores gets no gradient here either.
+        """Return a loss without samples: backward starts from it with zeros, for its messages. It
+        is computed as the others' loss is: a tensor it ignores gets no gradient here either.
         """
         loss, _ = loss_and_weight(self.loss_fn, outputs, targets)
         return loss * 0
@@ -69,18 +69,18 @@ class Losses:
         return sum(number_in(part) for part in self.parts)
 
     def weight(self) -> float:
-        """−1 if the parts are means, or if they are another rank's."""
+        """Return the sum of the weights; −1 if the parts are means or are another rank's."""
         return math.fsum(self.weights) if self.weights else -1.0
 
 
 class NoTargets(ValueError):
-    """No target of the whole batch counts."""
+    """The error of a batch in which no target counts."""
 
 
 class WholeLoss(NamedTuple):
-    """What the ranks have agreed on: the loss of the whole batch, by which weight to divide
-    gradients (None: they are of the mean already), and whether a rank's samples left out a
-    parameter.
+    """The numbers that the ranks agreed on: the loss of the whole batch, the weight by which to
+    divide gradients (None: they are of the mean already), and whether a rank's samples left out
+    a parameter.
     """
 
     loss: float

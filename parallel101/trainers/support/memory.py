@@ -1,4 +1,4 @@
-"""Who holds what: bytes a rank, counted from the storages that are alive, not computed from sizes.
+"""The bytes that each rank holds, counted from the storages that are alive, not from sizes.
 
 rank 0   weights 4.2 MB   gradients 4.2 MB   optimizer state 8.4 MB
 rank 1   weights 4.2 MB   …                  two views of one storage count once
@@ -29,8 +29,8 @@ Part = tuple[float, float]  # from, to: fractions of the whole model
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors, each storage once, however many of the
-    tensors share it.
+    """Return the bytes of the storages behind these tensors, each storage once, however many of
+    the tensors share it.
     """
     storages = {
         id(storage): storage.nbytes()
@@ -61,12 +61,12 @@ class LiveBytes:
         self.peak = defaultdict(int, {kind: self.now(kind) for kind in self.storages})
 
     def watch(self, kind: str, tensor: Tensor) -> None:
-        """From now on it counts."""
+        """Count the memory of this tensor from now on."""
         self.storages[kind].append(weakref.ref(tensor.untyped_storage()))
         self.peak[kind] = max(self.peak[kind], self.now(kind))
 
     def now(self, kind: str) -> int:
-        """Bytes of this kind that are alive."""
+        """Return the bytes of this kind that are alive."""
         refs = self.storages[kind]
         alive = {id(storage): (ref, storage) for ref in refs if (storage := ref()) is not None}
         refs[:] = [ref for ref, _ in alive.values()]
@@ -75,8 +75,8 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What `describe()` returns: for each rank of the group, in order, the bytes of each kind that
-    it holds. Print it to see a table.
+    """The result of `describe()`: for each rank of the group, in order, the bytes of each kind
+    that it holds. Print it to see a table.
 
     Attributes: title: which trainer, on how many ranks. ranks: their ranks in the world. bytes:
         kind → bytes by position, such as {"weights": [4096, 4096], …}. notes: what else is worth
@@ -115,7 +115,7 @@ class Holdings:
 
 
 def describe(trainer: Trainer, title: str) -> Holdings:
-    """See `HybridTrainer.describe`."""
+    """Return the bytes of each rank: see `HybridTrainer.describe`."""
     parameters, state = list(trainer.model.parameters()), trainer.optimizer.state.values()
     held: dict[str, list[Tensor]] = {
         "weights": [*parameters, *trainer.model.buffers()],
@@ -154,7 +154,7 @@ def describe(trainer: Trainer, title: str) -> Holdings:
 
 
 def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[Part]]:
-    """Which parts of the model each rank holds, by position in the group.
+    """Return the parts of the model that each rank holds, by position in the group.
 
         rank 0  ▇▇▇             [(0.0, 0.3)]
         rank 1    ▇▇▇           [(0.2, 0.5)]    both have what is not cut along tp
@@ -208,12 +208,12 @@ def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[P
 
 
 def _middle(places: Sequence[Coordinates]) -> list[float]:
-    """The mean coordinates of some ranks, on the axis that cuts first, then on the others."""
+    """Return the mean coordinates of some ranks, the axis that cuts first coming first."""
     return [sum(at.get(axis, 0) for at in places) / len(places) for axis in (*ORDER, "cp")]
 
 
 def readable(count: float) -> str:
-    """18_874_368 → "18.9 MB": powers of 1000, as papers write memory."""
+    """Return 18_874_368 as "18.9 MB": in powers of 1000, as papers write memory."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

@@ -102,7 +102,7 @@ class ShardedOptimizer:
                 optimizer.state[p] = self.cut(name, state[name])
 
     def cut(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of one parameter's state.
+        """Return this rank's part of one parameter's state.
 
         A value of another shape, such as the number of steps, belongs to every rank.
         """
@@ -113,7 +113,7 @@ class ShardedOptimizer:
         }
 
     def state(self) -> dict[str, Any]:
-        """State and options by parameter name, as a checkpoint keeps them.
+        """Return state and options by parameter name, as a checkpoint keeps them.
 
         Collective; complete on the first rank only.
         """
@@ -162,11 +162,9 @@ class ShardedOptimizer:
         }
 
     def state_to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes on this rank of what `state` returned.
+        """Return this rank's state for `optimizer.load_state_dict`, from what `state` returned.
 
-        Changes nothing.
-
-        Raises ValueError if the optimizer, the parameters or their groups differ.
+        Changes nothing. Raises ValueError if the optimizer, the parameters or their groups differ.
         """
         here, there = type(self.optimizer).__name__, saved["type"]
         if here != there:
@@ -210,18 +208,18 @@ class ShardedOptimizer:
 
 
 def is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Whether a value of an optimizer's state belongs to the elements of a parameter of this
-    shape.
+    """Return whether a value of an optimizer's state belongs to the elements of a parameter of
+    this shape.
     """
     # torch treats that key specially, too
     return isinstance(value, Tensor) and value.shape == torch.Size(shape) and key != "step"
 
 
 def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any]:
-    """What every rank passes (tensors, numbers, strings, in dicts and tuples), by position, on the
-    first rank; [] on the others.
+    """Return the content of every rank (tensors, numbers, strings, in dicts and tuples), by
+    position, on the first rank; [] on the others.
 
-    What is empty arrives as None, without a file.
+    Empty content arrives as None, without a file.
     """
     members = group_of(group)
     if members.size == 1:

@@ -1,4 +1,4 @@
-"""What serves ../tensor_parallel.py: which layers of a model are cut, by a plan beside the model.
+"""Parts of ../tensor_parallel.py: the layers of a model that are cut, by a plan beside the model.
 
 {"*.up": "column", "*.down": "row"}     styles.py: what a plan says
 flow.py, plan.py                        whether it fits, and each rank's part of the model

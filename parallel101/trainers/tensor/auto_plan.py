@@ -55,7 +55,7 @@ KEY_VALUE_HEADS = "n_local_kv_heads num_key_value_heads num_kv_heads n_kv_heads 
 
 
 def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str, Style]:
-    """Name of a module → style. Raises ValueError if there is nothing to cut.
+    """Return the style of each module to cut, by name. Raises ValueError if there is none.
 
     Args:
         model: the whole model.
@@ -86,7 +86,7 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
 
 
 def pairs(chain: Chain) -> dict[str, Style]:
-    """Two linear layers with only elementwise functions between them are column and row."""
+    """Make linear layers with only elementwise functions between them column and row."""
     plan: dict[str, Style] = {}
     waiting = None  # the column layer that has no row yet
     times_used = Counter(id(module) for _, module in chain)
@@ -102,7 +102,7 @@ def pairs(chain: Chain) -> dict[str, Style]:
 
 
 def attention(module: nn.Module) -> dict[str, Style]:
-    """The styles of the layers inside of an attention, by their names in it; {} if it is none."""
+    """Return the styles of the layers in an attention, by their names in it; {} if it is none."""
     for inner, last in ATTENTION:
         found, parts = linears(module, (*inner, last)), 3 if len(inner) == 1 else 1
         if found and found[0].out_features == parts * found[-1].in_features:
@@ -118,7 +118,7 @@ def attention(module: nn.Module) -> dict[str, Style]:
 
 
 def feed_forward(module: nn.Module) -> dict[str, Style]:
-    """The styles of the layers inside of a feed-forward, by their names in it; {} if it is none."""
+    """Return the styles of a feed-forward's layers, by their names in it; {} if it is none."""
     for inner, last in FEED_FORWARD:
         found = linears(module, (*inner, last))
         if found and all(layer.out_features == found[-1].in_features for layer in found[:-1]):
@@ -131,15 +131,15 @@ def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
-    """The plain linear layers of these names; none if the module does not have all of them."""
+    """Return the plain linear layers of these names; none if the module lacks one of them."""
     below = dict(module.named_modules())
     found = [layer for name in names if is_plain_linear(layer := below.get(name))]
     return found if len(found) == len(names) else []
 
 
 def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int | None:
-    """The attribute that counts the heads of these outputs, else their number; None if the
-    module tells neither.
+    """Return the attribute that counts the heads of these outputs, else their number; None if
+    the module tells neither.
     """
     width = head_width(module)
     for name in (*KEY_VALUE_HEADS.split() * key_or_value, *HEADS.split()):
@@ -150,19 +150,19 @@ def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int |
 
 
 def head_width(module: nn.Module) -> int | None:
-    """How many features a head has, if one of the module's attributes says so."""
+    """Return the number of features of a head, if one of the module's attributes gives it."""
     values = (whole_number(getattr(module, name, None)) for name in HEAD_WIDTHS.split())
     return next(filter(None, values), None)
 
 
 def whole_number(value: object) -> int | None:
-    """The value of an attribute, if it is a whole number, 1 or more."""
+    """Return the value of an attribute if it is a whole number, 1 or more, else None."""
     return value if type(value) is int and value > 0 else None
 
 
 def vocabulary(chain: Chain) -> dict[str, Style]:
-    """The head, and the token embedding in the first module: the one tied to the head, else the
-    first with as many rows. (A table of positions may happen to have as many.)
+    """Return styles for the head and the token embedding in the first module: the one tied to
+    the head, else the first with as many rows. (A table of positions may happen to have as many.)
     """
     (first, embedding), (last, head) = chain[0], chain[-1]
     tables = [

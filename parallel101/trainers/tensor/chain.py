@@ -23,8 +23,8 @@ ELEMENTWISE = tuple(getattr(nn, name) for name in NAMES.split())
 
 
 def chain_of(model: nn.Module) -> Chain | None:
-    """The modules whose composition is the model's forward, those of an nn.Sequential one by one:
-    embedding, blocks.0, …, norm, head of a GPT. None if the model does not tell.
+    """Return the modules whose composition is the model's forward, those of an nn.Sequential one
+    by one: embedding, blocks.0, …, norm, head of a GPT. None if the model does not tell.
     """
     modules = sequence_of(model)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
@@ -43,13 +43,13 @@ def flat(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def first_names(model: nn.Module) -> dict[int, str]:
-    """id of a module → the first of its names."""
+    """Return the first name of each module, by its id."""
     return {id(module): name for name, module in model.named_modules()}
 
 
 def inner_chains(model: nn.Module, outer: Chain | None) -> list[Chain]:
-    """Every nn.Sequential inside of the model that belongs neither to the outer chain nor to
-    another nn.Sequential.
+    """Return every nn.Sequential inside of the model that belongs neither to the outer chain nor
+    to another nn.Sequential.
     """
     seen, names, found = {id(module) for _, module in outer or []}, first_names(model), []
     for module in model.modules():
@@ -61,8 +61,8 @@ def inner_chains(model: nn.Module, outer: Chain | None) -> list[Chain]:
 
 
 def acts_on_each_position(module: nn.Module) -> bool:
-    """Whether a module treats every position (all dims but the last) alone, as far as can be known:
-    a user's module is trusted. Sequence parallel cuts the positions.
+    """Return whether a module treats every position (all dims but the last) alone, as far as can
+    be known: a user's module is trusted. Sequence parallel cuts the positions.
     """
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return len(module.normalized_shape) == 1

@@ -33,8 +33,8 @@ def vocabulary_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """Cross-entropy, in nats, the same on every rank; equal to F.cross_entropy of the joined
-    logits.
+    """Return the cross-entropy, in nats, the same on every rank; equal to F.cross_entropy of the
+    joined logits.
 
     Args:
         logits: (…, V/n), this rank's block along the vocabulary; blocks may differ in size, and one
@@ -67,7 +67,7 @@ def vocabulary_cross_entropy(
 
 
 def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
-    """Whether it is vocabulary_cross_entropy, or a functools.partial of it."""
+    """Return whether it is vocabulary_cross_entropy, or a functools.partial of it."""
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     return function is vocabulary_cross_entropy
 
@@ -127,7 +127,7 @@ class VocabularyCrossEntropy(Function):
 
 
 def range_here(widths: Tensor, position: int) -> tuple[int, int, int]:
-    """This rank's part of the vocabulary, from start to stop − 1, and how large the whole is."""
+    """Return this rank's part of the vocabulary, start to stop − 1, and the whole's size."""
     if widths.is_meta:
         return 0, 0, 0  # no target has a value
     ends = widths.cumsum(0).int().tolist()

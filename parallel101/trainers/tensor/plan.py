@@ -1,5 +1,5 @@
-"""A tensor-parallel plan, resolved: which module has which style, whether that can work, and what
-becomes of each parameter.
+"""A tensor-parallel plan, resolved: the style of each module, checks that it can work, and the cut
+of each parameter.
 
 plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}, beside the model
 resolve   names the modules and sizes, and refuses what cannot work; nothing is sent or changed
@@ -60,7 +60,7 @@ class ResolvedPlan:
     regather: bool
 
     def describe(self) -> Iterator[str]:
-        """A line for each way in which modules are cut: "blocks.*.mlp.up (4 modules): column"."""
+        """Yield a line for each way of cutting modules: "blocks.*.mlp.up (4 modules): column"."""
         ways: dict[tuple[str, str], int] = {}
         for name, style in self.styles.items():
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
@@ -142,7 +142,7 @@ def resolve(
     overlap: bool = True,
     regather: bool = False,
 ) -> ResolvedPlan:
-    """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
+    """Return which modules of the model are cut over `size` ranks, and how. Changes nothing.
 
     Args:
         plan: name of a module → style; `*` matches one or more parts of a name. "auto": from the
@@ -187,7 +187,7 @@ def resolve(
 def shard_of(
     name: str, module: nn.Module, style: Style, size: int, modules: Mapping[str, nn.Module]
 ) -> Shard:
-    """How the module's weight is cut. Raises ValueError for heads or parts that do not fit."""
+    """Return the cut of the module's weight. Raises ValueError if heads or parts don't fit."""
     if isinstance(module, nn.Embedding):
         return Shard(0, tuple(split_sizes(module.num_embeddings, size)))
     assert isinstance(module, nn.Linear)
@@ -227,7 +227,7 @@ def shard_of(
 def placements_of(
     model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
 ) -> dict[str, Shard]:
-    """How each parameter is cut. Raises ValueError if a tied one would be cut in two ways."""
+    """Return the cut of each parameter. Raises ValueError if a tied one would have two."""
     names, found = first_names(model), dict[int, tuple[str, Shard | None]]()
     for name, module in model.named_modules():
         style = styles.get(names[id(module)])
@@ -248,7 +248,7 @@ def placements_of(
 def check_loss(
     model: nn.Module, chain: Chain | None, styles: Mapping[str, Style], cut_head: bool
 ) -> bool:
-    """Whether the logits stay cut. Raises ValueError if the loss does not fit that."""
+    """Return whether the logits stay cut. Raises ValueError if the loss does not fit that."""
     linears = [name for name in styles if isinstance(model.get_submodule(name), nn.Linear)]
     heads = [name for name in linears if styles[name].name == "vocabulary"]
     if len(heads) > 1:
@@ -286,7 +286,7 @@ def layer(
     tp: TensorGroup,
     block: Callable[[Any], Any],
 ) -> nn.Module:
-    """The layer that takes a module's place; `block` gives it this rank's part of a parameter."""
+    """Return the layer that takes a module's place. `block`: this rank's part of a parameter."""
     if isinstance(old, nn.Embedding):
         start, padding = sum(sizes[:position]), old.padding_idx
         if padding is not None:

@@ -28,7 +28,7 @@ from parallel101.trainers.tensor_parallel import VocabularyEmbedding
 
 @dataclass
 class TimeCuts:
-    """Where time is cut, by names of modules.
+    """The places where time is cut, by names of modules.
 
     Attributes:
         cut_time: layers of the plan whose activations outside are cut along time.
@@ -93,8 +93,8 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
         return {names_of[id(p)] for p in module.parameters()}
 
     def note_partial(names: list[str], name: str, module: nn.Module) -> None:
-        """In this module all parameters see some positions but those that the plan cuts; biases of
-        row layers do, too, which are added after the reduce-scatter.
+        """Note the parameters that see some positions only: all in this module but those that the
+        plan cuts, and the biases of row layers, which are added after the reduce-scatter.
         """
         check_inside(name, module, {n: styles[n] for n in names})
         cut = [model.get_submodule(n) for n in names]
@@ -142,8 +142,8 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
 
 
 def check_inside(name: str, module: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Raises ValueError for what may need all times, or all features, in a module whose cut layers
-    have these styles.
+    """Raise ValueError for layers that may need all times, or all features, in a module whose cut
+    layers have these styles.
     """
     for below, leaf in module.named_modules():
         full = f"{name}.{below}" if below else name

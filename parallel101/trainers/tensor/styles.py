@@ -22,7 +22,7 @@ NAMES = ("column", "column_gather", "row", "vocabulary")
 
 
 class Style(NamedTuple):
-    """How a module is cut.
+    """The way in which a module is cut.
 
     `column(…)` makes one with options; a plain name such as "row" means the style without any.
     """
@@ -38,12 +38,12 @@ class Style(NamedTuple):
 
 
 def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
-    """The style "column" with options, for a plan:
+    """Return the style "column" with options, for a plan:
     `{"attention.qkv": p101.column(parts=3, heads=8)}`.
 
     Args:
         parts: how many equal matrices are side by side in the outputs: 3 for a fused query, key and
-            value. Each is cut alike.
+            value. Each is cut in the same way.
         heads: how many heads each part has. They are dealt out whole, so the size of the axis must
             divide them. If the code of the module around the layer counts its heads, as in
             `q.unflatten(-1, (self.num_heads, -1))`, the name of that attribute: heads="num_heads".
@@ -63,7 +63,7 @@ def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
 
 
 def style_of(pattern: str, style: object) -> Style:
-    """What a plan says of a pattern, as a Style. Raises ValueError."""
+    """Return the style that a plan gives a pattern, as a Style. Raises ValueError."""
     if isinstance(style, Style):
         return style
     if style not in NAMES:
@@ -75,7 +75,7 @@ def style_of(pattern: str, style: object) -> Style:
 
 
 def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]:
-    """The style of every module that a pattern names.
+    """Return the style of every module that a pattern names.
 
     An exact name counts for more than a pattern with `*`.
     """
@@ -120,7 +120,10 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
 
 
 def expression(pattern: str) -> str:
-    """`*` as a whole part: one or more parts; inside of a part: any characters of that part."""
+    """Return the regular expression of a pattern.
+
+    A `*` as a whole part is one or more parts; inside of a part, any characters of that part.
+    """
     parts = (
         r"[^.]+(\.[^.]+)*" if part == "*" else r"[^.]*".join(map(re.escape, part.split("*")))
         for part in pattern.split(".")
@@ -129,7 +132,7 @@ def expression(pattern: str) -> str:
 
 
 def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str | None:
-    """Why a module cannot have a style, if it cannot."""
+    """Return the reason why a module cannot have a style, or None."""
     table = style.name == "vocabulary" and isinstance(module, nn.Embedding)
     if not table and not isinstance(module, nn.Linear):
         wanted = "an nn.Embedding or the nn.Linear of the head"
@@ -145,7 +148,7 @@ def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str
 
 
 def not_plain(module: nn.Module) -> str | None:
-    """Why a linear layer or an embedding does more than its class says, if it does."""
+    """Return how a linear layer or an embedding does more than its class says, or None."""
     kind: Any = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
     if type(module).forward is not kind.forward or not isinstance(
         module._parameters.get("weight"), nn.Parameter

@@ -31,7 +31,7 @@ TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, fe
 
 
 class Entered:
-    """What column layers with the same input share in backward.
+    """The state that column layers with the same input share in backward.
 
     Attributes:
         later: where their weight gradients wait.
@@ -43,7 +43,7 @@ class Entered:
         self.gathered: Callable[[], Tensor | None] = lambda: None
 
     def whole(self, kept: Tensor) -> Tensor:
-        """The input, from what was kept: gathered once, and held by those that use it."""
+        """Return the input, from what was kept: gathered once, and held by those that use it."""
         if not self.regather:
             return kept
         x = self.gathered()
@@ -78,11 +78,11 @@ class TensorGroup:
         self.entered: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
     def gather(self, x: Tensor, times: Sequence[int]) -> Tensor:
-        """Activations as a column layer needs them; times: how time was cut, if it was."""
+        """Return activations as a column layer needs them; times: how time was cut, if it was."""
         return x
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of what the ranks' row layers computed."""
+        """Return the sum of what the ranks' row layers computed."""
         return collectives.all_reduce(part, **self.options["all_reduce"])
 
     def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
@@ -95,11 +95,11 @@ class TensorGroup:
         return lambda: total
 
     def join(self, y: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The outputs of all ranks, side by side."""
+        """Return the outputs of all ranks, side by side."""
         return gather_from_group(y, -1, sizes=list(sizes), **self.options["all_gather"])
 
     def once(self, x: Tensor, enter: Callable[[Tensor], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
-        """enter(x), or what it returned before if x is the same tensor, unchanged. So layers that
+        """Return enter(x), or its earlier result if x is the same tensor, unchanged. So layers that
         take the same x share a message. It is kept as long as x lives.
         """
         state = -1 if x.is_inference() else x._version, torch.is_grad_enabled()
@@ -111,13 +111,13 @@ class TensorGroup:
         return self.entered[2]
 
     def forget(self, x: weakref.ref[Tensor] | None = None) -> None:
-        """x has died, or all of its column layers have had their backward."""
+        """Forget the entered x, which has died or whose column layers all had their backward."""
         if self.entered is not None and (x is None or x is self.entered[0]):
             self.entered = None
 
 
 class SequenceGroup(TensorGroup):
-    """The same with sequence parallel: outside of column … row, each rank has some of the times.
+    """A TensorGroup with sequence parallel: outside of column … row, a rank has some of the times.
 
     Args:
         regather: column layers keep their input as it is cut, and backward gathers it again.
@@ -152,7 +152,7 @@ class SequenceGroup(TensorGroup):
     # ── between modules ──
 
     def time(self, x: Tensor) -> None:
-        """x has all times: note how they are cut."""
+        """Note how the times of x, which has all of them, are cut."""
         if x.dim() != 3:
             raise ValueError(
                 f"sequence_parallel: activations have shape {tuple(x.shape)}, expected (batch, "
@@ -161,26 +161,26 @@ class SequenceGroup(TensorGroup):
         self.times = split_sizes(x.shape[TIME], self.size)
 
     def arrive(self, x: Tensor) -> None:
-        """x, cut along time, comes from another stage of a pipeline: ask the other ranks how long
-        the whole is, 8 bytes each.
+        """Ask the other ranks, 8 bytes each, how long the whole of x is, which comes from another
+        stage of a pipeline, cut along time.
         """
         mine = torch.tensor([x.shape[TIME]], device=numbers_device(x.device))
         self.times = collectives.all_gather(mine, **self.options["all_gather"]).tolist()
 
     def cut(self, x: Tensor) -> Tensor:
-        """This rank's times of x; backward is an all-gather."""
+        """Return this rank's times of x; backward is an all-gather."""
         self.time(x)
         return scatter_to_group(x, TIME, **self.options["all_gather"])
 
     def whole(self, x: Tensor) -> Tensor:
-        """All times of what is cut; backward keeps this rank's."""
+        """Return all times of a tensor that is cut; backward keeps this rank's."""
         return gather_from_group(x, TIME, sizes=list(self.times), **self.options["all_gather"])
 
     def mine(self, x: Tensor) -> Tensor:
-        """This rank's times of x, without a message in either direction."""
+        """Return this rank's times of x, without a message in either direction."""
         return x.split(self.times, TIME)[self.position]
 
     def among_zeros(self, x: Tensor) -> Tensor:
-        """This rank's times in a tensor of zeros for all times."""
+        """Return this rank's times, placed in a tensor of zeros for all times."""
         before, after = sum(self.times[: self.position]), sum(self.times[self.position + 1 :])
         return F.pad(x, (0, 0, before, after))

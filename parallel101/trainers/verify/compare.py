@@ -1,4 +1,4 @@
-"""This layout against one process: three of the optimizer's steps on the same whole batch.
+"""A layout against one process: three of the optimizer's steps on the same whole batch.
 
     the first rank   the whole batch ──▶ one process (one_process.py) ─▶ loss, gradients, … ┐ =?
     every rank       its share ──▶ the trainer's own step ─▶ the same                        ┘
@@ -63,7 +63,7 @@ Bounds = dict[str, dict[str, float]]  # kind → name → the largest difference
 
 
 class Comparison:
-    """One comparison: what all ranks do, in this order.
+    """One comparison with one process, in which all ranks take part.
 
     Args:
         whole: the model before it was cut, on the first rank.
@@ -196,7 +196,7 @@ class Comparison:
             self.evaluated = whole.evaluate(self.shares)
 
     def header(self, problem: str) -> dict[str, Any]:
-        """The numbers that every rank needs of the first rank's results."""
+        """Return the numbers of the first rank's results that every rank needs."""
         if not self.first or problem:
             return {"problem": problem}
         expected, entries = self.expected, self.trainer.layout.entries
@@ -227,8 +227,8 @@ class Comparison:
         return found
 
     def measured_bounds(self) -> list[Bounds]:
-        """What 64 bits change, times a factor; at least what the coarsest dtype may. If the model
-        has 64 bits, what a change of the weights by their rounding does.
+        """Return what 64 bits change, times a factor; at least what the coarsest dtype may. If the
+        model has 64 bits, return what a change of the weights by their rounding does.
         """
         found, values = [], dict(self.start)
         for outcome, scale in zip(self.expected, self.scales):
@@ -266,7 +266,7 @@ class Comparison:
         self.found["evaluate", "", STEPS] = abs(evaluated - header["evaluated"]), most
 
     def step(self, step: int, header: Mapping[str, Any], expected: Outcome | None) -> None:
-        """A step of the layout, compared with the same of one process."""
+        """Compare a step of the layout with the same step of one process."""
         trainer, cut = self.trainer, self.trainer.layout.cut
         bounds, numbers = header["bounds"][step], header["numbers"][step]
 
@@ -339,7 +339,7 @@ class Comparison:
                     p.fill_(torch.nan)
 
     def evaluate(self) -> float:
-        """The loss in evaluation mode."""
+        """Return the loss in evaluation mode."""
         trainer = self.trainer
         inputs, targets = map_tensors(torch.clone, self.batch)
         called = list(getattr(trainer.runner, "parts", {0: trainer.model}).values())
@@ -351,7 +351,7 @@ class Comparison:
     def from_first(
         self, names: Sequence[str], tensors: Mapping[str, Tensor | None] | None
     ) -> dict[str, Tensor]:
-        """What the first rank has, on all ranks; zeros where it has nothing."""
+        """Return the first rank's tensors on all ranks; zeros where it has none."""
         entries, device, found = self.trainer.layout.entries, self.trainer.device, {}
         for dtype in dict.fromkeys(entries[name].dtype for name in names):
             alike = [name for name in names if entries[name].dtype == dtype]
@@ -371,7 +371,7 @@ class Comparison:
     # ── the result ──
 
     def rows(self, bounds: Sequence[Bounds] | None = None) -> list[Row]:
-        """The largest difference of each comparison over the ranks, the same on all of them."""
+        """Return the largest difference of each comparison over the ranks, on all of them."""
         found = dict(self.found)
         for (what, name, step), (difference, most) in found.items():
             kind = "loss" if what == "evaluate" else what
@@ -392,7 +392,7 @@ class Comparison:
         return sorted(worst.values(), key=lambda row: KINDS.index(row.what))
 
     def judged(self) -> list[Row]:
-        """The result of each comparison. If rounding doesn't explain all, it is measured."""
+        """Return the result of each comparison. If bounds don't explain all, measure rounding."""
         rows, bounds = self.rows(), list[Bounds]()
         if all(row.ratio <= 1 or row.what == "update" for row in rows):
             return rows
@@ -406,7 +406,7 @@ class Comparison:
         return self.rows(json.loads(self.trainer.agree.texts(json.dumps(bounds))[0]))
 
     def explain(self, rows: Sequence[Row]) -> str:
-        """Why they differ, in words, the same on every rank; "" if it can't be told."""
+        """Return why they differ, in words, the same on every rank; "" if it can't be told."""
         words, trainer = "", self.trainer
         if self.first:
             self.snapshot.restore()
@@ -466,7 +466,7 @@ HINTS = {
 
 
 def messages_of_its_own(model: nn.Module) -> str:
-    """Why a model with modules of parallel101.layers is refused."""
+    """Return why a model with modules of parallel101.layers is refused; "" without any."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("parallel101.layers."):
             what = f"{name!r} is a {type(module).__name__} of parallel101.layers, which"
@@ -483,7 +483,7 @@ def messages_of_its_own(model: nn.Module) -> str:
 
 
 def scale_for(gradients: Mapping[str, Tensor | None], wanted: float) -> float:
-    """A power of two that makes the largest gradient about so large."""
+    """Return a power of two that makes the largest gradient about as large as `wanted`."""
     size = max(map(largest, gradients.values()), default=0.0)
     if not 0 < size < math.inf:
         return 1.0
@@ -494,11 +494,11 @@ def scale_for(gradients: Mapping[str, Tensor | None], wanted: float) -> float:
 
 
 def noise(name: str, shape: Sequence[int]) -> Tensor:
-    """For this parameter, the same on every rank: about a tenth of what an initial weight of this
-    shape would be.
+    """Return noise for this parameter, the same on every rank: about a tenth of an initial weight
+    of this shape.
 
-    Fractional parts of the multiples of the golden ratio: as irregular as this needs, and faster
-    than random numbers.
+    These are fractional parts of the multiples of the golden ratio: as irregular as this needs, and
+    faster than random numbers.
     """
     start = zlib.crc32(name.encode()) / 2**32
     steps = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
@@ -507,14 +507,14 @@ def noise(name: str, shape: Sequence[int]) -> Tensor:
 
 
 def perturbed(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """The same weights, but not zero."""
+    """Return the same weights, with noise in the place of zeros."""
     return {
         name: moved(t, noise(name, t.shape)) if name in names else t for name, t in values.items()
     }
 
 
 def jittered(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """These weights, each changed by about its rounding."""
+    """Return these weights, each changed by about its rounding."""
     eps = 4 * torch.finfo(torch.float64).eps
     return {
         name: t * (1 + eps * noise(name, t.shape).sign().to(t)) if t.is_floating_point() else t
@@ -538,8 +538,8 @@ def perturb_owned(trainer: Trainer) -> None:
 
 
 def sizes(outcome: Outcome, other: Outcome | None = None) -> Bounds:
-    """Kind → name → the largest number in the same module or, given another outcome, the largest
-    difference from that.
+    """Return, by kind and name, the largest number in the same module or, given another outcome,
+    the largest difference from that.
     """
     gradients, buffers = outcome.gradients, outcome.buffers
     floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
@@ -562,7 +562,7 @@ def sizes(outcome: Outcome, other: Outcome | None = None) -> Bounds:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest absolute difference.
+    """Return the largest absolute difference.
 
     The same infinity in both, or NaN in both, counts as equal: half precision overflows.
     """
@@ -575,7 +575,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def largest(t: Tensor | None) -> float:
-    """The largest absolute value; infinity for what is not a number."""
+    """Return the largest absolute value; infinity if one is not a number."""
     if t is None or not t.numel():
         return 0.0
     found = float(t.detach().to_dense().abs().max() if t.is_sparse else t.detach().abs().max())

@@ -4,7 +4,7 @@ distribution. So the numbers of a sample don't depend on which rank computes it,
     F.dropout(x, 0.5)          x                     torch.randn_like(x)      1/2 everywhere
     torch.bernoulli(p)         1 where p ≥ 1/2       torch.randint(0, 10, …)  5 everywhere
 
-Python's and NumPy's numbers begin alike in each forward.
+Python's and NumPy's random numbers start from the same seed in each forward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROBABILITY: Mapping[Any, tuple[str, int]] = {
 
 
 def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """torch.normal."""
+    """Replace torch.normal."""
     mean = args[0] if args else kwargs.get("mean", 0.0)
     middle = mean + (args[1] if len(args) > 1 else kwargs.get("std", 1.0)) / 2
     return middle if isinstance(middle, Tensor) else filled(func, args, kwargs, middle)
@@ -56,7 +56,7 @@ def filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any
 
 
 def between(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """torch.randint or torch.randint_like."""
+    """Replace torch.randint or torch.randint_like."""
     given = [a for a in args if isinstance(a, int)]
     given = given or [kwargs[key] for key in ("low", "high") if key in kwargs]
     return filled(func, args, kwargs, sum(given[:2]) // 2)
@@ -68,14 +68,14 @@ def in_order(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
 
 
 def likely(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """torch.bernoulli, of probabilities."""
+    """Replace torch.bernoulli, which takes probabilities."""
     if len(args) > 1 or "p" in kwargs:
         return filled(func, args, kwargs, float((*args[1:], kwargs.get("p"))[0] >= 0.5))
     return (args[0] >= 0.5).to(args[0].dtype)
 
 
 def likeliest(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """torch.multinomial."""
+    """Replace torch.multinomial."""
     found = func(*args, **kwargs)
     best = args[0].sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(found.shape[-1], device=found.device) % best.shape[-1]
@@ -83,7 +83,7 @@ def likeliest(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tens
 
 
 def in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """A method that fills a tensor with random numbers."""
+    """Replace a method that fills a tensor with random numbers."""
     x, a, b = (*args, None, None)[:3]
     name = func.__name__
     if name == "normal_":
@@ -127,7 +127,7 @@ INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
 
 
 class WithoutChance(TorchFunctionMode):
-    """While it is active, torch's functions draw no random numbers."""
+    """Keeps torch's functions from drawing random numbers, while it is active."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -146,7 +146,7 @@ class WithoutChance(TorchFunctionMode):
 
 @contextmanager
 def deterministic(model: nn.Module, called: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the model draws no random numbers of torch, and in each forward the same ones of
+    """Let the model draw no random numbers of torch inside, and in each forward the same ones of
     Python and NumPy.
 
     Args:
@@ -177,7 +177,7 @@ def deterministic(model: nn.Module, called: Sequence[nn.Module]) -> Iterator[Non
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has a part of it."""
+    """Return whether torch.compile has compiled a part of the model."""
     return any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()

@@ -1,5 +1,5 @@
 """Does a loss or a model treat each sample on its own? Halves of a batch tell: a trainer computes
-them apart.
+them separately.
 
     loss_fn of some outputs                     is the weighted mean of loss_fn of two parts of them
     the model's outputs of some samples         are those of two parts of them, side by side
@@ -41,14 +41,14 @@ class LossCheck:
         self.losses: Losses | None = None
 
     def watch(self, losses: Losses) -> None:
-        """A step begins: let it keep the outputs of a microbatch if they are to be checked."""
+        """Let a step that begins keep the outputs of a microbatch if they are to be checked."""
         step, self.losses = self.trainer.steps + 1, None
         if self.always or (step > 1 and step & (step - 1) == 0):
             losses.keep, self.losses = self.checks % self.trainer.runner.microbatches, losses
             self.checks += 1
 
     def check(self) -> str:
-        """What is wrong with the loss of what the step has kept, on any rank. Collective."""
+        """Return what is wrong with the loss of the kept outputs on any rank, or "". Collective."""
         if self.losses is None:
             return ""
         trainer, kept, words = self.trainer, self.losses.kept, ""
@@ -65,7 +65,7 @@ class LossCheck:
         return next(filter(None, trainer.agree.texts(words)))
 
     def snapshot(self) -> Snapshot:
-        """What a call of loss_fn can change."""
+        """Return a Snapshot of everything that a call of loss_fn can change."""
         return Snapshot(self.loss_fn, skip=(self.trainer.model, self))
 
 
@@ -76,12 +76,12 @@ def of_the_loss(
     bound: float,
     restore: Callable[[], object],
 ) -> str:
-    """What is wrong with cutting these outputs along the samples; "" if nothing is, or if it can't
-    be told.
+    """Return what is wrong with cutting these outputs along the samples; "" if nothing is, or if
+    it can't be told.
 
     Args:
         bound: how much of the loss may be rounding, where loss_fn can't compute in float64.
-        restore: what loss_fn has changed since it was called, such as a counter.
+        restore: puts back what loss_fn has changed since it was called, such as a counter.
     """
     tensors = tensors_of(outputs)
     samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
@@ -123,7 +123,7 @@ def mean_loss(
     sizes: Sequence[int],
     restore: Callable[[], object],
 ) -> float:
-    """The mean loss, as a trainer computes it from the losses of parts of these sizes."""
+    """Return the mean loss, as a trainer computes it from the losses of parts of these sizes."""
     total, weights = 0.0, 0.0
     # loss_fn may change them in place
     ys, ts = (split(tree, sizes) for tree in map_tensors(torch.clone, (outputs, targets)))
@@ -139,7 +139,7 @@ def mean_loss(
 def of_the_model(
     whole: WholeModel, share: Share, outputs: Any, bound: float, repeated: bool
 ) -> str:
-    """What is wrong with cutting the model's inputs along the samples; "" if nothing is.
+    """Return what is wrong with cutting the model's inputs along the samples; "" if nothing is.
 
     Args:
         whole: inside of its `whole`.
@@ -185,8 +185,8 @@ def of_the_model(
 
 
 def two_parts(samples: int) -> list[list[int]]:
-    """Ways to part them, unequal ones if that can be: of equal parts a loss that divides by
-    something else may be the mean by chance.
+    """Return ways to split samples in two, unequally if possible: with equal parts, a loss that
+    divides by something else may be the mean by chance.
 
     The first keeps pairs, and groups of 4, 8, …, together; a second one keeps groups of 3.
     """
@@ -205,7 +205,7 @@ def in_float64(t: Tensor) -> Tensor:
 
 
 def per_sample(outputs: Any, samples: int) -> bool:
-    """Whether each of these tensors has the samples along dim 0."""
+    """Return whether each of these tensors has the samples along dim 0."""
     found = tensors_of(outputs)
     return bool(found) and all(t.dim() and len(t) == samples for t in found)
 
@@ -215,7 +215,7 @@ def far(a: float, b: float, bound: float) -> bool:
 
 
 def differ(a: Iterable[Tensor], b: Iterable[Tensor], bound: float) -> bool:
-    """Whether floating-point tensors do, relative to the largest number in each."""
+    """Return whether floating-point tensors differ, relative to the largest number in each."""
     pairs = [(x, y) for x, y in zip(a, b) if y.is_floating_point() and y.numel()]
     return any(
         x.shape != y.shape

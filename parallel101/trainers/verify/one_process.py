@@ -33,7 +33,7 @@ Share = tuple[Batch, Batch]
 
 
 class Outcome(NamedTuple):
-    """What a step makes of a batch, by names of the whole model.
+    """The results of a step, by names of the whole model.
 
     Attributes:
         loss: of the batch, before the update.
@@ -71,7 +71,7 @@ class WholeModel:
         }
 
     def note_cut(self) -> None:
-        """The trainer has cut the model: note which attributes it has changed."""
+        """Note which attributes of the model the trainer has changed by cutting it."""
         self.changed: dict[nn.Module, dict[str, tuple[Any, Any]]] = {}
         for module, before in self.before.items():
             now = noted(module)
@@ -83,7 +83,7 @@ class WholeModel:
         del self.before
 
     def free(self) -> None:
-        """Let go of the memory of weights that the cut model doesn't have."""
+        """Free the memory of weights that the cut model doesn't have."""
         kept = {id(p) for p in self.model.parameters()}
         for p in self.parameters.values():
             if id(p) not in kept:
@@ -93,8 +93,8 @@ class WholeModel:
     def whole(
         self, values: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> Iterator[dict[str, nn.Parameter]]:
-        """Inside, the model is whole, with copies of these parameters and buffers (in this dtype,
-        if they are floating-point). Gives its parameters.
+        """Make the model whole inside, with copies of these parameters and buffers (in this dtype,
+        if they are floating-point). Yields its parameters.
         """
         dicts = {module: module.__dict__ for module in self.changed}
         classes = {module: type(module) for module in self.changed}
@@ -120,7 +120,7 @@ class WholeModel:
                 t.data, t.grad = values_before, gradient
 
     def bytes_of_a_sample(self, values: Mapping[str, Tensor], share: Share) -> float:
-        """What one sample's forward keeps for backward; 0 if it can't be computed alone."""
+        """Return the bytes one sample's forward keeps for backward; 0 if it can't run alone."""
         kept: dict[int, int] = {}
 
         def pack(t: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class WholeModel:
             return outputs
 
     def losses(self, shares: Sequence[Share]) -> Iterator[tuple[Tensor, float]]:
-        """Of each share, the loss and its weight: the number of samples, or what loss_fn says."""
+        """Yield each share's loss and its weight: the number of samples, or what loss_fn says."""
         for inputs, targets in shares:
             inputs, targets = map_tensors(
                 torch.clone, (inputs, targets)
@@ -165,8 +165,8 @@ class WholeModel:
             yield (loss * samples, samples) if weight is None else (loss, weight)
 
     def backward(self, shares: Sequence[Share], scale: float = 1.0) -> float:
-        """Set every .grad to the gradient of the mean loss, which is returned. `scale`: of what
-        backward starts from.
+        """Set every .grad to the gradient of the mean loss, and return that loss. `scale`:
+        a factor of what backward starts from.
         """
         total, weights = 0.0, 0.0
         with self.without_chance():
@@ -218,7 +218,7 @@ class Training:
         lift_learning_rates(self.optimizer)
 
     def step(self, shares: Sequence[Share], scale: float = 1.0) -> Outcome:
-        """One step. `scale`: of the loss, and not of the gradients that the optimizer is given."""
+        """Take a step. `scale`: of the loss, not of the gradients that the optimizer is given."""
         whole, master = self.whole, self.whole.precision.master
         with whole.whole(self.values) as parameters:
             whole.precision.gradients_of(list(parameters.values()))
@@ -244,12 +244,12 @@ class Training:
     def in_float64(
         self, shares: Sequence[Share], values: Mapping[str, Tensor], scale: float
     ) -> Outcome:
-        """The gradients at these weights, in float64: their distance from others is rounding."""
+        """Return the outcome at these weights in float64: its distance from others is rounding."""
         whole, precision, loss_fn = self.whole, self.whole.precision, self.whole.loss_fn
         shares = map_tensors(lambda t: t.double() if t.is_floating_point() else t, shares)
 
         def in_32_bit(outputs: Any, targets: Any) -> Any:
-            """For a loss_fn with numbers of its own in float32."""
+            """Compute the loss, in float32 for a loss_fn with float32 numbers of its own."""
             assert loss_fn is not None
             try:
                 return loss_fn(outputs, targets)
@@ -276,7 +276,7 @@ class Training:
 
 
 def lift_learning_rates(optimizer: Optimizer) -> None:
-    """A warm-up may begin at zero, where every update is right."""
+    """Lift learning rates of zero: a warm-up may begin there, and every update would be right."""
     for group in optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR
@@ -295,7 +295,7 @@ def norm_of(gradients: Mapping[str, Tensor | None]) -> float:
 
 
 def noted(module: nn.Module) -> dict[str, Any]:
-    """What a module has, with the dicts of its tensors, modules and hooks as they are now."""
+    """Return a module's attributes, with copies of the dicts of its tensors, modules and hooks."""
     return {
         key: dict(value) if key in TENSORS or key.endswith(HOOKS) else value
         for key, value in vars(module).items()
@@ -309,7 +309,7 @@ def differ(a: Any, b: Any) -> bool:
 
 
 def as_before(now: dict[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """A module's attributes without what the cut has changed. Hooks that came later stay."""
+    """Return a module's attributes without the changes of the cut. Hooks that came later stay."""
     for key, (before, after) in changed.items():
         if before is MISSING:
             now.pop(key, None)
@@ -322,7 +322,7 @@ def as_before(now: dict[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> di
 
 
 class WholeBatchNorm(nn.BatchNorm1d):
-    """What nn.SyncBatchNorm computes if one process has the whole batch."""
+    """A BatchNorm that computes what nn.SyncBatchNorm does in one process with the whole batch."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass

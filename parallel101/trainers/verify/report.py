@@ -1,4 +1,4 @@
-"""What a comparison with one process tells: a table, and the error that carries it."""
+"""The report of a comparison with one process: a table, and the error that carries it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` returns. Print it to see a table.
+    """The result of `verify`. Print it to see a table.
 
     Attributes:
         rows: all comparisons, the same on every rank.
@@ -46,12 +46,12 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether something was compared, and no row exceeds its bound."""
+        """True if something was compared and no row exceeds its bound."""
         return bool(self.rows) and all(row.ratio <= 1 for row in self.rows)
 
     @property
     def first(self) -> Row | None:
-        """What differs first, and of that the largest difference."""
+        """The row of the first difference: by step, then by kind, then the largest."""
         wrong = [row for row in self.rows if row.ratio > 1]
         order = lambda row: (row.step, KINDS.index(row.what), -row.ratio)  # noqa: E731
         return min(wrong, key=order, default=None)
@@ -96,8 +96,8 @@ class Report:
 
 
 class NotEqualError(ValueError):
-    """This layout computes something else than one process, or can't be compared with it. `report`
-    has all comparisons.
+    """The error of a layout that computes something else than one process, or can't be compared
+    with it. `report` has all comparisons.
     """
 
     def __init__(self, message: str, report: Report):
@@ -109,7 +109,7 @@ class NotEqualError(ValueError):
 
 
 def refusal(report: Report) -> str:
-    """The message of a NotEqualError."""
+    """Return the message of a NotEqualError."""
     first, what = report.first, ""
     if first is not None:
         more = sum(row.ratio > 1 for row in report.rows) - 1

@@ -199,7 +199,7 @@ def fill(container: Any, before: Any, add: Callable[[Any], object]) -> None:
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals (and of attributes) in a function's code, inner functions included."""
+    """Yield the names of globals (and attributes) in a function's code and inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -207,13 +207,13 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def is_users(function_or_class: Any) -> bool:
-    """Whether a program has defined it, and no library."""
+    """Return whether a program has defined it, and no library."""
     root = (getattr(function_or_class, "__module__", None) or "builtins").partition(".")[0]
     return root not in LIBRARIES and root != "parallel101"
 
 
 def looked_into(obj: Any) -> bool:
-    """Whether what this object holds may change in training."""
+    """Return whether what this object holds may change in training."""
     cls = type(obj)
     if isinstance(obj, nn.Module | Optimizer):
         return True

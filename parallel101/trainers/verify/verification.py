@@ -1,4 +1,4 @@
-"""When a trainer is compared with one process, and what is checked later.
+"""The times at which a trainer is compared with one process, and the later checks.
 
 before the first step          three steps, here and in one process       compare.py
 in steps 2, 4, 8, 16, …        is the loss a mean over samples?           halves.py
@@ -65,7 +65,7 @@ class Verification:
             self.whole = WholeModel(model, loss_fn, trainer.precision)
 
     def note_cut(self, microbatches: int) -> None:
-        """The trainer is built."""
+        """Note that the trainer is built and its model cut."""
         trainer = self.trainer
         if self.whole is not None:
             self.whole.note_cut()
@@ -97,12 +97,12 @@ class Verification:
         self.settle()
 
     def watch(self, losses: Losses) -> None:
-        """A step begins."""
+        """Watch the losses of a step that begins."""
         if self.cuts_samples and (self.loss_check.always or not self.due):
             self.loss_check.watch(losses)
 
     def after_gradients(self) -> None:
-        """Before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
+        """Check before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
         if self.loss_check.losses is not None:
             with unrecorded():
                 self.trainer.agree.numbers(0.0)
@@ -117,7 +117,7 @@ class Verification:
     # ── the comparison ──
 
     def verify(self, inputs: Batch, targets: Batch) -> Report:
-        """See `HybridTrainer.verify`."""
+        """Compare this layout with one process: see `HybridTrainer.verify`."""
         if not self.asked:
             raise ValueError(
                 "this trainer was built with verify=False and keeps no copy of the whole model: "
@@ -133,7 +133,7 @@ class Verification:
         return report
 
     def compare(self, inputs: Batch, targets: Batch, room: float = math.inf) -> Report:
-        """All of it, once, without a trace. Collective.
+        """Run the whole comparison once, and put everything back. Collective.
 
         Args:
             room: for activations on the first rank, in bytes.
@@ -152,15 +152,15 @@ class Verification:
         return report
 
     def settle(self) -> None:
-        """The comparison before the first step is made. Free what it took."""
+        """Note that the comparison before the first step is made, and free its memory."""
         self.due = False
         if self.whole is not None:
             self.whole.free()
         return_freed_memory()
 
     def room(self) -> tuple[str, float]:
-        """Why there is no memory for the comparison, the same on every rank, or "" and how many
-        bytes there are for activations on the first rank.
+        """Return why there is no memory for the comparison, the same on every rank, or "" and the
+        number of bytes for activations on the first rank.
         """
         trainer = self.trainer
         nbytes = {
@@ -184,7 +184,7 @@ class Verification:
 
 
 def free_bytes(device: torch.device) -> float:
-    """The memory that is free on this rank's device."""
+    """Return the bytes that are free on this rank's device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, StopIteration):
@@ -195,7 +195,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def return_freed_memory() -> None:
-    """Return what was freed to the system. (glibc only; elsewhere nothing happens.)
+    """Return freed memory to the system. (glibc only; elsewhere nothing happens.)
 
     glibc keeps freed blocks of a few MB for later ones. After a comparison the first rank kept ten
     times the weights, which training never needed again.

@@ -1,1 +1,1 @@
-"""What zero_1_2_3.py needs: flat arrays, and when a bucket is complete and a layer is used."""
+"""Parts of zero_1_2_3.py: flat arrays, and hooks for complete buckets and used layers."""

@@ -31,7 +31,7 @@ from parallel101.trainers.support.memory import LiveBytes
 
 @dataclass
 class Sharing:
-    """Who shares flat arrays, and how.
+    """The ranks that share flat arrays, and how they do.
 
     Attributes:
         group: the ranks; each owns one block of every array.
@@ -111,7 +111,7 @@ class Flat:
             self.free()
 
     def cut(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parameters' parts of a whole array, by name and in their shapes."""
+        """Return the parameters' parts of a whole array, by name and in their shapes."""
         parts = zip(self.parameters, self.shapes, whole.split(self.cuts))
         return {name: part.view(shape) for name, shape, part in parts}
 
@@ -137,7 +137,7 @@ class Flat:
             self.show()
 
     def gathered(self) -> Tensor:
-        """The whole array, which is gathered if it is not there."""
+        """Return the whole array, and gather it first if it is not there."""
         if self.whole is None:
             self.all_gather()
         self.wait()
@@ -165,14 +165,14 @@ class Flat:
     # ── gradients ──
 
     def begin(self) -> None:
-        """A step begins: there are no gradients."""
+        """Begin a step, without gradients."""
         self.reached: set[str] = set()
         self.summed = False  # whether a sum of this step is in `grad`, or on its way there
         for p in self.parameters.values():
             p.grad = None
 
     def take_gradients(self) -> Tensor:
-        """The parameters' gradients side by side, zeros for those without one.
+        """Return the parameters' gradients side by side, zeros for those without one.
 
         Afterwards the parameters have none.
         """

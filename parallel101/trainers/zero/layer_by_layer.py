@@ -61,8 +61,8 @@ class Layer(NamedTuple):
 class LayerByLayer(ShardedSync):
     """Follows a model, forward and backward, and calls `begin_pass`, `use` and `end_pass`.
 
-    All ranks gather the same layers in the same order, also layers that only some of them use. It
-    is the order of the first forward if that was the same on all ranks, else the model's.
+    All ranks gather the same layers in the same order, also layers that only some of them use: in
+    the order of the first forward if that was the same on all ranks, else in the model's.
 
     Args:
         model: its hooks tell which layer is next.
@@ -72,7 +72,7 @@ class LayerByLayer(ShardedSync):
             for all of a forward, and again for all of a backward.
 
     Attributes:
-        order: in which layers are used; a layer that is used twice is in it twice.
+        order: the layers in the order of their use; a layer that is used twice is in it twice.
         sends: whether gradients leave in this backward; not so in the first half of a split one.
     """
 
@@ -111,15 +111,15 @@ class LayerByLayer(ShardedSync):
     # ── what ZeRO-3 does ──
 
     def begin_pass(self, order: Sequence[Layer]) -> None:
-        """A forward or backward begins, and will use the layers in this order."""
+        """Begin a forward or backward, which will use the layers in this order."""
         raise NotImplementedError
 
     def use(self, layer: Layer) -> None:
-        """This layer computes next."""
+        """Make this layer current: it computes next."""
         raise NotImplementedError
 
     def end_pass(self) -> None:
-        """The forward or backward is over."""
+        """End the forward or backward."""
         raise NotImplementedError
 
     # ── forward ──
@@ -184,7 +184,7 @@ class LayerByLayer(ShardedSync):
         self.in_backward = self.sends = False
 
     def before_backward(self, layer: Layer, gradient: Tensor) -> None:
-        """The gradient of the layer's output is there: its own backward is next."""
+        """Note that the gradient of the layer's output is there: its own backward is next."""
         if self.in_backward:
             self.use(layer)
 
@@ -192,8 +192,8 @@ class LayerByLayer(ShardedSync):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Goes around the model's forward or backward. An error that an empty weight may have
-        caused says so.
+        """Run the model's forward or backward. An error that an empty weight may have caused
+        says so.
         """
         self.between_layers = False
         try:
@@ -209,7 +209,7 @@ class LayerByLayer(ShardedSync):
             raise
 
     def reset(self) -> None:
-        """Free what an error has left. Weights on their way are waited for."""
+        """Free what an error has left, after waiting for weights on their way."""
         self.used, self.current, self.between_layers = [], None, False
         self.in_backward = self.sends = False
         for flat in self.flats:
@@ -218,18 +218,18 @@ class LayerByLayer(ShardedSync):
                 flat.free()
 
     def whole_now(self) -> list[Flat]:
-        """The flat arrays of the weights that are in use now."""
+        """Return the flat arrays of the weights that are in use now."""
         return [*self.shared.flats, *(self.current.flats if self.current else ())]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is torch.compile(module), or was compiled in place by module.compile()."""
+    """Return whether it is torch.compile(module), or was compiled in place by .compile()."""
     in_place = getattr(module, "_compiled_call_impl", None) is not None
     return in_place or "_orig_mod" in module._modules
 
 
 def flats_of(parameters: Parameters, sharing: Sharing) -> list[Flat]:
-    """The parameters in flat arrays, each of one dtype and device."""
+    """Return the parameters in flat arrays, each of one dtype and device."""
     kinds: dict[Any, dict[str, nn.Parameter]] = {}
     for name, p in parameters.items():
         kinds.setdefault((p.dtype, p.device, sharing.apart.get(name)), {})[name] = p

@@ -1,4 +1,4 @@
-"""Which parts of a model are gathered one at a time: found in the model, which does not know it.
+"""The parts of a model that are gathered one at a time, found without any help of the model.
 
 GPT      embedding  blocks.0  blocks.1 …  norm  head      its own `sequence()`
 MLP      layers.0  layers.1 …                             what a ModuleList or Sequential holds,
@@ -22,7 +22,7 @@ WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterD
 def layers_of(
     model: nn.Module, types: tuple[type[nn.Module], ...] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules, in order; none is part of another.
+    """Yield the names and modules of the layers, in order; none is part of another.
 
     Args:
         types: modules of these types are the layers. None: the entries of `model.sequence()` that
@@ -47,7 +47,7 @@ def layers_of(
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside this one.
+    """Yield the modules inside this one.
 
     torch does not see the layers of a Keras model, since Keras has a list of its own for them. For
     a keras.Sequential torch would name one child, the functional model inside it. That is never
@@ -60,7 +60,7 @@ def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def keras_layers(module: nn.Module) -> list[Any] | None:
-    """The layers of a Keras model; None for any other module.
+    """Return the layers of a Keras model; None for any other module.
 
     Other libraries keep modules in a ModuleList, not in a plain list.
     """
@@ -87,8 +87,8 @@ def is_layer(module: nn.Module, types: tuple[type[nn.Module], ...] | None) -> bo
 def share_out(
     layers: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, dict[str, nn.Parameter]], dict[str, nn.Parameter]]:
-    """layer → its own parameters by name; and the rest: those that several layers use (tied
-    weights) or none.
+    """Return each layer's own parameters, by name, and the rest: those that several layers use
+    (tied weights) or none.
     """
     users: dict[nn.Parameter, list[str]] = {p: [] for p in parameters.values()}
     for layer, module in layers.items():

@@ -1,4 +1,4 @@
-"""What autograd saves of a gathered weight for backward: its place, and not its values.
+"""Saving a gathered weight for backward: autograd keeps its place, and not its values.
 
 Otherwise no layer would ever be freed.
 
@@ -35,8 +35,8 @@ class Place(NamedTuple):
 def pack_and_unpack(
     whole_now: Callable[[], list[Flat]], autocast: torch.dtype | None
 ) -> tuple[Callable, Callable]:
-    """For `saved_tensors_hooks`: weights in the flat arrays of `whole_now()` are saved as places,
-    all else as always.
+    """Return hooks for `saved_tensors_hooks`: they save weights in the flat arrays of
+    `whole_now()` as places, all else as always.
     """
 
     def pack(tensor: Tensor) -> Tensor | Place:
@@ -58,9 +58,9 @@ def pack_and_unpack(
 
 
 def source_of_cast(tensor: Tensor) -> Any:
-    """The parameter of which this tensor, or the one that it views, is autocast's copy.
+    """Return the parameter of which this tensor, or the one that it views, is autocast's copy.
 
-    The copy's graph names it. None for another tensor.
+    The copy's graph names it. For other tensors it is None.
     """
     copy = tensor if tensor._base is None else tensor._base
     if copy.grad_fn is None or not copy.grad_fn.next_functions:

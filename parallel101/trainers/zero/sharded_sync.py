@@ -1,4 +1,4 @@
-"""What the stages of ZeRO have in common: gradients on their way, and the report of memory."""
+"""The common part of the ZeRO stages: gradients in flight, and the report of memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardedSync(GradientSync):
     def reduce_scatter(self, flat: Flat) -> None:
         """Begin to sum the gradients of all ranks, each block at its owner.
 
-        Two arrays travel at a time. What has arrived is freed, but for this rank's block.
+        Two arrays travel at a time. Once they have arrived, all but this rank's block is freed.
         """
         self.in_flight.append((flat, flat.reduce_scatter()))
         self.receive(leave=1)
