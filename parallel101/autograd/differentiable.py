@@ -1,4 +1,4 @@
-"""How a collective becomes a node of PyTorch's graph.
+"""A collective as a node of PyTorch's graph.
 
     x ── forward ──▶ y         a linear function of the x of all ranks
     ∂x ◀── backward ── ∂y      its transpose, which all ranks call too

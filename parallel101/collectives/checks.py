@@ -105,9 +105,9 @@ def begin(
 ) -> Comm:
     """Return the Comm for a collective on x. Call it after the collective's own checks.
 
-    In a checked run it compares what all ranks must pass alike: these arguments, x's dtype, and its
-    shape except along the dim `uneven`. Raises ValueError if the group's backend cannot send from
-    x's device.
+    In a checked run it compares what must be the same on all ranks: these arguments, x's dtype, and
+    its shape except along the dim `uneven`. Raises ValueError if the group's backend cannot send
+    from x's device.
     """
     comm = comm_of(group, x.device, operation)
     if comm.collective is not None:

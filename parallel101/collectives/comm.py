@@ -1,4 +1,4 @@
-"""What an algorithm works with: its position, the number of ranks, and isend and irecv by position.
+"""Comm, on which algorithms run: a rank's position, their number, isend and irecv by position.
 
     received = comm.irecv(inbox, source=left)
     sent = comm.isend(outbox, to=right)
@@ -7,8 +7,8 @@
 gloo and sim start each message at once. NCCL wants the messages that belong together in one batch:
 there they start at the first wait, or at `comm.flush()`. Post the receive before you wait for a
 send: gloo's send is complete only after its receive was posted. An empty tensor needs no message.
-Messages between two ranks are matched in the order in which they were posted. Their tag only keeps
-them apart from the program's own messages, and NCCL ignores even that.
+Messages between two ranks are matched in the order in which they were posted. Their tag only
+distinguishes them from the program's own messages, and NCCL ignores even that.
 """
 
 from __future__ import annotations

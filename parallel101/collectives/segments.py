@@ -1,4 +1,4 @@
-"""How an array is cut into segments. A rank of a chain sends one while it receives the next.
+"""Segments of an array. A rank of a chain sends one while it receives the next.
 
     p − 2 + m steps of n/m bytes take (p − 2 + m)(α + βn/m), which is least for
 

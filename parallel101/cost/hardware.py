@@ -54,7 +54,7 @@ class Level:
 
 @dataclass(frozen=True)
 class KernelFigures:
-    """How fast a GPU's kernels run, and how much of its links collectives reach.
+    """The speed of a GPU's kernels, and the part of its links that collectives reach.
 
     kernels.py and collective_seconds.py compute with these. They are the same for every model and
     every table.

@@ -33,7 +33,7 @@ class LayerTensor(NamedTuple):
         inside: it is between a column and a row layer, so that tensor parallel cuts it. Others are
             cut along time by sequence parallel, and else whole on each rank.
         core: it is inside of the attention, which selective recomputation computes again.
-        dropout: it is there for dropout only.
+        dropout: it exists for dropout only.
     """
 
     name: str

@@ -198,7 +198,7 @@ class _RankMemory:
 
     @property
     def warm_up(self) -> int:
-        """The number of forwards before this rank's first backward; so many microbatches wait."""
+        """The number of forwards before this rank's first backward: the microbatches that wait."""
         layout, p, after = self.layout, self.layout.pp, self.layout.pp - self.position
         if layout.chunks > 1:
             many = (layout.chunks - 1) * p + 2 * after - 1

@@ -1,4 +1,4 @@
-"""How long a training step takes: the quick model, in closed forms.
+"""The time of a training step: the quick model, in closed forms.
 
     a rank's microbatch   layers · (forward + backward), embedding on the first stage, head on the
                           last
@@ -59,7 +59,7 @@ class StepTime:
         model_flops: of all ranks together, without what is computed again; hardware_flops: with it.
         tokens: of the batch.
         peak: operations per second of all GPUs together.
-        runs: see KernelFigures: `low` and `high` are so many times the seconds.
+        runs: see KernelFigures: `low` and `high` are these multiples of the seconds.
     """
 
     matmul: float

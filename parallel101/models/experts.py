@@ -68,7 +68,7 @@ class MixtureOfExperts(nn.Module):
     (batch, time, width) → the same shape, and (batch, time, 1): what each position adds to the
     balancing loss. The mean of the latter is the loss of Switch Transformers, E · Σ fₑ Pₑ, with fₑ
     the part of a sequence's choices that are e, and Pₑ the mean of its probabilities of e. It is 1
-    if all experts are used alike, and near E / top_k if the same top_k of them get all tokens.
+    if all experts are used equally, near E / top_k if the same top_k of them get all tokens.
 
     A chosen expert's output is weighted by its probability among all experts, as in Switch
     Transformers. GShard divides the two weights of a token by their sum.

@@ -1,4 +1,4 @@
-"""How GPT and Llama are cut for tensor parallelism: a style for each module, by name.
+"""Plans that cut GPT and Llama for tensor parallelism: a style for each module, by name.
 
 `*` is the number of a block.
 

@@ -346,7 +346,7 @@ class HybridTrainer(Trainer):
                 share: an iterable, or a function that gives the batch of a step by its number, so
                 that a resumed run continues with the batch that it would have had. With
                 loss_fn=None a batch is what the model is called with.
-            until: stop when the trainer has taken so many steps in all, those before `resume`
+            until: stop when the trainer has taken this many steps in all, those before `resume`
                 counted. A function of the step needs it.
             save_to: a checkpoint to write, every `save_every` steps and at the end.
             scheduler: of the learning rate, one of torch.optim.lr_scheduler's over

@@ -21,8 +21,8 @@ from parallel101.mesh import split_sizes
 
 
 class Received(Function):
-    """What has arrived, in the same memory, as a result that autograd allows to be changed in
-    place; a leaf that requires grad is none.
+    """Returns a tensor that has arrived, in the same memory, as a result that autograd allows to be
+    changed in place. A leaf that requires grad is not such a result.
     """
 
     @staticmethod
@@ -44,8 +44,8 @@ class Part(nn.Module):
             self.add_module(str(number), entry)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The first module takes what the model is called with, or what the stage before has
-        sent.
+        """Compute the stage. The first module takes the model's arguments, or what the stage
+        before has sent.
         """
         args = tuple(
             Received.apply(x) if isinstance(x, Tensor) and x.is_leaf and x.requires_grad else x

@@ -24,7 +24,7 @@ class ScheduleError(ValueError):
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """An action of a rank."""
 
     stage: int  # global: a rank has several if the schedule is interleaved; −1 for an overlap
     kind: str  # one of COMPUTE or COMMUNICATION, or OVERLAP

@@ -1,4 +1,4 @@
-"""How long a schedule takes, and how many activations it holds: a simulation of events, in which
+"""The time of a schedule, and the activations that it holds: a simulation of events, in which
 nothing is computed.
 
     bubble rate = 1 − (mean work of the ranks) / cost

@@ -4,7 +4,7 @@ overlap compute.
     compute only          2F0              2F1              2B0
     with messages   RECV_F0  RECV_F1  2F0  SEND_F0  RECV_B0  2F1  …
 
-A result is sent as soon as it is there. A receive is posted one action ahead: before an action is
+A result is sent once it is computed. A receive is posted one action ahead: before an action is
 computed, the receive of the next action that needs one is posted. Receives from one rank are posted
 in the order in which that rank sends, since NCCL has no tags.
 """

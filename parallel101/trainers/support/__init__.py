@@ -1,3 +1,3 @@
-"""What a trainer needs besides its step: arguments, optimizer, fit and history, checkpoints,
-and who holds what.
+"""Parts of a trainer besides its step: arguments, optimizer, fit and history, checkpoints, and the
+report of memory.
 """

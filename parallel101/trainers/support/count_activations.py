@@ -38,7 +38,7 @@ def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
     print(activations)
 
     Make the batch before the block, so that it isn't counted. Spans named "forward" and "backward"
-    tell the microbatches apart; the trainers have them. What `verify` computes isn't counted.
+    distinguish the microbatches; the trainers have them. What `verify` computes isn't counted.
     Afterwards `trainer.describe()` shows the peak, too.
 
     Args:

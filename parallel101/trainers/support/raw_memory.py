@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def raw_memory(tensor: Tensor) -> ctypes.Array | bytes:
-    """The memory of a contiguous tensor on the CPU, as a buffer for `bytes` or a hash.
+    """Return the memory of a contiguous tensor on the CPU, as a buffer for `bytes` or a hash.
 
     Nothing is copied, so the buffer is valid only while the tensor exists.
     """

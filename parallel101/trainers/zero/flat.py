@@ -208,7 +208,7 @@ class Flat:
         return AsyncCollective(iter(()), total if out is None else out.copy_(total))  # has arrived
 
     def add(self, total: Tensor) -> None:
-        """Add a sum that has arrived for this rank's block, unless it is there already."""
+        """Add a sum that has arrived for this rank's block, unless it arrived in `grad` itself."""
         if not same_memory(total, self.grad):
             self.grad += total
 
