@@ -257,7 +257,7 @@ def summed_twice(trials: Sequence[Trial]) -> bool:
 
 
 EVERY_MICROBATCH = Misconception(
-    "synchronizes every microbatch",
+    "synchronises every microbatch",
     (
         "Gradients are all-reduced after each microbatch. They are complete only after the last "
         "one: everything before is sent for nothing."
