@@ -122,7 +122,7 @@ def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:
     if len(set(ranks)) < len(ranks):
         raise ValueError(f"group={list(ranks)} names a rank twice: each rank has one position")
     if not all(0 <= rank < world_size for rank in ranks):
-        raise ValueError(f"group={list(ranks)}: the world has the ranks 0 to {world_size - 1}")
+        raise ValueError(f"group={list(ranks)}: expected ranks from 0 to {world_size - 1}")
     return ranks
 
 

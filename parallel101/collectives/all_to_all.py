@@ -176,8 +176,8 @@ def _joined_sizes(
     joined = sizes_of(concat_sizes, members, "concat_sizes")
     if joined[rank] != cut[rank]:
         raise ValueError(
-            f"position {rank} keeps a block of {cut[rank]} by split_sizes, but of "
-            f"{joined[rank]} by concat_sizes"
+            f"position {rank}'s own block has size {cut[rank]} in split_sizes, but "
+            f"{joined[rank]} in concat_sizes"
         )
     return joined
 

@@ -210,7 +210,7 @@ def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLE
         backend = backends_in(config).get(device.type)
         if backend is None:
             raise ValueError(
-                f"a tensor (or model) on {device}, and the group ({config}) sends from "
+                f"the tensor (or model) is on {device}, but the group ({config}) sends from "
                 f"{' and '.join(backends_in(config))} only: "
                 "move it there, or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )

@@ -136,7 +136,7 @@ def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> No
     """Raise ValueError if the mesh has more axes than the tensor has dims."""
     if len(shape) < len(mesh_shape):
         raise ValueError(
-            f"{name} has {len(shape)} dims ({tuple(shape)}), and the mesh {len(mesh_shape)} "
+            f"{name} has {len(shape)} dims ({tuple(shape)}), but the mesh has {len(mesh_shape)} "
             f"axes {tuple(mesh_shape)}: axis i of the mesh "
             "cuts dim i. Expected at least as many dims; use a mesh of fewer axes, such as "
             "mesh['name'], or add dims of size 1."

@@ -71,7 +71,7 @@ def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: in
         found = [name for name in named if name.rpartition(".")[2] == EXPERTS]
         if not found:
             raise ValueError(
-                f"the mesh has an axis ep, and {type(model).__name__} has no module named "
+                f"the mesh has an axis ep, but {type(model).__name__} has no module named "
                 '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
             )
     else:
@@ -105,7 +105,9 @@ def check_experts(name: str, module: nn.Module, ranks: int, uses: Mapping[int, i
             "along dim 0. Expected one entry for each expert in all of them, and no buffers"
         )
     if any(uses[id(p)] > 1 for p in module.parameters()):
-        raise ValueError(f"{what} shares a parameter with another module: expected its own")
+        raise ValueError(
+            f"{what} shares a parameter with another module: expected parameters of its own"
+        )
     try:
         inspect.signature(module.forward).bind(None, None)
     except TypeError as error:
@@ -116,7 +118,7 @@ def check_experts(name: str, module: nn.Module, ranks: int, uses: Mapping[int, i
     (count,) = counts
     if count < ranks:
         raise ValueError(
-            f"{what} has {count} experts, too few for {ranks} ranks along ep: expected one a rank "
-            "at least (they need not be equally many)"
+            f"{what} has {count} experts, too few for {ranks} ranks along ep: expected at least "
+            "one per rank (ranks may have different numbers)"
         )
     return count

@@ -210,7 +210,7 @@ class HybridTrainer(Trainer):
                 pipeline.check_ties(model)
         elif microbatches is not None or chunks != 1 or schedule != "1f1b":
             raise ValueError(
-                "schedule, microbatches and chunks are a pipeline's, and the mesh has no axis "
+                "schedule, microbatches and chunks are for a pipeline, but the mesh has no axis "
                 "pp: use accumulate, or add pp"
             )
         many = pipeline.schedule.microbatches if pipeline else check_accumulate(accumulate)
@@ -461,7 +461,7 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     names = tuple(mesh.mesh_dim_names or ())
     if not names or not set(names) <= set(AXES):
         have = f"a mesh with the axes {names}" if names else "a mesh whose axes have no names"
-        raise ValueError(f"{have}: expected names out of {', '.join(AXES)} (mesh_dim_names=…)")
+        raise ValueError(f"{have}: expected names from {', '.join(AXES)} (mesh_dim_names=…)")
     sizes = dict(zip(names, mesh.mesh.shape))
     return sizes if "dp" in sizes else {"dp": 1} | sizes
 
@@ -490,7 +490,7 @@ def check_axes_of_options(
     """Raise ValueError for an option of an axis that the mesh doesn't have."""
     if regather and not sequence_parallel:
         raise ValueError(
-            "regather=True is for inputs that were gathered: expected sequence_parallel=True, too"
+            "regather=True is for inputs that were gathered: expected sequence_parallel=True too"
         )
     if context not in CONTEXTS:
         raise ValueError(f"context={context!r}: expected one of {', '.join(map(repr, CONTEXTS))}")
@@ -503,6 +503,6 @@ def check_axes_of_options(
     ):
         if given is not None and axis not in axes.sizes:
             raise ValueError(
-                f"{what}={given!r} is for the axis {axis!r}, and the mesh has "
-                f"{', '.join(axes.sizes)}: add the axis, or leave it out"
+                f"{what}={given!r} is for the axis {axis!r}, but the mesh has only "
+                f"{', '.join(axes.sizes)}: add the axis, or leave {what} out"
             )

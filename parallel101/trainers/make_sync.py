@@ -48,7 +48,7 @@ def choose_algorithms(
         if operation not in operations:
             raise ValueError(
                 f"algorithm={algorithm!r}: this trainer has no {operation}: expected one name, or "
-                f"a dict by operation, of {', '.join(operations)}"
+                f"a dict with the keys {', '.join(operations)}"
             )
         if name not in algorithms(operation):
             raise ValueError(

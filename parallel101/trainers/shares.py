@@ -60,7 +60,7 @@ class Shares:
             elif targets is not None:
                 raise ValueError(
                     "loss_fn is None, so the model returns its loss: expected step(inputs), "
-                    "without targets of its own"
+                    "without separate targets"
                 )
             self.check_frozen()
             if self.check_time is not None:
@@ -95,12 +95,12 @@ class Shares:
         given = (
             f"{counts[first]:.0f} and {counts[position]:.0f} samples"
             if counts[position] != counts[first]
-            else "other samples"
+            else "different samples"
         )
         return ValueError(
             f"rank {a} and rank {b} were given {given}, but ranks that differ only along tp, pp or "
             "cp work on the same ones: pass the same batch to all of them. share(batch) cuts over "
-            "dp and ep alone; a DistributedSampler, or a loader that shuffles with a seed of its "
+            "dp and ep only; a DistributedSampler, or a loader that shuffles with a seed of its "
             "own on each rank, gives them different samples"
         )
 

@@ -143,8 +143,8 @@ class Trainer:
         """Raise ValueError if the model is on the meta device, which has no numbers."""
         if self.device.type == "meta":
             raise ValueError(
-                f"{method}() needs numbers, and the model is on the meta device, which has none: "
-                "call step() there, and describe(), or launch without device="
+                f"{method}() needs numbers, but the model is on the meta device, which has none: "
+                "use step() and describe() there, or launch without device="
             )
 
     @property

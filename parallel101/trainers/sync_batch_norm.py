@@ -48,9 +48,9 @@ def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: b
             others = f"use LayerNorm, GroupNorm or RMSNorm{frozen}"
             if microbatches > 1:
                 raise ValueError(
-                    f"{what}, and a step runs it on {microbatches} microbatches, one by one: "
+                    f"{what}, but a step runs it on {microbatches} microbatches, one by one: "
                     "the result would differ from one batch. "
-                    "Use one microbatch a step (accumulate=1; in a pipeline microbatches=1), "
+                    "Use one microbatch per step (accumulate=1; in a pipeline microbatches=1), "
                     f"or {others}"
                 )
             if ranks > 1 and not synchronized:

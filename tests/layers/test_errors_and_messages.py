@@ -54,7 +54,7 @@ REFUSED = {
     "no source mesh": (lambda mesh: Repartition([0, 1], mesh), "expected a DeviceMesh"),
     "a shape of fewer dims than axes": (
         lambda mesh: AllGather(mesh, (0,), shape=(4,)),
-        "shape has 1 dims ((4,)), and the mesh 2 axes",
+        "shape has 1 dims ((4,)), but the mesh has 2 axes",
     ),
     "a shape that is no shape": (
         lambda mesh: AllGather(mesh, (0,), shape=(4, -1)),

@@ -462,7 +462,7 @@ ERRORS = {
         "ValueError: dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1"
     ),
     "float": "TypeError: kernel_size=3.5: expected an int, or one for each dim of the kernel",
-    "dims": "ValueError: shape has 1 dims ((8,)), and the mesh 3 axes (1, 1, 2)",
+    "dims": "ValueError: shape has 1 dims ((8,)), but the mesh has 3 axes (1, 1, 2)",
     "mesh": "TypeError: mesh=[0, 1]: expected a DeviceMesh",
     "module": "TypeError: module is a Linear: expected a convolution or pooling, Conv1d",
     "unbatched": (

@@ -146,7 +146,7 @@ def one_label_a_text(step):
 
 
 REFUSED = {
-    "shorter than the axis": (small, first_position_only, {}, "a time of 1 along dim 1"),
+    "shorter than the axis": (small, first_position_only, {}, "a length of 1 along dim 1"),
     "no time": (small, one_label_a_text, {}, r"targets are a tensor of shape \(11,\)"),
     "heads": (small, text, {"context": "ulysses"}, "4 heads of q and 4 of k and v over 3 ranks"),
     "unknown": (small, text, {"context": "ring"}, "expected one of 'zigzag', 'contiguous'"),

@@ -89,7 +89,7 @@ def test_an_optimizer_over_other_parameters():
         (lambda p: sgd([*p, *other.parameters()]), "built over other parameters: 4 of its 8"),
         (lambda p: sgd(p[1:]), "leaves out 1 .* 'layers.0.weight' first"),
         ("adam", "optimizer='adam': expected a function"),
-        (lambda p: None, "optimizer gave a NoneType"),
+        (lambda p: None, "optimizer returned a NoneType"),
     ):
         for build in (trainer, TRAINERS["ZeRO-3"]):
             with pytest.raises((TypeError, ValueError), match=message):

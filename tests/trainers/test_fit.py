@@ -153,7 +153,9 @@ def different_batches():
     loader = torch.utils.data.DataLoader(
         own, batch_size=4, sampler=torch.utils.data.DistributedSampler(own)
     )
-    with pytest.raises(ValueError, match=r"ranks? .* other batches .*DistributedSampler") as error:
+    with pytest.raises(
+        ValueError, match=r"ranks? .* different batch .*DistributedSampler"
+    ) as error:
         build().fit(loader, progress=False)
     return str(error.value)
 

@@ -63,15 +63,15 @@ REFUSED = {  # on 4 ranks: the mesh, the options, and some words of the error
     "other names": (
         "data 2, tp 2",
         {},
-        r"axes \('data', 'tp'\): expected names out of dp, cp, tp, pp, ep",
+        r"axes \('data', 'tp'\): expected names from dp, cp, tp, pp, ep",
     ),
-    "no names": (None, {}, "axes have no names: expected names out of dp, cp, tp, pp, ep"),
+    "no names": (None, {}, "axes have no names: expected names from dp, cp, tp, pp, ep"),
     "larger than the world": ("dp 2, tp 2, pp 2", {}, "bigger than default world size 4"),
     "accumulate with pp": (PP, {"accumulate": 2}, "say microbatches=2"),
     "microbatches without pp": (TP, {"microbatches": 2}, "the mesh has no axis pp"),
     "a schedule without pp": (TP, {"schedule": "gpipe"}, "the mesh has no axis pp"),
     "layers_per_stage without pp": ("dp 4", {"layers_per_stage": [2, 1]}, "for the axis 'pp'"),
-    "a plan without tp": (PP, {"plan": {"layers.0": "column"}}, "for the axis 'tp', and the mesh"),
+    "a plan without tp": (PP, {"plan": {"layers.0": "column"}}, "for the axis 'tp', but the mesh"),
     "time without tp": ("dp 4", {"sequence_parallel": True}, "for the axis 'tp'"),
     "zero_stage 4": (TP, {"zero_stage": 4}, "zero_stage=4: expected"),
     "few layers": ("pp 4", {}, "3 modules with parameters, too few for 4 pipeline stages"),
@@ -88,7 +88,11 @@ REFUSED = {  # on 4 ranks: the mesh, the options, and some words of the error
         "stage 0 has no module with parameters",
     ),
     "no order": (PP, {"model": Closed()}, "a Closed can't be cut into pipeline stages"),
-    "a function in the order": (PP, {"model": WithFunction()}, r"a function at place 1 \(relu\)"),
+    "a function in the order": (
+        PP,
+        {"model": WithFunction()},
+        r"a function in position 1 \(relu\)",
+    ),
     "a forward of its own": (
         PP,
         {"model": Doubled(nn.Linear(2, 2), nn.Linear(2, 2))},
@@ -149,8 +153,8 @@ def batch(samples, features=4, salt=0):
 OTHERS = [  # the mesh, the axis along which a batch differs, that batch, and what is said
     (TP, "tp", batch(3), "rank 0 and rank 1 were given 4 and 3 samples"),
     ("pp 2, tp 2", "pp", batch(5), "rank 0 and rank 2 were given 4 and 5 samples"),
-    (PP, "pp", batch(4, 5), "rank 0 and rank 1 were given other samples"),
-    (PP, "pp", batch(4, salt=5), "given other samples.*a DistributedSampler, or a loader that"),
+    (PP, "pp", batch(4, 5), "rank 0 and rank 1 were given different samples"),
+    (PP, "pp", batch(4, salt=5), "given different samples.*a DistributedSampler, or a loader that"),
 ]
 
 

@@ -167,7 +167,7 @@ REFUSED = {
         {"microbatches": 2, "verify": True},
         "other positions must call torch's scaled_dot_product_attention",
     ),
-    "too short": ("cp 4", {}, {"batch": lambda x, y: (x[:, :3], y[:, :3])}, "a time of 3 along"),
+    "too short": ("cp 4", {}, {"batch": lambda x, y: (x[:, :3], y[:, :3])}, "a length of 3 along"),
     "no experts": ("ep 4", {}, {}, 'Llama has no module named "experts"'),
     "stages": (
         "pp 4",

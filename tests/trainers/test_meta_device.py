@@ -204,14 +204,14 @@ def test_what_needs_numbers_is_refused_in_words(tmp_path):
         "resume",
     ]
     for method, text in methods.items():
-        assert text.startswith(f"{method}() needs numbers, and the model is on the meta device")
+        assert text.startswith(f"{method}() needs numbers, but the model is on the meta device")
     assert 'Use precision="bf16" or "bf16-mixed" there' in others["autocast"]
     assert "the weight of the loss is on the meta device" in others["weight"]
 
 
 def test_a_model_on_the_cpu_is_refused_on_ranks_with_a_device():
     model = gpt({})
-    with pytest.raises(p101.RankFailed, match="is on cpu and the ranks have virtual GPUs"):
+    with pytest.raises(p101.RankFailed, match="is on cpu, but the ranks have virtual GPUs"):
         p101.launch(lambda: trainer_of("dp 1", model), world_size=1, backend="sim", device="H100")
 
 

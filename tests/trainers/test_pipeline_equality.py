@@ -183,5 +183,5 @@ def a_tuple_between_stages():
 
 
 def test_what_is_no_tensor_cannot_go_to_the_next_stage():
-    with pytest.raises(p101.RankFailed, match="stage 0 gave a tuple: expected one tensor"):
+    with pytest.raises(p101.RankFailed, match="stage 0 returned a tuple: expected one tensor"):
         p101.launch(a_tuple_between_stages, world_size=2, backend="sim")

@@ -225,7 +225,7 @@ def test_what_is_wrong_is_named(lists, words):
         ({"name": "dualpipe"}, "schedule 'dualpipe' is unknown: expected one of 'gpipe'"),
         ({"stages": 0}, "stages=0: expected a whole number, 1 or more"),
         ({"microbatches": 2.0}, "microbatches=2.0: expected a whole number"),
-        ({"chunks": 2}, "chunks=2: '1f1b' has one stage a rank"),
+        ({"chunks": 2}, "chunks=2: '1f1b' has one stage per rank"),
         ({"name": "interleaved", "microbatches": 6, "chunks": 2}, "microbatches=6: 'interleaved'"),
     ],
 )

@@ -53,8 +53,8 @@ def checked(
         raise error
     if told and min(told) < 0:
         raise ValueError(
-            f"{operation}: an argument is wrong on position {told.index(-1)} of the group: the "
-            "error there says how"
+            f"{operation}: an argument is wrong on position {told.index(-1)} of the group: see "
+            "the error there"
         )
     q, sizes = tensors[0], [] if members.position is None else sizes_of(sizes or (), members)
     if members.position is not None:
@@ -102,7 +102,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"{given}: {q.shape[1]} heads of q aren't a multiple of the {k.shape[1]} heads of k: "
-            "expected as many heads of q for each head of k and v"
+            "expected the same number of heads of q for each head of k and v"
         )
 
 
@@ -124,7 +124,7 @@ def check_sizes(sizes: list[int], layout: str, q: Tensor, position: int) -> None
             f"shape {tuple(q.shape)}"
         )
     if not min(sizes):
-        raise ValueError(f"the ranks have {sizes} positions: expected one on each rank at least")
+        raise ValueError(f"the ranks have {sizes} positions: expected at least one on each rank")
     expected = time_sizes(sum(sizes), len(sizes), layout)
     if layout == "zigzag" and sizes != expected:
         raise ValueError(

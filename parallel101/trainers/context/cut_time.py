@@ -68,15 +68,15 @@ class ContextAxis:
             for t in tensors_of(tree):
                 if t.dim() <= TIME:
                     raise ValueError(
-                        f"the mesh has an axis cp, which cuts dim {TIME}, the time, and {what} are "
+                        f"the mesh has an axis cp, which cuts dim {TIME}, the time, but {what} are "
                         f"{in_words(tree)}: expected (samples, time, …)"
                     )
         times = sorted({t.shape[TIME] for t in tensors_of((inputs, targets))})
         if len(times) > 1 or times[0] < self.group.size:
             raise ValueError(
-                f"inputs and targets have a time of {' and '.join(map(str, times))} along dim "
-                f"{TIME}, and the axis cp has {self.group.size} ranks: expected the same time for "
-                "all, and at least one position for each rank"
+                f"inputs and targets have a length of {' and '.join(map(str, times))} along dim "
+                f"{TIME}, the time, and the axis cp has {self.group.size} ranks: expected the same "
+                "length for all, and at least one position for each rank"
             )
 
     def cut(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch, float]:

@@ -37,7 +37,7 @@ class PipelinePlan:
     ):
         if check_accumulate(accumulate) != 1:
             raise ValueError(
-                f"accumulate={accumulate}: a pipeline's microbatches are the accumulation; say "
+                f"accumulate={accumulate}: a pipeline accumulates over its microbatches; say "
                 f"microbatches={accumulate}"
             )
         self.schedule = schedule_for(schedule, axes.sizes["pp"], microbatches, chunks)
@@ -55,8 +55,8 @@ class PipelinePlan:
             positions = [self.schedule.placement[stage] for stage in stages]
             if name in trained and len(set(positions)) < len(positions):
                 raise ValueError(
-                    f"{name!r} is tied between two stages on one rank, and zero_stage=3 "
-                    "gathers weights stage by stage: expected a schedule with such stages on two "
+                    f"{name!r} is tied between two stages on one rank, but zero_stage=3 "
+                    "gathers weights stage by stage: expected a schedule with these stages on two "
                     "ranks, an untied model, or zero_stage=2"
                 )
 

@@ -74,7 +74,7 @@ def sequence_of(model: nn.Module) -> list[nn.Module] | None:
     for place, entry in enumerate(entries):
         if not isinstance(entry, nn.Module):
             raise ValueError(
-                f"{type(model).__name__}.sequence() has a {type(entry).__name__} at place "
+                f"{type(model).__name__}.sequence() has a {type(entry).__name__} in position "
                 f"{place} ({getattr(entry, '__name__', entry)}): "
                 "expected modules only, such as nn.ReLU() for torch.relu, or a module of your "
                 "own whose forward calls the function"
@@ -115,7 +115,7 @@ def cut_points(
         raise ValueError(
             f"the model has {len(with_parameters)} modules with parameters, too few for "
             f"{stages} pipeline stages: "
-            "expected one a stage at least; use fewer stages (ranks or chunks) or a deeper model"
+            "expected at least one per stage; use fewer stages (ranks or chunks) or a deeper model"
         )
     if layers_per_stage is None:
         firsts = list(accumulate(split_sizes(len(with_parameters), stages), initial=0))[1:-1]
@@ -138,7 +138,7 @@ def cut_points(
     if empty:
         raise ValueError(
             f"layers_per_stage={counts}: stage {empty[0]} has no module with parameters; "
-            "expected one at least"
+            "expected at least one"
         )
     return parts
 
@@ -234,6 +234,6 @@ def stages_of_names(
     if left_out:
         raise ValueError(
             f"{left_out[0]!r} is in no module of the model's sequence, so it would be on no stage: "
-            "expected .sequence() to have all modules with parameters or buffers"
+            "expected .sequence() to return all modules with parameters or buffers"
         )
     return found

@@ -225,8 +225,8 @@ def activations(stage: int, y: Any) -> Tensor:
     """Return a stage's output for the next one. Raises ScheduleError unless it is a tensor."""
     if not isinstance(y, Tensor):
         raise ScheduleError(
-            f"stage {stage} gave a {type(y).__name__}: expected one tensor between two stages. "
-            "Cut the model where one tensor goes on "
+            f"stage {stage} returned a {type(y).__name__}: expected one tensor between two stages. "
+            "Cut the model where one tensor is passed on "
             "(layers_per_stage=), or let the stage's last module join what it returns (torch.cat)"
         )
     return y.detach()
@@ -239,7 +239,7 @@ def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
         before: shape and dtype of an earlier microbatch of the same shape.
     """
     what = (
-        f"stage {action.stage} gave a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
+        f"stage {action.stage} returned a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
         f"for microbatch {action.microbatch}"
     )
     if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
@@ -249,8 +249,8 @@ def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
         )
     if before is not None and (tuple(tensor.shape), tensor.dtype) != before:
         raise ScheduleError(
-            f"{what}, and {before[0]} {before[1]} for an earlier one: expected a shape that "
-            "depends on the inputs' shape only"
+            f"{what}, but {before[0]} {before[1]} for an earlier one: expected a shape that "
+            "depends only on the inputs' shape"
         )
 
 

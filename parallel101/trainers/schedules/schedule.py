@@ -144,7 +144,7 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> S
         )
     if name != "interleaved" and chunks > 1:
         raise ScheduleError(
-            f"chunks={chunks}: {name!r} has one stage a rank; expected chunks=1, or the "
+            f"chunks={chunks}: {name!r} has one stage per rank; expected chunks=1, or the "
             "schedule 'interleaved'"
         )
     if name == "interleaved" and microbatches % stages:
@@ -171,17 +171,17 @@ def schedule_for(
         )
     if len(given.ranks) != stages:
         raise ScheduleError(
-            f"a schedule for {len(given.ranks)} ranks: expected one for the {stages} ranks of "
+            f"the schedule is for {len(given.ranks)} ranks: expected one for the {stages} ranks of "
             "this pipeline"
         )
     if microbatches not in (None, given.microbatches):
         raise ScheduleError(
-            f"microbatches={microbatches}, and the schedule has {given.microbatches}: leave it "
-            "out, or say the same"
+            f"microbatches={microbatches}, but the schedule has {given.microbatches}: leave it "
+            "out, or pass the same number"
         )
     if chunks * stages not in (stages, len(given.placement)):
         raise ScheduleError(
-            f"chunks={chunks}, and the schedule has {len(given.placement)} stages: expected "
+            f"chunks={chunks}, but the schedule has {len(given.placement)} stages: expected "
             "the same, or leave it out"
         )
     return given

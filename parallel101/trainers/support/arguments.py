@@ -72,20 +72,20 @@ def check_model(model: Any) -> torch.device:
         )
     if any(getattr(module, CUT, False) for module in model.modules()):
         raise ValueError(
-            "the model's weights are cut up already, by a trainer that was built before: "
+            "the model's weights were already cut up by another trainer: "
             "build a new model for a new trainer (the old one's .state_dict() has the weights)"
         )
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
             raise ValueError(
                 f"{name!r} has no shape yet, since its module is lazy: run the model once "
-                "before, model(inputs)"
+                "first, model(inputs)"
             )
     on_gpus = torch.get_default_device().type == "meta"  # a virtual one: launch(…, device=…)
     for name, p in model.named_parameters():
         if on_gpus and not p.is_meta:
             raise ValueError(
-                f"{name!r} is on {p.device} and the ranks have virtual GPUs, whose tensors are on "
+                f"{name!r} is on {p.device}, but the ranks have virtual GPUs, whose tensors are on "
                 "the meta device: build the model in the program, or call model.to('meta') there"
             )
         if p.is_meta and not on_gpus:
@@ -130,11 +130,11 @@ def loss_and_weight(
         if isinstance(given, Tensor) and given.is_meta:
             raise ValueError(
                 "the weight of the loss is on the meta device, which has no numbers: expected a "
-                "number of Python's there, such as targets.numel()"
+                "Python number there, such as targets.numel()"
             )
         if isinstance(given, Tensor) and given.requires_grad:
             raise ValueError(
-                "the weight of the loss needs a gradient, and the sum is divided by it as by a "
+                "the weight of the loss needs a gradient, but the sum is divided by it as by a "
                 "plain number: expected (sum of losses, their weight) with weight.detach(), or "
                 "their mean"
             )
@@ -163,7 +163,7 @@ def check_depends(loss: Tensor) -> None:
     """Raise ValueError if backward could not begin."""
     if not loss.requires_grad:
         raise ValueError(
-            "the loss depends on no weight that is trained: was it detached, made of whole "
+            "the loss doesn't depend on any trained weight: was it detached, made of whole "
             "numbers (argmax), or computed under "
             "torch.no_grad()?"
         )

@@ -117,7 +117,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     columns = list(zip(*(tensors_of(batch) for batch in batches)))
     if any(t.shape[1:] != column[0].shape[1:] for column in columns for t in column):
         raise ValueError(
-            "the ranks' samples are of different shapes, and one process would take them together"
+            "the ranks' samples have different shapes, but one process would take them together"
         )
     joined = iter([torch.cat(column) for column in columns])
     return map_tensors(lambda _: next(joined), batches[0])

@@ -197,7 +197,7 @@ def check_place(path: str | os.PathLike) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent}: make it first")
+        raise FileNotFoundError(f"there is no folder {path.parent}: create it first")
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"the folder {path.parent} can't be written to")
 
@@ -221,5 +221,6 @@ def check_state(state: Mapping[str, Any], trainer: Trainer) -> None:
             )
             if here != there:
                 raise ValueError(
-                    f"the checkpoint is another model's: {key!r} is {there} there and {here} here"
+                    f"the checkpoint is another model's: {key!r} has shape {there} there and "
+                    f"{here} here"
                 )

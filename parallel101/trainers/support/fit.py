@@ -126,11 +126,11 @@ def check_same(trainer: Trainer, batch: Batch) -> None:
     ]
     if others:
         raise ValueError(
-            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} gave fit other batches "
+            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} gave fit a different batch "
             f"in step {trainer.steps} than rank "
-            f"{trainer.agree.ranks[0]}: expected the same whole batches on every rank, of "
-            "which fit cuts out each rank's share. Leave "
-            "DistributedSampler out, and seed a loader that shuffles alike on all ranks"
+            f"{trainer.agree.ranks[0]}: expected the same whole batch on every rank, out of "
+            "which fit cuts each rank's share. Leave out "
+            "DistributedSampler, and give a loader that shuffles the same seed on all ranks"
         )
 
 
@@ -230,23 +230,21 @@ def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: 
     if not callable(batches) and not isinstance(batches, Iterable):
         raise TypeError(
             f"batches={batches!r}: expected batches (inputs, targets), or a function that "
-            "gives the batch of a step"
+            "returns the batch of a step"
         )
     if callable(batches) and until is None:
         raise ValueError(
-            "batches is a function of the step, and would never end: say until=, the number of "
-            "steps in all"
+            "batches is a function of the step, so it would never end: pass until=, the total "
+            "number of steps"
         )
     if until is not None and not (isinstance(until, int) and until >= 0):
-        raise ValueError(
-            f"until={until!r}: expected the number of steps in all, 0 or more, or None"
-        )
+        raise ValueError(f"until={until!r}: expected the total number of steps, 0 or more, or None")
     if save_every is not None and not (
         save_to is not None and isinstance(save_every, int) and save_every >= 1
     ):
         raise ValueError(
-            f"save_every={save_every!r}, save_to={save_to!r}: expected steps, 1 or more, and a "
-            "file to save to"
+            f"save_every={save_every!r}, save_to={save_to!r}: expected a number of steps, 1 "
+            "or more, and a file to save to"
         )
     if on_step is not None and not callable(on_step):
         raise TypeError(

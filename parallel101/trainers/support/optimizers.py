@@ -43,7 +43,7 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> O
         )
     built = optimizer(list(parameters.values()))
     if not isinstance(built, Optimizer):
-        raise TypeError(f"optimizer gave a {type(built).__name__}: {hint}")
+        raise TypeError(f"optimizer returned a {type(built).__name__}: {hint}")
     try:
         inspect.signature(built.step).bind()
     except TypeError as error:  #  LBFGS wants a function that computes the loss again
@@ -169,7 +169,7 @@ class ShardedOptimizer:
         here, there = type(self.optimizer).__name__, saved["type"]
         if here != there:
             raise ValueError(
-                f"the checkpoint has the state of {there}, and this trainer's optimizer is "
+                f"the checkpoint has the state of {there}, but this trainer's optimizer is "
                 f"{here}: expected the same"
             )
         options = {
@@ -183,14 +183,14 @@ class ShardedOptimizer:
             missing = [name for name in in_group if name not in options]
             if missing:
                 raise ValueError(
-                    f"the checkpoint knows no optimizer state of {missing[0]!r}: was it saved "
+                    f"the checkpoint has no optimizer state for {missing[0]!r}: was it saved "
                     "with another model?"
                 )
             unlike = [name for name in in_group if options[name] != options[in_group[0]]]
             if unlike:
                 raise ValueError(
                     f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the "
-                    "optimizer, and had different options in the "
+                    "optimizer, but had different options in the "
                     "checkpoint: expected the same groups"
                 )
             mine = [name for name in in_group if name in self.owned]

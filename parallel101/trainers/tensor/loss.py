@@ -59,7 +59,7 @@ def vocabulary_cross_entropy(
         )
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(
-            f"targets are {targets.dtype}: expected whole numbers, the position in the vocabulary"
+            f"targets are {targets.dtype}: expected whole numbers, positions in the vocabulary"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r}: expected "mean" or "sum"')

@@ -197,8 +197,8 @@ def shard_of(
     part, rest = divmod(module.out_features, parts)
     if rest:
         raise ValueError(
-            f"plan: {name!r} has {module.out_features} outputs, which are no {parts} equal parts "
-            f"(parts={parts})"
+            f"plan: {name!r} has {module.out_features} outputs, which can't be cut into "
+            f"{parts} equal parts (parts={parts})"
         )
     if isinstance(heads, str):
         if (count := whole_number(vars(around).get(heads))) is None:
@@ -213,8 +213,8 @@ def shard_of(
         heads = part // width if width and part % width == 0 else None
     if heads is not None and part % heads:
         raise ValueError(
-            f"plan: {name!r} has {part} outputs{' a part' * (parts > 1)}, which are no "
-            f"{heads} equal heads (heads={heads})"
+            f"plan: {name!r} has {part} outputs{' per part' * (parts > 1)}, which can't be cut "
+            f"into {heads} equal heads (heads={heads})"
         )
     if heads is not None and heads % size:
         raise ValueError(
@@ -239,8 +239,8 @@ def placements_of(
                 ways = [f"{n!r} {f'along dim {s.dim}' if s else 'not'}" for n, s in (first, this)]
                 raise ValueError(
                     f"plan: {first[0]!r} and {this[0]!r} are tied (one parameter), but the plan "
-                    f"cuts {ways[0]} and {ways[1]}: expected both alike, such as an embedding and "
-                    'a head that are both "vocabulary"'
+                    f"cuts {ways[0]} and {ways[1]}: expected the same for both, such as an "
+                    'embedding and a head that are both "vocabulary"'
                 )
     return {name: shard for name, shard in found.values() if shard is not None}
 

@@ -111,7 +111,7 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
             if state == "cut" and not acts_on_each_position(module):
                 raise ValueError(
                     f"sequence_parallel: {name or 'a module'!r} ({type(module).__name__}) gets "
-                    "activations cut along time, and is not known to act on each position alone, "
+                    "activations cut along time, but is not known to act on each position alone, "
                     "as a LayerNorm does. Cut its layers too, or leave sequence_parallel out"
                 )
             cuts.partial |= parameters(module) if state == "cut" else set()
@@ -150,12 +150,12 @@ def check_inside(name: str, module: nn.Module, styles: Mapping[str, Style]) -> N
         if full in styles:
             if styles[full].name == "column_gather" and below:
                 raise ValueError(
-                    f'sequence_parallel: {full!r} has the style "column_gather" inside of '
+                    f'sequence_parallel: {full!r} has the style "column_gather" inside '
                     f"{name!r}: expected column and row there"
                 )
         elif leaf._parameters and (isinstance(leaf, nn.Linear) or not acts_on_each_position(leaf)):
             raise ValueError(
-                f"sequence_parallel: {full!r} ({type(leaf).__name__}) has no style, and {name!r} "
+                f"sequence_parallel: {full!r} ({type(leaf).__name__}) has no style, but {name!r} "
                 "gets activations cut along time: expected every layer in it to be cut, or to act "
                 "on each position alone, as a LayerNorm does"
             )
