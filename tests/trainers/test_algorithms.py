@@ -73,7 +73,7 @@ def receivers(trace):
             {**DATA, "algorithm": "rings"},
             r"all_reduce has no 'rings': expected one of .*ring",
         ),
-        ("data", {**DATA, "algorithm": TWO}, "no reduce_scatter: expected .* of all_reduce"),
+        ("data", {**DATA, "algorithm": TWO}, "no reduce_scatter: expected .* the keys all_reduce"),
         ("ZeRO-1", {**DATA, "algorithm": {"all_reduce": "ring"}}, "no all_reduce"),
     ],
 )

@@ -198,14 +198,14 @@ def mlp(*widths, frozen=False, buffer=False):
 
 
 OTHERS = {  # what was saved, and why it is not for the trainer that `build()` gives
-    "wider": (lambda: mlp(6, 4), r"'layers\.0\.weight' is \(6, 4\) there and \(5, 4\) here"),
+    "wider": (lambda: mlp(6, 4), r"'layers\.0\.weight' has shape \(6, 4\) there and \(5, 4\) here"),
     "deeper": (lambda: mlp(5, 4, 4), r"it has 'layers\.2\.weight', which this model lacks"),
     "shallower": (lambda: mlp(5), r"it has no 'layers\.1\.weight'"),
     "a buffer more": (lambda: mlp(5, 4, buffer=True), "it has 'scale', which this model lacks"),
     "frozen there": (lambda: mlp(5, 4, frozen=True), r"no optimizer state for 'layers\.0\.bias'"),
     "sgd": (
         lambda: build(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
-        "the state of SGD, and this trainer's optimizer is AdamW",
+        "the state of SGD, but this trainer's optimizer is AdamW",
     ),
     "other groups": (
         lambda: build(optimizer=adamw_by_shape),

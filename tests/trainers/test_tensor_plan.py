@@ -502,8 +502,8 @@ REFUSED = {  # on 3 ranks: a plan, a model, and the words
         llama,
         "LlamaAttention around it has no attribute 'training' that is a whole number",
     ),
-    "heads that don't fit": ({"0": p101.column(heads=3), "1": "row"}, TWO, "no 3 equal heads"),
-    "parts that don't fit": ({"0": p101.column(parts=3), "1": "row"}, TWO, "no 3 equal parts"),
+    "heads that don't fit": ({"0": p101.column(heads=3), "1": "row"}, TWO, "into 3 equal heads"),
+    "parts that don't fit": ({"0": p101.column(parts=3), "1": "row"}, TWO, "into 3 equal parts"),
     "tied, one cut": (
         {"0": "column", "1": "row"},
         tied_chain,

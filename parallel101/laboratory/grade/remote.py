@@ -151,12 +151,15 @@ class RemoteRank:
 
         A signal asks the rank, and it answers on its status pipe.
         """
-        calls: list[tuple[str, str, str]] = []
+        text, seconds = b"", 1.0
         with contextlib.suppress(OSError, AttributeError):
             os.kill(self.process.pid, signal.SIGUSR1)
-            if select.select([self.process.status], [], [], 1.0)[0]:
-                text = os.read(self.process.status.fileno(), 1 << 16).decode(errors="replace")
-                calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
+            # faulthandler writes its lines in pieces
+            while select.select([self.process.status], [], [], seconds)[0]:
+                if not (piece := os.read(self.process.status.fileno(), 1 << 16)):
+                    break
+                text, seconds = text + piece, 0.1
+        calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text.decode(errors="replace"))
         own = [call for call in calls if not lines.is_inside(call[0])]
         error = TimeOver("", self.number, f"{own[0][0]}:{own[0][1]}" if own else "?")
         # the files of a submission have no folder: see Submission
