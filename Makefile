@@ -6,8 +6,7 @@
 
 VENV ?= .venv
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
-# three workers on two cores: a sixth of the time a test waits for processes that it has started
-TESTS ?= -n 3
+TESTS ?= -n 2
 LAB :=
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
