@@ -183,6 +183,7 @@ GLOO_ABORT = (
     "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] "
     "op.preamble.length <= op.nbytes. 8 vs 4.\n"
+    "  what():  \n"
     "terminate called without an active exception\n"
     "[E1121 08:05:32.145091033 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed with "
     "[/gloo/pair.cc:553] Connection closed by peer\n"

@@ -16,10 +16,12 @@ import time
 from html import escape
 from typing import Any
 
-# What gloo's C++ prints when it aborts a rank. The error that the launch raises explains it.
+# What gloo's C++ prints when it aborts a rank. The error that the launch raises explains it. A rank
+# that is ended while it prints leaves the beginning of a line.
 GLOO_ABORT = re.compile(
     r"terminate called (after throwing an instance of 'gloo::|without an active exception)"
-    r"|  what\(\): .*/gloo/|\[E\S* \S+ ProcessGroupGloo\.cpp:\d+\] Gloo connectFullMesh failed"
+    r"|  what\(\): +(\[enforce fail|.*/gloo/|$)"
+    r"|\[E\S* \S+ ProcessGroupGloo\.cpp:\d+\] Gloo connectFullMesh failed"
 )
 
 
