@@ -1,7 +1,8 @@
 """Parts of ../tensor_parallel.py: the layers of a model that are cut, by a plan beside the model.
 
 {"*.up": "column", "*.down": "row"}     styles.py: what a plan says
-flow.py, plan.py                        whether it fits, and each rank's part of the model
+plan.py                                 each rank's part of the model
+chain.py                                the order of its modules
 auto_plan.py                            a plan from the model's structure
 tensor_group.py                         the ranks over which layers are cut, and their messages
 loss.py                                 cross-entropy of logits that stay cut
