@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.laboratory.planner.published import published_errors
     from parallel101.laboratory.planner.simulated_step import simulate_step
     from parallel101.laboratory.planner.training_plan import plan
+    from parallel101.laboratory.publish.tools.in_notebook import explore_memory, explore_schedule
     from parallel101.laboratory.ranks.launch import Run, launch
     from parallel101.laboratory.record.errors import (
         DeadlockError,
@@ -66,11 +67,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.laboratory.record.units import decimal_bytes
     from parallel101.laboratory.sim.network import Network
     from parallel101.laboratory.viz.axis_timeline import axes_scene
-    from parallel101.laboratory.viz.explore import (
-        explore_collective,
-        explore_memory,
-        explore_schedule,
-    )
+    from parallel101.laboratory.viz.explore import explore_collective
     from parallel101.laboratory.viz.forward_backward import forward_backward_scene
     from parallel101.laboratory.viz.lanes import lanes_scene
     from parallel101.laboratory.viz.loss_curves import LiveLoss, loss_scene

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from bs4 import BeautifulSoup
 from nbformat import v4
 
 from parallel101.laboratory.publish import course_pages as course_pages_module
@@ -26,9 +27,10 @@ from parallel101.laboratory.publish.page import (
 )
 from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.tools import TOOL_PAGES
+from parallel101.laboratory.publish.tools.in_notebook import explore_memory, explore_schedule
 from parallel101.laboratory.viz.chromium import Browser
 from parallel101.laboratory.viz.collective import collective_scene
-from parallel101.laboratory.viz.explore import explore_memory, explore_schedule
+from parallel101.laboratory.viz.explore import explore_collective
 from parallel101.laboratory.viz.plots import sweep
 from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.browser.seen import (
@@ -107,10 +109,7 @@ def lesson(tmp_path_factory) -> str:
         v4.new_code_cell("plot", outputs=[shown(plot)]),
         v4.new_code_cell("explore_memory()", outputs=[shown(explore_memory()), error]),
         v4.new_markdown_cell("## An explorer"),
-        v4.new_code_cell(
-            "explore_schedule()",
-            outputs=[shown(explore_schedule("1f1b", stages=2, microbatches=4))],
-        ),
+        v4.new_code_cell("explore()", outputs=[shown(explore_collective(world="sim"))]),
     ]
     lesson = Lesson("00_a", "A lesson", "")
     page = tmp_path_factory.mktemp("site") / "00_a.html"
@@ -571,3 +570,26 @@ def test_play_is_in_reach_while_a_picture_is_higher_than_the_window(browser, les
         ".getBoundingClientRect().bottom, f.offsetHeight])(document.querySelector('figure.p101'))"
     )
     assert whole > height and 0 < bottom <= height
+
+
+@pytest.mark.parametrize(
+    ("tool", "shows"),
+    [
+        (
+            explore_memory("llama-3-70b", "H200", dp=4, zero_stage=3, overlap=False),
+            "[state.model, state.gpu, state.layout.dp, state.layout.zero_stage, "
+            "state.layout.overlap].join() === 'llama-3-70b,H200,4,3,false'",
+        ),
+        (
+            explore_schedule("zb-h1", stages=2, microbatches=3, weight_grad=0.5),
+            "[state.ranks, state.microbatches, state.costs.W, complete()].join() "
+            "=== '2,3,0.5,true'",
+        ),
+    ],
+    ids=["memory", "schedule"],
+)
+def test_a_tool_in_a_notebook_opens_with_its_settings(browser, tool, shows):
+    frame = BeautifulSoup(tool._repr_html_(), "html.parser").iframe
+    browser.call("Page.navigate", url=frame["src"])
+    browser.until(shows)
+    assert browser.js("getComputedStyle(document.querySelector('nav')).display") == "none"

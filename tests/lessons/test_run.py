@@ -15,7 +15,7 @@ from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
 DRAWING_CALL = re.compile(
-    r"(\.(animate|timeline|picture|before_after)\(|[a-z]+_scene\(|sweep\(|^bandwidth\(|explore_[a-z]+\(|LiveLoss\()"
+    r"(\.(animate|timeline|picture|before_after)\(|[a-z]+_scene\(|sweep\(|^bandwidth\(|explore_collective\(|LiveLoss\()"
 )  # in the last statement of a cell
 
 
@@ -618,7 +618,6 @@ IN_PICTURES = {  # text in a picture
     "05_sharding": {
         "stages-run": ["Memory per rank"],
         "lanes-sim": ["on demand: 32.4 s", "prefetched: 20.4 s"],
-        "explorer-run": ["Model states per rank", "<td>41.2 GB</td><td>120 GB</td>"],
         "save-run": ["never stopped: 4.", "2 ranks, then 1: 4."],
     },
     "06_tensor_parallel": {
@@ -705,7 +704,8 @@ def test_a_lesson_shows_what_its_text_says(name):
     page = lesson_body(notebook, LESSONS)  # raises an error if something must be fetched
     assert page.count("<figure") == sum(len(pictures(cell)) for cell in cells.values())
     assert page.count("needs-kernel") == sum(
-        bool(re.search(r"^(p101\.)?explore_", cell.source, re.MULTILINE)) for cell in cells.values()
+        bool(re.search(r"^(p101\.)?explore_collective", cell.source, re.MULTILINE))
+        for cell in cells.values()
     )
 
 

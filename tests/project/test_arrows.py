@@ -52,8 +52,6 @@ MAY_IMPORT = {
     "viz.watch": {"analysis", "ranks", "sim"},  # runs a program, and draws it
     # the same, at each move of a slider
     "viz.explore.collective_explorer": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
-    "viz.explore.schedule_explorer": {"trainers"},
-    "viz.explore.memory_explorer": {"cost", "record"},
     "viz.node_links": {"cost", "record"},  # draws the figures of hardware.py
     "grade": {"analysis", "record", "ranks", "sim"},
     "grade.picture": {"record", "viz"},
@@ -63,6 +61,7 @@ MAY_IMPORT = {
     "publish": {"viz", "analysis", "record"},
     "publish.tools.schedule_builder_page": {"trainers"},
     "publish.tools.memory_page": {"cost", "planner", "record"},
+    "publish.tools.in_notebook": {"cost", "planner", "trainers"},  # settings of their tables
     # runs all collectives, and draws them
     "publish.tools.recorded_collectives": {"collectives", "sim", "viz", "analysis", "record"},
     # it plans in closed form, runs the best layouts, and draws them

@@ -68,7 +68,7 @@ if __name__ == "__main__":
     p101.schedule("1f1b", stages=2, microbatches=4).time().timeline().save("1f1b.svg")
     p101.cost.all_reduce, p101.LiveLoss, p101.memory_scene
     assert p101.plan("llama-3-8b", gpus=8, simulate=0)
-    for name in ("sweep", "explore_memory", "keras"):
+    for name in ("sweep", "explore_collective", "keras"):
         try:
             getattr(p101, name)
         except ModuleNotFoundError as error:

@@ -123,6 +123,10 @@ def lesson_body(
             f"the page would load {', '.join(addresses)}, but pages must work offline; put the "
             "file in the notebook's folder"
         )
+    for frame in soup.select("iframe.p101-tool"):  # the site has the tool's own page
+        link = soup.new_tag("a", href=str(frame["data-page"]))
+        link.string = str(frame["title"])
+        frame.replace_with(link)
     if figure := _cover(soup):  # before `arrange` moves pictures out of their cells
         figure["class"] = "p101 cover"
     arrange(soup)

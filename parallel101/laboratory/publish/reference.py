@@ -43,7 +43,7 @@ GROUPS = {  # of the package's own names, by the module that defines them
     "Plan": ("planner",),
     "What was recorded": ("record", "analysis"),
     "Pictures": ("viz",),
-    "Explorers": ("viz.explore",),
+    "Explorers": ("viz.explore", "publish.tools"),
     "Homework": ("grade",),
 }
 ERRORS = "Errors"

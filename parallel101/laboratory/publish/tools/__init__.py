@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import NamedTuple
 
-from parallel101.laboratory.publish.tools import (
-    collectives_atlas_page,
-    memory_page,
-    schedule_builder_page,
-)
+from parallel101.extras import needs_extra
+
+with needs_extra("A page that plays"):
+    from parallel101.laboratory.publish.tools import (
+        collectives_atlas_page,
+        memory_page,
+        schedule_builder_page,
+    )
 
 
 class ToolPage(NamedTuple):

@@ -260,7 +260,7 @@ def run(
         rows,
         ("this run", "closed form"),
         note,
-        {what: [number] for what, number in counted.items()},
+        counted,
     )
 
 
@@ -300,9 +300,7 @@ def run_own(
     if links is None or network == "switch":
         counted |= counts(ran.trace, network if links else None, function, numbers)
     rows = [(what, shown(counted, what)) for what in QUANTITIES]
-    return ExplorerResult(
-        ran.animate(), rows, exact={what: [number] for what, number in counted.items()}
-    )
+    return ExplorerResult(ran.animate(), rows, exact=counted)
 
 
 def shown(numbers: Mapping[str, float], what: str) -> str:

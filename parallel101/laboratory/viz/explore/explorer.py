@@ -1,4 +1,4 @@
-"""Parts of all explorers: controls, a prediction, and the result of the last run beside it.
+"""Parts of an explorer: controls, a prediction, and the result of the last run beside it.
 
 [all_reduce ▾] [ring ▾]  ranks ──●──              each change runs again
 all_reduce has no root.                           why a control is off
@@ -51,8 +51,8 @@ class ExplorerResult(NamedTuple):
     rows: Sequence[Sequence[str]]
     columns: Sequence[str] = ("this run",)
     note: str = ""  # a sentence below the table
-    # what → the numbers of its first column, not rounded: counts, percent, bytes or seconds
-    exact: Mapping[str, Sequence[float]] = {}
+    # what → the number of its first column, not rounded: a count, bytes or seconds
+    exact: Mapping[str, float] = {}
 
 
 class Explorer(ipywidgets.VBox):
@@ -66,7 +66,7 @@ class Explorer(ipywidgets.VBox):
         adjust: called with the controls after each change, and the name of the one that changed (""
             at first), to set what else can be chosen. It returns sentences that say why.
         quantities: rows of the result that can be predicted, each with the unit of a prediction
-            that names none: "GB", or "" for counts.
+            that names none: "B", or "" for counts.
         predict: one of them, for which the reader is asked before the first run is shown; None: it
             is shown at once.
 
@@ -196,7 +196,7 @@ class Explorer(ipywidgets.VBox):
             result = self.run(**{name: control.value for name, control in self.controls.items()})
             picture = result.picture.html() if result.picture is not None else ""
             shown = next((row[1] for row in result.rows if row[0] == quantity), "")
-            said = verdict(prediction, unit, shown, result.exact.get(quantity, ()))
+            said = verdict(prediction, unit, shown, result.exact.get(quantity))
             self.html, plain = _table(result, quantity, prediction, said) + picture, _plain(result)
             spoken = _spoken(result, quantity, prediction, said)
         except (RuntimeError, ValueError, TimeoutError) as error:
@@ -226,11 +226,7 @@ class Explorer(ipywidgets.VBox):
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         chosen = ", ".join(
-            f"{c.description} {c.value:g}"
-            if isinstance(c.value, float)
-            else f"{c.description} {c.value}"
-            for c in self.controls.values()
-            if not c.disabled
+            f"{c.description} {c.value}" for c in self.controls.values() if not c.disabled
         )
         return {**data, "text/html": f"<p>One run, with {escape(chosen)}.</p>{self.html}"}, metadata
 
@@ -248,27 +244,15 @@ def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> A
     )
 
 
-def slider(name: str, low: float, high: float, value: float, step: float = 1) -> Any:
-    """Return a slider for whole numbers, or for others if `step` is not 1.
-
-    Raises ValueError if the value is out of range.
-    """
-    whole = step == 1
-    if (
-        not isinstance(value, int if whole else (int, float))
-        or isinstance(value, bool)
-        or not low <= value <= high
-    ):
-        raise ValueError(
-            f"{name}={value!r}: expected a {'whole ' if whole else ''}number from {low} to {high}"
-        )
-    kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
-    return kind(
+def slider(name: str, low: int, high: int, value: int) -> Any:
+    """Return a slider for whole numbers. Raises ValueError if the value is out of range."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: expected a whole number from {low} to {high}")
+    return ipywidgets.IntSlider(
         value,
         description=name,
         min=low,
         max=high,
-        step=step,
         continuous_update=False,
         layout=WIDE,
         style=STYLE,
@@ -300,7 +284,7 @@ def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) ->
     return f'<div style="overflow-x:auto;margin-bottom:12px">{above}{table}{note}</div>'
 
 
-MARKS = {"right": "✓", "too low": "✗", "too high": "✗", "different": "✗"}
+MARKS = {"right": "✓", "too low": "✗", "too high": "✗"}
 
 
 def _spoken(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:

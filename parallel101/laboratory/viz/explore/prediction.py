@@ -1,6 +1,6 @@
-"""Judges a reader's prediction: "27 %" of a bubble rate of 3/11 is right.
+"""Judges a reader's prediction: "252" µs of a time of 252.4 µs is right.
 
-So is "41.25 GB" if the screen shows 41.2 GB, and "6" of 6 steps. It is compared with the exact
+So is "1.344 KB" if the screen shows 1.3 KiB, and "6" of 6 steps. It is compared with the exact
 result, and may differ from it by the rounding of the prediction, or by that of the result on the
 screen.
 """
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import NamedTuple
 
-PERCENT = {"%": 1.0, "percent": 1.0}
 BYTES = {"b": 1.0, "byte": 1.0, "bytes": 1.0}
 BYTES |= {f"{prefix}b": 1000.0**k for k, prefix in enumerate("kmgt", 1)} | {
     f"{prefix}ib": 1024.0**k for k, prefix in enumerate("kmgt", 1)
@@ -23,7 +22,7 @@ GROUPED = re.compile(r"[-+]?\d{1,3}([, ]\d{3})+(\.\d+)?")
 
 
 class Number(NamedTuple):
-    """A number that was written, in percent, bytes, seconds or as a count.
+    """A number that was written, in bytes, seconds or as a count.
 
     It means all numbers within `rounding` of it.
     """
@@ -32,99 +31,57 @@ class Number(NamedTuple):
     rounding: float
 
 
-def readings(text: str, unit: str) -> list[list[Number]]:
-    """Return every reading of a text, as one or several numbers.
+def readings(text: str, unit: str) -> list[Number]:
+    """Return every reading of a text as a number.
 
-    Empty if it can't be read: "many", "8-9 %", or "41 s" of a quantity in GB.
+    Empty if it can't be read: "many", "8-9 B", or "41 s" of a quantity in bytes.
 
-    "1,024" is 1024, 1.024, or 1 and 24. Of "2 · 7 = 14", the 14 counts.
+    "1,024" is 1024 or 1.024. Of "2 · 7 = 14", the 14 counts.
 
     Args:
-        unit: of numbers without one. If it is "", the quantity is a count, and any word may follow:
-            "6 steps".
+        unit: of a number without one. If it is "", the quantity is a count, and any word may
+            follow: "6 steps".
     """
     written = text.rpartition("=")[2].replace("−", "-").strip("[]() ").lower()
-    parts = re.fullmatch(r"(.*?[\d.])\s*([a-zµμ% ]*)", written)
+    parts = re.fullmatch(r"(.*?[\d.])\s*([a-zµμ ]*)", written)
     if parts is None or (scale := scale_of(parts[2] or unit, unit)) is None:
         return []
-    body = parts[1]
-    grouped = [[re.sub("[, ]", "", body)]] if GROUPED.fullmatch(body) else []
-    found = []
-    for numbers in ([body], *grouped, [body.replace(",", ".")], re.split(r"[,;\s]+", body)):
-        try:
-            decimals = [Decimal(number) for number in numbers]
-        except InvalidOperation:
-            continue
-        found.append(
-            [
-                Number(float(d) * scale, 0.5 * 10.0 ** min(0, int(d.as_tuple().exponent)) * scale)
-                for d in decimals
-            ]
-        )
+    body, found = parts[1], []
+    grouped = [re.sub("[, ]", "", body)] if GROUPED.fullmatch(body) else []
+    for number in (body, *grouped, body.replace(",", ".")):
+        with suppress(InvalidOperation):
+            read = Decimal(number)
+            last_digit = 10.0 ** min(0, int(read.as_tuple().exponent))
+            found.append(Number(float(read) * scale, 0.5 * last_digit * scale))
     return found
 
 
 def with_unit(text: str, unit: str) -> str:
-    """Return a prediction as it is shown, with a unit if it ends in a number: "27" is "27 %".
-
-    A rate below 1 without a unit is a part of the whole: "0.16" is "16 %".
-    """
-    if not unit or not text[-1:].isdigit():
-        return text
-    if unit == "%" and re.fullmatch(r"0?[.,]\d+", text):
-        return f"{100 * Decimal(text.replace(',', '.')):f}".rstrip("0").rstrip(".") + " %"
-    return f"{text} {unit}"
+    """Return a prediction as it is shown, with a unit if it ends in a number: "96" is "96 B"."""
+    return f"{text} {unit}" if unit and text[-1:].isdigit() else text
 
 
 def scale_of(word: str, unit: str) -> float | None:
-    """Return the percent, bytes or seconds that a word means; None if `unit` is of another kind."""
+    """Return the bytes or seconds that a word means; None if `unit` is of another kind."""
     if not unit:
         return 1.0
-    return next(kind for kind in (PERCENT, BYTES, SECONDS) if unit.lower() in kind).get(
-        word.lower()
-    )
+    return next(kind for kind in (BYTES, SECONDS) if unit.lower() in kind).get(word.lower())
 
 
-def verdict(prediction: str, unit: str, shown: str, exact: Sequence[float]) -> str:
-    """Return "right", "too low" or "too high"; for several numbers "right" or "different".
-
-    It is "" if the prediction or the result isn't a number. One number for a result with several is
-    compared with the largest of them.
+def verdict(prediction: str, unit: str, shown: str, exact: float | None) -> str:
+    """Return "right", "too low" or "too high"; "" if the prediction isn't a number.
 
     Args:
         unit: of a prediction without one.
         shown: the result on the screen, with its unit.
-        exact: the same numbers, not rounded, in percent, bytes, seconds or as counts.
+        exact: the same number, not rounded, in bytes, seconds or as a count; None: there is none.
     """
-    if not (guesses := readings(prediction, unit)) or not exact:
+    guesses = readings(prediction, unit)
+    if not guesses or exact is None:
         return ""
-    fitting = [guess for guess in guesses if len(guess) == len(exact)] or [
-        guess for guess in guesses if len(guess) == 1
-    ]
-    if not fitting:
-        return "different"
-    on_screen = next(reading for reading in readings(shown, unit) if len(reading) == len(exact))
-    rounding = max(
-        0.0 if math.isclose(number.value, value) else number.rounding
-        for number, value in zip(on_screen, exact)
-    )
-    values = exact if len(fitting[0]) == len(exact) else [max(exact)]
-    fitting.sort(key=lambda guess: abs(guess[0].value - values[0]))
-    signs = [
-        [compare(number, value, rounding) for number, value in zip(guess, values)]
-        for guess in fitting
-    ]
-    if not all(any(sign) for sign in signs):
+    on_screen = readings(shown, unit)[0]
+    rounding = 0.0 if math.isclose(on_screen.value, exact) else on_screen.rounding
+    differences = [(guess.value - exact, max(guess.rounding, rounding)) for guess in guesses]
+    if any(abs(difference) <= most * (1 + 1e-9) for difference, most in differences):
         return "right"
-    return "different" if len(values) > 1 else "too low" if signs[0][0] < 0 else "too high"
-
-
-def compare(number: Number, value: float, rounding: float) -> int:
-    """Return −1, 0 or 1 for a prediction below, equal to or above the value.
-
-    Both may be rounded.
-    """
-    difference = number.value - value
-    if abs(difference) <= max(number.rounding, rounding) * (1 + 1e-9):
-        return 0
-    return -1 if difference < 0 else 1
+    return "too low" if min(differences, key=lambda pair: abs(pair[0]))[0] < 0 else "too high"
