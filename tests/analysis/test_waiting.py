@@ -15,7 +15,6 @@ from parallel101.laboratory.analysis.waiting import (
     rank_times,
     slowest_calls,
     slowest_links,
-    waiting_shares,
     waits,
     with_compute,
 )
@@ -91,21 +90,6 @@ def test_only_the_root_of_a_broadcast_is_waited_for():
 
     trace = recorded(program, 3)
     assert all(wait.last in (0, None) and wait.late == 0.0 for wait in waits(trace))
-
-
-def test_shares_of_waiting_add_up_to_the_waiting_time():
-    def program():
-        for _ in range(3):
-            p101.compute(1.0 + dist.get_rank())
-            dist.all_reduce(torch.ones(1))
-
-    trace = recorded(program, 3)
-    waited = waits(trace)
-    for bins in (1, 7, 50):
-        shares = waiting_shares(trace, waited, bins)
-        for row, of in zip(rank_times(trace, waited), shares):
-            assert sum(of) * trace.makespan / bins == pytest.approx(row.waiting)
-            assert all(-1e-9 <= share <= 1.0 for share in of)
 
 
 def test_pictures_show_compute_between_the_waits():

@@ -15,7 +15,6 @@ from parallel101.laboratory.analysis.waiting import (
     slowest_calls,
     slowest_links,
     traffic,
-    waiting_shares,
     waits,
 )
 from parallel101.laboratory.record.last_events import LastEvents
@@ -87,7 +86,6 @@ def tables_of(trace):
         n for of in counts + tuple(lines) for n in of
     ]
     words = [(row.where, row.kind, row.waits) for row in calls]
-    numbers += [sum(s or 0 for s in row) for row in waiting_shares(trace, waited, 40)]
     return numbers, [links, collective_totals(trace), words, traffic(trace)]
 
 

@@ -8,9 +8,9 @@ The first of these that a record has is used:
     spans "step"        what the program itself calls a step
     spans "optimizer"   of parallel101's trainers: a step ends with it
     optimizer steps     `parallel101 run` marks those of torch's optimizers
-    repeating calls     those that a loop without an optimizer makes in each round
 
-Numbers count from 1. (steps.py is about the steps of a collective's algorithm.)
+A record without any of them has no steps. Numbers count from 1. (steps.py is about the steps of a
+collective's algorithm.)
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from typing import NamedTuple
 
 from parallel101.laboratory.analysis.run_window import run_times
 from parallel101.laboratory.record.events import Event
-from parallel101.laboratory.record.program_lines import named
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import OPTIMIZER_STEP
 
-LEAST = 3  # rounds of a loop
+LEAST = 3  # steps of a loop
+# the spans that mark steps, the best first, and what a reader is told about them
+SPANS = {
+    "step": 'spans "step"',
+    "optimizer": 'steps end with "optimizer"',
+    OPTIMIZER_STEP: "each ends with the optimizer's step",
+}
 
 
 class TrainingSteps(NamedTuple):
@@ -39,14 +44,11 @@ class TrainingSteps(NamedTuple):
 
 def training_steps(trace: Trace) -> TrainingSteps | None:
     """Return the steps of the training loop, or None if none are found."""
-    for name, what in (("step", 'spans "step"'), ("optimizer", 'steps end with "optimizer"')):
+    for name, what in SPANS.items():
         spans = [span for span in trace.spans(name) if not span.waiting]
         if len(spans) >= LEAST:
             return _numbered(trace, spans, what, whole=name == "step")
-    marks = trace.spans(OPTIMIZER_STEP)
-    if len(marks) >= LEAST:
-        return _numbered(trace, marks, "each ends with the optimizer's step", whole=False)
-    return _repeats(trace)
+    return None
 
 
 def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> TrainingSteps | None:
@@ -76,53 +78,11 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
         elif rank in begin:
             times[number[rank]].append((begin[rank], span.end))
         begin[rank] = span.end
-    return _joined(times, what)
-
-
-def _repeats(trace: Trace) -> TrainingSteps | None:
-    """Return the rounds of a loop, from the calls that a rank repeats.
-
-    Two calls count as the same if they have the same line, kind, peer and bytes. Numbers count from
-    the first round that the record has.
-    """
-    calls: dict[int, dict[tuple, list[Event]]] = defaultdict(lambda: defaultdict(list))
-    for e in trace.events:
-        if e.kind != "span":
-            calls[e.rank][e.kind, e.where, e.peer, e.nbytes, e.group].append(e)
-    if not calls:
-        return None
-    alike = max(calls.values(), key=lambda of: sum(map(len, of.values())))
-    counts = [len(of) for of in alike.values()]
-    # most calls are made once in a round, or several times: the loop has as many rounds as that
-    fitting = [
-        count
-        for count in set(counts)
-        if count >= LEAST and sum(c for c in counts if _multiple(c, count)) >= 0.9 * sum(counts)
-    ]
-    if not fitting:
-        return None
-    usual = max(fitting)
-    first = min(
-        (events for events in alike.values() if len(events) == usual),
-        key=lambda events: events[0].start,
-    )
-    end = max(e.end for e in trace.events)
-    starts = [e.posted for e in first] + [end]
-    what = f"repeats of {first[0].kind} at {named(first[0].where)}"
-    return TrainingSteps(what, 1, list(zip(starts, starts[1:])))
-
-
-def _multiple(count: int, rounds: int) -> bool:
-    """Return whether `count` is a multiple of `rounds`, except for a round that was cut off."""
-    times = round(count / rounds)
-    return times >= 1 and abs(count - times * rounds) <= times + 0.02 * count
-
-
-def _joined(times: dict[int, list[tuple[float, float]]], what: str) -> TrainingSteps | None:
-    """Return the steps one after the other, each over all ranks."""
     if not times:
         return None
-    first, last = min(times), max(times)
-    times_of_steps = [times[number] for number in range(first, last + 1) if number in times]
-    spans = [(min(begin for begin, _ in at), max(end for _, end in at)) for at in times_of_steps]
-    return TrainingSteps(what, first, spans)
+    over_ranks = [times[number] for number in sorted(times)]
+    return TrainingSteps(
+        what,
+        min(times),
+        [(min(start for start, _ in step), max(end for _, end in step)) for step in over_ranks],
+    )

@@ -288,44 +288,6 @@ def _compute_spans(events: Sequence[Event], begin: float) -> list[Event]:
     ]
 
 
-def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
-    """Return the share of each of `bins` equal parts of the run that each rank waited, by rank.
-
-    It is None where the rank had not begun, or had ended.
-    """
-    begin, end = run_times(trace)
-    width = (end - begin) / bins or 1.0
-    shares: list[list[float | None]] = []
-    for rank in range(trace.world_size):
-        first, last = run_times(trace, rank)
-        row = [0.0] * bins
-        for start, stop in union((wait.start, wait.end) for wait in waited if wait.rank == rank):
-            _spread(row, start, stop, begin, width, 1.0)
-        if rank in trace.earlier:
-            for start, stop, waited_for in trace.earlier[rank].waits_over_time():
-                _spread(row, start, stop, begin, width, waited_for / (stop - start))
-        shares.append(
-            [
-                min(s, 1.0)
-                if begin + (k + 1) * width > first and begin + k * width < last
-                else None
-                for k, s in enumerate(row)
-            ]
-        )
-    return shares
-
-
-def _spread(
-    row: list[float], start: float, stop: float, begin: float, width: float, share: float
-) -> None:
-    """Add the share of a time that was spent waiting to the parts of the run that it is in."""
-    for part in range(
-        max(0, int((start - begin) / width)), min(len(row), int((stop - begin) / width) + 1)
-    ):
-        left = begin + part * width
-        row[part] += share * max(0.0, min(stop, left + width) - max(start, left)) / width
-
-
 def slowest_calls(
     waited: Sequence[Wait], earlier: Mapping[int, EarlierEvents] = MappingProxyType({})
 ) -> list[CallTimes]:

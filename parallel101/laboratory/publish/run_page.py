@@ -29,7 +29,6 @@ from parallel101.laboratory.viz.between_ranks import Square, between_ranks_scene
 from parallel101.laboratory.viz.run_table import TextTable, heading, tables
 from parallel101.laboratory.viz.scene import Scene
 from parallel101.laboratory.viz.timeline import timeline_scene
-from parallel101.laboratory.viz.waiting_overview import waiting_overview_scene
 
 MOST_EVENTS = 4000  # in a timeline
 
@@ -75,8 +74,7 @@ def _timelines(trace: Trace, waited: list[Wait], steps: tuple[int, int] | None) 
     if len(drawn.events) <= MOST_EVENTS and not trace.earlier and steps is None:
         shown = [timeline_scene(drawn).html()]
     else:
-        chooser = step_chooser(drawn, training_steps(trace), steps)
-        shown = [waiting_overview_scene(trace, waited).html(), chooser]
+        shown = [step_chooser(drawn, training_steps(trace), steps)]
     if (longest := _around_longest_wait(drawn, waited)) is not None:
         shown.append(longest.html())
     return shown

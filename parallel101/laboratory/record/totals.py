@@ -11,7 +11,7 @@ events only.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.record.events import NO_GROUP, Event, EventGroup
@@ -19,7 +19,6 @@ from parallel101.laboratory.record.events import NO_GROUP, Event, EventGroup
 # of one rank; a program with more of them, as by a new tag or name in each step, has the rest of
 # its sums under OTHER
 MOST_KEYS = 4096
-MOST_BINS = 1024  # parts of a run
 OTHER = "(other lines)"
 WAIT = "wait"  # the kind under which times in which the program was blocked in a call are summed
 
@@ -54,34 +53,6 @@ class Sums(NamedTuple):
 NOTHING = Sums(0, 0, 0.0, 0.0)
 
 
-class TimeBins:
-    """Seconds by the time in which they were spent, in at most MOST_BINS parts of equal width.
-
-    If a run takes longer, the parts become twice as wide.
-    """
-
-    def __init__(
-        self, width: float = 0.1, zero: float = 0.0, seconds: dict[int, float] | None = None
-    ):
-        self.width, self.zero = width, zero  # in seconds; the time at which part 0 begins
-        self.seconds: dict[int, float] = defaultdict(float, seconds or {})
-
-    def copy(self) -> TimeBins:
-        return TimeBins(self.width, self.zero, self.seconds)
-
-    def add(self, start: float, end: float) -> None:
-        """Add the time from `start` to `end`."""
-        first, last = (int((t - self.zero) // self.width) for t in (start, end))
-        for number in range(first, last + 1):
-            left = self.zero + number * self.width
-            self.seconds[number] += max(0.0, min(end, left + self.width) - max(start, left))
-        while len(self.seconds) > MOST_BINS:
-            halved: dict[int, float] = defaultdict(float)
-            for number, seconds in self.seconds.items():
-                halved[number // 2] += seconds
-            self.width, self.seconds = 2 * self.width, halved
-
-
 class EarlierEvents:
     """Sums over the events of one rank that its record no longer keeps.
 
@@ -92,7 +63,6 @@ class EarlierEvents:
         waited: seconds in which the program was blocked in a call. Overlapping times count once.
         sums: by line, kind, peer and group.
         marks: of those that are among them, the start and the end of the script and the first call.
-        waits: `waited` over time.
     """
 
     def __init__(
@@ -103,12 +73,10 @@ class EarlierEvents:
         waited: float = 0.0,
         sums: dict[SumKey, Sums] | None = None,
         marks: Iterable[Event] = (),
-        waits: TimeBins | None = None,
     ):
         self.count, self.begin, self.until, self.waited = count, begin, until, waited
         self.sums = {} if sums is None else sums
         self.marks = list(marks)
-        self.waits = TimeBins() if waits is None else waits
         self.blocked_until = 0.0  # times of waiting until then are in `waited`
 
     def __repr__(self) -> str:
@@ -122,7 +90,6 @@ class EarlierEvents:
             self.waited,
             dict(self.sums),
             self.marks,
-            self.waits.copy(),
         )
         same.blocked_until = self.blocked_until
         return same
@@ -145,7 +112,6 @@ class EarlierEvents:
             start = max(e.start, self.blocked_until)
             if e.end > start:
                 self.waited += e.end - start
-                self.waits.add(start, e.end)
                 self.blocked_until = e.end
         self.marks += [e for e in events if e.args and "script" in e.args]
         calls = [e for e in events if is_call(e)]
@@ -166,15 +132,7 @@ class EarlierEvents:
             for e in self.marks
         ]
         begin, until = self.begin - seconds, self.until - seconds
-        waits = self.waits.copy()
-        waits.zero -= seconds
-        return EarlierEvents(self.count, begin, until, self.waited, self.sums, marks, waits)
-
-    def waits_over_time(self) -> Iterator[tuple[float, float, float]]:
-        """Yield consecutive times, each with its seconds of waiting: (begin, end, seconds)."""
-        for number, seconds in sorted(self.waits.seconds.items()):
-            begin = self.waits.zero + number * self.waits.width
-            yield begin, begin + self.waits.width, seconds
+        return EarlierEvents(self.count, begin, until, self.waited, self.sums, marks)
 
     def sum_of(self, *kinds: str) -> Sums:
         """Return the sums over all events of some kinds."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from parallel101.laboratory.record.chrome import chrome_events
 from parallel101.laboratory.record.events import Event, EventGroup, EventRow, Message, events_of
-from parallel101.laboratory.record.totals import EarlierEvents, SumKey, Sums, TimeBins
+from parallel101.laboratory.record.totals import EarlierEvents, SumKey, Sums
 from parallel101.spans import HOST_TIME
 
 FORMAT = "parallel101 trace 2"
@@ -469,9 +469,6 @@ EARLIER: dict[str, Any] = {
     "waited": NUMBER,
     "marks": list,
     "sums": list,
-    "width": NUMBER,
-    "zero": NUMBER,
-    "waits": list,
 }
 # the JSON type of each field of a SumKey, and of its Sums
 SUM_TYPES: tuple[Any, ...] = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
@@ -489,8 +486,7 @@ def _earlier_entry(
     ]
     marks = [fields(mark) for mark in earlier.marks]
     numbers = (rank, earlier.count, earlier.begin, earlier.until, earlier.waited)
-    waits = (earlier.waits.width, earlier.waits.zero, list(earlier.waits.seconds.items()))
-    return dict(zip(EARLIER, (*numbers, marks, sums, *waits), strict=True))
+    return dict(zip(EARLIER, (*numbers, marks, sums), strict=True))
 
 
 def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, EarlierEvents]:
@@ -510,14 +506,8 @@ def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, Earl
     if not 0 <= entry["rank"] < size:
         raise ValueError(f"its earlier events are of rank {entry['rank']}, in a world of {size}")
     marks = [_event(row, groups, size) for row in entry["marks"]]
-    for part in entry["waits"]:
-        if [type(number) for number in part] not in ([int, float], [int, int]):
-            raise ValueError(f"one of its times of waiting is {part!r:.80}")
-    if not entry["width"] > 0:
-        raise ValueError(f"its times of waiting are {entry['width']} s wide")
-    waits = TimeBins(entry["width"], entry["zero"], dict(entry["waits"]))
     count, begin, until, waited = (entry[name] for name in tuple(EARLIER)[1:5])
-    return entry["rank"], EarlierEvents(count, begin, until, waited, sums, marks, waits)
+    return entry["rank"], EarlierEvents(count, begin, until, waited, sums, marks)
 
 
 @contextmanager

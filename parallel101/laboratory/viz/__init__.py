@@ -8,7 +8,6 @@
     matrices.py           how tensor parallelism cuts a model
     rows.py               the engine of the pictures with rows over time, which are:
     timeline.py           every rank's spans, messages and collectives over time
-    waiting_overview.py   the timeline of a long run
     lanes.py              how much communication overlaps with compute
     pipeline_timeline.py  what each rank of a pipeline computes, and when
     axis_timeline.py      which axis of a mesh communicates when

@@ -6,8 +6,8 @@
     rows.rank(0, y=130); rows.span(Bar(event), y=112, tall=17); rows.axis(y=300)
 
 A picture decides which events become bars, and in which row and lane. Rows of compute and messages
-are in timeline.py and lanes.py, those of the axes of a mesh in axis_timeline.py, those of pipelines
-in pipeline_timeline.py, and those of long runs in waiting_overview.py.
+are in timeline.py and lanes.py, those of the axes of a mesh in axis_timeline.py, and those of
+pipelines in pipeline_timeline.py.
 """
 
 from __future__ import annotations
