@@ -216,10 +216,7 @@ def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLE
             )
         batched = batches(backend)
     recorded = None if recorder() is None else collective_of(operation, group)
-    comm = Comm(group, device, batched, recorded, tag)
-    # virtual ranks that stand for many may post the messages of a step in one call
-    own = getattr(comm.carrier, "comm_for", None)
-    return comm if own is None else own(comm)
+    return Comm(group, device, batched, recorded, tag)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.clock import VirtualRank
-from parallel101.laboratory.sim.mirrored_exchange import Exchange
-from parallel101.laboratory.sim.mirrored_group import MirroredGroup
 from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
 from parallel101.spans import Collective, current_collective, set_current_collective, span
 from parallel101.trainers.gradient_sync import GradientSync
@@ -58,23 +56,13 @@ class TapedPost:
 
 
 @dataclass
-class TapedExchange:
-    """Messages that were posted at once."""
-
-    after: float
-    post: Callable[..., Any]
-    exchange: Exchange
-
-
-@dataclass
 class TapedWait:
     """A wait for a message of this tape, or of one of `key` that was played or recorded before."""
 
     after: float
     key: Key
     back: int  # that many tapes ago
-    number: int  # of the message, or of those posted at once, on its tape
-    place: int | None = None  # of the message among those
+    number: int  # of the message on its tape
 
 
 @dataclass
@@ -91,7 +79,7 @@ class Tape:
         loss: the same of what it added to the losses. weights: of losses with a weight.
     """
 
-    events: list[TapedPost | TapedExchange | TapedWait] = field(default_factory=list)
+    events: list[TapedPost | TapedWait] = field(default_factory=list)
     rest: float = 0.0
     seconds: float = 0.0
     links: set[int] = field(default_factory=set)
@@ -129,13 +117,6 @@ class TapedWork:
         return self.recorder.wait(self)
 
 
-class TapedExchangeWork(TapedWork):
-    """The work of messages that were posted at once, on a tape that is being recorded."""
-
-    def wait_for(self, place: int) -> None:
-        self.recorder.wait(self, place)
-
-
 class TapeRecorder:
     """Records one rank's tapes, and plays them.
 
@@ -171,13 +152,11 @@ class TapeRecorder:
         for group in groups:
             for name in ("send", "recv"):
                 setattr(group, name, self.hook(group, getattr(group, name), name == "send"))
-            if isinstance(group, MirroredGroup):
-                group.exchange = self.exchange_hook(group.exchange)  # type: ignore[method-assign]
         try:
             yield
         finally:
             for group in groups:
-                for name in ("send", "recv", "exchange"):
+                for name in ("send", "recv"):
                     vars(group).pop(name, None)
 
     def hook(self, group: Any, post: Callable[..., Any], sends: bool) -> Callable[..., Any]:
@@ -203,24 +182,6 @@ class TapeRecorder:
 
         return posted
 
-    def exchange_hook(self, post: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook like `hook`, for messages that are posted at once."""
-
-        def posted(exchange: Exchange) -> Any:
-            tape = self.tape
-            links = {link for hops, _ in exchange.runs for hop in hops for link in hop}
-            if tape is None:
-                self.outside |= links
-                return post(exchange)
-            tape.links |= links
-            tape.events.append(TapedExchange(self.passed(), post, exchange))
-            works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
-            works.append(post(exchange))
-            self.at = self.rank.now()
-            return TapedExchangeWork(self, works[-1], len(works) - 1)
-
-        return posted
-
     def like(self, x: Tensor) -> Tensor:
         """Return a tensor to send in place of x, which doesn't count as memory."""
         key = x.shape, x.dtype, x.device
@@ -232,14 +193,12 @@ class TapeRecorder:
         """Return the seconds since the last event of the tape."""
         return self.rank.now() - self.at
 
-    def wait(self, message: TapedWork, place: int | None = None) -> bool:
+    def wait(self, message: TapedWork) -> bool:
         if self.tape is not None:
             back = self.played.get(message.key, 0) - message.count
-            wait = TapedWait(self.passed(), message.key, back, message.number, place)
+            wait = TapedWait(self.passed(), message.key, back, message.number)
             self.tape.events.append(wait)
-        if place is not None:
-            message.work.wait_for(place)
-        elif not message.work.waited:  # a played tape may have waited for it
+        if not message.work.waited:  # a played tape may have waited for it
             message.work.wait()
         self.at = self.rank.now()
         return True
@@ -264,16 +223,9 @@ class TapeRecorder:
         gpu.peak = max(gpu.peak, self.peak)
         now = gpu.flops, gpu.busy, gpu.kernels
         tape.counts = tuple(a - b for a, b in zip(now, self.counted))  # type: ignore[assignment]
-        posted = sum(
-            len(event.exchange.peers) if isinstance(event, TapedExchange) else 1
-            for event in tape.events
-            if not isinstance(event, TapedWait)
-        )
         waits = [event for event in tape.events if isinstance(event, TapedWait)]
-        here = {
-            (event.number, event.place) for event in waits if (event.key, event.back) == (key, 0)
-        }
-        tape.closed = len(here) == len(waits) == posted
+        here = {event.number for event in waits if (event.key, event.back) == (key, 0)}
+        tape.closed = len(here) == len(waits) == len(tape.events) - len(waits)
         if final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
         else:
@@ -319,13 +271,9 @@ class TapeRecorder:
                 set_current_collective(event.collective)
                 works.append(event.post([event.like], event.peer, event.tag))
                 set_current_collective(None)
-            elif isinstance(event, TapedExchange):
-                works.append(event.post(event.exchange))
             else:
                 of = self.works.get((event.key, self.played.get(event.key, 0) - event.back), [])
-                if event.number < len(of) and event.place is not None:
-                    of[event.number].wait_for(event.place)
-                elif event.number < len(of) and not of[event.number].waited:
+                if event.number < len(of) and not of[event.number].waited:
                     of[event.number].wait()
         if tape.rest:
             self.rank.compute(tape.rest)

@@ -28,8 +28,7 @@ On every network there are three more differences:
 
     ties               Messages of two axes may ask for one link at the same instant. With all ranks
                        the lower sender is first, which differs from rank to rank; here one order
-                       holds for all. That is a latency. Messages that a rank posts at once are one
-                       event on their link (mirrored_exchange.py), so others come after all of them
+                       holds for all. That is a latency
     ZeRO 1 and 2       Ranks along dp own other pieces of parameters, so that the optimizer of one
                        rank doesn't stand for all: steps of toy models were 1.4 to 3.3 % shorter
                        than with all ranks

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.errors import MisuseError
-from parallel101.laboratory.record.events import EventGroup
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import (
@@ -25,7 +24,6 @@ from parallel101.laboratory.sim.message_matching import (
     refuse,
 )
 from parallel101.laboratory.sim.mirrored import MirroredAxes
-from parallel101.laboratory.sim.mirrored_exchange import Exchange, MirroredComm, PostedExchange
 from parallel101.spans import Collective
 
 # the collectives that give a rank what others have, as it is: by symmetry that is its own
@@ -183,35 +181,12 @@ class MirroredGroup(SimGroup):
         with torch_private.no_function_modes():
             return super().recv(tensors, src, tag)
 
-    def exchange(self, exchange: Exchange) -> PostedExchange:
-        """Post messages of which each meets its own mirror image, all at once."""
-        return PostedExchange(self, exchange)
-
-    def comm_for(self, comm: Any) -> Any:
-        """Return the fastest Comm that a collective of parallel101 may use here."""
-        line = self.line_of(comm.group.ranks)
-        alone = len(line.threads) == 1 and len(line.stands) > 1 and comm.device.type == "meta"
-        return MirroredComm(comm, self) if alone else comm
-
     def line_of(self, ranks: tuple[int, ...]) -> MirroredLine:
         line = self.shared.lines.get(ranks)
         if line is None:
             number = len(self.shared.lines)
             line = self.shared.lines[ranks] = MirroredLine(ranks, number, self.world)
         return line
-
-    def event_group_of(self, collective: Collective | None) -> EventGroup:
-        if collective is not self.collective:
-            self._set_collective(collective)
-        return self.event_group
-
-    def next_seq(self, collective: Collective | None, tag: int, peer: int) -> int:
-        """Return the number of a message of an exchange on its channel."""
-        self.event_group_of(collective)
-        size, me = self.world.size, self.member.number
-        channel = cast(MirroredChannels, self.channels).get((tag * size + me) * size + peer)
-        channel[0] += 1
-        return channel[0]
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
         refuse(

@@ -30,8 +30,8 @@ from parallel101.laboratory.sim.network import Network
 from parallel101.spans import record_into
 
 POSTS = (
-    *("send", "recv", "recv_anysource", "exchange"),
-    *("_collective", "_start_coalescing", "_end_coalescing"),
+    *("send", "recv", "recv_anysource", "_collective"),
+    *("_start_coalescing", "_end_coalescing"),
 )
 
 
