@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class NetworkRoute(NamedTuple):
@@ -77,6 +77,25 @@ class TorusTopology:
     bidirectional: bool = True
     wraparound: bool = True
 
+    def __post_init__(self) -> None:
+        lengths: Any = self.shape
+        if lengths is not None and not (
+            isinstance(lengths, tuple)
+            and lengths
+            and all(type(n) is int and n >= 1 for n in lengths)
+        ):
+            raise ValueError(
+                "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, 4); "
+                f"got {lengths!r}"
+            )
+        _check_flag("bidirectional", self.bidirectional)
+        _check_flag("wraparound", self.wraparound)
+        if not self.bidirectional and not self.wraparound:
+            raise ValueError(
+                "bidirectional=False, wraparound=False: on a line with links to the right only, no "
+                "message gets to the left. Leave one of them True"
+            )
+
     def router(self, network: Network, world_size: int) -> Router:
         shape = self.shape or (world_size,)
         if math.prod(shape) != world_size:
@@ -124,6 +143,19 @@ class TwoLevelTopology:
     inside_latency: float
     inside_bandwidth: float
     rails: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            raise ValueError(
+                f"ranks_per_node must be an int of 1 or more; got {self.ranks_per_node!r}"
+            )
+        if type(self.rails) is not int or not 1 <= self.rails <= self.ranks_per_node:
+            raise ValueError(
+                f"rails must be an int from 1 to {self.ranks_per_node}, the ranks of a node, since "
+                f"each rank uses one rail; got {self.rails!r}"
+            )
+        _check_latency("inside_latency", self.inside_latency)
+        _check_bandwidth("inside_bandwidth", self.inside_bandwidth)
 
     def router(self, network: Network, world_size: int) -> Router:
         nodes, of_a_rail = -(-world_size // self.ranks_per_node), network.bandwidth / self.rails
@@ -195,23 +227,14 @@ class Network:
             )
 
     @classmethod
-    def ring(
-        cls,
-        *,
-        bidirectional: bool = True,
-        wraparound: bool = True,
-        latency: float = 5e-6,
-        bandwidth: float = 50e9,
-        eager: float = 0,
-        latency_overlaps: bool = False,
-    ) -> Network:
+    def ring(cls, *, bidirectional: bool = True, wraparound: bool = True, **speed: Any) -> Network:
         """Return a network in which every rank has a link to its right neighbour.
 
         If `bidirectional`, it has one to its left neighbour too. Without `wraparound` the last rank
-        has none to the first: a line.
+        has none to the first: a line. `speed`: latency, bandwidth, eager and latency_overlaps, as
+        Network takes them.
         """
-        topology = _checked_torus(None, bidirectional, wraparound)
-        return cls(latency, bandwidth, eager, topology, latency_overlaps)
+        return cls(topology=TorusTopology(None, bidirectional, wraparound), **speed)
 
     @classmethod
     def torus(
@@ -220,62 +243,40 @@ class Network:
         *,
         bidirectional: bool = True,
         wraparound: bool = True,
-        latency: float = 5e-6,
-        bandwidth: float = 50e9,
-        eager: float = 0,
-        latency_overlaps: bool = False,
+        **speed: Any,
     ) -> Network:
         """Return a network with a ring along each axis of `shape`, or without `wraparound` a line.
 
-        Its product is the world size; the last axis runs fastest, as in a DeviceMesh.
+        Its product is the world size; the last axis runs fastest, as in a DeviceMesh. `speed`:
+        latency, bandwidth, eager and latency_overlaps, as Network takes them.
         """
-        if (
-            not isinstance(shape, Sequence)
-            or not shape
-            or not all(type(n) is int and n >= 1 for n in shape)
-        ):
-            raise ValueError(
-                "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, 4); "
-                f"got {shape!r}"
-            )
-        topology = _checked_torus(tuple(shape), bidirectional, wraparound)
-        return cls(latency, bandwidth, eager, topology, latency_overlaps)
+        lengths = tuple(shape) if isinstance(shape, Sequence) else shape
+        return cls(topology=TorusTopology(lengths, bidirectional, wraparound), **speed)
 
     @classmethod
     def two_level(
         cls,
         ranks_per_node: int,
         *,
-        latency: float = 5e-6,
-        bandwidth: float = 50e9,
         inside_latency: float = 2e-6,
         inside_bandwidth: float = 450e9,
         rails: int = 1,
-        eager: float = 0,
-        latency_overlaps: bool = False,
+        **speed: Any,
     ) -> Network:
         """Return a network of nodes of `ranks_per_node` ranks.
 
         Args:
             ranks_per_node: of each node; the last one may be smaller.
-            latency, bandwidth: between nodes. The bandwidth is a node's, shared by its ranks.
             inside_latency, inside_bandwidth: inside a node, by default about NVLink's 450 GB/s each
                 way.
             rails: the network cards of a node. Each has bandwidth / rails, and the i-th rank of a
                 node uses card i mod rails, to send and to receive. A node of eight H100 has eight
                 cards of 50 GB/s: `two_level(8, bandwidth=400e9, rails=8)`.
+            speed: latency and bandwidth between nodes, eager and latency_overlaps, as Network takes
+                them. The bandwidth is a node's, shared by its ranks.
         """
-        if type(ranks_per_node) is not int or ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node must be an int of 1 or more; got {ranks_per_node!r}")
-        if type(rails) is not int or not 1 <= rails <= ranks_per_node:
-            raise ValueError(
-                f"rails must be an int from 1 to {ranks_per_node}, the ranks of a node, since each "
-                f"rank uses one rail; got {rails!r}"
-            )
-        _check_latency("inside_latency", inside_latency)
-        _check_bandwidth("inside_bandwidth", inside_bandwidth)
-        topology = TwoLevelTopology(ranks_per_node, inside_latency, inside_bandwidth, rails)
-        return cls(latency, bandwidth, eager, topology, latency_overlaps)
+        nodes = TwoLevelTopology(ranks_per_node, inside_latency, inside_bandwidth, rails)
+        return cls(topology=nodes, **speed)
 
     def router(self, world_size: int) -> Router:
         """Return the function that gives the route between any two of `world_size` ranks.
@@ -289,19 +290,6 @@ class Network:
             return between(src, dst) if src != dst else NetworkRoute(0.0, math.inf, ())
 
         return route
-
-
-def _checked_torus(
-    shape: tuple[int, ...] | None, bidirectional: bool, wraparound: bool
-) -> TorusTopology:
-    _check_flag("bidirectional", bidirectional)
-    _check_flag("wraparound", wraparound)
-    if not bidirectional and not wraparound:
-        raise ValueError(
-            "bidirectional=False, wraparound=False: on a line with links to the right only, no "
-            "message gets to the left. Leave one of them True"
-        )
-    return TorusTopology(shape, bidirectional, wraparound)
 
 
 def _check_flag(name: str, value: object) -> None:

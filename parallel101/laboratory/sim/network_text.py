@@ -9,7 +9,6 @@ two_level=8,rails=8,bandwidth=400e9        Network.two_level(8, rails=8, bandwid
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,22 @@ from parallel101.laboratory.sim.network import Network
 EXAMPLE = (
     "expected, for example, latency=1e-6,bandwidth=1e9, or ring, torus=4x4 or two_level=8 in front"
 )
+# how a value is read, and what is expected; {} is its name
+Form = tuple[Callable[[str], Any], str]
+NUMBER: Form = float, "a number, such as {}=1e-6"
+FLAG: Form = {"yes": True, "no": False}.__getitem__, "yes or no"
+LENGTHS: Form = lambda value: tuple(map(int, value.split("x"))), "whole numbers, as in {}=4x4"
+NODE: Form = int, "the number of ranks on a node, as in {}=8"
+SPEED = dict.fromkeys(("latency", "bandwidth", "eager"), NUMBER) | {"latency_overlaps": FLAG}
+TORUS = {"bidirectional": FLAG, "wraparound": FLAG, **SPEED}
+NODES = {**SPEED, "inside_latency": NUMBER, "inside_bandwidth": NUMBER}
+# how it is made, the form of what is written after its "=", and what else it takes
+TOPOLOGIES: dict[str, tuple[Callable[..., Network], Form | None, dict[str, Form]]] = {
+    "switch": (Network, None, SPEED),
+    "ring": (Network.ring, None, TORUS),
+    "torus": (Network.torus, LENGTHS, TORUS),
+    "two_level": (Network.two_level, NODE, {**NODES, "rails": (int, "a number, such as {}=8")}),
+}
 
 
 def parse_network(text: str) -> Network:
@@ -27,65 +42,32 @@ def parse_network(text: str) -> Network:
         ValueError: a name that the network doesn't have, or a value that it doesn't take.
     """
     parts = [[piece.strip() for piece in part.partition("=")] for part in text.split(",")]
-    kind, options = "switch", {}
-    if parts[0][0] in TOPOLOGIES:
-        kind, equals, value = parts.pop(0)
-        shape = TOPOLOGIES[kind][1]
-        if bool(equals) != (shape is not None):
-            needs = f"={shape}" if shape else " without a value"
-            raise ValueError(f"the network {text!r} needs {kind}{needs}; {EXAMPLE}")
-        options = _shape(kind, value, text) if shape else {}
-    make = TOPOLOGIES[kind][0]
-    known = inspect.signature(make).parameters.keys() - {"topology", "shape", "ranks_per_node"}
+    kind, equals, value = parts.pop(0) if parts[0][0] in TOPOLOGIES else ("switch", "", "")
+    make, form, takes = TOPOLOGIES[kind]
+    if bool(equals) != (form is not None):
+        needs = f"a value: {form[1].format(kind)}" if form else "no value"
+        raise ValueError(f"in the network {text!r}, {kind} needs {needs}; {EXAMPLE}")
+    given = [_read(text, kind, value, form)] if form else []
+    options = {}
     for name, equals, value in parts:
         if not equals:
             raise ValueError(
                 f"the network {text!r} has {name!r}, which is neither a topology in front nor "
                 f"name=value; {EXAMPLE}"
             )
-        if name not in known:
-            takes = ", ".join(key for key in inspect.signature(make).parameters if key in known)
-            raise ValueError(f"the network {text!r} has no {name!r}; a {kind} takes {takes}")
-        options[name] = _value(name, value, text)
-    return make(**options)
+        if name not in takes:
+            raise ValueError(
+                f"the network {text!r} has no {name!r}; a {kind} takes {', '.join(takes)}"
+            )
+        options[name] = _read(text, name, value, takes[name])
+    return make(*given, **options)
 
 
-# how it is made, and what is written after its "="
-TOPOLOGIES: dict[str, tuple[Callable[..., Network], str | None]] = {
-    "switch": (Network, None),
-    "ring": (Network.ring, None),
-    "torus": (Network.torus, "4x4"),
-    "two_level": (Network.two_level, "8"),
-}
-
-
-def _shape(kind: str, value: str, text: str) -> dict[str, Any]:
+def _read(text: str, name: str, value: str, form: Form) -> Any:
+    read, expected = form
     try:
-        lengths = tuple(int(length) for length in value.split("x"))
-    except ValueError:
+        return read(value)
+    except (ValueError, KeyError):
         raise ValueError(
-            f"the network {text!r} has {kind}={value}; expected whole numbers, as in "
-            f"{kind}={TOPOLOGIES[kind][1]}"
-        ) from None
-    if kind == "torus":
-        return {"shape": lengths}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"the network {text!r} has {kind}={value}; expected the number of ranks on a node, as "
-            f"in {kind}=8"
-        )
-    return {"ranks_per_node": lengths[0]}
-
-
-def _value(name: str, value: str, text: str) -> Any:
-    if name in ("bidirectional", "wraparound", "latency_overlaps"):
-        if value not in ("yes", "no"):
-            raise ValueError(f"the network {text!r} has {name}={value}; expected yes or no")
-        return value == "yes"
-    number, example = (int, "8") if name == "rails" else (float, "1e-6")
-    try:
-        return number(value)
-    except ValueError:
-        raise ValueError(
-            f"the network {text!r} has {name}={value}; expected a number, such as {name}={example}"
+            f"the network {text!r} has {name}={value}; expected {expected.format(name)}"
         ) from None
