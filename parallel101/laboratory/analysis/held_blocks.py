@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, einsum
 
-from parallel101.laboratory.analysis.sum_terms import positions, term_counts
+from parallel101.laboratory.analysis.sum_terms import term_counts
 from parallel101.laboratory.record.trace import Trace
-
-MOST_ELEMENTS = 4096  # of a block whose elements are looked up one by one
 
 
 class HeldRectangle(NamedTuple):
@@ -95,28 +93,10 @@ def parts_of(run: RecordedProduct, column: BlockColumn, rank: int) -> list[HeldR
                 for top, bottom in pairwise(within(cuts[0], rows))
                 for left, right in pairwise(within(cuts[1], columns))
             ]
-    return strange_parts(block, sum(term for _, term in terms), cuts)  # type: ignore[arg-type]
-
-
-def strange_parts(
-    block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]
-) -> list[HeldRectangle]:
-    """Return the elements of a block that fits no place of the matrix, each with its own block."""
-    if block.dim() not in (1, 2) or block.numel() > MOST_ELEMENTS:
+    if block.dim() not in (1, 2):
         return []
-    block, whole = (x if x.dim() == 2 else x[None] for x in (block, whole))
-    cells = [
-        [None if coordinates is None else cell_of(cuts, *coordinates) for coordinates in row]
-        for row in positions(block, whole)
-    ]
-    rows = [0, *(r for r in range(1, len(cells)) if cells[r] != cells[r - 1]), len(cells)]
-    across = list(zip(*cells))
-    columns = [0, *(c for c in range(1, len(across)) if across[c] != across[c - 1]), len(across)]
-    return [
-        HeldRectangle((top, low), (left, right), cells[top][left])
-        for top, low in pairwise(rows)
-        for left, right in pairwise(columns)
-    ]
+    height, width = (1, *block.shape)[-2:]
+    return [HeldRectangle((0, height), (0, width), None)]
 
 
 def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Tensor]]:

@@ -1,4 +1,4 @@
-"""Finds which part of a matrix a block is, and which terms of a sum it holds, from its values.
+"""Finds which terms of a sum a block holds, from its values.
 
     C = C₀ + C₁ + C₂, each term as large as the whole
 
@@ -64,27 +64,3 @@ def term_counts(
         .tolist()
     )
     return counts if min(counts) >= 0 and fits(counts) else None
-
-
-def positions(block: Tensor, whole: Tensor) -> list[list[tuple[int, int] | None]]:
-    """Return the row and column in the whole matrix of each element of a block of two dims.
-
-    It is None for a value that the matrix does not have.
-    """
-    values, order = whole.detach().double().flatten().sort()
-    largest = max(values.abs().max().item(), 1e-300) if values.numel() else 1.0
-    nearest = torch.searchsorted(values, block.detach().double().contiguous())
-    rows = []
-    for r, row in enumerate(block.detach().double().tolist()):
-        of_row: list[tuple[int, int] | None] = []
-        for c, value in enumerate(row):
-            near = [i for i in (int(nearest[r, c]) - 1, int(nearest[r, c])) if 0 <= i < len(values)]
-            best = min(near, key=lambda i: abs(values[i].item() - value), default=None)
-            known = (
-                best is not None and abs(values[best].item() - value) <= tolerance(whole) * largest
-            )
-            of_row.append(
-                divmod(int(order[best]), whole.shape[1]) if known and best is not None else None
-            )
-        rows.append(of_row)
-    return rows
