@@ -18,6 +18,7 @@ import sys
 import threading
 from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
@@ -53,29 +54,6 @@ class VirtualRank:
 
     Its clock is ahead of the world's after `compute`.
     """
-
-    __slots__ = (
-        "agreements",
-        "clock",
-        "finished",
-        "finished_futures",
-        "groups",
-        "in_flight",
-        "index",
-        "interrupted",
-        "number",
-        "polled_at",
-        "record_waits",
-        "send_order",
-        "spans",
-        "thread",
-        "turn",
-        "unfinished_futures",
-        "unwaited",
-        "waiting",
-        "wakes",
-        "world",
-    )
 
     def __init__(self, number: int, index: int, world: World):
         self.number = number
@@ -198,9 +176,7 @@ class World:
         self._scheduled: dict[float, list[TimedEvent]] = {}
         self._times: list[float] = []  # a heap of the keys of `_scheduled`
         self._threads: set[threading.Thread] = set()
-        self._main = allocate_lock()
-        self._job: Callable[[], None] | None = None
-        self._job_done = allocate_lock()
+        self._mover: ThreadPoolExecutor
 
     # ---- a run, from the thread that starts it ----
 
@@ -212,8 +188,6 @@ class World:
         """
         self._switch = switch
         results: list[Any] = [None] * len(self.ranks)
-        self._main.acquire()
-        self._job_done.acquire()
         threads = [
             threading.Thread(
                 target=self._run_rank,
@@ -223,39 +197,30 @@ class World:
             )
             for rank in self.ranks
         ]
-        try:
-            for thread in threads:
-                thread.start()
-            self._threads = set(threading.enumerate())
-            for rank in self.ranks:
-                self.wake(rank)
-            self._ready, self._woken = self._woken[::-1], []
-            self._give_turn(self._next())
-            while True:
-                self._main.acquire()
-                if self._job is None:
-                    break
-                try:
-                    self._job()
-                except Exception as error:
-                    self.fail(error)
-                self._job = None
-                self._job_done.release()
-        except BaseException as error:
-            self.fail(error)
-            raise
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as mover:
+            self._mover = mover
+            mover.submit(bool).result()  # begins its thread
+            try:
+                for thread in threads:
+                    thread.start()
+                self._threads = set(threading.enumerate())
+                for rank in self.ranks:
+                    self.wake(rank)
+                self._ready, self._woken = self._woken[::-1], []
+                self._give_turn(self._next())
+                for thread in threads:
+                    thread.join()
+            except BaseException as error:
+                self.fail(error)
+                raise
         return results
 
-    def on_main_thread(self, job: Callable[[], None]) -> None:
-        """Do something on the thread that called `run`.
+    def without_modes(self, job: Callable[[], None]) -> None:
+        """Do something on a thread of its own.
 
         No rank's own modes (no_grad, default device, …) are active there.
         """
-        self._job = job
-        self._main.release()
-        self._job_done.acquire()
+        self._mover.submit(job).result()
 
     # ---- what ranks, messages and collectives call ----
 
@@ -389,10 +354,7 @@ class World:
         finally:
             record_into(None, this_thread_only=True)
             rank.finished = True
-            following = self._next()
-            if following is None:
-                self._main.release()
-            else:
+            if (following := self._next()) is not None:
                 self._give_turn(following)
 
     def _rank_raised(self, rank: VirtualRank, error: BaseException) -> None:

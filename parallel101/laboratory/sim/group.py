@@ -119,7 +119,8 @@ class SharedState:
         works = {work for rank in self.world.ranks for work in rank.unwaited}.union(
             self.unmatched.unwaited()
         )
-        return sorted(works, key=lambda work: work.number)
+        # a wait may have ended with an error
+        return sorted((w for w in works if not w.waited), key=lambda work: work.number)
 
     def dropped(self) -> list[Call]:
         """Return the unwaited sends and receives whose works the program has dropped.
@@ -156,7 +157,6 @@ class SimGroup(PointToPointGroup):
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
         self.callers = len(self.ranks)  # that have a thread
-        self.world.limits.views[label].append(self)
         member.groups.append(self)
 
     def getBackendName(self) -> str:
@@ -445,7 +445,7 @@ class RunningCollective:
         """End the collective, because its time is over: all ranks get their results."""
         works = [self.call_of(rank) for rank in self.group.ranks]
         world = self.group.world
-        world.on_main_thread(lambda: self._move(works))
+        world.without_modes(lambda: self._move(works))
         if world.failure is not None:
             return
         for work in dict.fromkeys(works):

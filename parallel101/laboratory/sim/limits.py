@@ -16,7 +16,6 @@ that limit's error itself: it gives the limit to the call, or asks for `keep_wai
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import timedelta
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
@@ -67,7 +66,6 @@ class TimeLimits:
         self.in_use = False  # whether any group has a limit
         self.of_group: dict[tuple[str, int], float] = {}  # seconds, by group and rank
         self.waits: list[TimedWait] = []  # a heap
-        self.views: dict[str, list[Any]] = defaultdict(list)  # every member's view of a group
         self.left: dict[str, set[int]] = defaultdict(set)  # by group
         self.count = 0
 
@@ -84,8 +82,9 @@ class TimeLimits:
 
         None: as long as the call or its group allows.
         """
+        if (error := self.closed(rank, work)) is not None:
+            raise error
         call = work.call()
-        self.check(call.group, rank.number, _needs(work, call))
         leaves = seconds is None or call.kind in P2P
         in_call = getattr(work, "seconds", None) if seconds is None else seconds
         seconds = in_call or self.of_group.get((call.group, rank.number))
@@ -106,69 +105,37 @@ class TimeLimits:
         return {wait.rank.number for wait in self.waits if wait.handled and not wait.over}
 
     def expire(self) -> None:
-        """Give the ranks whose limit time has reached their error; they leave their group."""
-        late: list[tuple[TimedWait, Call]] = []
+        """Give the ranks whose limit time has reached their error; they leave their group.
+
+        Ranks that wait for them there get an error, too.
+        """
         while self.next() == self.world.now:
             wait = heappop(self.waits)
-            late.append((wait, wait.work.call()))
-        for wait, call in late:
-            wait.rank.interrupted = _timed_out(wait, call)
-            self.world.wake(wait.rank)
-        for wait, call in late:
+            call = wait.work.call()
+            self._interrupt(wait.rank, _timed_out(wait, call))
             if wait.leaves:
-                self._leave(call.group, wait.rank.number)
+                self.left[call.group].add(wait.rank.number)
+        for rank in self.world.ranks:
+            if rank.waiting is not None and rank.interrupted is None:
+                self._interrupt(rank, self.closed(rank, rank.waiting))
 
-    def _leave(self, label: str, rank: int) -> None:
-        """Take a rank that has timed out from its group.
+    def _interrupt(self, rank: Any, error: RuntimeError | None) -> None:
+        if error is not None:
+            rank.interrupted = error
+            self.world.wake(rank)
 
-        Ranks that wait for it there, or try to communicate with it, get an error.
-        """
-        first = not self.left[label]
-        self.left[label].add(rank)
-        for view in self.views[label]:
-            view.forget_messages_with(rank)
-            if first:
-                self._guard(view)
-            other = view.member
-            if (
-                other.waiting is not None
-                and other.interrupted is None
-                and other.waiting.call().group == label
-            ):
-                try:
-                    self.check(label, other.number, _needs(other.waiting, other.waiting.call()))
-                except RuntimeError as error:
-                    other.interrupted = error
-                    self.world.wake(other)
-
-    def check(self, label: str, rank: int, peers: set[int]) -> None:
-        """Raise what gloo raises if `rank`, or a peer that it needs, has left the group."""
-        left = self.left.get(label, set())
-        if rank in left:
-            raise RuntimeError("Application timeout caused pair closure")
-        if absent := left & peers:
-            raise RuntimeError(
-                f"Connection closed by peer: {ranks_text(absent)} timed out before, in this group"
-            )
-
-    def _guard(self, view: Any) -> None:
-        """Check each later call of this rank's view of a group first."""
-        label, rank, everyone = view.label, view.member.number, set(view.ranks)
-
-        def guarded(post: Callable[..., Any], to_one: bool) -> Callable[..., Any]:
-            def checked(first: Any, *rest: Any) -> Any:
-                self.check(label, rank, {view.ranks[rest[0]]} if to_one else everyone)
-                return post(first, *rest)
-
-            return checked
-
-        for name in ("send", "recv", "recv_anysource", "_collective"):
-            setattr(view, name, guarded(getattr(view, name), to_one=name in ("send", "recv")))
-
-
-def _needs(work: Waitable, call: Call) -> set[int]:
-    """Return the ranks that must not leave the group before a work ends."""
-    return set(call.peers) if work.missing() else set()
+    def closed(self, rank: Any, work: Waitable) -> RuntimeError | None:
+        """Return gloo's error if a rank, or one that it waits for, has left the group."""
+        call = work.call()
+        left = self.left.get(call.group, set())
+        if rank.number in left:
+            return RuntimeError("Application timeout caused pair closure")
+        absent = left.intersection(call.peers)
+        if not absent or not work.missing():
+            return None
+        return RuntimeError(
+            f"Connection closed by peer: {ranks_text(absent)} timed out before, in this group"
+        )
 
 
 def _timed_out(wait: TimedWait, call: Call) -> RuntimeError:

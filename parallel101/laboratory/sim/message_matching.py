@@ -130,9 +130,9 @@ class MessageWork(SimWork):
             error = waited_twice(self.rank.number, self.kind)
             self.world.fail(error, self.rank)
             raise error
+        self.waited = True
         if not self.done:
             self.world.wait(self.rank, self, own_limit(timeout) if timeout is not None else None)
-        self.waited = True
         if self.tensor is not None:
             self.settle()
         return True
@@ -478,19 +478,6 @@ class PointToPointGroup(torch_private.PythonGroup):
         self.event_group = self.world.event_groups.of(
             self.label, self.ranks, torch_private.mesh_axis(self), collective
         )
-
-    def forget_messages_with(self, rank: int) -> None:
-        """Forget unmatched messages from or to that rank: they never meet their other side."""
-        size = self.world.size
-        for key in [key for key in self.channels if rank in (key // size % size, key % size)]:
-            del self.channels[key]
-        anyone = self.unmatched.from_anyone
-        for where in [
-            (label, receiver, tag)
-            for label, receiver, tag in anyone
-            if (label, receiver) == (self.label, rank)
-        ]:
-            del anyone[where]
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
         """Post a receive from position `src` of the group."""

@@ -60,8 +60,8 @@ class SecondWorld(World):
     def fail(self, error: BaseException, rank: VirtualRank | None = None) -> None:
         self.first.fail(error, rank)
 
-    def on_main_thread(self, job: Callable[[], None]) -> None:
-        self.first.on_main_thread(job)
+    def without_modes(self, job: Callable[[], None]) -> None:
+        self.first.without_modes(job)
 
     def only_rank_threads(self) -> bool:
         return self.first.only_rank_threads()
@@ -98,11 +98,6 @@ class SecondGroups:
         if not self.inside:
             world.keep_holds()
         self.inside += 1
-        # see limits.py
-        own = [
-            {name: vars(group).pop(name) for name in POSTS if name in vars(group)}
-            for group in groups
-        ]
         for group in groups:
             other = self.counterpart(group)
             vars(group).update(
@@ -113,10 +108,9 @@ class SecondGroups:
             yield
         finally:
             record_into(rank, this_thread_only=True)
-            for group, attributes in zip(groups, own, strict=True):
+            for group in groups:
                 for name in POSTS:
                     vars(group).pop(name, None)
-                vars(group).update(attributes)
             self.world.events.clear()
             self.inside -= 1
             goes_on = _GoesOn(rank, entered, self.leaving)
