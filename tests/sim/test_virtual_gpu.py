@@ -196,7 +196,7 @@ def test_an_optimizer_may_be_fused():
     ids=str.split("item cpu if tolist mask format"),
 )
 def test_numbers_are_refused_in_words(program):
-    with virtual_gpu("H100"), pytest.raises(RuntimeError, match="needs the numbers in a tensor"):
+    with pytest.raises(RuntimeError, match="A virtual GPU has no numbers"), virtual_gpu("H100"):
         program(meta(2))
 
 
@@ -216,28 +216,27 @@ def test_ddp_is_refused_in_words():
 def test_errors_of_torch_say_what_a_virtual_gpu_is(message):
     with pytest.raises(TypeError) as told, virtual_gpu("H100"):
         raise TypeError(message)
-    assert "launch without device=" in told.value.__notes__[0]
+    assert "launch without device=" in str(told.value)
     with pytest.raises(TypeError) as own, virtual_gpu("H100"):
         raise TypeError("a program's own")
-    assert not hasattr(own.value, "__notes__")
+    assert str(own.value) == "a program's own"
 
 
 def test_what_the_meta_device_does_not_have_is_refused_in_words():
+    with pytest.raises(RuntimeError, match=r"(?s)cpu.*A virtual GPU has no"), virtual_gpu("H100"):
+        torch.add(torch.ones(2, 2), meta(2, 2))
     with virtual_gpu("H100"):
-        for operation in (torch.add, torch.mm):  # torch itself accepts the second
-            with pytest.raises(
-                RuntimeError, match="has tensors on the CPU and tensors on the meta"
-            ):
-                operation(torch.ones(2, 2), torch.ones(2, 2, device="meta"))
+        with pytest.raises(RuntimeError, match="has tensors on the CPU and tensors on the meta"):
+            torch.mm(torch.ones(2, 2), meta(2, 2))  # torch itself accepts it
         with pytest.raises(RuntimeError, match="must have same reduction dim"):  # torch's words
             meta(2, 2) @ meta(3, 3)
         for device in ("cpu", "cuda"):
             with pytest.raises(RuntimeError, match=r"torch\.autocast does nothing"):
                 torch.autocast(device, torch.bfloat16)
-        weight = meta(2).requires_grad_()
-        weight.grad = meta(2)
-        with pytest.raises(NotImplementedError, match=r"no aten\._fused_sgd_ for the meta device"):
-            torch.optim.SGD([weight], fused=True).step()
+    weight = meta(2).requires_grad_()
+    weight.grad = meta(2)
+    with pytest.raises(NotImplementedError, match="launch without device="), virtual_gpu("H100"):
+        torch.optim.SGD([weight], fused=True).step()
 
 
 def test_numbers_on_the_cpu_that_decide_a_shape_are_not_remembered():

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from ctypes import Array, c_char
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -40,7 +41,7 @@ from parallel101.laboratory.record.events import EventGroup, EventRow
 from parallel101.laboratory.record.program_lines import where as where_from
 from parallel101.laboratory.record.signatures import own_limit, unfit
 from parallel101.laboratory.sim.clock import VirtualRank, World
-from parallel101.laboratory.sim.work import SimWork
+from parallel101.laboratory.sim.work import SimFuture, SimWork
 from parallel101.spans import Collective, current_collective
 
 # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
@@ -83,32 +84,18 @@ def snapshot(pointer: int, nbytes: int) -> bytes:
 
 # ── The two sides of a message
 
+attributes_in_slots = dataclass(init=False, repr=False, eq=False, slots=True)
 
+
+@attributes_in_slots
 class MessageWork(SimWork):
     """One side of a message. `peer` is a rank of the world; None: any rank of the group."""
 
-    __slots__ = (
-        "__weakref__",
-        "done",
-        "dtype",
-        "event_group",
-        "future",
-        "group",
-        "nbytes",
-        "number",
-        "peer",
-        "pointer",
-        "posted",
-        "rank",
-        "shape",
-        "tag",
-        "tensor",
-        "waited",
-        "where",
-        "within",
-        "world",
-    )
     kind = ""
+    world: World
+    rank: VirtualRank
+    done: bool
+    future: SimFuture | None
     group: PointToPointGroup
     tensor: torch.Tensor | None  # None once only the caller may still use it
     peer: int | None
@@ -171,10 +158,10 @@ class MessageWork(SimWork):
         )
 
 
+@attributes_in_slots
 class RecvWork(MessageWork):
     """A receive. `source` is the sender's position in the group."""
 
-    __slots__ = ("data", "source")
     kind = "recv"
     source: int
     # what has arrived and is not in the tensor yet, because the rank has not waited for it
@@ -197,22 +184,10 @@ class RecvWork(MessageWork):
     source_rank = _source_rank
 
 
+@attributes_in_slots
 class SendWork(MessageWork):
     """A send, and the message itself while it is in flight."""
 
-    __slots__ = (
-        "data",
-        "duration",
-        "ended",
-        "hops",
-        "latency",
-        "order",
-        "payload",
-        "receive",
-        "seq",
-        "snapshot",
-        "started",
-    )
     kind = "send"
     receive: RecvWork | None
     hops: tuple[tuple[int, ...], ...]

@@ -117,7 +117,7 @@ class VirtualGPU(torch_private.DispatchMode):
             with self:  # its own operations are counted
                 return made_of(*args, **kwargs)
         if known is None or known.outputs is None:
-            out = called(func, args, kwargs)
+            out = func(*args, **kwargs)
             if known is None:
                 known = known_of(self.chip, func, args, kwargs, out)
                 if len(self._known) == MOST_KNOWN:
@@ -228,10 +228,6 @@ NO_NUMBERS = (
 )
 
 
-def numbers_needed(what: str) -> RuntimeError:
-    return RuntimeError(f"{what} needs the numbers in a tensor. {NO_NUMBERS}")
-
-
 @contextmanager
 def explained() -> Iterator[None]:
     """Add NO_NUMBERS to errors of torch about the meta device or a missing GPU."""
@@ -240,9 +236,9 @@ def explained() -> Iterator[None]:
     except Exception as error:
         said = str(error)
         if NO_NUMBERS not in said and any(
-            word in said for word in ("meta", "cuda", "CUDA", "FSDP")
+            word in said for word in ("meta", "Meta", "cuda", "CUDA", "FSDP")
         ):
-            error.add_note(NO_NUMBERS)
+            error.args = (f"{said}\n{NO_NUMBERS}", *error.args[1:])
         raise
 
 
@@ -251,30 +247,6 @@ def on_two_devices(func: Any) -> RuntimeError:
         f"{func.overloadpacket} has tensors on the CPU and tensors on the meta device, where those "
         "of a virtual GPU are: make all of them in the program, or move them with .to('meta')"
     )
-
-
-def called(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Call an operation, and return its result.
-
-    An operation that doesn't work on the meta device raises an error that says so.
-    """
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as error:
-        if "meta" not in str(error).lower():
-            raise
-        copies = func.overloadpacket in (aten.copy_, aten._to_copy)
-        if copies or BY_NUMBERS & {*func.tags}:
-            one = func.overloadpacket is aten._local_scalar_dense
-            raise numbers_needed(".item()" if one else f"{func.overloadpacket}") from None
-        if has_numbers((*args, *kwargs.values())):
-            raise on_two_devices(func) from None
-        if isinstance(error, NotImplementedError):
-            raise NotImplementedError(
-                f"torch has no {func.overloadpacket} for the meta device, so virtual GPUs don't "
-                "have it: use other operations, or launch without device="
-            ) from None
-        raise
 
 
 def has_numbers(args: tuple) -> bool:
@@ -368,7 +340,7 @@ _format, _init_autocast = Tensor.__format__, torch.autocast.__init__
 def _formatted(x: Tensor, spec: str) -> str:
     """Format a tensor as f"{x:.3f}" does."""
     if spec and x.is_meta:
-        raise numbers_needed(f"The format {spec!r}")
+        raise RuntimeError(f"The format {spec!r} needs the numbers in a tensor. {NO_NUMBERS}")
     return _format(x, spec)
 
 

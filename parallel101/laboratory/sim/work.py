@@ -33,7 +33,7 @@ class SimWork(_Work):
     for a whole message.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
     world: World
     rank: VirtualRank
     done: bool
