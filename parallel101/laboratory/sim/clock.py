@@ -240,11 +240,6 @@ class World:
             *(event for events in self._scheduled.values() for event in events),
         ]
 
-    def keep_holds(self) -> None:
-        """Note from now on which links are held, so that time may go back."""
-        events = ((time, event) for time, events in self._scheduled.items() for event in events)
-        self.links.keep_holds(self.now, events)
-
     def wake(self, rank: VirtualRank) -> None:
         """Let a rank run at the present time."""
         if not rank.wakes and not rank.finished:
@@ -437,10 +432,9 @@ class World:
             self.now = limit
             self.limits.expire()
         elif self._times:
+            # it may be earlier, because a rank has left unrecorded(): see second_world.py
             before, self.now = self.now, heappop(self._times)
             self.round = self.round + 1 if self.now == before else 0
-            if self.now < before:  # a rank has left unrecorded(): see second_world.py
-                links.go_back(self.now, before)
             for event in self._scheduled.pop(self.now):
                 event.fire()
         else:

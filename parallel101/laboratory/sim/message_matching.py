@@ -382,40 +382,11 @@ class PointToPointGroup(torch_private.PythonGroup):
         if not 0 <= dst < self.count:
             rank_at(self.member.number, "send", dst, self.ranks)
         world, rank, tensor, unmatched = self.world, self.member, tensors[0], self.unmatched
-        if rank.clock > world.now or world.failure is not None:
-            world.enter(rank)
-        work = SendWork()
-        work.world = world
-        work.rank = rank
-        work.future = None
-        work.done = work.ended = work.waited = False
-        work.where = where_from(sys._getframe(1))
-        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
-            check_sendable(tensor, "send", rank, work.where)
-            pointer = 0  # on the meta device
-        else:
-            pointer = tensor.data_ptr()
-        work.group = self
-        work.tensor = tensor
-        work.peer = peer = self.ranks[dst]
-        work.tag = tag
-        collective = current_collective()
-        if collective is not self.collective:
-            self._set_collective(collective)
-        work.within = self.within
-        work.event_group = self.event_group
-        work.posted = now = world.now
-        work.nbytes = nbytes = tensor.nbytes
-        work.shape = tensor.shape
-        work.dtype = tensor.dtype
-        work.pointer = pointer
-        work.snapshot = (
-            None
-            if not pointer
-            else memory(nbytes).from_address(pointer).raw
-            if nbytes <= WHOLE
-            else snapshot(pointer, nbytes)
-        )
+        work, peer = SendWork(), self.ranks[dst]
+        self._fill_in(work, tensor, peer, tag, where_from(sys._getframe(1)))
+        now, nbytes, pointer = work.posted, work.nbytes, work.pointer
+        work.ended = False
+        work.snapshot = snapshot(pointer, nbytes) if pointer else None
         work.payload = (
             tensor.detach().reshape(-1).tolist()
             if nbytes <= self.payload_bytes and not tensor.is_meta
@@ -426,7 +397,6 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.duration = work.latency + nbytes / bandwidth
         work.order = rank.send_order = rank.send_order + 1 if rank.in_flight else 0
         rank.in_flight += 1
-        unmatched.number = work.number = unmatched.number + 1
         key = (tag * world.size + rank.number) * world.size + peer
         channel = self.channels.get(key)
         if channel is None:
@@ -447,6 +417,37 @@ class PointToPointGroup(torch_private.PythonGroup):
         world.links.request(now, work.order, rank.number, work.number, work)
         return work
 
+    def _fill_in(
+        self, work: MessageWork, tensor: torch.Tensor, peer: int | None, tag: int, where: str
+    ) -> None:
+        """Set what both sides of a message have, once the world's time has reached the rank's."""
+        work.world, work.rank = world, rank = self.world, self.member
+        if rank.clock > world.now or world.failure is not None:
+            world.enter(rank)
+        # torch passes complex tensors as pairs of real numbers
+        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
+            check_sendable(tensor, work.kind, rank, where)
+            work.pointer = 0  # on the meta device
+        else:
+            work.pointer = tensor.data_ptr()
+        collective = current_collective()
+        if collective is not self.collective:
+            self._set_collective(collective)
+        work.future = None
+        work.done = work.waited = False
+        work.group = self
+        work.tensor = tensor
+        work.peer = peer
+        work.tag = tag
+        work.where = where
+        work.within = self.within
+        work.event_group = self.event_group
+        work.posted = world.now
+        work.nbytes = tensor.nbytes
+        work.shape = tensor.shape
+        work.dtype = tensor.dtype
+        self.unmatched.number = work.number = self.unmatched.number + 1
+
     def _set_collective(self, collective: Collective | None) -> None:
         self.collective = collective
         self.within = operation_on_ranks(collective)
@@ -466,35 +467,9 @@ class PointToPointGroup(torch_private.PythonGroup):
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> RecvWork:
         world, rank, unmatched = self.world, self.member, self.unmatched
-        if rank.clock > world.now or world.failure is not None:
-            world.enter(rank)
         work = RecvWork()
-        work.world = world
-        work.rank = rank
-        work.future = None
-        work.done = work.waited = False
+        self._fill_in(work, tensor, peer, tag, where_from(sys._getframe(2)))
         work.data = None
-        work.where = where_from(sys._getframe(2))
-        # torch passes complex tensors as pairs of real numbers
-        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
-            check_sendable(tensor, "recv", rank, work.where)
-            work.pointer = 0  # on the meta device
-        else:
-            work.pointer = tensor.data_ptr()
-        work.group = self
-        work.tensor = tensor
-        work.peer = peer
-        work.tag = tag
-        collective = current_collective()
-        if collective is not self.collective:
-            self._set_collective(collective)
-        work.within = self.within
-        work.event_group = self.event_group
-        work.posted = now = world.now
-        work.nbytes = tensor.nbytes
-        work.shape = tensor.shape
-        work.dtype = tensor.dtype
-        unmatched.number = work.number = unmatched.number + 1
         if peer is None:
             channel = self._channel_of_oldest_send(tag)
             if channel is None:
@@ -513,7 +488,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         if send.ended:  # an eager message that has arrived already
             send.deliver(work)
         elif send.nbytes > self.eager:
-            world.links.request(now, send.order, send.rank.number, send.number, send)
+            world.links.request(work.posted, send.order, send.rank.number, send.number, send)
         return work
 
     def _channel_of_oldest_send(self, tag: int) -> list | None:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel101.laboratory.sim.network import (
@@ -78,45 +78,30 @@ class MirroredAxes:
     @functools.cached_property
     def strides(self) -> list[tuple[int, int]]:
         """Return (stride, size) of each mirrored axis: how a rank's number changes along it."""
-        names = list(self.sizes)
-        return [
-            (math.prod(self.sizes[after] for after in names[names.index(name) + 1 :]), size)
-            for name, size in self.sizes.items()
-            if name in self.mirrored
-        ]
+        strides, stride = [], 1
+        for name, size in reversed([*self.sizes.items()]):
+            strides += [(stride, size)] * (name in self.mirrored)
+            stride *= size
+        return strides
 
     @functools.cached_property
     def present(self) -> list[int]:
         """Return the ranks that have a thread, in order."""
-        names = list(self.sizes)
-        ranks = [0]
-        for i, name in enumerate(names):
-            stride = math.prod(self.sizes[after] for after in names[i + 1 :])
-            size = 1 if name in self.mirrored else self.sizes[name]
-            ranks = [rank + index * stride for rank in ranks for index in range(size)]
-        return ranks
+        return [rank for rank in range(self.world_size) if self.representative(rank) == rank]
 
     def representative(self, rank: int) -> int:
         """Return the rank with a thread that stands for this one."""
         return rank - sum(rank // stride % size * stride for stride, size in self.strides)
 
-    def moved(self, rank: int, by: int) -> int:
-        """Move `rank` along the mirrored axes, as far as `by` is from its own representative."""
+    def moved(self, rank: int, by: int, sign: int = 1) -> int:
+        """Move `rank` along the mirrored axes, as far as `by` is from its own representative.
+
+        `sign`: −1 for the opposite direction.
+        """
         for stride, size in self.strides:
-            here, steps = rank // stride % size, by // stride % size
+            here, steps = rank // stride % size, sign * (by // stride % size)
             rank += ((here + steps) % size - here) * stride
         return rank
-
-    def back(self, rank: int, by: int) -> int:
-        """Move `rank` as `moved` does, in the opposite direction."""
-        for stride, size in self.strides:
-            here, steps = rank // stride % size, by // stride % size
-            rank += ((here - steps) % size - here) * stride
-        return rank
-
-    def images(self, rank: int, ranks: range) -> Iterator[int]:
-        """Yield the ranks in a range that `rank`, which has a thread, stands for. It is one too."""
-        return (other for other in ranks if self.representative(other) == rank)
 
     def router(self, network: Network) -> Router:
         """Return the function that gives the route of a message of a rank with a thread.
@@ -124,16 +109,11 @@ class MirroredAxes:
         Raises ValueError for a network on which ranks without a thread would be missed.
         """
         real, topology = network.router(self.world_size), network.topology
-        if not isinstance(topology, SwitchTopology | TwoLevelTopology):
+        if network.latency_overlaps or not isinstance(topology, SwitchTopology | TwoLevelTopology):
             raise ValueError(
-                f"mirrored ranks, and the network has a {type(topology).__name__}: expected a "
-                "switch (Network(…)) or nodes (Network.two_level(…)), on which a message holds a "
+                f"mirrored ranks on {network}: expected a switch (Network(…)) or nodes "
+                "(Network.two_level(…)) with latency_overlaps=False, on which a message holds a "
                 "link of its sender and one of its receiver"
-            )
-        if network.latency_overlaps:
-            raise ValueError(
-                "mirrored ranks, and the network has latency_overlaps=True: expected False, as the "
-                "messages of the ranks without a thread are added up to one that holds the link"
             )
         of_node = topology.ranks_per_node if isinstance(topology, TwoLevelTopology) else 1
 
@@ -145,11 +125,13 @@ class MirroredAxes:
             # the links out of the node: how long its ranks' images of this message hold each
             first = src // of_node * of_node
             held: dict[int, tuple[float, float]] = {}
-            for image in self.images(src, range(first, min(first + of_node, self.world_size))):
+            for image in range(first, min(first + of_node, self.world_size)):
+                if self.representative(image) != src:
+                    continue
                 latency, bandwidth, hops = real(image, self.moved(dst, image))
                 before = held.get(hops[0][0], (0.0, 0.0))
                 held[hops[0][0]] = before[0] + latency, before[1] + 1 / bandwidth
-            out, into = real(src, dst).hops[0][0], real(self.back(src, dst), to).hops[0][-1]
+            out, into = real(src, dst).hops[0][0], real(self.moved(src, dst, -1), to).hops[0][-1]
             latency = max(seconds for seconds, _ in held.values())
             per_byte = max(seconds for _, seconds in held.values())
             return NetworkRoute(latency, 1 / per_byte if per_byte else math.inf, ((out, into),))

@@ -9,7 +9,6 @@ import torch
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.errors import MisuseError
-from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import (
     CollectiveWork,
@@ -21,7 +20,6 @@ from parallel101.laboratory.sim.message_matching import (
     RecvWork,
     SendWork,
     UnmatchedMessages,
-    refuse,
 )
 from parallel101.laboratory.sim.mirrored import MirroredAxes
 from parallel101.spans import Collective
@@ -101,7 +99,7 @@ class MirroredChannels(dict):
             line = group.line_of(group.collective.ranks)
             return line.channel(src, dst, src == me, tag)
         mirrors = mirrors_of(group.world)
-        steps = mirrors.back(dst, src) - mirrors.representative(dst)  # along mirrored axes
+        steps = mirrors.moved(dst, src, -1) - mirrors.representative(dst)  # along mirrored axes
         return tag, mirrors.representative(src), mirrors.representative(dst), steps, "message"
 
 
@@ -188,32 +186,12 @@ class MirroredGroup(SimGroup):
             line = self.shared.lines[ranks] = MirroredLine(ranks, number, self.world)
         return line
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
-        refuse(
-            "no source to a receive, and which message is first is not known where ranks have no "
-            "thread: name the source",
-            self.member,
-            caller(),
-        )
-        raise AssertionError("refuse raises")
-
     def _collective_with(self, key: tuple) -> RunningCollective:
         return self.shared.incomplete.setdefault(key, MirroredCollective(self, key))
 
 
 class MirroredCollective(RunningCollective):
     """A collective of torch's own. Each rank's call counts for all that it stands for."""
-
-    def join(self, work: CollectiveWork) -> None:
-        present = mirrors_of(self.group.world).present
-        if work.root is not None and work.root not in present:
-            refuse(
-                f"root {work.root} to {work.kind}, and that rank has no thread: choose one of "
-                f"{present}",
-                work.rank,
-                work.where,
-            )
-        super().join(work)
 
     def call_of(self, rank: int) -> CollectiveWork:
         return self.works[mirrors_of(self.group.world).representative(rank)]

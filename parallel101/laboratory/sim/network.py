@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, Protocol
@@ -353,8 +353,6 @@ class Links:
         self.freed: list[int] = []
         self.busy: set[int] = set()
         self.queues: dict[int, list[Request]] = {}
-        # (from, to, links), kept while time may go back
-        self.held: list[tuple[float, float, tuple[int, ...]]] | None = None
 
     def request(
         self, now: float, order: int, sender: int, number: int, message: LinkTransfer
@@ -420,31 +418,7 @@ class Links:
                 if self.latency_overlaps:
                     free_again = now + (message.duration - message.latency)
                 if self.latency_overlaps or not last:
-                    self.schedule(free_again, _LinkRelease(self, (hop,)))
-                if self.held is not None:
-                    self.held.append((now, free_again, hop))
-
-    def keep_holds(self, now: float, scheduled: Iterable[tuple[float, TimedEvent]]) -> None:
-        """Note from now on which links are held, so that time may go back."""
-        self.held = [
-            (now, time, hop)
-            for time, event in scheduled
-            if not self.latency_overlaps or isinstance(event, _LinkRelease)
-            for hop in getattr(event, "hops", ())[-1:]
-        ]
-
-    def go_back(self, now: float, before: float) -> None:
-        """Set the time back to `now`.
-
-        Messages that held links between then and `before` will hold them again.
-        """
-        for start, end, hop in self.held or ():
-            if now < end <= before:
-                if start <= now:
-                    self.busy.update(hop)
-                else:
-                    self.schedule(start, _LinkHold(self, (hop,)))
-                self.schedule(end, _LinkRelease(self, (hop,)))
+                    self.schedule(free_again, _LinkRelease(self, hop))
 
     def _take_from_queue(self, link: int, into: list[Request]) -> None:
         queue = self.queues.get(link)
@@ -455,22 +429,10 @@ class Links:
 
 
 class _LinkRelease:
-    """The tail of a message leaves a link in the middle of its path."""
+    """The tail of a message leaves a hop in the middle of its path."""
 
-    __slots__ = ("hops", "links")
-
-    def __init__(self, links: Links, hops: tuple[tuple[int, ...], ...]):
-        self.links = links
-        self.hops = hops
+    def __init__(self, links: Links, hop: tuple[int, ...]):
+        self.links, self.hop = links, hop
 
     def fire(self) -> None:
-        self.links.free(self.hops[-1])
-
-
-class _LinkHold(_LinkRelease):
-    """A message that was simulated before time went back gets a link again."""
-
-    __slots__ = ()
-
-    def fire(self) -> None:
-        self.links.busy.update(self.hops[-1])
+        self.links.free(self.hop)

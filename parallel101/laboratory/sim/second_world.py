@@ -11,11 +11,11 @@ inside is found as any other, and nothing of the run has to be restored.
 
 The run's clock moves only when no rank of the second world can go on: then a rank that must still
 arrive waits for a message of the run. At the end each rank goes on at the time at which it entered,
-so the run's time may go back, and links are held again as they were. The times are then those of
-the same run without the block, with one exception. A rank that entered early sends over a link, and
-a message from before a late rank's block used that link afterwards: the late one would have waited
-for the early one, and has not. This takes links that several ranks share, as on a torus, eager
-messages, or ranks outside of the block that communicate with those inside it.
+so the run's time may go back. The times are then those of the same run without the block, with one
+exception. While the time was between that of an early rank and that of a late one, messages of
+others used some links: the early rank's messages and those would have waited for each other, and
+have not. This takes links that several ranks share, as on a torus, eager messages, or ranks outside
+of the block that communicate with those inside it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class SecondGroups:
         self.world = SecondWorld(shared.world)
         self.shared = type(shared)(self.world, payload_bytes=0)
         self.counterparts: dict[SimGroup, SimGroup] = {}
-        self.inside = 0  # how many ranks
         # when they entered: the time, and the round at that time
         self.leaving: list[tuple[float, int]] = []
         shared.world.second, shared.world.unrecorded = self.world, self.unrecorded
@@ -95,9 +94,6 @@ class SecondGroups:
         """
         world, groups = rank.world, list(rank.groups)
         entered = rank.now(), world.round if rank.clock <= world.now else 0
-        if not self.inside:
-            world.keep_holds()
-        self.inside += 1
         for group in groups:
             other = self.counterpart(group)
             vars(group).update(
@@ -112,14 +108,11 @@ class SecondGroups:
                 for name in POSTS:
                     vars(group).pop(name, None)
             self.world.events.clear()
-            self.inside -= 1
             goes_on = _GoesOn(rank, entered, self.leaving)
             world.schedule(entered[0], goes_on)
             while not goes_on.done:
                 world.block(rank)
             self.leaving.remove(entered)
-            if not self.inside:
-                world.links.held = None
 
 
 class _GoesOn:

@@ -12,7 +12,9 @@ Setting and reading a key takes no virtual time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -29,7 +31,7 @@ from parallel101.laboratory.sim.clock import VirtualRank
 from parallel101.spans import recorder
 
 TORCHS_DEFAULT = timedelta(seconds=300)  # of a store: no limit of the program's own
-WORKERS = "parallel101/workers"  # counts who has joined a TCPStore
+ALL_HERE = "parallel101/all workers"  # set when the last rank has joined a TCPStore
 
 
 class Keys:
@@ -38,23 +40,21 @@ class Keys:
     def __init__(self) -> None:
         self.held = HashStore()  # torch's own
         self.waits: set[KeyWait] = set()
+        self.joined = 0  # ranks that have made a TCPStore with these keys
 
     def changed(self) -> None:
         """Let the ranks whose keys are there now go on."""
-        for wait in list(self.waits):
-            if wait.is_there():
+        for wait in self.waits:
+            if not wait.done and self.held.check(wait.keys):
                 wait.done = True
-                world = wait.rank.world
-                world.schedule(world.now, wait.rank)
+                wait.rank.world.schedule(wait.rank.world.now, wait.rank)
 
 
 class KeyWait:
-    """The wait of a rank in a store's `method`, until `is_there` is true."""
+    """The wait of a rank in a store's `method`, until all of `keys` are set."""
 
-    def __init__(self, rank: VirtualRank, method: str, is_there: Callable[[], bool]):
-        self.rank = rank
-        self.method = method
-        self.is_there = is_there
+    def __init__(self, rank: VirtualRank, method: str, keys: list[str]):
+        self.rank, self.method, self.keys = rank, method, keys
         self.done = False
         self.where = caller()
 
@@ -88,10 +88,10 @@ class SimStore(dist.Store):
         self._until(f"store.wait({list(keys)})", keys, timeout or self.limit)
 
     def check(self, keys: Sequence[str]) -> bool:
-        rank = self._rank("store.check")
-        if not self.keys.held.check(list(keys)):  # a loop that asks lets time pass
-            rank.world.poll(rank, KeyWait(rank, "store.check", lambda: False))
-        return self.keys.held.check(list(keys))
+        rank, keys = self._rank("store.check"), list(keys)
+        if not self.keys.held.check(keys):  # a loop that asks lets time pass
+            rank.world.poll(rank, KeyWait(rank, "store.check", keys))
+        return self.keys.held.check(keys)
 
     # ---- what doesn't ----
 
@@ -150,15 +150,12 @@ class SimStore(dist.Store):
         return result
 
     def _until(self, method: str, keys: Sequence[str], timeout: timedelta) -> None:
-        keys = list(keys)
-        self._block(method, lambda: self.keys.held.check(keys), timeout)
-
-    def _block(self, method: str, is_there: Callable[[], bool], timeout: timedelta) -> None:
+        """Block the rank until these keys are set."""
         rank = self._rank(method)
-        if is_there():
+        if self.keys.held.check(list(keys)):
             return
         seconds = None if timeout == TORCHS_DEFAULT else own_limit(timeout)
-        wait = KeyWait(rank, method, is_there)
+        wait = KeyWait(rank, method, list(keys))
         self.keys.waits.add(wait)
         try:
             rank.world.wait(rank, wait, seconds)
@@ -175,7 +172,7 @@ class SimStores:
 
     def __init__(self) -> None:
         self.default = Keys()
-        named: dict[tuple, Keys] = {}
+        named: dict[tuple, Keys] = defaultdict(Keys)
         ports = iter(range(1 << 16, 1 << 30))  # for port 0: real ones are smaller
 
         class SimTCPStore(SimStore):
@@ -192,51 +189,35 @@ class SimStores:
                 **_: Any,
             ):
                 self.host, self.port = host_name, port or next(ports)
-                super().__init__(named.setdefault((self.host, self.port), Keys()), timeout)
-                joined = self.add(WORKERS, 1)
-                if wait_for_workers and world_size and joined < world_size:
-                    self._block(
-                        f"TCPStore(world_size={world_size})",
-                        lambda: int(self.keys.held.get(WORKERS)) >= world_size,
-                        timeout,
-                    )
+                super().__init__(named[self.host, self.port], timeout)
+                called = f"TCPStore(world_size={world_size})"
+                self._rank(called)
+                self.keys.joined += 1
+                if self.keys.joined == world_size:
+                    self.set(ALL_HERE, "")
+                if wait_for_workers and world_size:
+                    self._until(called, [ALL_HERE], timeout)
 
         class SimFileStore(SimStore):
             """A store in place of torch's FileStore, without the file."""
 
             def __init__(self, file_name: str, world_size: int = -1):
                 self.path = os.path.abspath(file_name)
-                super().__init__(named.setdefault((self.path,), Keys()))
+                super().__init__(named[self.path,])
 
-        class SimHashStore(SimStore):
-            """A store in place of torch's HashStore, which each process has for itself."""
-
-            def __init__(self) -> None:
-                super().__init__()
-
-        self.instead = {
-            "TCPStore": SimTCPStore,
-            "FileStore": SimFileStore,
-            "HashStore": SimHashStore,
-        }
+        # each process has a HashStore for itself
+        self.instead = {"TCPStore": SimTCPStore, "FileStore": SimFileStore, "HashStore": SimStore}
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Let the program use these stores, inside the block."""
-        before = [
-            (module, name, getattr(module, name))
-            for module in (dist, c10d, rendezvous)
-            for name in self.instead
-            if hasattr(module, name)
-        ]
-        for module, name, _ in before:
-            setattr(module, name, self.instead[name])
-        try:
-            with torch_private.called_instead(rpc.init_rpc, _refuse_rpc):
-                yield
-        finally:
-            for module, name, original in before:
-                setattr(module, name, original)
+        with contextlib.ExitStack() as changes:
+            for module, name in itertools.product((dist, c10d, rendezvous), self.instead):
+                if hasattr(module, name):
+                    changes.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, self.instead[name])
+            changes.enter_context(torch_private.called_instead(rpc.init_rpc, _refuse_rpc))
+            yield
 
 
 def _refuse_rpc(_: Callable[..., Any]) -> Callable[..., NoReturn]:
