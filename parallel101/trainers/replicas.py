@@ -1,4 +1,4 @@
-"""The check of replicas after the first step: copies must still be equal on all ranks.
+"""The checks of replicas: copies must still be equal on all ranks.
 
     along dp     a buffer that depends on the samples differs
     along tp     so does the gradient of a replicated parameter, if a module computes differently
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from parallel101.collectives.meta_device import number_in
-from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.agreement import Agreement, tensors_of
 from parallel101.trainers.step import Trainer
 
 CLOSE = 1e-3  # how much two norms may differ, relative to the larger one
@@ -29,6 +29,25 @@ def compare_replicas(trainer: Trainer) -> None:
     gradients or buffers. Called once, when every gradient is that of the whole batch.
     """
     trainer.agree.check_on_all(partial(check_alike, trainer))
+
+
+def compare_copies(trainer: Trainer) -> None:
+    """Raise ValueError, on every rank, if ranks that hold the same weights and buffers no longer
+    hold the same bits.
+    """
+    axes = trainer.axes
+    agree = Agreement(
+        axes.along([axis for axis in ("dp", "cp") if axis in axes.sizes]), trainer.device
+    )
+    trainer.agree.check_on_all(
+        partial(
+            agree.check_same,
+            tensors_of(trainer.model),
+            f"before step {trainer.steps + 1} the copies of the model are no longer equal",
+            "something changes it on some ranks only, such as an nn.Embedding with max_norm, which "
+            "shortens the rows that a rank's own samples use, or code between the steps",
+        )
+    )
 
 
 def check_alike(trainer: Trainer) -> None:

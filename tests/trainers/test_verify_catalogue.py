@@ -593,12 +593,13 @@ def normalize(x: Tensor) -> Tensor:
     return (x - x.mean(0)) / (x.var(0, correction=0) + 1).sqrt()
 
 
-def spectral() -> nn.Module:
+def begun_alike(parametrized: Callable[[nn.Module], nn.Module]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return chain(parametrizations.spectral_norm(nn.Linear(6, 6).double()))
+        return chain(parametrized(nn.Linear(6, 6).double()))
 
 
+spectral = partial(begun_alike, parametrizations.spectral_norm)
 MIXES = "Something in the model mixes samples"
 STATISTICS = {
     "parallel101's BatchNorm": Program("BatchNorm", DP, own_batch_norm),
@@ -1013,6 +1014,38 @@ def refused_later() -> int:
 
 def test_a_loss_that_is_no_mean_only_later_is_refused_in_a_later_step():
     assert p101.launch(refused_later, world_size=2, backend="sim").results == [4, 4]
+
+
+def drifted() -> int:
+    """The step that is refused, of an embedding that shortens the rows that its samples use."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 6, max_norm=0.1), nn.Linear(6, 6)).double()
+    trainer = p101.DataParallelTrainer(model, F.mse_loss, adamw)
+    rows = torch.arange(12)
+    trainer.step(*trainer.share((rows.repeat(2), randn(2, 24, 6))))  # each rank uses all of them
+    with pytest.raises(ValueError, match=r"no longer equal: '0\.weight'"):
+        trainer.step(*trainer.share((rows, randn(2, 12, 6))))
+    return trainer.steps + 1
+
+
+def test_copies_that_no_longer_are_equal_are_refused_in_a_later_step():
+    assert p101.launch(drifted, world_size=2, backend="sim").results == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: model_of(Function(lambda x: x.mul_(2)), *chain()),
+        partial(begun_alike, parametrizations.orthogonal),
+    ],
+    ids=["inputs that change in place", "an orthogonal matrix"],
+)
+def test_verify_finds_it_equal(build):
+    def train() -> bool:
+        trainer = p101.DataParallelTrainer(build(), F.mse_loss, adamw)
+        return trainer.verify(*trainer.share(tuple(t.clone() for t in ROWS))).equal
+
+    assert p101.launch(train, world_size=2, backend="sim").results == [True, True]
 
 
 def test_a_weight_that_needs_a_gradient_is_refused():

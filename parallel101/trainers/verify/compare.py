@@ -59,6 +59,9 @@ from parallel101.trainers.verify.snapshot import Snapshot
 
 SAFETY, NOISE = 4, 16
 LARGE = 1000.0  # about the largest gradient of the scaled loss
+# How much more of its step may be rounding. It is for what clamps large gradients, which differs
+# grossly, and the gradient of a matrix exponential gets less exact than its size says.
+LOOSE = 100
 Bounds = dict[str, dict[str, float]]  # kind → name → the largest difference that is rounding
 
 
@@ -213,8 +216,11 @@ class Comparison:
             "evaluated": self.evaluated,
             "absent": [[name for name, g in of.gradients.items() if g is None] for of in expected],
             "buffers": [name for name in expected[0].buffers if name in entries],
-            "bounds": [self.bounds(of, self.bound) for of in expected],
+            "bounds": list(map(self.bounds, expected, self.relative(self.bound))),
         }
+
+    def relative(self, bound: float) -> list[float]:
+        return [bound * (LOOSE if scale > 1 else 1) for scale in self.scales]
 
     def bounds(self, outcome: Outcome, relative: float) -> Bounds:
         found = {
@@ -231,10 +237,11 @@ class Comparison:
         model has 64 bits, return what a change of the weights by their rounding does.
         """
         found, values = [], dict(self.start)
-        for outcome, scale in zip(self.expected, self.scales):
+        of_steps = self.relative(max(self.bound, SAFETY * self.eps))
+        for outcome, scale, relative in zip(self.expected, self.scales, of_steps):
             near = jittered(values) if self.eps == torch.finfo(torch.float64).eps else values
             exact = self.training.in_float64(self.shares, near, scale)
-            least = self.bounds(outcome, max(self.bound, SAFETY * self.eps))
+            least = self.bounds(outcome, relative)
             noise = sizes(outcome, exact)
             found.append(
                 {
@@ -402,7 +409,7 @@ class Comparison:
                 bounds = self.measured_bounds()
             except Exception:  # the model has numbers of its own in another dtype
                 least = max(self.bound, 2 * SAFETY * self.eps)
-                bounds = [self.bounds(outcome, least) for outcome in self.expected]
+                bounds = list(map(self.bounds, self.expected, self.relative(least)))
         return self.rows(json.loads(self.trainer.agree.texts(json.dumps(bounds))[0]))
 
     def explain(self, rows: Sequence[Row]) -> str:
@@ -427,7 +434,7 @@ class Comparison:
         of_loss = self.loss_check.snapshot()
         with whole.whole(self.start), whole.without_chance():
             with torch.no_grad():
-                outputs = whole.outputs(inputs)
+                outputs = whole.outputs(map_tensors(torch.clone, inputs))
             return halves.of_the_loss(
                 whole.loss_fn, outputs, targets, bound, of_loss.restore
             ) or halves.of_the_model(whole, (inputs, targets), outputs, bound, repeated)

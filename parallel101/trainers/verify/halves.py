@@ -42,8 +42,8 @@ class LossCheck:
 
     def watch(self, losses: Losses) -> None:
         """Let a step that begins keep the outputs of a microbatch if they are to be checked."""
-        step, self.losses = self.trainer.steps + 1, None
-        if self.always or (step > 1 and step & (step - 1) == 0):
+        self.losses = None
+        if self.always or checked_again(self.trainer):
             losses.keep, self.losses = self.checks % self.trainer.runner.microbatches, losses
             self.checks += 1
 
@@ -67,6 +67,12 @@ class LossCheck:
     def snapshot(self) -> Snapshot:
         """Return a Snapshot of everything that a call of loss_fn can change."""
         return Snapshot(self.loss_fn, skip=(self.trainer.model, self))
+
+
+def checked_again(trainer: Trainer) -> bool:
+    """Return whether the step that the trainer is taking is step 2, 4, 8, 16, …"""
+    step = trainer.steps + 1
+    return step > 1 and step & (step - 1) == 0
 
 
 def of_the_loss(

@@ -132,7 +132,7 @@ class WholeModel:
                 kept[p.untyped_storage()._cdata] = 0
             weights = set(kept)
             with saved_tensors_hooks(pack, lambda t: t):
-                outputs = self.outputs(map_tensors(lambda t: t[:1], share[0]))
+                outputs = self.outputs(map_tensors(lambda t: t[:1].clone(), share[0]))
             del outputs
             return float(sum(size for at, size in kept.items() if at not in weights))
         return 0.0

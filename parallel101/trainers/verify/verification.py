@@ -2,6 +2,7 @@
 
 before the first step          three steps, here and in one process       compare.py
 in steps 2, 4, 8, 16, …        is the loss a mean over samples?           halves.py
+                               are copies of the model still equal?       replicas.py
 verify=False, or no room       in the first step, the ranks with each other    replicas.py
 """
 
@@ -19,14 +20,14 @@ from torch import nn
 
 from parallel101.spans import unrecorded
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.replicas import compare_replicas
+from parallel101.trainers.replicas import compare_copies, compare_replicas
 from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.verify.compare import Comparison
-from parallel101.trainers.verify.halves import LossCheck
+from parallel101.trainers.verify.halves import LossCheck, checked_again
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import NotEqualError, Report, refusal
 from parallel101.trainers.verify.snapshot import Snapshot
@@ -109,6 +110,9 @@ class Verification:
                 if words := self.loss_check.check():
                     report = Report(cause=words)
                     raise NotEqualError(refusal(report), report)
+        if self.comparable and checked_again(self.trainer):
+            with unrecorded():
+                compare_copies(self.trainer)
         if self.compares_replicas:
             self.compares_replicas = False
             with unrecorded():
