@@ -28,7 +28,7 @@ from parallel101.laboratory.viz.rows import (
     span_lanes,
     trace_facts,
 )
-from parallel101.laboratory.viz.scene import Scene, box
+from parallel101.laboratory.viz.scene import Scene, box, check_ranks
 
 RIGHT, TOP = 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
@@ -60,24 +60,16 @@ def axes_scene(
         ValueError: more than 16 ranks, or no span has that name.
     """
     n = trace.world_size
-    if n > MOST_RANKS:
-        raise ValueError(
-            f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use "
-            "run.timeline(), which draws up to 128"
-        )
+    check_ranks(n, MOST_RANKS, "use run.timeline(), which draws up to 128")
     window, traffic = axis_traffic(trace, within)
     lanes = span_lanes([e for e in window.events if e.kind == "span"])
     spans = [e for e in window.events if e.kind == "span" and lanes[id(e)] == 0]
     high = HEAD + n * ROW + BETWEEN
     panels = len(traffic) + bool(spans)
-    scene = Scene(
-        960,
-        math.ceil(TOP + panels * high + 34),
-        title,
-        " ".join(axis_text(of, n) for of in traffic),
-    )
-    span = window.end - window.begin
+    words = " ".join(axis_text(of, n) for of in traffic)
+    scene = Scene(960, math.ceil(TOP + panels * high + 34), title, words)
     colours = span_colours(e for e in spans if not e.waiting)
+    span = window.end - window.begin
     rows = TimeRows(scene, window.begin, span, right=RIGHT, colours=colours)
     scene.style += ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
     scene.style += ".pp{fill:var(--p3)}.pp.received{fill-opacity:.7}"
@@ -121,9 +113,9 @@ def _head(rows: TimeRows, trace: Trace, spans: list[Event], collectives: bool, o
         f"received.{one}"
     )
     facts = f"{trace_facts(trace)} · {human_seconds(rows.duration)}"
-    rows.head(facts, sentence, 13 if one else 14)
+    rows.scene.head(facts, sentence, 13 if one else 14)
     waits = any(e.waiting for e in spans)
-    rows.legend([*span_entries(rows.colours, 5), *[("wait", "idle")] * waits])
+    rows.scene.legend([*span_entries(rows.colours, 5), *[("wait", "idle")] * waits])
     rows.scene.write(f"sent{of_all}", SENT, 89, 12, "m e")
     rows.scene.write("messages", COUNT, 89, 12, "m e")
 
@@ -143,12 +135,9 @@ def _ranks(rows: TimeRows, name: str, y: float, ranks: int, colour: str = "") ->
 def _axis(rows: TimeRows, of: AxisTraffic, y: float, ranks: int) -> None:
     scene, colour = rows.scene, axis_class(of.axis)
     _ranks(rows, axis_name(of.axis), y, ranks, colour)
-    total, count = (
-        sum(of.sent(rank) for rank in range(ranks)),
-        sum(of.count(rank) for rank in range(ranks)),
-    )
+    total = sum(of.sent(rank) for rank in range(ranks))
     scene.write(human_bytes(total), SENT, y + 12, 13, "b e")
-    scene.write(count, COUNT, y + 12, 13, "b e")
+    scene.write(sum(of.count(rank) for rank in range(ranks)), COUNT, y + 12, 13, "b e")
     for rank in range(ranks):
         at = y + HEAD - 6 + rank * ROW
         scene.write(human_bytes(of.sent(rank)), SENT, at + 9, 10.5, "m e")
@@ -162,11 +151,8 @@ def _axis(rows: TimeRows, of: AxisTraffic, y: float, ranks: int) -> None:
             (received, TALL / 2 + 0.3, TALL / 2 - 0.3, " received", "received"),
         ):
             if pieces:
-                drawn = "".join(
-                    box(left, at + low, right - left, tall)
-                    for left, right in pixels(pieces, rows.x)
-                )
-                path = scene.path(drawn, colour + more)
+                boxes = (box(x, at + low, end - x, tall) for x, end in pixels(pieces, rows.x))
+                path = scene.path("".join(boxes), colour + more)
                 path.add("title", f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}")
 
 

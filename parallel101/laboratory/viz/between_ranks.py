@@ -19,7 +19,7 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, listed
 from parallel101.laboratory.viz.grid import MOST_CELLS, Grid
 from parallel101.laboratory.viz.rows import trace_facts
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import Node, Scene, check_ranks
 
 # the squares: their top, their largest width, the x of their centres
 TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)
@@ -36,24 +36,25 @@ class Square(NamedTuple):
     text: Callable[[float], str]  # a value in words
 
 
-def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
+def between_ranks_scene(
+    title: str, squares: Sequence[Square], facts: str = "", sentence: str = ""
+) -> Scene:
     """Draw one or two squares side by side, a cell the darker the larger its value.
 
-    Zeros are left empty.
+    Zeros are left empty. `facts` and `sentence` are above them.
 
     Raises:
         ValueError: more than 128 ranks.
     """
     n = len(squares[0].values)
-    if n > MOST_RANKS:
-        raise ValueError(f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}")
+    check_ranks(n, MOST_RANKS)
     cell = min(64.0, SIDE / n)
     words = " ".join(f"{square.title}: {_largest(square)}." for square in squares)
     scene = Scene(960, math.ceil(TOP + n * min(cell, 44.0) + 28), title, words)
     scene.style += STYLE
     high = scene.height - TOP + 44  # of a square with its title
     scene.narrow = (480, math.ceil(scene.height - 20 + high * (len(squares) - 1)))
-    scene.panel(narrow="translate(0,0)").write(title, 28, 40, None, "h")
+    scene.head(facts, sentence)
     for k, (square, middle) in enumerate(zip(squares, MIDDLES)):
         # on phones one below the other
         panel = scene.panel(narrow=f"translate({MIDDLES[0] - 20 - middle:g},{high * k - 20:g})")
@@ -78,19 +79,9 @@ def traffic_scene(
         Square("Bytes sent", "from \\ to", sent.nbytes, human_bytes),
         Square("Messages sent", "from \\ to", sent.messages, lambda count: f"{count:,.0f}"),
     ]
-    scene = between_ranks_scene(title, squares)
-    head = scene.panel(narrow="none")
-    head.write(
-        trace_facts(trace, whole_run=within is None)
-        + (f" · {human_seconds(trace.makespan)}" if within is None else ""),
-        932,
-        40,
-        13,
-        "m e",
-    )
-    scene.intro = _traffic_text(trace, sent, within)
-    head.write(scene.intro, 28, 64, 14, "m")
-    return scene
+    facts = trace_facts(trace, whole_run=within is None)
+    facts += f" · {human_seconds(trace.makespan)}" if within is None else ""
+    return between_ranks_scene(title, squares, facts, _traffic_text(trace, sent, within))
 
 
 def _traffic_text(trace: Trace, sent: Traffic, within: str | None) -> str:
@@ -147,18 +138,12 @@ def _draw(panel: Node, square: Square, middle: float, width: float, height: floa
 
 
 def _largest(square: Square) -> str:
-    most = max(map(max, square.values))
-    pairs = [
-        (r, c)
-        for r, values in enumerate(square.values)
-        for c, value in enumerate(values)
-        if value == most
-    ]
+    values = {(r, c): v for r, row in enumerate(square.values) for c, v in enumerate(row)}
+    most = max(values.values())
+    (row, column), *others = (pair for pair, value in values.items() if value == most)
     if not most:
         return "nothing"
-    where = (
-        f"rank {pairs[0][0]} and rank {pairs[0][1]}"
-        if len(pairs) == 1
-        else f"for each of {len(pairs)} pairs of ranks"
-    )
+    where = f"rank {row} and rank {column}"
+    if others:
+        where = f"for each of {1 + len(others)} pairs of ranks"
     return f"the most is {square.text(most)}, {where}"

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.viz.scene import Node, Point, Scene
+from parallel101.laboratory.viz.scene import Node, Point, Scene, check_ranks
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
 STYLE = (
@@ -54,22 +54,16 @@ def deadlock_scene(
         (rank, peer) for rank, (_, peers, _) in sorted(waiting.items()) for peer in _ranks_of(peers)
     ]
     everyone = sorted({*waiting, *returned, *(peer for _, peer in arrows)})
-    if len(everyone) > MOST_RANKS:
-        raise ValueError(
-            f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: print "
-            "the error instead"
-        )
-    centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
-    end = centre[1] + 22.0 * min(len(waiting), MOST_ROWS) + 18 * len(_note_lines(notes)) + 24
-    below = 290 if len(everyone) > 2 else 130  # the top of the rows on a phone
-    scene = Scene(
-        960,
-        max(404 if len(everyone) > 2 else 238, math.ceil(end)),
-        "Deadlock: who waits for whom",
-        description,
+    check_ranks(len(everyone), MOST_RANKS, "print the error instead")
+    # y of the ranks' centre; the least height, also on a phone; the top of the rows on a phone
+    middle, least, least_narrow, below = (
+        (232.0, 404, 704, 290) if len(everyone) > 2 else (150.0, 238, 360, 130)
     )
+    rows = min(len(waiting), MOST_ROWS)
+    end = math.ceil(middle + 22.0 * rows + 18 * len(_note_lines(notes)) + 24)
+    scene = Scene(960, max(least, end), "Deadlock: who waits for whom", description)
     scene.style += STYLE
-    scene.narrow = (480, max(704 if len(everyone) > 2 else 360, below + math.ceil(end)))
+    scene.narrow = (480, max(least_narrow, below + end))
     tip = 6 if len(everyone) <= 8 else 4
     for colour in ("", " stuck"):
         scene.definitions.append(
@@ -80,8 +74,9 @@ def deadlock_scene(
     head = scene.panel(narrow="translate(0,0)")
     head.write(scene.title, 28, 40, None, "h")
     head.write(_summary(cycle), 28, 64, 14, "w b")
-    _graph(scene.panel(narrow="translate(40,0)"), everyone, arrows, cycle, returned, centre)
-    _rows(scene.panel(narrow=f"translate(-402,{below})"), waiting, notes, centre[1])
+    graph = scene.panel(narrow="translate(40,0)")
+    _graph(graph, everyone, arrows, cycle, returned, (200.0, middle))
+    _rows(scene.panel(narrow=f"translate(-402,{below})"), waiting, notes, middle)
     return scene
 
 
@@ -115,19 +110,16 @@ def _graph(
     stuck = set(zip(cycle, [*cycle[1:], *cycle[:1]]))
     for pair in sorted(arrows, key=lambda pair: pair in stuck):
         if pair[0] != pair[1]:
-            kind = "stuck" if pair in stuck else ""
-            panel.path(
-                _bow(at[pair[0]], at[pair[1]], node), f"wait {kind}", marker_end=f"url(#head{kind})"
-            )
+            kind, arrow = "stuck" if pair in stuck else "", _bow(at[pair[0]], at[pair[1]], node)
+            panel.path(arrow, f"wait {kind}", marker_end=f"url(#head{kind})")
     for rank, (x, y) in at.items():
         kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
         panel.add("circle", cx=x, cy=y, r=node, class_=f"node {kind}")
         if node >= 7:
             panel.write(rank, x, y + min(17.0, node) * 0.36, min(17.0, node), "b c")
         if kind == "gone" and len(returned) <= 4:
-            panel.write(
-                "returned", x, y + (node + 16 if y > centre[1] + 1 else -node - 8), 12, "m c"
-            )
+            beside = node + 16 if y > centre[1] + 1 else -node - 8
+            panel.write("returned", x, y + beside, 12, "m c")
 
 
 def _bow(a: Point, b: Point, node: float) -> str:

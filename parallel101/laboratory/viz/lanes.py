@@ -35,7 +35,7 @@ from parallel101.laboratory.viz.rows import (
     span_lanes,
     trace_facts,
 )
-from parallel101.laboratory.viz.scene import Scene
+from parallel101.laboratory.viz.scene import END, Scene, check_ranks
 
 RIGHT, TOP = 812.0, 116.0
 # heights: a lane of spans, a lane of messages, the gap between ranks, the name of a window
@@ -59,33 +59,23 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
         ValueError: more than 16 ranks, or a name that no span has.
     """
     n = trace.world_size
-    if n > MOST_RANKS:
-        raise ValueError(
-            f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use "
-            "run.timeline(), which draws up to 128"
-        )
+    check_ranks(n, MOST_RANKS, "use run.timeline(), which draws up to 128")
     windows = time_windows(trace, within)
     longest = max(window.end - window.begin for window in windows)
-    spans = {window.name: [e for e in window.events if e.kind == "span"] for window in windows}
-    depth = 1 + max(
-        (
-            min(lane, MOST_SPAN_LANES - 1)
-            for of in spans.values()
-            for lane in span_lanes(of).values()
-        ),
-        default=0,
-    )
-    flows = {window.name: message_lanes(window.events) for window in windows}
-    thick = max((lane + 1 for of in flows.values() for lane in of.values()), default=0) * 2 * THIN
+    events = [e for window in windows for e in window.events]
+    # of the spans and of the messages of each window
+    lanes = [span_lanes([e for e in of.events if e.kind == "span"]) for of in windows]
+    flows = [message_lanes(window.events) for window in windows]
+    depth = min(MOST_SPAN_LANES, 1 + max((lane for of in lanes for lane in of.values()), default=0))
+    thick = max((lane + 1 for of in flows for lane in of.values()), default=0) * 2 * THIN
     row = depth * TALL + thick + GAP
     high = n * row + (HEAD if within else 0.0)
-    events = [e for window in windows for e in window.events]
     notes = notes_of(events)
     if bookkeeping(events):
         notes[-1] += " Overlap doesn't count them."
     height = math.ceil(TOP + len(windows) * high + 40) + 18 * len(notes)
     scene = Scene(960, height, title, " ".join(window_text(window, n) for window in windows))
-    colours = span_colours(e for of in spans.values() for e in of if not e.waiting)
+    colours = span_colours(e for e in events if e.kind == "span" and not e.waiting)
     rows = TimeRows(scene, 0.0, longest, right=RIGHT, colours=colours)
     _head(rows, trace, "" if within else human_seconds(longest))
     for i, window in enumerate(windows):
@@ -94,9 +84,10 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
             scene.write(window.name, LEFT, top + 15, 15, "b")
             scene.write(human_seconds(window.end - window.begin), RIGHT, top + 15, 13, "m e")
         panel = TimeRows(scene, window.begin, longest, right=RIGHT, colours=colours)
-        _window(panel, window, n, top + (HEAD - 6 if within else 0), row, depth, flows[window.name])
-        below = range(n) if len(windows) == 1 else (n - 1,)
-        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in below]
+        below = top + (HEAD - 6 if within else 0)
+        _window(panel, window, n, below, row, depth, lanes[i], flows[i])
+        ends = range(n) if len(windows) == 1 else (n - 1,)
+        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in ends]
     rows.axis(TOP + len(windows) * high)
     rows.notes(notes)
     return scene
@@ -105,9 +96,8 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
 def window_text(window: TimeWindow, ranks: int) -> str:
     """Return the numbers of a window, for the picture's alternative text."""
     of = [time_breakdown(window, rank) for rank in range(ranks)]
-    overlap = ", ".join(
-        f"{b.overlap / b.communication:.0%}" if b.communication else "none" for b in of
-    )
+    shares = (f"{b.overlap / b.communication:.0%}" if b.communication else "none" for b in of)
+    overlap = ", ".join(shares)
     compute = ", ".join(human_seconds(b.compute) for b in of)
     name, took = window.name or "Whole record", human_seconds(window.end - window.begin)
     return (
@@ -141,13 +131,13 @@ def _head(rows: TimeRows, trace: Trace, took: str) -> None:
         "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing "
         "and waits."
     )
-    rows.head(trace_facts(trace) + (f" · {took}" if took else ""), sentence)
+    rows.scene.head(trace_facts(trace) + (f" · {took}" if took else ""), sentence)
     kinds = {e.kind for e in trace.events}
     entries = [*span_entries(rows.colours), ("idle", "idle")]
     entries += [("sends", "send")] * ("send" in kinds) + [("receives", "recv")] * ("recv" in kinds)
     entries += [("collectives", "collective")] * bool(kinds - P2P - {"span"})
-    rows.legend(entries)
-    rows.scene.write("overlap", 932, 89, 12, "m e")
+    rows.scene.legend(entries)
+    rows.scene.write("overlap", END, 89, 12, "m e")
 
 
 def _window(
@@ -157,19 +147,22 @@ def _window(
     top: float,
     row: float,
     depth: int,
+    lanes: dict[int, int],
     flows: dict[int, int],
 ) -> None:
     """Draw the ranks of a window: their spans, and below them their messages."""
-    lanes = span_lanes([e for e in window.events if e.kind == "span"])
     for rank in range(ranks):
         y, here = top + rank * row, [e for e in window.events if e.rank == rank]
-        rows.hatched(rows.left, y + 0.5, rows.x(window.end) - rows.left, TALL - 1)
+        for class_ in ("card", "idle"):  # what no span covers
+            width = rows.x(window.end) - rows.left
+            rows.scene.rect(rows.left, y + 0.5, width, TALL - 1, class_)
         rows.rank(rank, y + 13)
-        for event in (e for e in here if e.kind == "span" and lanes[id(e)] < depth):
-            rows.span(Bar(event), y + lanes[id(event)] * TALL, TALL)
-        for event in (e for e in here if e.kind != "span"):
-            lane = 2 * flows[id(event)] + (event.kind == "recv")
-            rows.bar(Bar(event), y + depth * TALL + 1 + THIN * lane, THIN - 1, event.kind)
+        for event in here:
+            if event.kind != "span":
+                lane = 2 * flows[id(event)] + (event.kind == "recv")
+                rows.bar(Bar(event), y + depth * TALL + 1 + THIN * lane, THIN - 1, event.kind)
+            elif lanes[id(event)] < depth:
+                rows.span(Bar(event), y + lanes[id(event)] * TALL, TALL)
         _overlap(rows.scene, time_breakdown(window, rank), here, y)
 
 
@@ -179,14 +172,10 @@ def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: flo
     Below are the bytes that it sent, or the number of collectives that it called.
     """
     if breakdown.communication:
-        sent, collectives = (
-            sum(e.nbytes for e in events if e.kind == "send"),
-            sum(e.kind not in P2P and e.kind != "span" for e in events),
-        )
-        scene.write(f"{breakdown.overlap / breakdown.communication:.0%}", 932, y + 15, 17, "b e")
-        told = (
-            f"{human_bytes(sent)} sent"
-            if sent or not collectives
-            else f"{collectives} collective{'s' * (collectives > 1)}"
-        )
-        scene.write(told, 932, y + 31, 11.5, "m e")
+        sent = sum(e.nbytes for e in events if e.kind == "send")
+        collectives = sum(e.kind not in P2P and e.kind != "span" for e in events)
+        told = f"{human_bytes(sent)} sent"
+        if collectives and not sent:
+            told = f"{collectives} collective{'s' * (collectives > 1)}"
+        scene.write(f"{breakdown.overlap / breakdown.communication:.0%}", END, y + 15, 17, "b e")
+        scene.write(told, END, y + 31, 11.5, "m e")

@@ -63,11 +63,11 @@ class CutMatrix(NamedTuple):
     times: int  # how many such parameters
     rows: int  # as drawn
     columns: int
-    cut: str  # "rows", "columns", or "" if every rank holds all of it
-    blocks: tuple[tuple[int, int], ...]  # (position on the axis, size), in order
-    style: str
-    forward: str  # the collective that forward needs, or ""
-    backward: str
+    cut: str = ""  # "rows", "columns", or "" if every rank holds all of it
+    blocks: tuple[tuple[int, int], ...] = ()  # (position on the axis, size), in order
+    style: str = ""
+    forward: str = ""  # the collective that forward needs, or ""
+    backward: str = ""
 
 
 def matrices_scene(
@@ -100,46 +100,31 @@ def matrices_scene(
     Raises:
         ValueError: there is no matrix, or there are more than 24.
     """
-    found = list(
-        matrices_of(
-            entries, styles or {}, axis, SEQUENCE_PARALLEL if sequence_parallel else COLLECTIVES
-        )
-    )
+    collectives = SEQUENCE_PARALLEL if sequence_parallel else COLLECTIVES
+    found = list(matrices_of(entries, styles or {}, axis, collectives))
     if not 0 < len(found) <= MOST:
         raise ValueError(
             f"the layout has {len(found)} different matrices: expected 1 to {MOST} to draw"
         )
     longest = max(max(m.rows, m.columns) for m in found)
     grid = [found[i : i + ACROSS] for i in range(0, len(found), ACROSS)]
-    heights = [
-        max(side(m.rows, longest) + 16 * (bool(m.forward) + bool(m.backward)) for m in row) + 84
-        for row in grid
-    ]
-    scene = Scene(
-        960, math.ceil(TOP + sum(heights) + 10), title, " ".join(matrix_text(m) for m in found)
-    )
+    heights = [max(side(m.rows, longest) + 16 * len(in_words(m)) for m in row) + 84 for row in grid]
+    words = " ".join(matrix_text(m) for m in found)
+    scene = Scene(960, math.ceil(TOP + sum(heights) + 10), title, words)
     scene.style += (
         ".cut{stroke:var(--bg);stroke-width:1.5}.whole{fill:var(--faint);stroke:var(--line)}"
     )
-    scene.panel(narrow="translate(0,0)").write(title, 28, 40, None, "h")
-    head, ranks = (
-        scene.panel(narrow="none"),
-        max(len({position for position, _ in m.blocks}) for m in found),
-    )
-    head.write(f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis, 932, 40, 13, "m e")
+    ranks = max(len({position for position, _ in m.blocks}) for m in found)
     sentence = (
         "As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position of "
         f"its rank along {axis}."
     )
-    grey = "Grey: every rank holds all of it. " if any(not m.cut for m in found) else ""
-    share = (
-        "Column layers with the same input share one collective. "
-        if sum(m.times for m in found if m.style == "column") > 1
-        else ""
-    )
-    more = f"{grey}{share}Sides are not to scale."
-    head.write(sentence, 28, 62, 13.5, "m")
-    head.write(more, 28, 81, 13, "m")
+    more = "Grey: every rank holds all of it. " * any(not m.cut for m in found)
+    if sum(m.times for m in found if m.style == "column") > 1:
+        more += "Column layers with the same input share one collective. "
+    more += "Sides are not to scale."
+    scene.head(f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis, sentence, 13.5)
+    scene.panel(narrow="none").write(more, 28, 82, 13, "m")
     scene.intro = f"{sentence} {more}"
     y, low = TOP + 8, 56.0
     for row, high in zip(grid, heights):
@@ -165,26 +150,15 @@ def matrices_of(
     collectives: Mapping[str, tuple[str, str]],
 ) -> Iterator[CutMatrix]:
     """Yield the matrices to draw, in the order of the model."""
-    alike: dict[tuple, list[str]] = {}
-    drawn: dict[tuple, CutMatrix] = {}
+    drawn: dict[tuple, list[CutMatrix]] = {}
     for name, entry in entries.items():
         if len(entry.shape) != 2:
             continue
         module = name.rpartition(".")[0]
-        style = next(
-            (
-                str(s).partition("(")[0]
-                for pattern, s in styles.items()
-                if fnmatch.fnmatchcase(module, pattern)
-            ),
-            "",
-        )
+        fitting = [of for pattern, of in styles.items() if fnmatch.fnmatchcase(module, pattern)]
+        style = str(fitting[0]).partition("(")[0] if fitting else ""
         shard = entry.placements.get(axis)
-        dim, sizes, parts = (
-            getattr(shard, "dim", None),
-            getattr(shard, "sizes", (0,)),
-            getattr(shard, "parts", 1),
-        )
+        dim, parts = getattr(shard, "dim", None), getattr(shard, "parts", 1)
         # a table, in which a token chooses a row, and not a matrix of a linear layer
         lookup = "embed" in module
         rows, columns = entry.shape if lookup else reversed(entry.shape)
@@ -193,25 +167,15 @@ def matrices_of(
             style = "vocabulary" if lookup else "column" if dim == 0 else "row"
         if style == "vocabulary":
             style += " embedding" if lookup else " head"
-        blocks = (
-            tuple(
-                (position, size // parts)
-                for _ in range(parts)
-                for position, size in enumerate(sizes)
-            )
-            if cut
-            else ()
-        )
-        forward, backward = collectives.get(style, ("", "")) if cut else ("", "")
-        matrix = CutMatrix(
-            name, 1, rows, columns, cut, blocks, style if cut else "", forward, backward
-        )
+        matrix = CutMatrix(name, 1, rows, columns)
+        if cut:
+            blocks = tuple((k, size // parts) for k, size in enumerate(shard.sizes)) * parts
+            needed = collectives.get(style, ("", ""))
+            matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, *needed)
         key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
-        alike.setdefault(key, []).append(name)
-        drawn.setdefault(key, matrix)
-    for key, matrix in drawn.items():
-        names = alike[key]
-        yield matrix._replace(name=key[0] if len(names) > 1 else names[0], times=len(names))
+        drawn.setdefault(key, []).append(matrix)
+    for (name, *_), alike in drawn.items():
+        yield alike[0]._replace(name=name, times=len(alike)) if len(alike) > 1 else alike[0]
 
 
 def matrix_text(m: CutMatrix) -> str:
@@ -226,20 +190,15 @@ def sizes_text(m: CutMatrix) -> str:
     sizes = [size for _, size in m.blocks]
     if len(set(sizes)) == 1 and len(sizes) > 2:
         return f"{len(sizes)} × {sizes[0]}"
-    return (
-        " + ".join(map(str, sizes))
-        if len(sizes) <= 4
-        else f"{len(sizes)} parts of {min(sizes)} to {max(sizes)}"
-    )
+    if len(sizes) > 4:
+        return f"{len(sizes)} parts of {min(sizes)} to {max(sizes)}"
+    return " + ".join(map(str, sizes))
 
 
 def in_words(m: CutMatrix) -> list[str]:
     """Return the collectives in words: "forward: all-reduce outputs"."""
-    return [
-        f"{when}: {what}"
-        for when, what in (("forward", m.forward), ("backward", m.backward))
-        if what
-    ]
+    both = {"forward": m.forward, "backward": m.backward}
+    return [f"{when}: {what}" for when, what in both.items() if what]
 
 
 def _matrix(scene: Node, m: CutMatrix, longest: int, left: float, top: float) -> None:

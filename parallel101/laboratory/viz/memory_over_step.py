@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from parallel101.laboratory.analysis.held_over_time import (
@@ -61,20 +62,17 @@ def activations_scene(
     ranks = {name: held_over_time(of) for name, of in activations.items()}
     most = max(1, *(of.peak[1] for of in ranks.values()))
     heights = [max(LEAST, TALL * of.peak[1] / most) for of in ranks.values()]
-    scene = Scene(
-        960,
-        round(TOP + sum(heights) + len(ranks) * BELOW),
-        title,
-        "The bytes that autograd keeps for the backward pass.",
-    )
+    words = "The bytes that autograd keeps for the backward pass."
+    scene = Scene(960, round(TOP + sum(heights) + len(ranks) * BELOW), title, words)
     scene.style += STYLE
+    sentence = "What autograd keeps for backward, in the order of the program. Dashed: the peak."
+    scene.head("", sentence)
     microbatches = sorted({i for of in ranks.values() for i in of.layers if i is not None})
-    low = _head(scene, microbatches)
+    low = scene.legend(_entries(microbatches), 78)
     scene.narrow = (480, scene.height + low)
     names = scene.panel(narrow=f"translate(0,{low})")
-    plots = scene.panel(
-        narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
-    )
+    squeezed = f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
+    plots = scene.panel(narrow=squeezed)
     letters = scene.panel(narrow="none")
     base = TOP - BELOW
     for (name, of), height in zip(ranks.items(), heights):
@@ -108,19 +106,12 @@ def _area(
 ) -> str:
     """Return the outline of a layer, in steps, wherever it has any bytes."""
     path, ends = "", [*xs[1:], RIGHT]
-    i = 0
-    while i < len(xs):
-        if high[i] == low[i]:
-            i += 1
-            continue
-        first = i
-        while i < len(xs) and high[i] > low[i]:
-            i += 1
-        top = "".join(f"V{base - high[k] * scale:.1f}H{ends[k]:.1f}" for k in range(first, i))
-        bottom = "".join(
-            f"V{base - low[k] * scale:.1f}H{xs[k]:.1f}" for k in reversed(range(first, i))
-        )
-        path += f"M{xs[first]:.1f} {base - low[first] * scale:.1f}{top}{bottom}z"
+    for filled, group in groupby(range(len(xs)), lambda i: high[i] > low[i]):
+        if filled:
+            run = list(group)
+            top = "".join(f"V{base - high[k] * scale:.1f}H{ends[k]:.1f}" for k in run)
+            bottom = "".join(f"V{base - low[k] * scale:.1f}H{xs[k]:.1f}" for k in reversed(run))
+            path += f"M{xs[run[0]]:.1f} {base - low[run[0]] * scale:.1f}{top}{bottom}z"
     return path
 
 
@@ -131,9 +122,8 @@ def _phases(plots: Node, letters: Node, of: HeldOverTime, base: float) -> None:
     for phase, start, end in of.phases:
         x = LEFT + start * (RIGHT - LEFT)
         plots.path(f"M{x:.1f} {base:g}v5", "slot")
-        text = (
-            f"{LETTERS.get(phase.name, '')}{'' if phase.microbatch is None else phase.microbatch}"
-        )
+        microbatch = "" if phase.microbatch is None else phase.microbatch
+        text = f"{LETTERS.get(phase.name, '')}{microbatch}"
         if 8 * len(text) < wide:
             middle = LEFT + (start + end) / 2 * (RIGHT - LEFT)
             letters.write(text, f"{middle:.1f}", base + 15, 11, "m c")
@@ -146,30 +136,20 @@ def _peak_in_words(of: HeldOverTime) -> str:
     of_which = [i for i in parts if i is not None]
     if not of_which:
         return f"peak {decimal_bytes(most)}"
-    several = "microbatches" if len(of_which) > 1 else "microbatch"
+    named = ", ".join(map(str, of_which))
     if len(of_which) > 4 and of_which == list(range(of_which[0], of_which[-1] + 1)):
-        return f"peak {decimal_bytes(most)}: {several} {of_which[0]} to {of_which[-1]}"
-    return f"peak {decimal_bytes(most)}: {several} {', '.join(map(str, of_which))}"
+        named = f"{of_which[0]} to {of_which[-1]}"
+    return f"peak {decimal_bytes(most)}: microbatch{'es' * (len(of_which) > 1)} {named}"
 
 
-def _head(scene: Scene, microbatches: Sequence[int]) -> int:
-    """Add the title and the legend.
-
-    Returns how much higher the legend is on phones, where it takes several lines.
-    """
-    head = scene.panel(narrow="translate(0,0)")
-    head.write(scene.title, 28, 40, None, "h")
-    scene.intro = "What autograd keeps for backward, in the order of the program. Dashed: the peak."
-    wide_only = scene.panel(narrow="none")
-    wide_only.write(scene.intro, 28, 64, 14, "m")
-    entries = {
-        f"{'' if number else 'microbatch '}{microbatch}": _colour(microbatch)
-        for number, microbatch in enumerate(microbatches[:MOST_LEGEND])
-    }
+def _entries(microbatches: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the legend: "microbatch 0", "1", … and "…" if there are many."""
+    entries = [(str(i), _colour(i)) for i in microbatches[:MOST_LEGEND]]
+    if entries:
+        entries[0] = f"microbatch {entries[0][0]}", entries[0][1]
     if len(microbatches) > MOST_LEGEND:
-        last, colour = entries.popitem()
-        entries[f"{last} …"] = colour
-    return scene.legend(entries, 78)
+        entries[-1] = f"{entries[-1][0]} …", entries[-1][1]
+    return entries
 
 
 def _colour(microbatch: Any) -> str:

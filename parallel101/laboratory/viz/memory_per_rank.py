@@ -17,10 +17,11 @@ The bytes were counted by a trainer's `describe()` in its tensors. What memory s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Protocol
 
 from parallel101.laboratory.record.units import decimal_bytes
-from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+from parallel101.laboratory.viz.scene import Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
 TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
@@ -76,15 +77,9 @@ def memory_scene(
             f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} rows to "
             "draw"
         )
-    most: dict[str, int] = {}
-    for of in panels.values():
-        for kind, by_position in of.bytes.items():
-            most[kind] = max([most.get(kind, 0), *by_position])
-    most = {
-        kind: count
-        for kind, count in sorted(most.items(), key=lambda item: item[0].endswith(PEAK))
-        if count
-    }
+    kinds = dict.fromkeys(kind for of in panels.values() for kind in of.bytes)
+    most = {k: max(max(of.bytes.get(k) or [0]) for of in panels.values()) for k in kinds}
+    most = {k: most[k] for k in sorted(most, key=lambda kind: kind.endswith(PEAK)) if most[k]}
     scale = (RIGHT - LEFT - 4 * len(most)) / max(sum(most.values()), 1)
     lefts, x = {}, LEFT
     for kind, count in most.items():
@@ -97,23 +92,19 @@ def memory_scene(
         if any(share_of(parts) > 0.999 for parts in by_position)
     }
     colours = colours_of(most)
-    scene = Scene(
-        960,
-        round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8),
-        title,
-        "The bytes that each rank holds.",
-    )
+    high = round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8)
+    scene = Scene(960, high, title, "The bytes that each rank holds.")
     scene.style += (
         ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
     )
-    scene.definitions.append(HATCHING)
     several = any(len(of.ranks) > 1 for of in panels.values())
-    low = _head(scene, note, colours, ONLY_OTHERS if several else LARGEST)
+    scene.head(note, ONLY_OTHERS if several else LARGEST)
+    scene.intro = f"{scene.intro} {note}".strip()
+    low = scene.legend([(kind, f"f{colour}") for kind, colour in colours.items()], 82)
     scene.narrow = (480, scene.height + low)
     names = scene.panel(narrow=f"translate(0,{low})")
-    bars = scene.panel(
-        narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
-    )
+    squeezed = f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
+    bars = scene.panel(narrow=squeezed)
     inside, totals = scene.panel(narrow="none"), scene.panel(narrow=f"translate(-472,{low})")
     totals.write("total", 932, 91, 12, "m e")
     y = TOP
@@ -152,8 +143,7 @@ def _bar(
     scale: float,
     colour: int,
 ) -> None:
-    width = whole * scale
-    temporary = kind.endswith(PEAK)
+    width, temporary = whole * scale, kind.endswith(PEAK)
     if not temporary:
         bars.rect(left, y, width, TALL, "others", rx=2)
     if not mine or not parts:
@@ -178,25 +168,7 @@ def share_of(parts: Sequence[tuple[float, float]]) -> float:
     return sum(high - low for low, high in parts)
 
 
-def _head(scene: Scene, note: str, colours: Mapping[str, int], says: str) -> int:
-    """Add the title and the legend.
-
-    Returns how much higher the legend is on phones, where it takes several lines.
-    """
-    head = scene.panel(narrow="translate(0,0)")
-    head.write(scene.title, 28, 40, None, "h")
-    scene.intro = note
-    scene.panel(narrow="none").write(note, 932, 40, 13, "m e")
-    head.write(says, 28, 64, 14, "m")
-    return scene.legend({kind: f"f{colour}" for kind, colour in colours.items()}, 82)
-
-
 def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:
     """Return a colour for each kind: the one in KIND_COLOURS, or else one of the others."""
-    others = [kind for kind in kinds if kind not in KIND_COLOURS]
-    return {
-        kind: KIND_COLOURS[kind]
-        if kind in KIND_COLOURS
-        else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)]
-        for kind in kinds
-    }
+    others = cycle(OTHER_COLOURS)
+    return {k: KIND_COLOURS[k] if k in KIND_COLOURS else next(others) for k in kinds}

@@ -19,7 +19,7 @@ import textwrap
 
 from parallel101.cost.hardware import Chip, Torus, chip_of
 from parallel101.laboratory.record.units import decimal_bytes
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import END, Node, Scene
 
 LEFT, COLUMN, BOX = 122.0, 64.0, 50.0  # the first GPU's centre, to the next one's, a box's width
 RIGHT = 606.0  # end of the nodes
@@ -70,36 +70,21 @@ def node_scene(chip: str | Chip = "H100") -> Scene:
     )
     scene.style += STYLE
     scene.narrow = (640, 848)
-    scene.intro = "Lines are as wide as their bandwidth. All figures are for one direction."
-    scene.panel(narrow="translate(0,0)").write(scene.title, 28, 40, None, "h")
-    scene.panel(narrow="none").write(scene.intro, 28, 64, 14, "m")
+    scene.head("", "Lines are as wide as their bandwidth. All figures are for one direction.")
     scale = WIDE / node.bandwidth
     widths = [scale * rate for rate in (node.bandwidth, chip.pcie_bandwidth, card)]
     _links(scene.panel(narrow="translate(0,-24)"), node.size, widths)
-    _legend(
-        scene.panel(narrow=f"translate({28 - LEGEND:g},376)"),
-        widths,
-        [
-            (
-                "NVLink",
-                per_second(node.bandwidth),
-                "From each GPU into its node's NVSwitches. Both directions, as advertised: "
-                f"{per_second(2 * node.bandwidth)}.",
-            ),
-            (
-                "PCIe",
-                per_second(chip.pcie_bandwidth),
-                "Between a GPU, its network card and the CPUs.",
-            ),
-            (
-                "Network",
-                per_second(card),
-                f"{8e-9 * card:.0f} Gbit/s InfiniBand or Ethernet, from each card into the switch "
-                f"of its rail. {leaf.rails} rails carry {per_second(leaf.bandwidth)} for a node.",
-            ),
-        ],
-        leaf.size,
-    )
+    nvlink = "From each GPU into its node's NVSwitches. Both directions, as advertised: "
+    nvlink += f"{per_second(2 * node.bandwidth)}."
+    pcie = "Between a GPU, its network card and the CPUs."
+    network = f"{8e-9 * card:.0f} Gbit/s InfiniBand or Ethernet, from each card into the switch "
+    network += f"of its rail. {leaf.rails} rails carry {per_second(leaf.bandwidth)} for a node."
+    kinds = [
+        ("NVLink", node.bandwidth, nvlink),
+        ("PCIe", chip.pcie_bandwidth, pcie),
+        ("Network", card, network),
+    ]
+    _legend(scene.panel(narrow=f"translate({28 - LEGEND:g},376)"), widths, kinds, leaf.size)
     return scene
 
 
@@ -139,13 +124,15 @@ def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: st
     panel.write(name, x + width / 2, middle, 14, "c")
 
 
-def _legend(panel: Node, widths: list[float], rows: list[tuple[str, str, str]], nodes: int) -> None:
+def _legend(
+    panel: Node, widths: list[float], rows: list[tuple[str, float, str]], nodes: int
+) -> None:
     """Draw for each kind of link its line, its name and bandwidth, and what it connects."""
     y = 112.0
     for kind, width, (name, rate, text) in zip(("nvlink", "pcie", "net"), widths, rows):
         panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=width)
         panel.write(name, LEGEND + 42, y, 15, "b")
-        panel.write(rate, 932, y, 15, "b e")
+        panel.write(per_second(rate), END, y, 15, "b e")
         for line in textwrap.wrap(text, 34):
             y += 20
             panel.write(line, LEGEND + 42, y, 14, "m")

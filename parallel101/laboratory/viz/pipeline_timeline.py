@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from parallel101.laboratory.analysis.overlap import union
 from parallel101.laboratory.analysis.pipeline_times import (
     PipelineTimes,
     Planned,
@@ -84,9 +85,8 @@ def pipeline_scene(
     row = 26.0 if rows <= 24 else 20.0 if rows <= 48 else 13.0
     longest = max(times.makespan for times in panels.values())
     high = math.ceil(TOP + rows * row + len(panels) * (HEAD + BETWEEN) + 34)
-    scene = Scene(
-        960, high, title, " ".join(panel_text(name, times) for name, times in panels.items())
-    )
+    words = " ".join(panel_text(name, times) for name, times in panels.items())
+    scene = Scene(960, high, title, words)
     line = TimeRows(scene, 0.0, longest, right=RIGHT)
     scene.style += STYLE + "".join(
         f".k{k}{{fill-opacity:{shade(k)}}}" for k in range(1, max_chunks(panels))
@@ -111,10 +111,8 @@ def pipeline_scene(
 def _panels(
     source: Source | Mapping[str, Source], within: tuple[str, ...]
 ) -> dict[str, PipelineTimes]:
-    if isinstance(source, Trace):
-        return {name: recorded_times(source, name) for name in within} or {
-            "": recorded_times(source)
-        }
+    if isinstance(source, Trace) and within:
+        return {name: recorded_times(source, name) for name in within}
     if within:
         raise ValueError(
             f"within={', '.join(map(repr, within))}: names of spans choose parts of one record; "
@@ -129,10 +127,8 @@ def _panels(
 
 def panel_facts(times: PipelineTimes) -> str:
     """Return the facts of a panel: "makespan 33 · bubble rate 27.3 %"."""
-    return (
-        f"makespan {duration(times.makespan, times.recorded)} · bubble rate "
-        f"{100 * times.bubble_rate:.1f} %"
-    )
+    makespan = duration(times.makespan, times.recorded)
+    return f"makespan {makespan} · bubble rate {100 * times.bubble_rate:.1f} %"
 
 
 def panel_text(name: str, times: PipelineTimes) -> str:
@@ -146,16 +142,11 @@ def panel_text(name: str, times: PipelineTimes) -> str:
 
 def facts(times: PipelineTimes) -> str:
     """Return the size of a pipeline: "4 ranks · 8 stages · 8 microbatches"."""
-    stages = len({slot.stage for slot in times.slots})
-    parts = (
-        [f"{len(times.ranks)} ranks"]
-        + [f"{stages} stages"] * (stages != len(times.ranks))
-        + [f"{times.microbatches} microbatches"]
-    )
-    return " · ".join(
-        part.removesuffix("es" if part.endswith("ches") else "s") if part.startswith("1 ") else part
-        for part in parts
-    )
+    ranks, stages = len(times.ranks), len({slot.stage for slot in times.slots})
+    parts = [f"{ranks} rank{'s' * (ranks > 1)}"]
+    parts += [f"{stages} stage{'s' * (stages > 1)}"] * (stages != ranks)
+    parts.append(f"{times.microbatches} microbatch{'es' * (times.microbatches > 1)}")
+    return " · ".join(parts)
 
 
 def duration(time: float, recorded: bool) -> str:
@@ -176,16 +167,12 @@ def shade(chunk: int) -> float:
 def _head(rows: TimeRows, panels: Mapping[str, PipelineTimes]) -> None:
     scene, common = rows.scene, {facts(times) for times in panels.values()}
     chunks = max_chunks(panels)
-    faded = " Faded: its second stage." if chunks == 2 else ""
-    if chunks > 2:
-        faded = " The more faded, the later its stage."
-    hatched = (
-        " Hatched: it waits (bubble)."
-        if any(times.bubbles(rank) for times in panels.values() for rank in times.ranks)
-        else ""
-    )
-    sentence = f"What each rank computes; the number is the microbatch.{faded}{hatched}"
-    rows.head(common.pop() if len(common) == 1 else "", sentence)
+    sentence = "What each rank computes; the number is the microbatch."
+    sentence += " Faded: its second stage." * (chunks == 2)
+    sentence += " The more faded, the later its stage." * (chunks > 2)
+    if any(times.bubbles(rank) for times in panels.values() for rank in times.ranks):
+        sentence += " Hatched: it waits (bubble)."
+    scene.head(common.pop() if len(common) == 1 else "", sentence)
     kinds = {slot.kind for times in panels.values() for slot in times.slots}
     at = 28.0
     for kind in (kind for kind in NAMES if kind in kinds):
@@ -208,11 +195,9 @@ def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: i
     for rank, y in place.items():
         stages = times.stages(rank)
         first, last = times.extent(rank)
-        scene.path(
-            f"M{LEFT} {y + tall / 2:.1f}H{x(first):.1f}M{x(last):.1f} "
-            f"{y + tall / 2:.1f}H{x(times.makespan):.1f}",
-            "off",
-        )
+        middle = f"{y + tall / 2:.1f}H"
+        before, after = f"M{LEFT} {middle}{x(first):.1f}", f"M{x(last):.1f} {middle}"
+        scene.path(f"{before}{after}{x(times.makespan):.1f}", "off")
         _labels(rows, rank, stages_text(stages) if named else "", y, tall)
         stripes: dict[int, list[str]] = defaultdict(list)  # of whole backwards, by chunk
         for slot in times.of(rank):
@@ -221,9 +206,8 @@ def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: i
             left, width = x(slot.start), x(slot.end) - x(slot.start)
             _slot(scene, slot, chunk, (left, low, width, high), times.recorded, digits)
             if slot.kind == "B":
-                stripes[chunk].append(
-                    box(left, low + high - stripe(high), gapped(width), stripe(high))
-                )
+                bottom = low + high - stripe(high)
+                stripes[chunk].append(box(left, bottom, gapped(width), stripe(high)))
         for chunk, pieces in stripes.items():
             scene.path("".join(pieces), fill("W", chunk))
         for start, end in times.bubbles(rank):
@@ -268,15 +252,10 @@ def _slot(
     x, y, width, tall = place
     low = stripe(tall) if slot.kind == "B" else 0.0
     rect = scene.rect(x, y, gapped(width), tall - low, fill(slot.kind, chunk))
-    together = ", together with another action" if slot.parts > 1 else ""
-    name = NAMES[slot.kind].partition(" (")[0]
-    rect.add(
-        "title",
-        (
-            f"stage {slot.stage}, {name} of microbatch {slot.microbatch}: "
-            f"{duration(slot.end - slot.start, recorded)}{together}"
-        ),
-    )
+    name = f"{NAMES[slot.kind].partition(' (')[0]} of microbatch {slot.microbatch}"
+    together = ", together with another action" * (slot.parts > 1)
+    took = duration(slot.end - slot.start, recorded)
+    rect.add("title", f"stage {slot.stage}, {name}: {took}{together}")
     size = min(LARGEST, tall - 2, (width - 3.0) / (0.69 * digits))
     if size >= SMALLEST:
         middle = y + (tall if tall >= 20 else tall - low) / 2 + 0.36 * size
@@ -314,41 +293,27 @@ def _held(
     scene.write(peak, 932, y + tall / 2 + 5, min(15, tall), "b e")
     if not 0 < most <= MOST_SQUARES:
         return
+    columns = [-(-most // n) for n in range(1, 6)]  # of n lines
     pitch, across = max(
-        (min(11.0, tall / n, (HELD_END - HELD) / -(-most // n)), -(-most // n)) for n in range(1, 6)
+        (min(11.0, tall / n, (HELD_END - HELD) / c), c) for n, c in enumerate(columns, 1)
     )
     lines = -(-peak // across)
     steps = [(playing(rows, time), count) for time, count in times.held(rank)]
-    corners = [
-        (HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch)
-        for line, column in (divmod(i, across) for i in range(peak))
-    ]
-    scene.path("".join(box(*corner, pitch - 2.2, pitch - 2.2) for corner in corners), "most")
-    for i, (left, top) in enumerate(corners):
-        filled = [
-            (begin, end)
-            for (begin, count), (end, _) in zip(steps, [*steps[1:], (math.inf, 0)])
-            if count > i and end > begin
-        ]
-        square = scene.rect(left, top, pitch - 2.2, pitch - 2.2, "f0 held")
-        square.show((0.0, LEAD), *joined(filled), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
+    ends = [*(t for t, _ in steps[1:]), math.inf]
+    for i in range(peak):
+        line, column = divmod(i, across)
+        place = HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch
+        scene.rect(*place, pitch - 2.2, pitch - 2.2, "most")
+        # of the steps in which it is held; the cursor ends before the picture does
+        spans = [(t, end) for (t, n), end in zip(steps, ends) if n > i and end > t]
+        filled = union((t, min(end, LEAD + SWEEP)) for t, end in spans)
+        square = scene.rect(*place, pitch - 2.2, pitch - 2.2, "f0 held")
+        square.show((0.0, LEAD), *filled, (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
 
 
 def playing(rows: TimeRows, time: float) -> float:
     """Return the second of the animation at which the cursor is at a time."""
     return LEAD + SWEEP * (rows.x(time) - LEFT) / (RIGHT - LEFT)
-
-
-def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge spans that follow one another without a gap. All end before the cursor does."""
-    found: list[tuple[float, float]] = []
-    for begin, end in spans:
-        end = min(end, LEAD + SWEEP)
-        if found and begin == found[-1][1]:
-            found[-1] = found[-1][0], end
-        elif end > begin:
-            found.append((begin, end))
-    return found
 
 
 def _cursor(rows: TimeRows, makespan: float, y: float, tall: float) -> None:
@@ -358,13 +323,11 @@ def _cursor(rows: TimeRows, makespan: float, y: float, tall: float) -> None:
     area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{right - LEFT + 2:.1f}" height="{tall + 2:.1f}"'
     scene.definitions.append(f'<clipPath id="{name}"><rect {area}/></clipPath>')
     frames = (LEAD, (LEFT, 0.0)), (end, (right, 0.0))
-    veil = scene.add("g", clip_path=f"url(#{name})").rect(
-        0, y - 1, RIGHT - LEFT + 2, tall + 2, "veil"
-    )
+    clipped = scene.add("g", clip_path=f"url(#{name})")
+    veil = clipped.rect(0, y - 1, RIGHT - LEFT + 2, tall + 2, "veil")
     veil.key("translate", *frames).show((LEAD, end))
-    scene.path(f"M0 {y - 3:.1f}v{tall + 6:.1f}", "now").key("translate", *frames).show(
-        (LEAD, LEAD + SWEEP)
-    )
+    cursor = scene.path(f"M0 {y - 3:.1f}v{tall + 6:.1f}", "now")
+    cursor.key("translate", *frames).show((LEAD, LEAD + SWEEP))
 
 
 def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:
@@ -378,10 +341,8 @@ def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) ->
     begin = LEAD
     for time in moments:
         end = LEAD + SWEEP * time / longest
-        busy = "; ".join(
-            f"{name}{': ' if name else ''}{computing(times, time)}"
-            for name, times in panels.items()
-        )
+        of = (f"{name}: {computing(times, time)}" for name, times in panels.items())
+        busy = "; ".join(words.removeprefix(": ") for words in of)
         scene.stops.append(Stop(begin, end, f"At {duration(time, seconds)}: {busy}."))
         begin = end
     scene.stops.append(Stop(begin, scene.duration, whole))
@@ -390,12 +351,10 @@ def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) ->
 def computing(times: PipelineTimes, time: float) -> str:
     """Return how many ranks compute at a time: "3 of 4 ranks compute"."""
     busy = {slot.rank for slot in times.slots if slot.start < time <= slot.end}
-    waiting = {
-        rank
-        for rank in busy
-        if any(start < time <= end for start, end in times.waits.get(rank, []))
-    }
-    return f"{len(busy - waiting)} of {len(times.ranks)} ranks compute"
+    for rank, waits in times.waits.items():
+        if any(start < time <= end for start, end in waits):
+            busy.discard(rank)
+    return f"{len(busy)} of {len(times.ranks)} ranks compute"
 
 
 def _lines(times: PipelineTimes) -> list[tuple[int, int, float, float]]:

@@ -1,8 +1,6 @@
 """The engine of pictures with rows over time: a time scale, rows of ranks, bars, a legend, an axis.
 
     rows = TimeRows(scene, begin, span)
-    rows.head("4 ranks · gloo · 3 ms", "Compute on top, messages below.")
-    rows.legend([("forward", "f0"), ("wait", "idle")])
     rows.rank(0, y=130); rows.span(Bar(event), y=112, tall=17); rows.axis(y=300)
 
 A picture decides which events become bars, and in which row and lane. Rows of compute and messages
@@ -20,9 +18,9 @@ from parallel101.laboratory.record.events import P2P, Event
 from parallel101.laboratory.record.program_lines import named
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, listed, round_step
-from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+from parallel101.laboratory.viz.scene import END, Node, Scene
 
-LEFT, RIGHT, END = 92.0, 932.0, 932.0  # of the rows, and the right end of what is written
+LEFT, RIGHT = 92.0, END  # of the rows
 MOST_LANES = 3
 SPAN_COLOURS = {
     "forward": 0,
@@ -77,35 +75,13 @@ class TimeRows:
     ):
         self.scene, self.begin, self.duration = scene, begin, span
         self.left, self.right, self.colours = left, right, colours or {}
-        if HATCHING not in scene.definitions:
+        if STYLE not in scene.style:
             scene.style += STYLE
-            scene.definitions.append(HATCHING)
 
     def x(self, t: float) -> float:
         """Return the x coordinate of a time."""
         part = (t - self.begin) / self.duration if self.duration else 0.0
         return self.left + (self.right - self.left) * part
-
-    def head(self, facts: str, sentence: str, size: float = 14) -> None:
-        """Write the title, the facts at its right, and below it a sentence, also the caption."""
-        self.scene.write(self.scene.title, 28, 40, None, "h")
-        self.scene.write(facts, END, 40, 13, "m e")
-        self.scene.write(sentence, 28, 64, size, "m")
-        self.scene.intro = sentence
-
-    def legend(self, entries: Iterable[tuple[str, str]], x: float = 28.0) -> None:
-        """Draw a row of coloured boxes, each with its label, from `x` on.
-
-        Entries that do not fit into the picture's width are left out, and "…" says so.
-        """
-        for label, class_ in entries:
-            if x + 20 + 7 * len(label) > END:
-                self.scene.write("…", x, 89, 12.5, "m")
-                break
-            outline = "stroke:var(--line)" if class_ == "idle" else None
-            self.scene.rect(x, 80, 14, 10, class_, rx=2, style=outline)
-            self.scene.write(label, x + 20, 89, 12.5, "m")
-            x += 38 + 7 * len(label)
 
     def rank(self, rank: int, y: float, size: float = 12.5) -> None:
         """Write the name of a row, at its left."""
@@ -119,11 +95,6 @@ class TimeRows:
             at = self.x(self.begin + k * step)
             self.scene.path(f"M{at:.1f} {y:.1f}v5", "axis")
             self.scene.write(text(k * step) if k else "0", at, y + 19, 11, "m c")
-
-    def hatched(self, x: float, y: float, width: float, height: float) -> None:
-        """Draw an area in which a rank waits."""
-        self.scene.rect(x, y, width, height, "card")
-        self.scene.rect(x, y, width, height, "idle")
 
     def bar(self, bar: Bar, y: float, tall: float, kind: str, into: Node | None = None) -> None:
         """Draw a message, a collective or a part of a span, with a tooltip."""

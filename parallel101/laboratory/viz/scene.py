@@ -20,7 +20,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from parallel101.laboratory.viz.palette import FONT, STYLE, THEMES, variables, w
 
 Point = tuple[float, float]  # (x, y), in units of the picture
 MODES = ("linear", "discrete", "ease")
-HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
+END = 932.0  # the right end of what is written in a picture
+HATCHING = (  # every scene has it: fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--hatch)" '
     'stroke-width="1.6"/></pattern>'
@@ -130,7 +131,7 @@ class Scene(Node):
         narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`;
             None if there is no such layout.
         cuts: where a picture that is too tall for a cover can end: each y is between two parts.
-        definitions: SVG elements for <defs>.
+        definitions: SVG elements for <defs>. HATCHING is there already.
         style: CSS rules.
     """
 
@@ -143,7 +144,7 @@ class Scene(Node):
         self.intro = ""
         self.narrow: tuple[int, int] | None = None
         self.cuts: list[float] = []
-        self.definitions: list[str] = []
+        self.definitions = [HATCHING]
         self.style = STYLE
 
     def __repr__(self) -> str:
@@ -159,18 +160,38 @@ class Scene(Node):
         """
         return self.add("g", data_narrow=narrow, **attributes)
 
-    def legend(self, entries: Mapping[str, str], y: float) -> int:
-        """Add a row of coloured boxes, each with its label: {label: class}. y: of their top.
+    def head(self, facts: str, sentence: str, size: float = 14) -> None:
+        """Write the title, the facts at its right, and below it a sentence, also the caption.
 
-        On phones they take several lines. Returns by how much the legend is higher there.
+        On phones only the title stays, because the caption is below the picture.
         """
-        x, start, low = 28.0, 28.0, 0
-        for label, class_ in entries.items():
-            wide = 40 + 6.6 * len(label)
+        self.panel(narrow="translate(0,0)").write(self.title, 28, 40, None, "h")
+        wide = self.panel(narrow="none")
+        if facts:
+            wide.write(facts, END, 40, 13, "m e")
+        wide.write(sentence, 28, 64, size, "m")
+        self.intro = sentence
+
+    def legend(self, entries: Iterable[tuple[str, str]], y: float = 80.0, x: float = 28.0) -> int:
+        """Draw a row of coloured boxes, each with its label, from `x` on: (label, class).
+
+        Entries that do not fit into the picture's width are left out, and "…" says so. On phones
+        they take several lines. Returns by how much the legend is higher there.
+
+        Args:
+            y: of the boxes' top.
+        """
+        start, low = x, 0
+        for label, class_ in entries:
+            wide = 38 + 7 * len(label)
+            if x + wide - 18 > END:
+                self.write("…", x, y + 9, 12.5, "m")
+                break
             if x - start + wide > 396:  # on phones it goes into the next line
                 start, low = x, low + 18
             entry = self.panel(narrow=f"translate({28 - start:g},{low})")
-            entry.rect(x, y, 14, 10, class_, rx=2)
+            outline = "stroke:var(--line)" if class_ == "idle" else None
+            entry.rect(x, y, 14, 10, class_, rx=2, style=outline)
             entry.write(label, x + 20, y + 9, 12.5, "m")
             x += wide
         return low
@@ -327,6 +348,21 @@ PLAYER_CSS = (
     .replace("/*LIGHT*/", variables("light"))
     .replace("/*DARK*/", variables("dark"))
 )
+
+
+def check_ranks(ranks: int, most: int, instead: str = "use fewer") -> None:
+    """Raise a ValueError, which says what to do instead, for more ranks than a picture can show."""
+    if ranks > most:
+        raise ValueError(
+            f"the run has {ranks} ranks, and this picture can show up to {most}: {instead}"
+        )
+
+
+def in_two_lines(text: str) -> list[str]:
+    """Cut a text at the space that is nearest to its middle."""
+    spaces = [i for i, letter in enumerate(text) if letter == " "]
+    middle = min(spaces, key=lambda i: abs(i - len(text) / 2))
+    return [text[:middle], text[middle + 1 :]]
 
 
 def data_uri(svg: str) -> str:

@@ -32,7 +32,7 @@ from parallel101.laboratory.viz.rows import (
     trace_facts,
     unfinished_text,
 )
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import Node, Scene, check_ranks
 
 TOP = 112.0
 MOST_RANKS, MOST_ARROWS, MOST_NUMBERS = 128, 160, 32
@@ -65,31 +65,20 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
         ValueError: more than 128 ranks (ui.perfetto.dev can show more: see `trace.to_chrome`).
     """
     n = trace.world_size
-    if n > MOST_RANKS:
-        raise ValueError(
-            f"the run has {n} ranks, and the timeline can show up to {MOST_RANKS}: use fewer, or "
-            "write trace.to_chrome(path) and open it at ui.perfetto.dev"
-        )
+    instead = "use fewer, or write trace.to_chrome(path) and open it at ui.perfetto.dev"
+    check_ranks(n, MOST_RANKS, instead)
     begin = min((e.start for e in trace.events), default=0.0)
     span = max((e.end for e in trace.events), default=begin) - begin
     lanes = span_lanes(trace.spans())
     depth = max((lane + 1 for lane in lanes.values()), default=0)
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
     thin, rim = (10.0, 1.0) if n <= 16 else (6.0, 0.0)  # of a lane of messages
-    row = (
-        depth * tall
-        + thin
-        + 14 * (critical_path and n <= 16)
-        + (10 if n <= 16 else 4 if n <= 40 else 1)
-    )
+    between = 10 if n <= 16 else 4 if n <= 40 else 1
+    row = depth * tall + thin + between + 14 * (critical_path and n <= 16)
     path = path_of(trace) if critical_path else None
     notes = [JUMP] * bool(path and _jumps(path)) + notes_of(trace.events)
-    scene = Scene(
-        960,
-        math.ceil(TOP + n * row + 44) + 18 * len(notes),
-        title,
-        f"{n} ranks on {trace.backend}, {human_seconds(span)}",
-    )
+    height = math.ceil(TOP + n * row + 44) + 18 * len(notes)
+    scene = Scene(960, height, title, f"{n} ranks on {trace.backend}, {human_seconds(span)}")
     colours = span_colours(e for e in trace.spans() if not e.waiting)
     rows = TimeRows(scene, begin, span, colours=colours)
     scene.style += PATH_STYLE * critical_path
@@ -104,19 +93,16 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
         if rank % math.ceil(15 / row) == 0:
             rows.rank(rank, y + (depth * tall + thin) / 2 + 4, 12)
     drawn = scene.add("g", class_="dim") if path else scene
-    for (rank, kind, lane), bars in _bars(
-        trace.events, lanes, (RIGHT - LEFT) / span if span else 0.0
-    ).items():
+    scale, inside = (RIGHT - LEFT) / span if span else 0.0, thin - 2 * rim
+    for (rank, kind, lane), bars in _bars(trace.events, lanes, scale).items():
         y = TOP + rank * row
-        if kind == "span":
-            for bar in bars:
+        at = y + depth * tall + rim + 0.5 * (kind == "recv") * inside
+        high = inside * (0.5 if kind in P2P else 1.0) - 0.4
+        for bar in bars:
+            if kind == "span":
                 rows.span(bar, y + lane * tall, tall, drawn)
-        else:
-            low = {"send": 0.0, "recv": 0.5}.get(kind, 0.0)
-            for bar in bars:
-                height = (thin - 2 * rim) * (0.5 if kind in P2P else 1.0) - 0.4
-                at = y + depth * tall + rim + low * (thin - 2 * rim)
-                rows.bar(bar, at, height, kind, drawn)
+            else:
+                rows.bar(bar, at, high, kind, drawn)
     _arrows(drawn, trace, rows.x, message_lane)
     if path:
         _critical_path(scene, path, rows.x, message_lane)
@@ -129,9 +115,8 @@ def _head(rows: TimeRows, trace: Trace, path: CriticalPath | None) -> None:
     """Draw the title, how much was sent, and the legend."""
     scene, kinds = rows.scene, {e.kind for e in trace.events}
     others = sorted(kinds - P2P - {"span"})
-    entries = span_entries(rows.colours) + [("wait", "idle")] * any(
-        e.waiting for e in trace.spans()
-    )
+    entries = span_entries(rows.colours)
+    entries += [("wait", "idle")] * any(e.waiting for e in trace.spans())
     entries += [("send", "send")] * ("send" in kinds) + [("receive", "recv")] * ("recv" in kinds)
     if others:
         entries.append((listed(others) if len(others) <= 2 else "collective", "collective"))
@@ -143,19 +128,18 @@ def _head(rows: TimeRows, trace: Trace, path: CriticalPath | None) -> None:
         sentence = ", ".join(parts) + ". Hover over a bar for details."
     else:
         sentence = unfinished_text(trace) or "Nothing was recorded."
-    rows.head(f"{trace_facts(trace)} · {human_seconds(rows.duration)}", sentence)
+    scene.head(f"{trace_facts(trace)} · {human_seconds(rows.duration)}", sentence)
     sends = [e.nbytes for e in trace.events if e.kind == "send"]
     calls = sum(e.kind in others for e in trace.events)
-    counts = [f"{len(sends)} message{'s' * (len(sends) != 1)}, {human_bytes(sum(sends))}"] * bool(
-        sends
-    )
+    messages = f"{len(sends)} message{'s' * (len(sends) != 1)}, {human_bytes(sum(sends))}"
+    counts = [messages] * bool(sends)
     counts += [f"{calls} collective call{'s' * (calls != 1)}"] * bool(calls)
     counts += [f"{len(trace.unfinished)} unfinished"] * bool(trace.unfinished)
     scene.write(" · ".join(counts), RIGHT, 64, 13, "m e")
     if path:
         scene.path("M28.0 85h14", "path")
         scene.write("critical path", 48.0, 89, 12.5, "m")
-    rows.legend(entries, 28.0 + (38 + 7 * len("critical path")) * bool(path))
+    scene.legend(entries, x=28.0 + (38 + 7 * len("critical path")) * bool(path))
 
 
 def _bars(
@@ -168,14 +152,10 @@ def _bars(
     rows: dict[tuple[int, str, int], list[Bar]] = defaultdict(list)
     for event in events:
         bars = rows[event.rank, event.kind, lanes.get(id(event), 0)]
-        last = bars[-1] if bars else None
-        small = (event.end - event.start) * scale < 1
-        alike = (
-            last is not None
-            and last.event.name == event.name
-            and (last.end - last.start) * scale < 2
-        )
-        if last is not None and alike and small and (event.start - last.end) * scale < 0.5:
+        last = bars[-1] if bars else Bar(event)
+        near = (event.start - last.end) * scale < 0.5 and (last.end - last.start) * scale < 2
+        small = near and (event.end - event.start) * scale < 1
+        if bars and small and last.event.name == event.name:
             last.end, last.count = max(last.end, event.end), last.count + 1
         else:
             bars.append(Bar(event))
@@ -230,8 +210,8 @@ def _critical_path(
             if class_ == "path":
                 line.add("title", f"{segment.label}: {human_seconds(segment.end - segment.start)}")
     messages = [line for line in lines if line[0].kind == "message"]
-    for k, (_, (x0, y0), (x1, y1)) in enumerate(
-        messages if len(messages) <= MOST_NUMBERS else [], start=1
-    ):
+    if len(messages) > MOST_NUMBERS:
+        return
+    for k, (_, (x0, y0), (x1, y1)) in enumerate(messages, start=1):
         scene.add("circle", cx=(x0 + x1) / 2, cy=(y0 + y1) / 2, r=8, class_="number")
         scene.write(k, (x0 + x1) / 2, (y0 + y1) / 2 + 3.8, 10.5, "b c")
