@@ -146,5 +146,5 @@ def test_runs_that_have_no_such_picture_are_refused():
     run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=2, backend="sim")
     with pytest.raises(ValueError, match=r"run it with p101\.watch\(fn, …\)"):
         run.before_after()
-    with pytest.raises(ValueError, match=r"17 ranks with up to 17 blocks each"):
+    with pytest.raises(ValueError, match=r"17 ranks, and this picture can show up to 16"):
         p101.watch(lambda x: p101.all_gather(x), 17, numel=1, backend="sim").before_after()

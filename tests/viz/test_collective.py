@@ -20,7 +20,7 @@ from parallel101.laboratory.analysis.replay import replay_of
 from parallel101.laboratory.record.events import Event, EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.collective import TOP, collective_scene
-from parallel101.laboratory.viz.matrix import CellGrid
+from parallel101.laboratory.viz.matrix import grid_of
 from parallel101.laboratory.viz.waiting_calls import LEGEND
 from tests.viz import programs as p
 from tests.viz.drawn import SVG, text_boxes, titled
@@ -82,7 +82,7 @@ def stripes_at_the_end(scene, trace, results):
     visible path of the last moment.
     """
     replay = replay_of(trace, results)
-    matrix = CellGrid(replay)
+    grid = grid_of(replay.ranks, len(replay.chunks))
     box = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)")
     paths = cells_panel(scene).iter(f"{SVG}path")
     shapes = [
@@ -91,19 +91,12 @@ def stripes_at_the_end(scene, trace, results):
     boxes = [tuple(map(float, shape)) for path in shapes for shape in path]
     drawn = {}
     for rank, chunk in replay.cells:
-        x, y = matrix.corner(rank, chunk)
-        found = []
-        for origin in replay.chunks[chunk].stripes:
-            dx, width = matrix.stripe(chunk, origin)
-            middle = x + dx + width / 2, y + matrix.inner[1] / 2
-            found += (
-                [origin]
-                if any(
-                    bx <= middle[0] <= bx + w and by <= middle[1] <= by + h
-                    for bx, by, w, h in boxes
-                )
-                else []
-            )
+        stripes, row, found = replay.chunks[chunk].stripes, replay.ranks.index(rank), []
+        for k, origin in enumerate(stripes):
+            x, y, width, height = grid.stripe(row, chunk, k, len(stripes))
+            x, y = x + width / 2, y + height / 2
+            if any(bx <= x <= bx + w and by <= y <= by + h for bx, by, w, h in boxes):
+                found.append(origin)
         if found:
             drawn[rank, chunk] = tuple(found)
     return replay, drawn

@@ -45,7 +45,7 @@ def test_ranks_that_returned_and_receives_from_any_rank():
 
 
 def test_more_than_64_ranks_are_refused():
-    with pytest.raises(ValueError, match="65 ranks take part, and this picture can show up to 64"):
+    with pytest.raises(ValueError, match="65 ranks, and this picture can show up to 64"):
         ring(65).picture()
 
 

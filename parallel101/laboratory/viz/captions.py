@@ -18,6 +18,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+from parallel101.laboratory.analysis.rank_blocks import ChunkPart, is_transposed
 from parallel101.laboratory.analysis.replay import START, Replay
 from parallel101.laboratory.analysis.verdict import Verdict, chunk_name, data_of
 from parallel101.laboratory.record.events import P2P
@@ -29,6 +30,7 @@ from parallel101.laboratory.record.units import (
     sentence,
 )
 from parallel101.laboratory.viz.rows import unfinished_text
+from parallel101.laboratory.viz.scene import in_two_lines
 
 NO_DATA = (
     "The messages carry no data of x, only zeros.",
@@ -398,6 +400,30 @@ class Captions:
         return True
 
 
+def matrix_sentence(
+    captions: Captions, given: list[list[ChunkPart]], returned: list[list[ChunkPart]]
+) -> str:
+    """Return a sentence that says what happened to the matrix of the ranks' blocks."""
+    replay, verdict = captions.replay, captions.verdict
+    if all(result is None for result in replay.results):
+        return "The function returned nothing."
+    if verdict.faults or verdict.mean or verdict.unreadable:
+        return verdict.sentence()
+    if is_transposed(given, returned):
+        return "Each column has become a row: the matrix of blocks is transposed."
+    held = [len(row) > 1 or row[0].chunk is not None for row in given]
+    holder = replay.ranks[held.index(True) if any(held) else 0]
+    receiver = next((rank for rank, row in zip(replay.ranks, returned) if row), replay.ranks[0])
+    sentences = {
+        "all-gather": "The column of blocks has become a row, and every rank has it.",
+        "gather": f"The column of blocks has become the row of rank {receiver}.",
+        "scatter": f"The row of rank {holder} has become a column.",
+        "reduce-scatter": "Each column is added up, and its sum becomes the row of one rank.",
+        "all-reduce": "Each column is added up, and every rank has the sums.",
+    }
+    return sentences.get(captions.operation or "") or verdict.sentence()
+
+
 class StepWords(NamedTuple):
     """The senders and receivers of a step, in words and as facts about the sentence."""
 
@@ -512,10 +538,7 @@ def fitted(text: str, room: float, bold: bool = False) -> tuple[float, list[str]
     size = min(14.0, 14 * room / max(width, 1))
     if size >= 10.5:
         return size, [text]
-    middle = min(
-        (i for i, letter in enumerate(text) if letter == " "), key=lambda i: abs(i - len(text) / 2)
-    )
-    return min(12.5, 2 * size * 0.95), [text[:middle], text[middle + 1 :]]
+    return min(12.5, 2 * size * 0.95), in_two_lines(text)
 
 
 def _count(n: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.captions import Captions
 from parallel101.laboratory.viz.graph import draw_graph
 from parallel101.laboratory.viz.matrix import draw_matrix
-from parallel101.laboratory.viz.scene import Node, Scene, Stop
+from parallel101.laboratory.viz.scene import Node, Scene, Stop, in_two_lines
 from parallel101.laboratory.viz.timing import Timing
 
 # the width of a half; where it begins below the title, and its height
@@ -118,16 +118,9 @@ def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> 
     drawing.write(name, 28, 14, 16, "b")
     starts = [0.0, *map(timing.start, range(timing.steps)), timing.reveal]
     texts = [captions.intro, *map(captions.step, range(timing.steps)), captions.verdict.sentence()]
-    for text, span in zip(
-        texts, zip(starts, [*starts[1:], timing.duration + 1], strict=True), strict=True
-    ):
-        group, lines = drawing.add("g").show(span), [text]
-        if len(text) > 58:
-            middle = min(
-                (i for i, letter in enumerate(text) if letter == " "),
-                key=lambda i: abs(i - len(text) / 2),
-            )
-            lines = [text[:middle], text[middle + 1 :]]
+    for text, *span in zip(texts, starts, [*starts[1:], timing.duration + 1], strict=True):
+        group = drawing.add("g").show((span[0], span[1]))
+        lines = in_two_lines(text) if len(text) > 58 else [text]
         for k, line in enumerate(lines):
             group.write(line, 28, 36 + 17 * k, 13, "m")
 

@@ -3,6 +3,8 @@
     from \\ to   0     1          Grid.ground     a pale box for each cell, or one area
     rank 0            96 B        Grid.names      the ranks at the left, the columns above
     rank 1     96 B               Grid.value      a cell the darker the larger its value
+               ▌▌▐▐               Grid.stripe     a part of a cell, such as one rank's data
+                ×2                Grid.flag       what is wrong with it
 
 What is in a cell is decided by the pictures: ranks and chunks in matrix.py, blocks in
 before_after.py, senders and receivers in matrix.py, many_ranks.py and between_ranks.py.
@@ -16,6 +18,13 @@ from typing import NamedTuple
 from parallel101.laboratory.viz.scene import Node, box
 
 MOST_CELLS = 16  # in a row; with more, a grid of lines would be all that is seen
+STYLE = (
+    ".err{fill:none;stroke:var(--warn);stroke-width:2}"
+    ".gone{fill:var(--warn);fill-opacity:.15;stroke:var(--warn);stroke-width:1.5;"
+    "stroke-dasharray:3 2}"
+    ".flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}"
+    ".sent{fill:var(--accent)}text.on{fill:var(--bg)}"
+)
 
 
 class Grid(NamedTuple):
@@ -29,10 +38,44 @@ class Grid(NamedTuple):
     columns: int
     gap: float = 2.0
 
+    @property
+    def bottom(self) -> float:
+        """The y below the last row."""
+        return self.top + len(self.ranks) * self.height
+
     def inside(self, row: int, column: int) -> tuple[float, float, float, float]:
         """Return x, y, width and height of a cell without its gap."""
         x, y = self.left + column * self.width, self.top + row * self.height
         return x + self.gap, y + self.gap, self.width - 2 * self.gap, self.height - 2 * self.gap
+
+    def stripe(
+        self, row: int, column: int, k: int, stripes: int, rim: float = 0.0
+    ) -> tuple[float, float, float, float]:
+        """Return x, y, width and height of the k-th of so many stripes in a cell.
+
+        `rim`: by how much it is narrower, if it isn't narrow already.
+        """
+        x, y, width, height = self.inside(row, column)
+        each = width / stripes
+        return x + k * each, y, each - min(rim, 0.2 * each), height
+
+    def flag(
+        self,
+        panel: Node,
+        row: int,
+        column: int,
+        k: int,
+        stripes: int,
+        text: str,
+        low: float | None = None,
+    ) -> None:
+        """Flag the k-th of so many stripes, inside its cell. low: by default in the middle."""
+        x, y, width, height = self.inside(row, column)
+        middle = x + (k + 0.5) * width / stripes
+        middle = min(max(middle, x + 9.5), x + width - 9.5) if width > 20 else x + width / 2
+        y += height / 2 if low is None else low
+        panel.rect(middle - 9.5, y - 7, 19, 14, "flag", rx=4)
+        panel.write(text, middle, y + 3.6, None, "flagged c")
 
     def ground(self, panel: Node) -> None:
         """Draw the empty cells: a path for each row, or one area if the cells have no gaps."""

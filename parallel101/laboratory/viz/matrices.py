@@ -169,7 +169,10 @@ def matrices_of(
             style += " embedding" if lookup else " head"
         matrix = CutMatrix(name, 1, rows, columns)
         if cut:
-            blocks = tuple((k, size // parts) for k, size in enumerate(shard.sizes)) * parts
+            blocks = (
+                tuple((k, size // parts) for k, size in enumerate(getattr(shard, "sizes", ())))
+                * parts
+            )
             needed = collectives.get(style, ("", ""))
             matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, *needed)
         key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]

@@ -21,76 +21,22 @@ from parallel101.laboratory.analysis.chunks import Counts
 from parallel101.laboratory.analysis.replay import START, Replay
 from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.units import human_bytes
-from parallel101.laboratory.viz.grid import MOST_CELLS, Grid
+from parallel101.laboratory.viz.grid import MOST_CELLS, STYLE, Grid
 from parallel101.laboratory.viz.scene import Node, Scene, box, number
 from parallel101.laboratory.viz.timing import Timing
 
 # of the cells; MIDDLE is the y of their centre
 LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0
-GAP = 3.0
-STYLE = (
-    ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}"
-    ".err{fill:none;stroke:var(--warn);stroke-width:2}"
-    ".gone{fill:var(--warn);fill-opacity:.15;stroke:var(--warn);stroke-width:1.5;"
-    "stroke-dasharray:3 2}"
-    ".flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}"
-    ".sent{fill:var(--accent)}"
-)
+MOVING = ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}"
 NARROW = "translate(-408,352) scale(.94)"  # leaves room for the text at its left and below it
 
 
-class CellGrid:
-    """The geometry of the cells: a row for each rank that took part, a column for each chunk."""
-
-    def __init__(self, replay: Replay):
-        self.replay = replay
-        self.rows = {rank: i for i, rank in enumerate(replay.ranks)}
-        columns = max(len(replay.chunks), 1)
-        self.cell_width = min(103.0, WIDTH / columns)
-        self.cell_height = min(56.0, HEIGHT / len(replay.ranks))
-        self.left = LEFT + (WIDTH - self.cell_width * columns) / 2
-        self.top = MIDDLE - self.cell_height * len(replay.ranks) / 2
-        self.bottom = MIDDLE + self.cell_height * len(replay.ranks) / 2
-        self.gap = GAP if self.cell_height > 20 else 1.5
-
-    @property
-    def grid(self) -> Grid:
-        ranks, columns = self.replay.ranks, len(self.replay.chunks)
-        return Grid(
-            self.left, self.top, self.cell_width, self.cell_height, ranks, columns, self.gap
-        )
-
-    def corner(self, rank: int, chunk: int) -> tuple[float, float]:
-        return self.grid.inside(self.rows[rank], chunk)[:2]
-
-    @property
-    def inner(self) -> tuple[float, float]:
-        return self.cell_width - 2 * self.gap, self.cell_height - 2 * self.gap
-
-    def stripe(self, chunk: int, origin: int) -> tuple[float, float]:
-        """Return (x inside the cell, width) of the stripe for a rank's data."""
-        stripes = self.replay.chunks[chunk].stripes
-        width = self.inner[0] / len(stripes)
-        return stripes.index(origin) * width, width
-
-    def stripes(self, x: float, y: float, chunk: int, counts: Counts, apart: bool = False) -> str:
-        """Return the path of a chunk's stripes.
-
-        Unless they are drawn `apart`, neighbouring stripes are one box: `_separators` draws the
-        lines.
-        """
-        stripes, path, k = self.replay.chunks[chunk].stripes, "", 0
-        width = self.inner[0] / len(stripes)
-        apart = apart and width > 3
-        rim = 1.2 if apart else 0.0
-        while k < len(stripes):
-            run = k
-            while run < len(stripes) and counts[stripes[run]] and not (apart and run > k):
-                run += 1
-            if run > k:
-                path += box(x + k * width + rim / 2, y, (run - k) * width - rim, self.inner[1])
-            k = max(run, k + 1)
-        return path
+def grid_of(ranks: Sequence[int], columns: int, gap: float | None = None) -> Grid:
+    """Return the cells in the right half, with a row for each rank."""
+    width, height = min(103.0, WIDTH / columns), min(56.0, HEIGHT / len(ranks))
+    left, top = LEFT + (WIDTH - width * columns) / 2, MIDDLE - height * len(ranks) / 2
+    gap = gap or (3.0 if height > 20 else 1.5)
+    return Grid(left, top, width, height, ranks, columns, gap)
 
 
 def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[str]) -> None:
@@ -98,31 +44,46 @@ def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[s
 
     The lines of `legend` are below.
     """
-    scene.style += STYLE
-    matrix = CellGrid(replay)
+    scene.style += STYLE + MOVING
+    grid = grid_of(replay.ranks, max(len(replay.chunks), 1))
     panel = scene.panel(narrow=NARROW)
-    _frame(panel, matrix)
-    marks = Node("g")
-    _cells(panel, marks, matrix, timing)
-    _separators(panel, matrix)
-    panel.children.append(marks)
-    _missing(marks, matrix, timing)
-    _bands(scene, panel, matrix, timing)
-    for k, line in enumerate(legend):
-        panel.write(line, LEFT + WIDTH / 2, matrix.bottom + 24 + 16 * k, 12, "m c")
-
-
-def _frame(panel: Node, matrix: CellGrid) -> None:
-    replay = matrix.replay
-    matrix.grid.names(panel, "chunk", [chunk.label for chunk in replay.chunks])
+    grid.names(panel, "chunk", [chunk.label for chunk in replay.chunks])
     for row in range(len(replay.ranks)):
         for column in range(len(replay.chunks)):
-            panel.rect(*matrix.grid.inside(row, column), "faint", rx=2)
+            panel.rect(*grid.inside(row, column), "faint", rx=2)
+    marks = Node("g")
+    _cells(panel, marks, grid, replay, timing)
+    _separators(panel, grid, replay)
+    panel.children.append(marks)
+    _missing(marks, grid, replay, timing)
+    _bands(scene, panel, grid, replay, timing)
+    for k, line in enumerate(legend):
+        panel.write(line, LEFT + WIDTH / 2, grid.bottom + 24 + 16 * k, 12, "m c")
 
 
-def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
+def filled(
+    grid: Grid, replay: Replay, rank: int, chunk: int, counts: Counts, apart: bool = False
+) -> str:
+    """Return the path of the stripes of a rank's chunk that have data.
+
+    Unless they are drawn `apart`, neighbouring stripes touch: `_separators` draws the lines.
+    """
+    stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
+    path, rim = "", 1.2 if apart and grid.inside(row, chunk)[2] > 3 * len(stripes) else 0.0
+    k = 0
+    while k < len(stripes):
+        end = k
+        while end < len(stripes) and counts[stripes[end]] and not (rim and end > k):
+            end += 1
+        if end > k:
+            x, y, width, height = grid.stripe(row, chunk, k, len(stripes))
+            path += box(x + rim / 2, y, (end - k) * width - rim, height)
+        k = max(end, k + 1)
+    return path
+
+
+def _cells(panel: Node, marks: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
     """Draw every state of every cell. States with the same begin and end share a group."""
-    replay = matrix.replay
     together: dict[tuple[float, float], list[tuple[int, int, Counts]]] = defaultdict(list)
     for (rank, chunk), states in replay.cells.items():
         returned = replay.returned[rank] if replay.returned else None
@@ -134,123 +95,96 @@ def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
             if any(counts) and begin != end:
                 together[timing.at(begin), timing.at(end)].append((rank, chunk, counts))
     for span, cells in sorted(together.items()):
-        group, errors = _during(panel, span, timing), Node("g")
-        for chunk in sorted({c for _, c, _ in cells}):
-            path = "".join(
-                matrix.stripes(*matrix.corner(rank, c), c, counts)
-                for rank, c, counts in cells
-                if c == chunk
-            )
-            group.path(path, f"f{chunk % 8}")
+        always = span[0] <= 0 and span[1] > timing.duration
+        group, errors = (Node("g") if always else Node("g").show(span) for _ in range(2))
+        paths: dict[int, str] = defaultdict(str)
         for rank, chunk, counts in cells:
-            _mark_errors(errors, matrix, rank, chunk, counts)
-        if errors.children:
-            _during(marks, span, timing).children += errors.children
+            paths[chunk] += filled(grid, replay, rank, chunk, counts)
+            _mark_errors(errors, grid, replay, rank, chunk, counts)
+        for chunk in sorted(paths):
+            group.path(paths[chunk], f"f{chunk % 8}")
+        panel.children.append(group)
+        marks.children += [errors] if errors.children else []
 
 
-def _during(parent: Node, span: tuple[float, float], timing: Timing) -> Node:
-    group = parent.add("g")
-    return group if span[0] <= 0 and span[1] > timing.duration else group.show(span)
-
-
-def _separators(panel: Node, matrix: CellGrid) -> None:
+def _separators(panel: Node, grid: Grid, replay: Replay) -> None:
     """Draw the thin lines between stripes, through all rows of a column."""
-    path, narrowest = "", matrix.cell_width
-    for c, chunk in enumerate(matrix.replay.chunks):
-        x = matrix.left + c * matrix.cell_width + matrix.gap
-        width = matrix.inner[0] / len(chunk.stripes)
-        narrowest = min(narrowest, width)
-        path += "".join(
-            f"M{number(round(x + k * width, 2))} {matrix.top:.1f}V{matrix.bottom:.1f}"
-            for k in range(1, len(chunk.stripes))
-        )
+    path, narrowest = "", grid.width
+    for column, chunk in enumerate(replay.chunks):
+        for k in range(1, len(chunk.stripes)):
+            x, _, width, _ = grid.stripe(0, column, k, len(chunk.stripes))
+            narrowest = min(narrowest, width)
+            path += f"M{number(round(x, 2))} {grid.top:.1f}V{grid.bottom:.1f}"
     if path:
         panel.add("path", d=path, style="stroke:var(--bg)", stroke_width=min(1.2, 0.3 * narrowest))
 
 
-def _mark_errors(group: Node, matrix: CellGrid, rank: int, chunk: int, counts: Counts) -> None:
+def _mark_errors(
+    group: Node, grid: Grid, replay: Replay, rank: int, chunk: int, counts: Counts
+) -> None:
     """Flag data that was added more than once, and sums of elements from different positions."""
-    doubled = [origin for origin in matrix.replay.chunks[chunk].stripes if counts[origin] > 1]
-    mixed = matrix.replay.chunks[chunk].mixed
-    if not doubled and not mixed:
-        return
-    (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
-    group.rect(x, y, width, height, "err", rx=2)
-    flags = [("?", x + width / 2)] if mixed else []
-    for origin in doubled:
-        dx, stripe = matrix.stripe(chunk, origin)
-        flags.append(
-            (
-                f"×{counts[origin]}",
-                min(max(x + dx + stripe / 2, x + 9.5), x + width - 9.5)
-                if width > 20
-                else x + width / 2,
-            )
-        )
-    for text, middle in flags:
-        group.rect(middle - 9.5, y + height / 2 - 7, 19, 14, "flag", rx=4)
-        group.write(text, middle, y + height / 2 + 3.6, None, "flagged c")
+    stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
+    doubled = [k for k, origin in enumerate(stripes) if counts[origin] > 1]
+    if doubled or replay.chunks[chunk].mixed:
+        group.rect(*grid.inside(row, chunk), "err", rx=2)
+    if replay.chunks[chunk].mixed:
+        grid.flag(group, row, chunk, 0, 1, "?")
+    for k in doubled:
+        grid.flag(group, row, chunk, k, len(stripes), f"×{counts[stripes[k]]}")
 
 
-def _missing(marks: Node, matrix: CellGrid, timing: Timing) -> None:
+def _missing(marks: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
     """Draw the stripes that are missing from what a rank returned."""
     group = marks.add("g")
     if timing.duration:
         group.show((timing.reveal, timing.duration + 1))
-    for rank, chunk in matrix.replay.cells:
-        gone = lacks(matrix.replay, rank, chunk)
-        (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
+    for rank, chunk in replay.cells:
+        stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
+        gone = lacks(replay, rank, chunk)
         if gone:
-            group.rect(x, y, width, height, "err", rx=2)
+            group.rect(*grid.inside(row, chunk), "err", rx=2)
         for origin in gone:
-            dx, stripe = matrix.stripe(chunk, origin)
-            rim = min(2.5, stripe / 4)
-            group.rect(x + dx + rim, y + 2.5, stripe - 2 * rim, height - 5, "gone")
+            x, y, width, height = grid.stripe(row, chunk, stripes.index(origin), len(stripes))
+            rim = min(2.5, width / 4)
+            group.rect(x + rim, y + 2.5, width - 2 * rim, height - 5, "gone")
 
 
-def _bands(scene: Scene, panel: Node, matrix: CellGrid, timing: Timing) -> None:
+def _bands(scene: Scene, panel: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
     """Draw the data of each message, sliding from the sender's row to the receiver's.
 
     Data that slides equally far shares a group.
     """
-    replay, (width, height) = matrix.replay, matrix.inner
     scene.definitions.append(
-        f'<clipPath id="cells"><rect y="{matrix.top - 2:.1f}" width="960" '
-        f'height="{matrix.bottom - matrix.top + 4:.1f}"/></clipPath>'
+        f'<clipPath id="cells"><rect y="{grid.top - 2:.1f}" width="960" '
+        f'height="{grid.bottom - grid.top + 4:.1f}"/></clipPath>'
     )
     moving = panel.add("g", clip_path="url(#cells)")
-    last, first = replay.ranks[-1], replay.ranks[0]
-    wraps = (
-        replay.topology.kind == "ring"
-        and len(replay.ranks) > 2
-        and replay.topology.order == replay.ranks
-    )
+    ranks, ring = replay.ranks, replay.topology.kind == "ring"
+    wraps = ring and len(ranks) > 2 and replay.topology.order == ranks
     for step in range(replay.steps):
-        step_group = moving.add("g").show((timing.start(step), timing.arrival(step)))
+        begin, end = timing.start(step), timing.arrival(step)
+        step_group = moving.add("g").show((begin, end))
         groups: dict[float, Node] = {}
-        for i in replay.in_step(step):
-            m = replay.messages[i]
-            for landing in replay.landings[i]:
-                (x, y0), (_, y1) = (
-                    matrix.corner(m.src, landing.chunk),
-                    matrix.corner(m.dst, landing.chunk),
-                )
-                routes = [(y0, y1 - y0)]
-                # leaves at one end of the column and enters at the other
-                if wraps and (m.src, m.dst) in ((last, first), (first, last)):
-                    down = matrix.cell_height if m.src == last else -matrix.cell_height
-                    routes = [(y0, down), (y1 - down, down)]
-                for y, far in routes:
-                    group = groups.get(round(far, 1))
-                    if group is None:
-                        group = groups[round(far, 1)] = step_group.add("g")
-                        begin, end = timing.start(step), timing.arrival(step)
-                        group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
-                    group.rect(x - 1, y - 1, width + 2, height + 2, "mv", rx=3)
-                    group.path(
-                        matrix.stripes(x, y, landing.chunk, landing.carried, apart=True),
-                        f"f{landing.chunk % 8}",
-                    )
+        for m, landing in (
+            (replay.messages[i], x) for i in replay.in_step(step) for x in replay.landings[i]
+        ):
+            down = (ranks.index(m.dst) - ranks.index(m.src)) * grid.height
+            routes = [(0.0, down)]  # where it begins, from the sender's row, and how far it goes
+            # leaves at one end of the column and enters at the other
+            if wraps and {m.src, m.dst} == {ranks[0], ranks[-1]}:
+                way = grid.height if m.src == ranks[-1] else -grid.height
+                routes = [(0.0, way), (down - way, way)]
+            x, y, width, height = grid.inside(ranks.index(m.src), landing.chunk)
+            path = filled(grid, replay, m.src, landing.chunk, landing.carried, apart=True)
+            for start, far in routes:
+                if round(far, 1) not in groups:
+                    group = groups[round(far, 1)] = step_group.add("g")
+                    group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
+                group = groups[round(far, 1)]
+                if start:
+                    group = group.add("g", transform=f"translate(0,{number(start)})")
+                group.rect(x - 1, y - 1, width + 2, height + 2, "mv", rx=3)
+                group.path(path, f"f{landing.chunk % 8}")
 
 
 def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[str]) -> None:
@@ -260,31 +194,24 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
     """
     scene.style += STYLE
     panel = scene.panel(narrow=NARROW)
-    n = len(replay.ranks)
-    width, height = min(103.0, WIDTH / n), min(56.0, HEIGHT / n)
-    left, top = LEFT + (WIDTH - width * n) / 2, MIDDLE - height * n / 2
-    place = {rank: i for i, rank in enumerate(replay.ranks)}
-    grid = Grid(left, top, width, height, replay.ranks, n, gap=2.0 if n <= MOST_CELLS else 0.5)
-    grid.names(panel, "from \\ to", every=1 if n <= MOST_CELLS else 8)
+    n, few = len(replay.ranks), len(replay.ranks) <= MOST_CELLS
+    grid = grid_of(replay.ranks, n, 2.0 if few else 0.5)
+    grid.names(panel, "from \\ to", every=1 if few else 8)
     grid.ground(panel)
     # by (src, dst): the bytes sent after each step
-    totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    totals: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for step in range(replay.steps):
         for i in replay.in_step(step):
             m = replay.messages[i]
-            so_far = totals[m.src, m.dst][-1][1] if totals[m.src, m.dst] else 0
-            totals[m.src, m.dst].append((step, so_far + m.nbytes))
-    most = max((states[-1][1] for states in totals.values()), default=1) or 1
+            so_far = max(totals[m.src, m.dst].values(), default=0)
+            totals[m.src, m.dst][step] = so_far + m.nbytes
+    most = max((max(states.values()) for states in totals.values()), default=1) or 1
     for (src, dst), states in sorted(totals.items()):
-        for (step, nbytes), (until, _) in zip(
-            states, [*states[1:], (replay.steps, 0)], strict=True
-        ):
-            if step == until:
-                continue
-            end = timing.arrival(until) if until < replay.steps else timing.duration + 1
+        ends = [*map(timing.arrival, [*states][1:]), timing.duration + 1]
+        for (step, nbytes), end in zip(states.items(), ends):
             group, share = panel.add("g").show((timing.arrival(step), end)), nbytes / most
-            text, opacity = human_bytes(nbytes), 0.15 + 0.75 * share
-            grid.value(group, place[src], place[dst], text, opacity, share > 0.5)
+            place = replay.ranks.index(src), replay.ranks.index(dst)
+            grid.value(group, *place, human_bytes(nbytes), 0.15 + 0.75 * share, share > 0.5)
     if replay.messages:
         for k, line in enumerate(note):
-            panel.write(line, LEFT + WIDTH / 2, MIDDLE + height * n / 2 + 20 + 16 * k, 12, "m c")
+            panel.write(line, LEFT + WIDTH / 2, grid.bottom + 20 + 16 * k, 12, "m c")

@@ -169,7 +169,8 @@ class Scene(Node):
         wide = self.panel(narrow="none")
         if facts:
             wide.write(facts, END, 40, 13, "m e")
-        wide.write(sentence, 28, 64, size, "m")
+        if sentence:
+            wide.write(sentence, 28, 64, size, "m")
         self.intro = sentence
 
     def legend(self, entries: Iterable[tuple[str, str]], y: float = 80.0, x: float = 28.0) -> int:
