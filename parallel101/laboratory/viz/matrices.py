@@ -159,6 +159,7 @@ def matrices_of(
         style = str(fitting[0]).partition("(")[0] if fitting else ""
         shard = entry.placements.get(axis)
         dim, parts = getattr(shard, "dim", None), getattr(shard, "parts", 1)
+        sizes = getattr(shard, "sizes", ())
         # a table, in which a token chooses a row, and not a matrix of a linear layer
         lookup = "embed" in module
         rows, columns = entry.shape if lookup else reversed(entry.shape)
@@ -169,10 +170,7 @@ def matrices_of(
             style += " embedding" if lookup else " head"
         matrix = CutMatrix(name, 1, rows, columns)
         if cut:
-            blocks = (
-                tuple((k, size // parts) for k, size in enumerate(getattr(shard, "sizes", ())))
-                * parts
-            )
+            blocks = tuple((k, size // parts) for k, size in enumerate(sizes)) * parts
             needed = collectives.get(style, ("", ""))
             matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, *needed)
         key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
