@@ -409,10 +409,7 @@ def _notebooks(args: argparse.Namespace, extra: list[str]) -> int:
 
 def _grade(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.laboratory.grade import command
-    from parallel101.laboratory.grade.users import hide_arguments
 
-    if args.submission is not None:
-        hide_arguments()
     names = ("gradescope", "json", "csv", "feedback", "class_list", "seed_file")
     files = {name: getattr(args, name) for name in names}
     try:

@@ -299,16 +299,22 @@ def test_processes_that_do_not_start_are_started_once_more(exercise, monkeypatch
     assert grade(exercise, submission(HONEST, "start"), "a secret").points == 10
 
 
-RECEIVE = '{"call": 9, "group": "0", "peer": 0, "tag": 0, "dtype": "int8", "shape": %s}'
+RECEIVE = (
+    '{"call": 9, "group": "0", "method": "recv", "given": {"list": [{"list": [{"tensor": '
+    '{"dtype": "int8", "shape": %s}, "size": %s}]}, {"value": 1 - rank()}, {"value": 0}]}}'
+)
 BROADCAST = (
     '{"call": 9, "group": "0", "method": "broadcast", "given": {"list": []}, "options": '
     '{"rootRank": 1e999}}'
 )
 HOSTILE = {
-    "a shape that overflows": (f"c.send(b'R', {RECEIVE % '[2**28] * 9 + [0]'})", "can't repeat"),
+    "a shape that overflows": (
+        f"c.send(b'A', {RECEIVE % ('[2**28] * 9 + [0]', 0)})",
+        "can't repeat",
+    ),
     "a root that is no number": (f"c.send(b'A', {BROADCAST})", "called broadcast"),
     "256 MiB and more": (
-        f"[c.send(b'R', {RECEIVE % '[1 << 26]'}) for _ in range(6)]",
+        f"[c.send(b'A', {RECEIVE % ('[1 << 26]', '1 << 26')}, bytes(1 << 26)) for _ in range(6)]",
         "more than 256 MiB",
     ),
     "half a character": ("raise ValueError(chr(0xD800))", "ValueError: ?"),

@@ -442,8 +442,6 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     code = f"""if __name__ == "__main__":
     from pathlib import Path
     from parallel101.laboratory.grade.command import handed_in
-    from parallel101.laboratory.grade.users import hide_arguments
-    hide_arguments()
     results = Path({str(tmp_path / "results")!r})
     handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=results, jobs=2)
 """
@@ -451,7 +449,7 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     script.write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
-        [sys.executable, str(script), "--submission", str(folder)],
+        [sys.executable, str(script)],
         env=environ,
         stderr=subprocess.PIPE,
         # a shell lets background jobs ignore it, and so what they start
@@ -462,9 +460,6 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.1)
         below = graded.children(recursive=True)
-    if sys.platform == "linux":  # the ranks would find other submissions there
-        assert "parallel101 grade" in graded.cmdline()[0]
-        assert not any(str(folder) in text for p in (graded, *below) for text in p.cmdline())
     os.kill(process.pid, signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1].decode()
     assert not psutil.wait_procs(below, timeout=10)[1]

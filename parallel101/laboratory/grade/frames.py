@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallel101.laboratory.record.signatures import COLLECTIVES
+
 HEAD = struct.Struct("<cIQ")
 MOST_TEXT = 4 << 20  # bytes of JSON in one frame
 MOST_BYTES = 1 << 28  # bytes of tensors in one frame
@@ -42,12 +44,22 @@ DTYPES = {
 }
 
 # From the grader to a rank
-JOB, CASE, REPLY, REFUSED = b"J", b"C", b"D", b"X"
+JOB, CASE, REPLY = b"J", b"C", b"D"
 # From a rank to the grader
-READY, SEND, RECV, COLLECTIVE, NEW_GROUP, WAIT, TEST = b"K", b"S", b"R", b"A", b"G", b"W", b"T"
-FORBIDDEN, FROM_THREAD, RESULT, FAILED, CLOCK = b"F", b"H", b"Y", b"E", b"N"
+READY, CALL, NEW_GROUP, WAIT, TEST, CLOCK = b"K", b"A", b"G", b"W", b"T", b"N"
+RESULT, FAILED = b"Y", b"E"
 # Notes, which travel with such a frame
 BEGIN, END, COMPUTE = "begin", "end", "compute"
+# a process group's methods for messages, beside COLLECTIVES: what each is called
+MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+
+
+def operation_of(method: str) -> str:
+    """Return the operation that a method of a process group belongs to: "recv", "all_reduce", …
+
+    Raises KeyError if it is none.
+    """
+    return MESSAGES.get(method) or COLLECTIVES[method].kind
 
 
 class Frame(NamedTuple):
@@ -133,20 +145,6 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # without NumPy, which torch works without
     return bytes((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
-
-
-def empty_tensor(text: Any) -> torch.Tensor:
-    """Return a tensor of this dtype and shape, all zeros.
-
-    Raises BrokenFrame if that isn't a tensor, or is a tensor above the limit.
-    """
-    shape = text.get("shape") if isinstance(text.get("shape"), list) else []
-    size = math.prod(n for n in shape if type(n) is int) * getattr(
-        DTYPES.get(text.get("dtype", "")), "itemsize", 0
-    )
-    if size > MOST_BYTES:
-        raise BrokenFrame(f"a tensor of {size} bytes; at most {MOST_BYTES} are allowed")
-    return tensor_from(text, bytes(size))
 
 
 def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor:

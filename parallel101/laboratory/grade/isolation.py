@@ -26,7 +26,7 @@ import torch
 
 from parallel101.laboratory.grade import file_access
 from parallel101.laboratory.grade.exercise import module_of
-from parallel101.laboratory.grade.users import use_library_copy
+from parallel101.laboratory.grade.users import open_library
 from parallel101.laboratory.record import torch_private
 
 NO_PARALLEL101 = (
@@ -47,15 +47,14 @@ READY_MADE = {
 }
 
 
-def isolate(job: dict[str, Any]) -> None:
+def isolate(job: dict[str, Any]) -> str:
     """Limit this process, and as root make it a user of its own.
 
-    That user can read neither the cases nor other ranks.
+    That user can read neither the cases nor other ranks. Returns the folder of Python's library.
     """
     torch.set_num_threads(1)
     torch_private.fill_new_tensors()
-    if job["library"]:
-        use_library_copy(*job["library"])
+    library = sysconfig.get_path("stdlib") if job["user"] is None else open_library()
     with contextlib.suppress(OSError):
         os.chdir(job["scratch"])
     for name in ("OLDPWD", "PWD", "SUDO_COMMAND", "_"):  # they may name the submissions' folder
@@ -70,7 +69,7 @@ def isolate(job: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now + job["memory"], now + job["memory"]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
-    if job.get("user") is not None:
+    if job["user"] is not None:
         file_access.own_shared_memory()
         os.setgroups([])
         os.setgid(job["user"])
@@ -78,6 +77,7 @@ def isolate(job: dict[str, Any]) -> None:
         with contextlib.suppress(OSError, AttributeError):
             # PR_SET_DUMPABLE: no process of another rank can read this one's memory
             ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+    return library
 
 
 def hide_ready_made() -> None:
@@ -148,12 +148,12 @@ class Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
 
-def hide_parallel101(library_copy: list[str] | None) -> None:
+def hide_parallel101(library: str) -> None:
     """Let `import parallel101` raise ImportError: the learner writes what it would offer.
 
     Importing files of the grader's folders fails as well.
     """
-    libraries = (*sysconfig.get_paths().values(), *site.getsitepackages(), *(library_copy or ()))
+    libraries = (*sysconfig.get_paths().values(), *site.getsitepackages(), library)
     sys.path[:] = [entry for entry in sys.path if entry.startswith(libraries)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "parallel101"]:
         del sys.modules[name]

@@ -2,9 +2,9 @@
 
 Every call of torch.distributed becomes a frame to the grader.
 
-    dist.isend(x, 1)   ──▶ SEND: peer, tag, where in the code, the bytes of x
-    dist.irecv(y, 3)   ──▶ RECV     y is written when wait() returns, not before
-    work.wait()        ──▶ WAIT     the grader answers when the message has arrived
+    dist.isend(x, 1)   ──▶ CALL: send, the bytes of x, peer, tag, where in the code
+    dist.irecv(y, 3)   ──▶ CALL: recv   y is written when wait() returns, not before
+    work.wait()        ──▶ WAIT         the grader answers when the message has arrived
                        ◀── REPLY: the bytes
 
 The grader's side is remote.py. This process knows the inputs of its own rank, the exercise's
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from parallel101.laboratory import PACKAGE
 from parallel101.laboratory.grade import file_access, frames
 from parallel101.laboratory.grade.exercise import exercises_in, find, module_of
-from parallel101.laboratory.grade.frames import BEGIN, COMPUTE, END, Frame
+from parallel101.laboratory.grade.frames import BEGIN, COMPUTE, END, Frame, operation_of
 from parallel101.laboratory.grade.isolation import (
     NO_PARALLEL101,
     Neighbours,
@@ -49,7 +49,7 @@ from parallel101.laboratory.ranks.worker import inherited, open_streams
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import rank_at
 from parallel101.laboratory.record.program_lines import caller, is_inside
-from parallel101.laboratory.record.signatures import COLLECTIVES, flat, op_name, with_collectives
+from parallel101.laboratory.record.signatures import flat, op_name, with_collectives
 from parallel101.spans import record_into
 
 PATIENCE = 0.5  # seconds
@@ -86,7 +86,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 
 
 def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
-    isolate(job)
+    library = isolate(job)
     connection = Connection(sock, job)
     record_into(connection)  # so that the spans of the exercise's program reach the grader
     exercise = find(
@@ -95,7 +95,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
         ),
         job["function"],
     )
-    hide_parallel101(job["library"])
+    hide_parallel101(library)
     hide_ready_made()
     file_access.refuse_package_files(OWN_FILES, NO_PARALLEL101)
     if job["closed"]:
@@ -153,7 +153,7 @@ class Connection:
     """This rank's connection to the grader. It is also the rank's recorder: see spans.py."""
 
     def __init__(self, sock: socket.socket, job: dict[str, Any]):
-        self.sock, self.rank, self.allowed = sock, job["rank"], frozenset(job["allowed"])
+        self.sock, self.rank = sock, job["rank"]
         self.world_size = 0  # of the present case
         self.path = job["path"]  # the learner's file
         self.program = job["exercise_path"]  # the file with the exercise's program
@@ -161,15 +161,25 @@ class Connection:
         self.spans = 0
         # of spans and compute(): they need no answer, and travel with the next frame
         self.notes: list[list] = []
-        self.replies: dict[int, Frame] = {}
         self.under_way: list[RelayWork] = []  # of the present case
         self.closed = False
         self.thread = threading.get_ident()
         self.sending = threading.Lock()
         self.patience = 0.0  # seconds of the present case in which other threads may still call
 
-    def send(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> None:
-        """Send a frame, with the notes that were written since the last one."""
+    def send(
+        self, kind: bytes, text: dict[str, Any], data: bytes = b"", operation: str = ""
+    ) -> None:
+        """Tell the grader of an operation, with the notes that were written since the last frame.
+
+        Raises RuntimeError in a thread that the learner's code has started, after telling the
+        grader. The calls of several threads would reach it in an order that changes from run to
+        run, and so would the steps.
+        """
+        text = {"where": caller(), **text}
+        in_thread = threading.get_ident() != self.thread
+        if in_thread:
+            text["from thread"] = operation
         with self.sending:
             if self.notes:
                 text, self.notes = {**text, "notes": self.notes}, []
@@ -178,53 +188,28 @@ class Connection:
             except OSError:
                 self.closed = True
                 raise
+        if in_thread:
+            raise RuntimeError(f"{operation} was called from a thread, and threads aren't relayed")
 
-    def post(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> int:
-        """Tell the grader of a call. Returns the call's number."""
+    def post(self, method: str, given: Sequence[Any], options: dict[str, Any]) -> int:
+        """Tell the grader of a call of a process group's method. Returns the call's number.
+
+        The grader ends the run if the exercise doesn't allow the operation.
+        """
         self.calls += 1
-        self.send(kind, {"call": self.calls, "where": caller(), **text}, data)
+        arguments, data = frames.encode(given)
+        text = {"call": self.calls, "method": method, "given": arguments, **options}
+        if self.called_by_parallel101():
+            text["by parallel101"] = True
+        self.send(frames.CALL, text, data, operation_of(method))
         return self.calls
 
     def ask(self, kind: bytes, call: int) -> Frame:
-        """Ask about a call, and wait for the answer.
-
-        Raises RuntimeError if the grader refuses the call.
-        """
-        self.check_thread("wait")
-        self.let_threads_call()
-        self.send(kind, {"call": call, "where": caller()})
-        reply = frames.receive(self.sock)
-        if reply.kind == frames.REFUSED:
-            raise RuntimeError(reply.text["why"])
-        return reply
-
-    def check_allowed(self, operation: str) -> None:
-        """Raise RuntimeError for a call that the exercise does not allow.
-
-        The grader is told first.
-        """
-        self.check_thread(operation)
-        if self.called_by_parallel101():
-            operation = "parallel101"
-        if operation not in self.allowed:
-            self.send(frames.FORBIDDEN, {"operation": operation, "where": caller()})
-            raise RuntimeError(
-                f"this exercise does not allow {operation}; it allows "
-                f"{', '.join(sorted(self.allowed))}"
-            )
-
-    def check_thread(self, operation: str) -> None:
-        """Raise RuntimeError for a call from a thread that the learner's code has started.
-
-        The calls of several threads would reach the grader in an order that changes from run to
-        run, and so would the steps. The grader is told first.
-        """
-        if threading.get_ident() != self.thread:
-            self.send(frames.FROM_THREAD, {"operation": operation, "where": caller()})
-            raise RuntimeError(
-                f"{operation} was called from a thread. Threads aren't relayed: call "
-                "torch.distributed where the function itself runs"
-            )
+        """Ask about a call, and wait for the answer."""
+        if threading.get_ident() == self.thread:
+            self.let_threads_call()
+        self.send(kind, {"call": call}, operation="wait")
+        return frames.receive(self.sock)
 
     def called_by_parallel101(self) -> bool:
         """Return whether the learner's code let the package's own collectives make this call."""
@@ -289,8 +274,7 @@ class Connection:
 
     def seconds(self) -> float:
         """Return the time on this rank's virtual clock, which only the grader knows."""
-        self.check_thread("the clock")
-        self.send(frames.CLOCK, {"where": caller()})
+        self.send(frames.CLOCK, {}, operation="the clock")
         return float(frames.receive(self.sock).text["seconds"])
 
     def add_span(
@@ -453,10 +437,8 @@ class RelayGroup(torch_private.PythonGroup):
 
         A rank that is not in it gets None.
         """
-        self.connection.check_thread("new_group")
-        self.connection.send(
-            frames.NEW_GROUP, {"ranks": list(ranks), "group": group_name, "where": caller()}
-        )
+        text = {"ranks": list(ranks), "group": group_name}
+        self.connection.send(frames.NEW_GROUP, text, operation="new_group")
         return (
             RelayGroup(self.connection, group_name, ranks)
             if self.connection.rank in ranks
@@ -464,57 +446,43 @@ class RelayGroup(torch_private.PythonGroup):
         )
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> RelayWork:
-        return self._message(frames.SEND, tensors[0], dst, tag)
+        return self._message("send", tensors[0], dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RelayWork:
-        return self._message(frames.RECV, tensors[0], src, tag)
+        return self._message("recv", tensors[0], src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RelayWork:
-        return self._message(frames.RECV, tensors[0], None, tag)
+        return self._message("recv_anysource", tensors[0], tag)
 
-    def _message(self, kind: bytes, tensor: torch.Tensor, peer: int | None, tag: int) -> RelayWork:
-        sends = kind == frames.SEND
-        self.connection.check_allowed("send" if sends else "recv")
-        if peer is not None and not 0 <= peer < len(self.ranks):
-            rank_at(self.connection.rank, "send" if sends else "recv", peer, self.ranks)
+    def _message(self, method: str, tensor: torch.Tensor, *peer_and_tag: int) -> RelayWork:
+        sends = method == "send"
+        if method != "recv_anysource" and not 0 <= peer_and_tag[0] < len(self.ranks):
+            rank_at(self.connection.rank, method, peer_and_tag[0], self.ranks)
         if not tensor.is_contiguous():
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't be "
                 f"{'sent' if sends else 'received into'}: a message's tensor must be contiguous. "
                 "Call x.contiguous(), or make a new tensor with torch.empty"
             )
-        text = {"group": self.label, "peer": peer, "tag": tag, **frames.tensor_text(tensor)}
-        data = frames.tensor_bytes(tensor) if sends else b""
-        call = self.connection.post(kind, text, data)
-        return RelayWork(
-            self.connection,
-            call,
-            [] if sends else [tensor],
-            "isend" if sends else "irecv",
-            [tensor] if sends else [],
-        )
+        # flat: as on gloo, the two sides need not have the same shape
+        given = [[tensor.detach().flatten()], *peer_and_tag]
+        call = self.connection.post(method, given, {"group": self.label})
+        outputs, kept = ([], [tensor]) if sends else ([tensor], [])
+        return RelayWork(self.connection, call, outputs, "isend" if sends else "irecv", kept)
 
     def _collective(self, method: str, args: tuple[Any, ...]) -> dist.Work:
-        spec = COLLECTIVES[method]
-        self.connection.check_allowed(spec.kind)
+        kind = operation_of(method)
         *given, options = args
-        text, data = frames.encode(given)
         chosen: dict[str, Any] = {
             name: getattr(options, name) for name in OPTIONS if hasattr(options, name)
         }
         if "reduceOp" in chosen:
             chosen["reduceOp"] = op_name(chosen["reduceOp"])
-        call = self.connection.post(
-            frames.COLLECTIVE,
-            {"group": self.label, "method": method, "given": text, "options": chosen},
-            data,
-        )
+        call = self.connection.post(method, given, {"group": self.label, "options": chosen})
         # the outputs are always the first argument
-        outputs = [] if spec.kind == "barrier" or not given else flat(given[0])
-        tensors = [tensor for part in given for tensor in flat(part)]
-        return RelayWork(
-            self.connection, call, outputs, spec.kind, [] if spec.kind == "barrier" else tensors
-        )
+        outputs = [] if kind == "barrier" or not given else flat(given[0])
+        tensors = [] if kind == "barrier" else flat(given)
+        return RelayWork(self.connection, call, outputs, kind, tensors)
 
 
 def join(connection: Connection) -> None:

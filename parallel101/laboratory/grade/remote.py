@@ -1,6 +1,6 @@
 """The grader's side of a run: the learner's ranks are processes whose messages the simulator sends.
 
-    rank 2's process ──SEND, RECV, WAIT──▶ virtual rank 2: isend, irecv, wait on the virtual clock
+    rank 2's process ──CALL, WAIT──▶ virtual rank 2: send, recv, wait on the virtual clock
                      ◀──the bytes, when the message has arrived
 
 Each virtual rank does what the frames of its process say, and nothing else. So what the simulator
@@ -42,11 +42,10 @@ from parallel101.laboratory.grade.endings import (
     TimeOver,
 )
 from parallel101.laboratory.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
-from parallel101.laboratory.grade.frames import Frame
+from parallel101.laboratory.grade.frames import MESSAGES, Frame, operation_of
 from parallel101.laboratory.grade.plain_text import plain
 from parallel101.laboratory.grade.users import (
     end_processes_of,
-    library_copy,
     remove_files_of,
     user_of,
 )
@@ -281,7 +280,6 @@ class SubmissionRanks:
             "user": user,
             "scratch": scratch,
             "memory": MEMORY,
-            "allowed": sorted(exercise.allowed),
             "function": exercise.function,
             "exercise_path": exercise.path,
             "exercise_source": exercise.source,
@@ -289,7 +287,6 @@ class SubmissionRanks:
             "source": submission.source,
             "module": submission.module or submission.path.stem,
             "files": submission.files,
-            "library": library_copy(),
             "closed": users.protection().files,
         }
 
@@ -412,6 +409,8 @@ class VirtualEnd:
                 raise RankDied(f"told more than {MOST_SAID >> 20} MiB of calls", self.rank.number)
             place = _place(frame.text.get("where"))
             try:
+                if "from thread" in frame.text:
+                    self._from_thread(str(frame.text["from thread"]), place)
                 self._notes(frame.text.get("notes", []))
                 if frame.kind == frames.RESULT:
                     self.result = frames.decode(frame.text.get("result"), frame.data)
@@ -435,54 +434,44 @@ class VirtualEnd:
         if operation not in self.allowed:
             raise ForbiddenCall(operation, self.rank.number, place)
 
+    def _from_thread(self, operation: str, place: str) -> None:
+        raise CalledFromThread(
+            f"rank {self.rank.number} called {plain(operation, 100)} from a thread that it had "
+            f"started, at {lines.shown(place)}. Threads aren't relayed: call torch.distributed "
+            "where the function itself runs. isend and irecv let messages travel at the same time",
+            self.rank.number,
+            place,
+        )
+
     def _count(self, nbytes: int) -> None:
         self.moved += nbytes
         if self.moved > MOST_MOVED:
             raise RankDied(f"moved more than {MOST_MOVED >> 20} MiB", self.rank.number)
 
-    def _tensor(self, frame: Frame) -> torch.Tensor:
-        return frames.tensor_from(frame.text, frame.data)
-
-    def _send(self, frame: Frame, place: str) -> None:
-        self._check("send", place)
-        # flat: as on gloo, the two sides need not have the same shape
-        text, tensor = frame.text, self._tensor(frame).flatten()
-        peer, group = self._peer(frame), self.groups[text["group"]]
-        with self._calls_of_the_learner(place):
-            work = dist.isend(tensor, peer, group=group, tag=text["tag"])
-        self._keep(text["call"], work, [], "send", text["peer"], place)
-
-    def _recv(self, frame: Frame, place: str) -> None:
-        self._check("recv", place)
-        text = frame.text
-        tensor = frames.empty_tensor(text).flatten()
-        self._count(tensor.nbytes)
-        peer, group = self._peer(frame), self.groups[text["group"]]
-        with self._calls_of_the_learner(place):
-            work = dist.irecv(tensor, peer, group=group, tag=text["tag"])
-        self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
-
-    def _peer(self, frame: Frame) -> int | None:
-        """Return the peer as torch.distributed numbers it: in the world."""
-        peer, group = frame.text["peer"], self.groups[frame.text["group"]]
-        return None if peer is None else dist.get_global_rank(group, peer)
-
-    def _collective(self, frame: Frame, place: str) -> None:
-        text = frame.text
+    def _call(self, frame: Frame, place: str) -> None:
+        """Repeat a call of a process group's method: a message, or a collective."""
+        text, method = frame.text, str(frame.text["method"])
+        kind = operation_of(method)
+        self._check("parallel101" if text.get("by parallel101") else kind, place)
         given = frames.decode(text["given"], frame.data)
-        method = text["method"]
-        if method not in COLLECTIVES:
-            raise KeyError(method)
-        self._check(COLLECTIVES[method].kind, place)
-        options = COLLECTIVES[method].options()
-        if "rootRank" in text["options"]:
-            options.rootRank = int(text["options"]["rootRank"])
         with self._calls_of_the_learner(place):
-            if "reduceOp" in text["options"]:
-                options.reduceOp = self._reduction(str(text["options"]["reduceOp"]))
-            work = getattr(self.groups[text["group"]], method)(*given, options)
-        outputs = flat(given[0]) if given and "barrier" not in method else []
-        self._keep(text["call"], work, outputs, method, None, place)
+            options = self._options(method, text.get("options", {}))
+            work = getattr(self.groups[text["group"]], method)(*given, *options)
+        outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
+        peer = given[1] if method in ("send", "recv") else None
+        unwaited = Unwaited(self.rank.number, kind, peer, place)
+        self.calls[text["call"]] = RelayedCall(work, outputs, unwaited)
+
+    def _options(self, method: str, chosen: dict[str, Any]) -> list[Any]:
+        """Return the last argument of a collective; messages have none."""
+        if method in MESSAGES:
+            return []
+        options = COLLECTIVES[method].options()
+        if "rootRank" in chosen:
+            options.rootRank = int(chosen["rootRank"])
+        if "reduceOp" in chosen:
+            options.reduceOp = self._reduction(str(chosen["reduceOp"]))
+        return [options]
 
     def _reduction(self, name: str) -> Any:
         if name.upper() not in REDUCTIONS:
@@ -501,17 +490,6 @@ class VirtualEnd:
             raise LearnerError(
                 text, self.rank.number, place, type(error).__name__, "", False
             ) from error
-
-    def _keep(
-        self,
-        call: int,
-        work: Any,
-        outputs: list[torch.Tensor],
-        kind: str,
-        peer: int | None,
-        place: str,
-    ) -> None:
-        self.calls[call] = RelayedCall(work, outputs, Unwaited(self.rank.number, kind, peer, place))
 
     def _wait(self, frame: Frame, place: str) -> None:
         call = self.calls[frame.text["call"]]
@@ -563,19 +541,6 @@ class VirtualEnd:
             bool(waiting),
         )
 
-    def _forbidden(self, frame: Frame, place: str) -> None:
-        raise ForbiddenCall(plain(str(frame.text["operation"]), 100), self.rank.number, place)
-
-    def _from_thread(self, frame: Frame, place: str) -> None:
-        operation = plain(str(frame.text["operation"]), 100)
-        raise CalledFromThread(
-            f"rank {self.rank.number} called {operation} from a thread that it had started, at "
-            f"{lines.shown(place)}. Threads aren't relayed: call torch.distributed where the "
-            "function itself runs. isend and irecv let messages travel at the same time",
-            self.rank.number,
-            place,
-        )
-
     def _failed(self, frame: Frame, place: str) -> None:
         text = {
             key: plain(str(frame.text[key]), MOST_TRACEBACK)
@@ -616,14 +581,10 @@ def at_place(place: str, act: Callable[[], None]) -> None:
 lines.stands_for_a_place(at_place)
 
 ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
-    frames.SEND: VirtualEnd._send,
-    frames.RECV: VirtualEnd._recv,
-    frames.COLLECTIVE: VirtualEnd._collective,
+    frames.CALL: VirtualEnd._call,
     frames.WAIT: VirtualEnd._wait,
     frames.TEST: VirtualEnd._test,
     frames.CLOCK: VirtualEnd._clock,
     frames.NEW_GROUP: VirtualEnd._new_group,
-    frames.FORBIDDEN: VirtualEnd._forbidden,
-    frames.FROM_THREAD: VirtualEnd._from_thread,
     frames.FAILED: VirtualEnd._failed,
 }

@@ -5,10 +5,10 @@ Such a user can read neither the grader's files nor another rank's.
     grader (root): cases, seed, results
     rank 0: user 20064, rank 1: user 20065, …     each with a scratch folder of its own
 
-Such a user must be able to read Python and torch. If only root can read Python's standard library
-(as with pyenv in /root), the ranks use a copy of it. On Linux with Landlock, a rank also gives up
-all files but Python's and those of its scratch folder: see file_access.py. What is and is not
-defended against is said here, and nowhere else:
+Such a user must be able to read torch and parallel101. If only root can reach Python's standard
+library (as with pyenv in /root), a rank opens its folder before it changes the user. On Linux with
+Landlock, a rank also gives up all files but Python's and those of its scratch folder: see
+file_access.py. What is and is not defended against is said here, and nowhere else:
 
     Landlock    as any user: other learners' files and the seed, the list of processes, other
                 processes' memory, signals to them; files in /tmp and shared memory, which the next
@@ -31,8 +31,6 @@ defended against is said here, and nowhere else:
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
 import shutil
 import socket
@@ -54,18 +52,6 @@ SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue")  # every user c
 FIRST_USER = 20_000
 RANKS = 64  # users of one grader
 GRADERS = 500  # at the same time
-LEFT_OUT = (
-    "test",
-    "tests",
-    "site-packages",
-    "idlelib",
-    "tkinter",
-    "turtledemo",
-    "ensurepip",
-    "lib2to3",
-    "config-*",
-    "__phello__",
-)
 
 
 def user_of(rank: int) -> int | None:
@@ -114,7 +100,8 @@ def protection() -> Protection:
     """Return the protection that this machine offers."""
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     readable = all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
-    return Protection(root and readable, bool(landlock_version()))
+    python = _readable(Path(sysconfig.get_path("stdlib"))) or sys.platform == "linux"
+    return Protection(root and readable and python, bool(landlock_version()))
 
 
 def end_processes_of(users: Collection[int]) -> None:
@@ -140,31 +127,16 @@ def remove_files_of(users: Collection[int]) -> None:
                         os.unlink(entry.path)
 
 
-def hide_arguments() -> None:
-    """Let the list of processes show this one without its arguments, which name folders (Linux)."""
-    with suppress(OSError, AttributeError, ValueError, IndexError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: proc(5)
-        shown = b"parallel101 grade"[: end - start - 1]
-        if start:
-            ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+def open_library() -> str:
+    """Return a path of Python's standard library that works for every user; a rank calls this.
 
-
-def library_copy() -> tuple[str, str] | None:
-    """Return (folder of Python's standard library, copy of it), if a rank needs the copy.
-
-    Every user can read the copy.
+    Where only root can reach the library, it is an open folder, and what is imported from now on is
+    read through it.
     """
     library = sysconfig.get_path("stdlib")
-    return (
-        None
-        if not protection().users or _readable(Path(library))
-        else (library, _copied_library(library))
-    )
-
-
-def use_library_copy(library: str, copy: str) -> None:
-    """Import what is not imported yet from the copy; a rank calls this."""
+    if _readable(Path(library)):
+        return library
+    opened = f"/proc/self/fd/{os.open(library, os.O_PATH | os.O_DIRECTORY)}"
     # Its packages are chosen by name: a look at each of 3,000 modules would make 3,000 pages of
     # memory this process's own, in 10 ms.
     packages = [
@@ -172,38 +144,15 @@ def use_library_copy(library: str, copy: str) -> None:
         for name in list(sys.modules)
         if name.partition(".")[0] in sys.stdlib_module_names
     ]
-    for path in [
-        sys.path,
-        *(
-            package.__path__
-            for package in packages
-            if isinstance(getattr(package, "__path__", None), list)
-        ),
-    ]:
+    paths = (getattr(package, "__path__", None) for package in packages)
+    for path in (sys.path, *(path for path in paths if isinstance(path, list))):
         path[:] = [
-            entry.replace(library, copy, 1)
+            entry.replace(library, opened, 1)
             if entry.startswith(library) and "site-packages" not in entry
             else entry
             for entry in path
         ]
-
-
-@cache
-def _copied_library(library: str) -> str:
-    folder = tempfile.mkdtemp(prefix="parallel101_python_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.chmod(folder, 0o755)
-    copy = os.path.join(folder, os.path.basename(library))
-    shutil.copytree(library, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), copy_function=_link)
-    return copy
-
-
-def _link(source: str, target: str) -> None:
-    """Give a file a second name, which takes no time, or copy it if that is on another disk."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+    return opened
 
 
 def readable_by_all(path: Path) -> bool:
