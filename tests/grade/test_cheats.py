@@ -331,7 +331,10 @@ def test_the_grader_survives(exercise, code, problem):
     verdict = grade(
         replace(
             exercise,
-            cases=lambda draw: [replace(case, seconds=1.5) for case in exercise.cases(draw)],
+            cases=lambda draw: [
+                replace(case, seconds=1.5 if "running" in problem else 9.0)
+                for case in exercise.cases(draw)
+            ],
         ),
         submission(
             f"def all_gather(x):\n    c = dist.group.WORLD.connection\n    {code}\n    return x",

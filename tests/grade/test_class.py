@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 
-from parallel101.laboratory.grade import command, feedback
+from parallel101.laboratory.grade import command, picture
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.submissions import class_table
 from parallel101.laboratory.publish.page import external_addresses
@@ -140,7 +140,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_points(homework, tmp_path, monk
     def fails(*_):
         raise RuntimeError("no picture")
 
-    monkeypatch.setattr(feedback, "draw", fails)
+    monkeypatch.setattr(picture, "draw", fails)
     (tmp_path / "jo.py").write_text(CLASS["ann"][0])
     command.handed_in(
         homework.folder, tmp_path / "jo.py", json=tmp_path / "jo.json", feedback=tmp_path

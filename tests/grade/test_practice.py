@@ -75,7 +75,7 @@ def test_what_the_learner_sees(homework, tmp_path, capsys):
     ):
         homework.code.write_text(source)
         reports = [check_file(exercise, homework) for exercise in homework.exercises]
-        rows = [row(report, "hw9_swap", "hw9.py") for report in reports]
+        rows = [row(report, homework, homework.folder) for report in reports]
         mark = "✓" if reports[1].verdict.passed else "–"
         assert f"  {mark} 1j  Swap      practice" in table(rows), table(rows)
         assert " of 4 points" in table(rows).splitlines()[0]
@@ -88,7 +88,8 @@ def test_what_the_learner_sees(homework, tmp_path, capsys):
     assert "✓ 1j  Swap      practice" in capsys.readouterr().out
     command.handed_in(homework.folder, handed_in(tmp_path / "bob", {"hw9.py": BOTH}))
     said = capsys.readouterr().out
-    assert "1j Swap: optional practice" in said and said.rstrip().endswith("4 of 4 points")
+    assert "1j · Swap: swap_again" in said and "optional practice" in said
+    assert said.rstrip().endswith("4 of 4 points")
 
 
 def test_with_pytest_unwritten_practice_is_skipped(homework, monkeypatch, capsys):

@@ -19,17 +19,16 @@ from parallel101.laboratory.grade import command, grading, submissions, users
 from parallel101.laboratory.grade.exercise import Draw
 from parallel101.laboratory.grade.exercise_report import ExerciseReport
 from parallel101.laboratory.grade.gradescope import gradescope_results
+from parallel101.laboratory.grade.handed_in import NoSubmission, read, submissions_in
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
+from parallel101.laboratory.grade.learner import report_on
 from parallel101.laboratory.grade.release import release
 from parallel101.laboratory.grade.remote import SubmissionRanks
 from parallel101.laboratory.grade.submissions import (
-    NoSubmission,
     class_table,
     empty_result,
     grade_class,
     grade_submission,
-    read,
-    submissions_in,
 )
 
 TESTS = """
@@ -349,12 +348,12 @@ def test_where_a_rank_could_read_the_submissions_the_teacher_is_told(
 
 
 def test_a_grader_that_fails_on_one_exercise_keeps_the_others(homework, tmp_path, monkeypatch):
-    def fails(exercise, *args):
+    def fails(exercise, *args, **options):
         if exercise.function == "swap":
             raise MemoryError("no memory")
-        return grading.grade(exercise, *args)
+        return report_on(exercise, *args, **options)
 
-    monkeypatch.setattr(submissions, "grade", fails)
+    monkeypatch.setattr(submissions, "report_on", fails)
     code = HEAD + RIGHT.replace("swap", "swap_again")
     path, file = handed_in(tmp_path / "a", {"hw9.py": code}), tmp_path / "new" / "results.json"
     assert command.handed_in(homework.folder, path, gradescope=file) == 0

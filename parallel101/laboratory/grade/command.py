@@ -16,10 +16,12 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from parallel101.laboratory.grade import users
-from parallel101.laboratory.grade.gradescope import exercise_text, write_gradescope
+from parallel101.laboratory.grade.gradescope import exercise_text, gradescope_results
 from parallel101.laboratory.grade.grading import PUBLIC_SEED
+from parallel101.laboratory.grade.handed_in import read, student, submissions_in
 from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, find_sets
 from parallel101.laboratory.grade.learner import check_file
 from parallel101.laboratory.grade.plain_text import plain_name
@@ -30,13 +32,10 @@ from parallel101.laboratory.grade.submissions import (
     class_table,
     grade_class,
     grade_submission,
-    read,
-    student,
-    submissions_in,
     write_csv,
     write_json,
 )
-from parallel101.laboratory.grade.table import ExerciseRow, next_to_do, row, table
+from parallel101.laboratory.grade.table import next_to_do, row, table
 from parallel101.laboratory.grade.users import readable_by_all
 
 
@@ -49,13 +48,13 @@ def main(path: Path | None = None) -> int:
     """
     sets = find_sets(find_homework() if path is None else path)
     whole = path is not None and len(sets) == 1
-    rows: list[ExerciseRow] = []
+    rows: list[dict[str, Any]] = []
     for homework in sets:
         print(f"Grading {homework.folder.name} …", flush=True)
         submission = read(homework.code, homework)
         for exercise in homework.exercises:
             report = check_file(exercise, homework, submission=submission)
-            rows.append(row(report, homework.folder.name, os.path.relpath(homework.code)))
+            rows.append(row(report, homework, Path.cwd()))
             if whole:
                 print(f"\n{report}\n", flush=True)
     print(f"\n{table(rows)}\n\n{next_to_do(rows)}")
@@ -172,18 +171,13 @@ def _grade_one(
 ) -> Result:
     def write(result: Result) -> None:
         if gradescope is not None:
-            write_gradescope(gradescope, result)
+            write_json(gradescope, gradescope_results(result))
         if json is not None:
             write_json(json, result)
 
     result = grade_submission(submission, homework, seed, write, page)
     for entry in result["exercises"]:
-        points = f"{entry['points']:g} of {entry['out_of']:g} points"
-        print(
-            f"{entry['number']} {entry['title']}: "
-            f"{points if entry['out_of'] else 'optional practice'}"
-        )
-        print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
+        print(f"{exercise_text(entry)}\n")
     print(result["note"], end="\n" * bool(result["note"]))
     print(f"{result['points']:g} of {result['out_of']:g} points")
     return result

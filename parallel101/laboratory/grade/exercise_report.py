@@ -1,6 +1,6 @@
 """The report that a learner reads: verdict, predictions and hints, as text and as HTML.
 
-A terminal shows the text, and a notebook the HTML.
+A terminal shows the text, and a notebook the HTML. Both have the same blocks.
 
 1 · Ring shift: ring_shift                            5 of 10 points
   ✓ value   every rank returns the right values             5 of 5
@@ -13,29 +13,54 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel101.laboratory.grade.endings import LearnerError
-from parallel101.laboratory.grade.exercise import Exercise
+from parallel101.laboratory.grade.exercise import Exercise, Question
 from parallel101.laboratory.grade.grading import ExerciseVerdict, Finding
 from parallel101.laboratory.grade.homework import set_name
-from parallel101.laboratory.grade.picture import Picture
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.grade.picture import Picture
 
 WIDTH = 96  # characters of a line in a terminal
 MOST_LINES = 12  # that are shown of what one rank printed
 
 
+class Block(NamedTuple):
+    """A part of a report: as a terminal shows it, and as a notebook does."""
+
+    text: str
+    html: str
+
+
+@dataclass
+class Card:
+    """A box with blocks. A notebook shows it as HTML, and `print` as text."""
+
+    label: str
+    blocks: Sequence[Block]
+
+    def __str__(self) -> str:
+        return "\n\n".join(block.text for block in self.blocks if block.text)
+
+    __repr__ = __str__  # in a notebook, beside the HTML
+
+    def _repr_html_(self) -> str:
+        """Return the box in the colours of its page, whatever they are."""
+        body = "".join(block.html for block in self.blocks)
+        return f'{STYLE}<section class="p101g" aria-label="{escape(self.label)}">{body}</section>'
+
+
 @dataclass
 class ExerciseReport:
     """A verdict, with all that is shown beside it.
-
-    A notebook shows it as HTML, and `print` as text.
 
     Attributes:
         verdict: of grading.grade.
@@ -50,7 +75,7 @@ class ExerciseReport:
     verdict: ExerciseVerdict
     file: str
     note: str = ""
-    predictions: Predictions | None = None
+    predictions: Sequence[Prediction] = ()
     picture: Picture | None = None
     saved: Path | None = None
     suggestion: str = ""
@@ -77,18 +102,10 @@ class ExerciseReport:
 
     @property
     def problem(self) -> str:
-        """The reason why a run ended early, with the calls that led there.
-
-        "" if nothing did, or nothing is written yet.
-        """
-        verdict = self.verdict
-        error = verdict.shown.error if verdict.shown is not None else None
+        """The reason why a run ended early, with the calls that led there; "" if nothing did."""
+        error = self.verdict.shown.error if self.verdict.shown is not None else None
         calls = _own_calls(error.traceback) if isinstance(error, LearnerError) else []
-        return (
-            ""
-            if verdict.not_written
-            else "\n".join([verdict.problem, *(["called from:", *calls] if calls else [])])
-        )
+        return "\n".join([self.verdict.problem, *(["called from:", *calls] if calls else [])])
 
     @property
     def printed(self) -> str:
@@ -96,123 +113,82 @@ class ExerciseReport:
         lines = []
         for rank, text in enumerate(self.verdict.shown.printed if self.verdict.shown else []):
             own = text.rstrip("\n").splitlines()
-            lines += [f"[rank {rank}] {line}" for line in own[:MOST_LINES]]
-            lines += (
-                [f"[rank {rank}] … and {len(own) - MOST_LINES} more lines"]
-                if len(own) > MOST_LINES
-                else []
-            )
+            if len(own) > MOST_LINES:
+                own[MOST_LINES:] = [f"… and {len(own) - MOST_LINES} more lines"]
+            lines += [f"[rank {rank}] {line}" for line in own]
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        verdict = self.verdict
+    def _blocks(self) -> Iterator[Block]:
+        verdict, picture = self.verdict, self.picture
         exercise, mistake = verdict.exercise, verdict.misconception
-        blocks = [_line(f"{exercise.number} · {exercise.title}: {exercise.function}", self.points)]
+        title = f"{exercise.number} · {exercise.title}"
+        yield Block(
+            _line(f"{title}: {exercise.function}", self.points),
+            f'<div class="p101g-head"><strong class="p101g-title">{escape(title)}</strong>'
+            f'<span class="p101g-points">{self.points}</span></div>',
+        )
+        yield paragraph(self.summary, "")
         if not verdict.not_written:
-            rows = []
-            for finding in verdict.findings:
-                says = f"  {'✓' if finding.passed else '✗'} {finding.kind:<8} {finding.says}"
-                rows += [
-                    _line(says, _points(finding)).rstrip(),
-                    *_wrapped(finding.message, 13),
-                ]
-            blocks.append("\n".join(rows))
-        blocks.append(f"  {self.summary}")
+            yield _findings(verdict.findings)
         if mistake:
-            blocks.append("\n".join([f"  {capital(mistake.name)}.", *_wrapped(mistake.says, 2)]))
-        if self.problem:
-            blocks.append(textwrap.indent(self.problem, "  "))
-        if self.predictions:
-            blocks.append(textwrap.indent(str(self.predictions), "  "))
-        if self.printed and verdict.shown:
-            blocks.append(
-                f"  Printed with {verdict.shown.case.label}:\n"
-                f"{textwrap.indent(self.printed, '    ')}"
+            name = f"{capital(mistake.name)}."
+            yield Block(
+                "\n".join([f"  {name}", *_wrapped(mistake.says, 2)]),
+                f'<div class="p101g-mistake" role="note"><strong>{escape(name)}</strong> '
+                f"{escape(mistake.says)}</div>",
             )
-        if self.picture and self.saved:
-            blocks.append(f"  {self.picture.caption}\n  {self.saved}")
-        for said in (self.suggestion, self.note):
-            if said:
-                blocks.append("\n".join(_wrapped(said, 2)))
-        return "\n\n".join(blocks)
+        if self.problem and not verdict.not_written:
+            drawn = picture is not None and isinstance(picture.trial.error, DeadlockError)
+            yield fold("What happened", self.problem, opened=not drawn)
+        if self.predictions:
+            yield predictions_table(exercise, self.predictions)
+        if self.printed and verdict.shown:
+            yield fold(f"What the ranks printed, with {verdict.shown.case.label}", self.printed)
+        for said in filter(None, (self.suggestion, self.note)):
+            yield paragraph(said)
+        if picture:
+            text = f"  {picture.caption}\n  {self.saved}" if self.saved else ""
+            yield Block(text, paragraph(picture.caption).html)
 
-    __repr__ = __str__  # in a notebook, beside the HTML
+    @property
+    def card(self) -> Card:
+        return Card(f"{self.verdict.exercise.function}: {self.points}", list(self._blocks()))
+
+    def __str__(self) -> str:
+        return str(self.card)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        verdict = self.verdict
-        exercise, mistake = verdict.exercise, verdict.misconception
-        title = (
-            f'<strong class="p101g-title">{escape(exercise.number)} · '
-            f"{escape(exercise.title)}</strong>"
-        )
-        parts = [
-            (
-                f'<div class="p101g-head">{title}<span '
-                f'class="p101g-points">{self.points}</span></div><p>{escape(self.summary)}</p>'
-            )
-        ]
-        if not verdict.not_written:
-            parts.append(_findings(verdict))
-        if mistake:
-            name = f"<strong>{escape(capital(mistake.name))}.</strong>"
-            parts.append(
-                f'<div class="p101g-mistake" role="note">{name} {escape(mistake.says)}</div>'
-            )
-        if self.problem:
-            # the picture shows it
-            deadlock = self.picture is not None and isinstance(
-                self.picture.trial.error, DeadlockError
-            )
-            parts.append(_fold("What happened", self.problem, opened=not deadlock))
-        if self.predictions:
-            parts.append(self.predictions.table())
-        if self.printed and verdict.shown:
-            parts.append(
-                _fold(f"What the ranks printed, with {verdict.shown.case.label}", self.printed)
-            )
-        if self.suggestion:
-            parts.append(f"<p>{escape(self.suggestion)}</p>")
-        if self.note:
-            parts.append(f'<p class="p101g-soft">{escape(self.note)}</p>')
-        if self.picture:
-            parts.append(f'<p class="p101g-soft">{escape(self.picture.caption)}</p>')
-        html = card(f"{exercise.function}: {self.points}", "".join(parts))
-        return html + (self.picture.scene.html() if self.picture else "")
+        return self.card._repr_html_() + (self.picture.scene.html() if self.picture else "")
 
 
-def _points(finding: Finding) -> str:
-    """Return the points of a finding: "2.5 of 5"; "" in optional practice."""
-    return f"{number(finding.points)} of {number(finding.out_of)}" if finding.out_of else ""
-
-
-def _findings(verdict: ExerciseVerdict) -> str:
-    rows = []
-    for finding in verdict.findings:
+def _findings(findings: Sequence[Finding]) -> Block:
+    lines, rows = [], []
+    for finding in findings:
         state, mark = ("holds", "✓") if finding.passed else ("fails", "✗")
-        message = (
-            f'<div class="p101g-soft">{escape(finding.message)}</div>' if finding.message else ""
-        )
+        points = f"{number(finding.points)} of {number(finding.out_of)}" if finding.out_of else ""
+        lines += [
+            _line(f"  {mark} {finding.kind:<8} {finding.says}", points).rstrip(),
+            *_wrapped(finding.message, 13),
+        ]
+        message = f'<div class="p101g-soft">{escape(finding.message)}</div>'
         rows.append(
-            f'<tr><td class="p101g-{state}"><span '
-            f'aria-hidden="true">{mark}</span>{_unseen(state)}</td><td>{finding.kind}</td>'
-            f'<td class="p101g-wide">{escape(finding.says)}{message}</td>'
-            f'<td class="p101g-number">{_points(finding)}</td></tr>'
+            f'<td class="p101g-{state}"><span aria-hidden="true">{mark}</span>{_unseen(state)}</td>'
+            f'<td>{finding.kind}</td><td class="p101g-wide">{escape(finding.says)}'
+            f'{message * bool(finding.message)}</td><td class="p101g-number">{points}</td>'
         )
-    head = "".join(
-        f"<th>{_unseen(text)}</th>" for text in ("verdict", "kind", "property", "points")
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    heads = [_unseen(text) for text in ("verdict", "kind", "property", "points")]
+    return Block("\n".join(lines), table(heads, rows))
 
 
-# ---- predictions ----
+# ---- predictions and hints ----
 
 
 class Prediction(NamedTuple):
     """A question, and the answers to it."""
 
-    name: str
-    ask: str
-    unit: str
+    question: Question
     said: Any  # None: nothing was predicted. Then what was measured is not shown
     measured: Any  # None: the function does not run yet
 
@@ -223,86 +199,52 @@ class Prediction(NamedTuple):
             return abs(self.said - self.measured) <= 1e-9 * abs(self.measured)
         return str(self.said).strip().casefold() == str(self.measured).strip().casefold()
 
-    def answers(self, exercise: Exercise) -> tuple[str, ...]:
-        """Return what the learner said and what the run shows; or how to predict it."""
-        if self.said is None:
-            return (f"predict({set_name(Path(exercise.path))}.{exercise.function}, {self.name}=…)",)
-        if self.measured is None:
-            return self._with_unit(self.said), "it ended early"
-        return self._with_unit(
-            self.said
-        ), f"{self._with_unit(self.measured)} {'✓' if self.agrees else '≠'}"
+    @property
+    def answers(self) -> tuple[str, str]:
+        """What the learner said, and what the run shows."""
+        ended = "it ended early"
+        mark = "✓" if self.agrees else "≠"
+        run = ended if self.measured is None else f"{self._with_unit(self.measured)} {mark}"
+        return self._with_unit(self.said), run
 
     def _with_unit(self, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return str(value)
-        return (
-            f"{number(value)} {self.unit.removesuffix('s') if value == 1 else self.unit}".rstrip()
-        )
+        unit = self.question.unit
+        return f"{number(value)} {unit.removesuffix('s') if value == 1 else unit}".rstrip()
 
 
-@dataclass
-class Predictions:
-    """The questions of an exercise, each with what the learner said and what the run shows."""
-
-    exercise: Exercise
-    questions: Sequence[Prediction]
-
-    def __str__(self) -> str:
-        lines = []
-        for question in self.questions:
-            said, *run = question.answers(self.exercise)
-            lines.append(
-                f"{question.ask}\n  "
-                + (f"you said: {said} · your run: {run[0]}" if run else f"predict first: {said}")
+def predictions_table(exercise: Exercise, predictions: Sequence[Prediction]) -> Block:
+    """Return the questions, each with what the learner said and what the run shows."""
+    if not predictions:
+        return paragraph(f"{exercise.function} asks for no prediction.")
+    lines, rows = [], []
+    for prediction in predictions:
+        ask = prediction.question.ask
+        if prediction.said is None:
+            name = f"{set_name(Path(exercise.path))}.{exercise.function}"
+            call = f"predict({name}, {prediction.question.name}=…)"
+            answer, cells = (
+                f"predict first: {call}",
+                f'<td colspan="2"><code>{escape(call)}</code></td>',
             )
-        return "\n".join(lines) if lines else f"{self.exercise.function} asks for no prediction."
-
-    __repr__ = __str__
-
-    def table(self) -> str:
-        """Return the predictions as an HTML table."""
-        rows = []
-        for question in self.questions:
-            said, *run = question.answers(self.exercise)
-            cells = (
-                f"<td>{escape(said)}</td><td>{escape(run[0])}</td>"
-                if run
-                else f'<td colspan="2"><code>{escape(said)}</code></td>'
-            )
-            rows.append(f'<tr><td class="p101g-wide">{escape(question.ask)}</td>{cells}</tr>')
-        head = "".join(f"<th>{text}</th>" for text in ("Predicted", "you said", "your run"))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-    def _repr_html_(self) -> str:
-        return card(
-            f"{self.exercise.function}: predictions",
-            self.table() if self.questions else escape(str(self)),
-        )
+        else:
+            said, run = prediction.answers
+            answer = f"you said: {said} · your run: {run}"
+            cells = f"<td>{escape(said)}</td><td>{escape(run)}</td>"
+        lines.append(f"  {ask}\n    {answer}")
+        rows.append(f'<td class="p101g-wide">{escape(ask)}</td>{cells}')
+    return Block("\n".join(lines), table(("Predicted", "you said", "your run"), rows))
 
 
-@dataclass
-class Hints:
-    """The first `rung` of an exercise's hints."""
-
-    exercise: Exercise
-    rung: int
-
-    def __str__(self) -> str:
-        total = len(self.exercise.hints)
-        lines = [
-            f"Hint {i} of {total}: {text}"
-            for i, text in enumerate(self.exercise.hints[: self.rung], 1)
-        ]
-        return "\n".join(lines) if lines else f"{self.exercise.function} has no hints."
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return card(
-            f"{self.exercise.function}: hints",
-            "".join(f"<p>{escape(line)}</p>" for line in str(self).splitlines()),
-        )
+def hints_card(exercise: Exercise, rung: int) -> Card:
+    """Return the first `rung` of an exercise's hints."""
+    total = len(exercise.hints)
+    hints = [
+        f"Hint {i} of {total}: {text}" for i, text in enumerate(exercise.hints[:rung], start=1)
+    ]
+    said = [paragraph(line) for line in hints or [f"{exercise.function} has no hints."]]
+    return Card(f"{exercise.function}: hints", said)
 
 
 # ---- pieces ----
@@ -332,6 +274,26 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def paragraph(text: str, look: str = ' class="p101g-soft"') -> Block:
+    return Block("\n".join(_wrapped(text, 2)), f"<p{look}>{escape(text)}</p>")
+
+
+def fold(title: str, text: str, opened: bool = True) -> Block:
+    """Return a block of text as it is, which a notebook can fold."""
+    summary = f"<summary>{escape(title)}</summary>"
+    return Block(
+        f"  {title}:\n{textwrap.indent(text, '    ')}",
+        f"<details{' open' * opened}>{summary}<pre>{escape(text)}</pre></details>",
+    )
+
+
+def table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    """Return an HTML table. The heads and the rows, which consist of cells, are HTML."""
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
 def _line(left: str, right: str) -> str:
     return f"{left:<{WIDTH - len(right) - 1}} {right}"
 
@@ -347,16 +309,6 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 def _unseen(text: str) -> str:
     return f'<span class="p101g-unseen">{text}</span>'
-
-
-def _fold(title: str, text: str, opened: bool = True) -> str:
-    summary = f"<summary>{escape(title)}</summary>"
-    return f"<details{' open' * opened}>{summary}<pre>{escape(text)}</pre></details>"
-
-
-def card(label: str, body: str) -> str:
-    """Return a box in the colours of its page, whatever they are."""
-    return f'{STYLE}<section class="p101g" aria-label="{escape(label)}">{body}</section>'
 
 
 # Text and background are the page's own. Selectors with the name twice win over JupyterLab's, which

@@ -12,54 +12,34 @@ It is one HTML file that works offline. There are no predictions in it: a learne
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from parallel101.laboratory.grade.exercise import Exercise
-from parallel101.laboratory.grade.exercise_report import ExerciseReport, capital, number
-from parallel101.laboratory.grade.grading import ExerciseVerdict, grade_on, run_cases
+from parallel101.laboratory.grade.exercise_report import ExerciseReport, capital, number, table
 from parallel101.laboratory.grade.homework import HomeworkSet
-from parallel101.laboratory.grade.picture import SHOWN_SECONDS, draw
-from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 from parallel101.laboratory.publish.offline_page import offline_html
 
 
-class Feedback:
-    """Grades the exercises of one submission, and keeps what its page shows."""
+def write_page(
+    path: Path,
+    homework: HomeworkSet,
+    result: dict[str, Any],
+    reports: Mapping[str, ExerciseReport],
+) -> None:
+    """Write the page of a graded submission: all of it, or nothing.
 
-    def __init__(self) -> None:
-        self.reports: dict[str, str] = {}  # by function, as HTML
-
-    def grade(self, exercise: Exercise, submission: Submission, seed: str) -> ExerciseVerdict:
-        """Return the verdict on one exercise. Its run is drawn for the page."""
-        watched = None
-        with SubmissionRanks(exercise, submission) as ranks:
-            verdict = grade_on(ranks, seed)
-            if exercise.watch is not None and not verdict.not_written:
-                until = time.monotonic() + SHOWN_SECONDS
-                (watched,) = run_cases(ranks, [exercise.watch()], until)
-        report = ExerciseReport(verdict, submission.path.name)
-        if not verdict.not_written:
-            with suppress(Exception):  # a picture that can't be drawn costs no points
-                report.picture = draw(verdict, watched)
-        self.reports[exercise.function] = report._repr_html_()
-        return verdict
-
-    def write(self, path: Path, homework: HomeworkSet, result: dict[str, Any]) -> None:
-        """Write the page of a graded submission: all of it, or nothing.
-
-        A full disk costs the page and no points. It is written when the class is graded again.
-        """
-        partial = path.with_name(f".{path.name}.part")
-        page = feedback_page(title(homework), result, self.reports)
-        # a name may have characters that UTF-8 lacks
-        with suppress(OSError):
-            partial.write_text(page, encoding="utf-8", errors="replace")
-            partial.replace(path)
+    A full disk costs the page and no points. It is written when the class is graded again.
+    """
+    partial = path.with_name(f".{path.name}.part")
+    shown = {function: report._repr_html_() for function, report in reports.items()}
+    # a name may have characters that UTF-8 lacks
+    with suppress(OSError):
+        page = feedback_page(title(homework), result, shown)
+        partial.write_text(page, encoding="utf-8", errors="replace")
+        partial.replace(path)
 
 
 def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]) -> str:
@@ -73,11 +53,7 @@ def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]
     student, total = str(result["student"]), f"{number(result['points'])} of {result['out_of']:g}"
     said = result["note"] if reports else result["exercises"][0]["problem"]
     problem = f"<p>{escape(said)}</p>" if said else ""
-    head = "".join(
-        f"<th{kind}>{text}</th>"
-        for text, kind in (("", ""), ("Exercise", ""), ("Points", ' class="number"'), ("", ""))
-    )
-    rows = "".join(_row(entry, linked=bool(reports)) for entry in result["exercises"])
+    rows = [_row(entry, linked=bool(reports)) for entry in result["exercises"]]
     body = "".join(
         f'<section id="{name}" style="margin-top: 40px">{html}</section>'
         for name, html in reports.items()
@@ -85,8 +61,7 @@ def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]
     return offline_html(
         f"{title}: {student}",
         f"<main><h1>{escape(title)}</h1><p>{escape(student)}: <b>{total} points</b></p>"
-        f"{problem}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        f"{body}</main>",
+        f"{problem}{table(('', 'Exercise', 'Points', ''), rows)}{body}</main>",
     )
 
 
@@ -98,9 +73,9 @@ def _row(entry: dict[str, Any], linked: bool) -> str:
     if linked:
         name = f'<a href="#{entry["function"]}">{name}</a>'
     return (
-        f"<tr><td>{escape(entry['number'])}</td><td>{name}</td>"
+        f"<td>{escape(entry['number'])}</td><td>{name}</td>"
         f'<td class="number">{points}</td>'
-        f"<td>{escape(capital(': '.join(part for part in why if part)))}</td></tr>"
+        f"<td>{escape(capital(': '.join(part for part in why if part)))}</td>"
     )
 
 

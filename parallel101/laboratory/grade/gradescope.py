@@ -5,10 +5,9 @@ result ──▶ results.json: a test for each exercise, with its points and wha
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from parallel101.laboratory.grade.submissions import Result, write_json
+from parallel101.laboratory.grade.submissions import Result
 
 
 def gradescope_results(result: Result) -> dict[str, Any]:
@@ -39,27 +38,5 @@ def _test(entry: dict[str, Any]) -> dict[str, Any]:
 
 def exercise_text(entry: dict[str, Any]) -> str:
     """Return the text about one exercise that the learner gets."""
-    lines = []
-    if entry["problem"]:
-        lines.append(entry["problem"])
-    elif not entry["graded"]:
-        lines.append("not graded: the time for all exercises was over before")
-    if not entry["not_written"]:
-        for finding in entry["findings"]:
-            mark = "✓" if finding["passed"] else "✗"
-            points = f" ({finding['points']:g} of {finding['out_of']:g})" * bool(entry["out_of"])
-            lines.append(f"{mark} {finding['kind']}: {finding['says']}{points}")
-            if finding["message"]:
-                lines.append(f"  {finding['message']}")
-    if entry["misconception"]:
-        name, says = entry["misconception"]["name"], entry["misconception"]["says"]
-        lines.append(f"{name[0].upper()}{name[1:]}. {says}")
-    return "\n".join(lines)
-
-
-def write_gradescope(path: Path, result: Result) -> None:
-    """Write results.json, always whole.
-
-    If a time limit ends the grader, the last complete file remains.
-    """
-    write_json(path, gradescope_results(result))
+    ended = "not graded: the time for all exercises was over before"
+    return entry["text"] or f"{entry['number']} · {entry['title']}: {entry['problem'] or ended}"

@@ -9,18 +9,19 @@ from __future__ import annotations
 import ast
 import hashlib
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from parallel101.laboratory.grade.exercise import Case, Exercise, Trial
-from parallel101.laboratory.grade.exercise_report import ExerciseReport, Prediction, Predictions
-from parallel101.laboratory.grade.grading import ExerciseVerdict, grade_on, run_cases
+from parallel101.laboratory.grade.exercise_report import ExerciseReport, Prediction
+from parallel101.laboratory.grade.grading import PUBLIC_SEED, ExerciseVerdict, grade_on, run_cases
+from parallel101.laboratory.grade.handed_in import read
 from parallel101.laboratory.grade.homework import HomeworkSet, Progress, set_name
-from parallel101.laboratory.grade.picture import SHOWN_SECONDS, draw
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
-from parallel101.laboratory.grade.submissions import read
 
+SHOWN_SECONDS = 20.0  # of wall time, for the runs that are only shown
 FAILURES = 2  # of different versions of the code, before a hint is suggested
 
 
@@ -38,15 +39,9 @@ def check_file(
     """
     submission = submission or read(homework.code, homework)
     progress = Progress(homework.folder)
-    with SubmissionRanks(exercise, submission) as ranks:
-        verdict = grade_on(ranks)
-        report = ExerciseReport(verdict, homework.code.name, note)
-        watched_trial = None
-        if not verdict.cut_short:
-            watched = exercise.watch() if exercise.watch is not None else None
-            report.predictions, watched_trial = predicted(ranks, progress, watched)
+    report = report_on(exercise, submission, progress=progress)
+    report.note, verdict = note, report.verdict
     if not verdict.not_written:
-        report.picture = draw(verdict, watched_trial)
         report.saved = _save(report, progress)
     others = {other.function for other in homework.exercises} - {exercise.function}
     report.suggestion = suggestion(verdict, progress, version(submission.source, others))
@@ -58,6 +53,32 @@ def check_file(
         checks=progress.get(exercise.function, "checks", 0) + 1,
         checked=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
+    return report
+
+
+def report_on(
+    exercise: Exercise,
+    submission: Submission,
+    seed: str = PUBLIC_SEED,
+    progress: Progress | None = None,
+    drawn: bool = True,
+) -> ExerciseReport:
+    """Grade one exercise of a submission, and draw a run of it.
+
+    With the learner's `progress`, the predictions in it are shown next to what was measured.
+    """
+    watched = None
+    with SubmissionRanks(exercise, submission) as ranks:
+        report = ExerciseReport(grade_on(ranks, seed), submission.path.name)
+        if drawn and not report.verdict.cut_short:
+            case = exercise.watch() if exercise.watch is not None else None
+            shown, watched = predicted(ranks, progress, case)
+            report.predictions = shown if progress else ()
+    if drawn and not report.verdict.not_written:
+        from parallel101.laboratory.grade.picture import draw  # loads all that draws
+
+        with suppress(Exception):  # a picture that can't be drawn costs no points
+            report.picture = draw(report.verdict, watched)
     return report
 
 
@@ -100,14 +121,14 @@ def version(source: str, others: set[str]) -> str:
 
 
 def predicted(
-    ranks: SubmissionRanks, progress: Progress, watched: Case | None = None
-) -> tuple[Predictions | None, Trial | None]:
+    ranks: SubmissionRanks, progress: Progress | None, watched: Case | None = None
+) -> tuple[list[Prediction], Trial | None]:
     """Return the learner's predictions next to what the run shows.
 
     Nothing is measured that was not predicted. Also runs the case `watched`.
     """
     exercise = ranks.exercise
-    said = progress.get(exercise.function, "predictions", {})
+    said = progress.get(exercise.function, "predictions", {}) if progress else {}
     asked = {
         question.name: question.case() for question in exercise.questions if question.name in said
     }
@@ -119,12 +140,8 @@ def predicted(
     for question in exercise.questions:
         trial = ran.get(id(asked.get(question.name)))
         measured = question.measured(trial) if trial is not None and trial.error is None else None
-        found.append(
-            Prediction(
-                question.name, question.ask, question.unit, said.get(question.name), measured
-            )
-        )
-    return Predictions(exercise, found) if found else None, ran.get(id(watched))
+        found.append(Prediction(question, said.get(question.name), measured))
+    return found, ran.get(id(watched))
 
 
 def record_prediction(exercise: Exercise, progress: Progress, answers: dict[str, Any]) -> None:

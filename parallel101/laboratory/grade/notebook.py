@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.laboratory.grade.exercise import Exercise, find
-from parallel101.laboratory.grade.exercise_report import Hints
+from parallel101.laboratory.grade.exercise_report import Card, hints_card, predictions_table
+from parallel101.laboratory.grade.handed_in import read
 from parallel101.laboratory.grade.homework import HomeworkSet, Progress, find_sets
 from parallel101.laboratory.grade.learner import check_file, predicted, record_prediction
 from parallel101.laboratory.grade.remote import SubmissionRanks, preload_for
-from parallel101.laboratory.grade.submissions import read
 from parallel101.laboratory.record.ipython import in_notebook
 
 
@@ -52,7 +52,7 @@ def hint(function: Callable[..., Any]) -> None:
     progress = Progress(homework.folder)
     rung = min(progress.get(exercise.function, "hints", 0) + 1, len(exercise.hints))
     progress.note(exercise.function, hints=rung, failed=[])
-    _show(Hints(exercise, rung))
+    _show(hints_card(exercise, rung))
 
 
 def predict(function: Callable[..., Any], **answers: Any) -> None:
@@ -74,7 +74,8 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
     record_prediction(exercise, progress, answers)
     with SubmissionRanks(exercise, read(homework.code, homework)) as ranks:
         shown, _ = predicted(ranks, progress)
-    _show(shown if shown is not None else f"{exercise.function} asks for no prediction.")
+    table = predictions_table(exercise, shown)
+    _show(Card(f"{exercise.function}: predictions", [table]))
 
 
 def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:

@@ -21,8 +21,6 @@ from parallel101.laboratory.viz.lanes import lanes_scene
 from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
 from parallel101.laboratory.viz.scene import Scene
 
-SHOWN_SECONDS = 20.0  # of wall time, for the runs that are only shown
-
 
 class Picture(NamedTuple):
     """A picture, and the run that it shows.

@@ -6,7 +6,6 @@ terminal, and no traceback.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from parallel101.laboratory.grade.exercise import find
 from parallel101.laboratory.grade.homework import find_sets, in_order
 from parallel101.laboratory.grade.learner import check_file
-from parallel101.laboratory.grade.table import ExerciseRow, next_to_do, row, table
+from parallel101.laboratory.grade.table import next_to_do, row, table
 
 
 class VerdictFailed(Exception):
@@ -28,10 +27,8 @@ class ExerciseItem(pytest.Item):
     def runtest(self) -> None:
         (homework,) = find_sets(self.path)
         report = check_file(find(homework.exercises, self.name), homework)
-        file = os.path.relpath(homework.code, self.config.invocation_params.dir)
-        self.user_properties.append(
-            ("parallel101", row(report, homework.folder.name, file)._asdict())
-        )
+        shown = row(report, homework, self.config.invocation_params.dir)
+        self.user_properties.append(("parallel101", shown))
         if report.verdict.not_written and report.verdict.exercise.practice:
             pytest.skip("optional practice, not written yet")
         if not report.verdict.passed:
@@ -65,13 +62,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome in ("passed", "failed", "skipped")
         for report in terminalreporter.stats.get(outcome, [])
     ]
-    found = [
-        ExerciseRow(**value)
+    rows = [
+        value
         for report in reports
         for name, value in report.user_properties
         if name == "parallel101"
     ]
-    if found:
+    if rows:
         terminalreporter.section("homework")
-        rows = sorted(found, key=lambda r: (r.set, in_order(r.number)))
+        rows.sort(key=lambda r: (r["set"], in_order(r["number"])))
         terminalreporter.write_line(f"{table(rows)}\n\n{next_to_do(rows)}")

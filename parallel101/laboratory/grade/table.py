@@ -11,94 +11,54 @@ hw1_moving                                                    5 of 20 points
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 from parallel101.laboratory.grade.exercise_report import ExerciseReport, number
-from parallel101.laboratory.record.errors import DeadlockError
+from parallel101.laboratory.grade.homework import HomeworkSet
+from parallel101.laboratory.grade.submissions import exercise_result
+
+Row = dict[str, Any]  # a result, with its set, the learner's file and the picture
 
 
-class ExerciseRow(NamedTuple):
-    """One exercise of one set, as the table shows it. All of it can be written as JSON."""
-
-    set: str
-    number: str
-    title: str
-    function: str
-    file: str
-    points: float
-    out_of: float
-    # in a few words: "not written yet", the misconception's name, or which properties fail; "" if
-    # everything holds
-    state: str
-    picture: str
+def row(report: ExerciseReport, homework: HomeworkSet, folder: Path) -> Row:
+    """Return the row of a report, with the learner's file as it is called from `folder`."""
+    return exercise_result(report.verdict) | {
+        "set": homework.folder.name,
+        "file": os.path.relpath(homework.code, folder),
+        "picture": str(report.saved or ""),
+    }
 
 
-def row(report: ExerciseReport, folder: str, file: str) -> ExerciseRow:
-    """Return the row of a report.
-
-    `folder` is the set's name, and `file` the learner's file, as the table is to show it.
-    """
-    verdict = report.verdict
-    exercise = verdict.exercise
-    picture = str(report.saved) if report.saved is not None else ""
-    return ExerciseRow(
-        folder,
-        exercise.number,
-        exercise.title,
-        exercise.function,
-        file,
-        verdict.points,
-        verdict.out_of,
-        _state(report),
-        picture,
-    )
+def _state(r: Row) -> str:
+    """Return what is missing in a few words: the mistake, or what fails; "" if all holds."""
+    return r["misconception"]["name"] if r["misconception"] else r["reason"]
 
 
-def _state(report: ExerciseReport) -> str:
-    verdict = report.verdict
-    error = verdict.shown.error if verdict.shown is not None else None
-    if verdict.passed:
-        return ""
-    if verdict.not_written:
-        return "not written yet"
-    if verdict.misconception is not None:
-        return verdict.misconception.name
-    if isinstance(error, DeadlockError):
-        return "deadlock"
-    if verdict.problem:
-        return verdict.problem.splitlines()[0]
-    return ", ".join(
-        dict.fromkeys(finding.kind for finding in verdict.findings if not finding.passed)
-    )
-
-
-def table(rows: Sequence[ExerciseRow]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, set by set."""
-    wide = max((len(r.title) for r in rows), default=0)
+    wide = max((len(r["title"]) for r in rows), default=0)
     lines = []
-    for name in dict.fromkeys(r.set for r in rows):
-        own = [r for r in rows if r.set == name]
-        lines += [
-            (
-                f"{name}: {number(sum(r.points for r in own))} of "
-                f"{number(sum(r.out_of for r in own))} points"
-            )
-        ]
+    for name in dict.fromkeys(r["set"] for r in rows):
+        own = [r for r in rows if r["set"] == name]
+        points, out_of = (number(sum(r[key] for r in own)) for key in ("points", "out_of"))
+        lines.append(f"{name}: {points} of {out_of} points")
         for r in own:
-            earned = f"{number(r.points)} of {number(r.out_of)}" if r.out_of else "practice"
-            mark = "✓" if not r.state else "✗" if r.out_of else "–"
-            lines.append(
-                (f"  {mark} {r.number:<4}{r.title:<{wide}}  {earned:>12}   {r.state}").rstrip()
-            )
-            lines += [f"        {r.picture}"] if r.picture and r.state else []
+            state, counts = _state(r), r["out_of"]
+            earned = f"{number(r['points'])} of {number(counts)}" if counts else "practice"
+            mark = "✓" if not state else "✗" if counts else "–"
+            line = f"  {mark} {r['number']:<4}{r['title']:<{wide}}  {earned:>12}   {state}"
+            lines.append(line.rstrip())
+            lines += [f"        {r['picture']}"] if r["picture"] and state else []
     return "\n".join(lines)
 
 
-def next_to_do(rows: Sequence[ExerciseRow]) -> str:
+def next_to_do(rows: Sequence[Row]) -> str:
     """Return what to look at next: the first exercise that lacks points, or the practice left."""
     for r in rows:
-        if r.points < r.out_of:
-            return f"Next: {r.number} · {r.title}. It is {r.function} in {r.file}."
-    left = [r.number for r in rows if r.state]
+        if r["points"] < r["out_of"]:
+            return f"Next: {r['number']} · {r['title']}. It is {r['function']} in {r['file']}."
+    left = [r["number"] for r in rows if _state(r)]
     return "Every exercise has full points." + f" Practice left: {', '.join(left)}." * bool(left)

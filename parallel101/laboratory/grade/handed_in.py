@@ -1,0 +1,176 @@
+"""Finds and reads what a learner handed in: a Python file or a notebook, or a folder with one."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallel101.laboratory.grade.homework import HomeworkSet
+from parallel101.laboratory.grade.notebook_functions import (
+    NoSubmission,
+    bound,
+    functions_in_notebook,
+)
+from parallel101.laboratory.grade.plain_text import plain, plain_name
+from parallel101.laboratory.grade.remote import Submission
+
+MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
+MOST_NOTEBOOK = 1 << 25  # of a notebook, which may have pictures
+MOST_FILES = 20  # that are read
+TESTS = ("test_", "conftest")
+NOT_HANDED_IN = "not handed in"
+
+
+def read(path: Path, homework: HomeworkSet) -> Submission:
+    """Return what was handed in: a Python file or a notebook, or a folder with one.
+
+    In a folder it is the first file that has one of the functions written: hw1.py, then hw1*.py,
+    hw1*.ipynb, and then any other. Messages call it by its file name, and quote its lines.
+
+    Raises NoSubmission, with what was expected.
+    """
+    try:
+        return _read(path, homework)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        why = getattr(error, "strerror", None) or str(error)
+        raise NoSubmission(f"{plain_name(path)} can't be read: {plain(why)}") from None
+
+
+def _read(path: Path, homework: HomeworkSet) -> Submission:
+    if path.is_symlink():
+        raise NoSubmission(f"{plain_name(path)} is a link; hand in the file or the folder itself")
+    wanted = [exercise.function for exercise in homework.exercises]
+    files = _files_in(path, homework.code)
+    programs: dict[Path, str] = {}
+    errors: dict[Path, Exception] = {}
+    for file in files:
+        try:
+            programs[file] = _program(file, path, homework)
+        except (NoSubmission, OSError, RuntimeError) as error:
+            errors[file] = error
+    written = {file: bound(program, wanted) for file, program in programs.items()}
+    chosen = next((file for file in programs if written[file]), files[0])
+    if chosen in errors:
+        raise errors[chosen]
+    name, text = plain_name(chosen), programs[chosen]
+    if not written[chosen] and len(files) > 1 and not name.startswith(homework.code.stem):
+        raise NoSubmission(
+            f"there is no {homework.code.name}, and none of {', '.join(map(plain_name, files))} "
+            f"defines one of {', '.join(wanted)}",
+            "wrong file name",
+        )
+    # None: not read from disk again
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    # a file with another name may be among other learners' files
+    own_folder = path.is_dir() or chosen.name == homework.code.name
+    note = "" if chosen == files[0] else f"{plain_name(files[0])} has none of the functions. "
+    for other in programs:
+        if more := written[other] - written[chosen]:
+            note += f"{plain_name(other)} has {', '.join(sorted(more))}, which isn't graded. "
+    return Submission(
+        Path(name),
+        text,
+        dict(_neighbours(chosen, path)) if own_folder else {},
+        homework.code.stem,
+        note and f"{name} is graded. {note.strip()}",
+    )
+
+
+def _program(file: Path, path: Path, homework: HomeworkSet) -> str:
+    """Return the text of a Python file, or the program in a notebook."""
+    name = plain_name(file)
+    _refuse_links(file, path)
+    most = MOST_SOURCE if file.suffix == ".py" else MOST_NOTEBOOK
+    if (size := file.stat().st_size) > most:
+        raise NoSubmission(f"{name} has {size:,} bytes; expected a program of at most {most:,}")
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # line endings of Windows become \n
+    except UnicodeDecodeError as error:
+        raise NoSubmission(
+            f"{name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from None
+    return functions_in_notebook(name, text, homework) if file.suffix == ".ipynb" else text
+
+
+def _refuse_links(file: Path, path: Path) -> None:
+    """Raise an error for a link that was handed in.
+
+    It could show the learner a file that only the grader may read, such as the secret seed.
+    """
+    handed_in = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    if not file.resolve().is_relative_to(handed_in):
+        raise NoSubmission(f"{plain_name(file)} is a link to another file; hand in the file itself")
+
+
+def _files_in(path: Path, code: Path) -> list[Path]:
+    """Return the files that may be the submission, the likeliest first.
+
+    Raises NoSubmission if there is none.
+    """
+    name = code.name
+    if not path.exists():
+        raise NoSubmission(
+            f"{plain(str(path))} does not exist; expected {name}, or a folder with it",
+            NOT_HANDED_IN,
+        )
+    if not path.is_dir():
+        if path.suffix not in (".py", ".ipynb") or not path.is_file():
+            raise NoSubmission(f"{plain_name(path)} is not a Python file; expected {name}")
+        return [path]
+    found = [
+        file
+        for file in path.rglob("*")
+        if file.suffix in (".py", ".ipynb")
+        and file.is_file()
+        and not any(part[0] == "." for part in file.relative_to(path).parts)
+        and not file.name.startswith(TESTS)
+    ]
+    if not found:
+        there = ", ".join(sorted(plain_name(file) for file in path.iterdir())[:8]) or "nothing"
+        raise NoSubmission(
+            f"there is no {name} in what was handed in; there is {there}", NOT_HANDED_IN
+        )
+    return sorted(
+        found,
+        key=lambda file: (
+            file.name != name,
+            not file.name.startswith(code.stem),
+            file.suffix == ".ipynb",
+            len(file.parts),
+            file,
+        ),
+    )[:MOST_FILES]
+
+
+def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, source) for other Python files beside the file, which it may import."""
+    left = MOST_SOURCE  # bytes of all of them
+    for other in sorted(file.parent.glob("*.py"))[:50]:
+        if other == file or other.name.startswith(TESTS):
+            continue
+        try:
+            _refuse_links(other, path if path.is_dir() else other)
+            # not a folder, nor a pipe, of which nobody would write the end
+            if other.is_file() and other.stat().st_size <= left:
+                source = other.read_text(encoding="utf-8-sig")
+                left -= len(source)
+                yield other.stem, source
+        except (OSError, RuntimeError, UnicodeDecodeError, NoSubmission):
+            continue
+
+
+def student(path: Path) -> str:
+    """Return the learner's name: the name of the file or folder."""
+    return plain_name(path.stem if path.is_file() else path.name)
+
+
+def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
+    """Return the submissions in a folder: Python files, notebooks and folders.
+
+    None if `path` is one submission itself.
+    """
+    if path.is_file() or not path.is_dir() or (path / homework.code.name).is_file():
+        return None
+    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    return [entry for entry in entries if entry.suffix in (".py", ".ipynb") or entry.is_dir()]
