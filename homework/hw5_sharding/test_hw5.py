@@ -20,7 +20,7 @@ from parallel101.laboratory.exercises.harness import (
     gradients_of,
     make_model,
 )
-from parallel101.laboratory.exercises.training_exercises import ended, measured
+from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close, difference
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -39,6 +39,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     bytes_sent,
     communicated,
+    ended,
     failed,
     received,
     right,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.harness import LEARNING_RATE, MOMENTUM
-from parallel101.laboratory.exercises.training_exercises import ended, measured
+from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -28,6 +28,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     bytes_sent,
     communicated,
+    ended,
     failed,
     right,
 )

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.harness import LEARNING_RATE, PeakBytes
-from parallel101.laboratory.exercises.training_exercises import ended, measured
+from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -26,7 +26,7 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, communicated
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, communicated, ended
 from parallel101.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2

@@ -26,7 +26,6 @@ from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     run_module,
     sends_at_most,
     sent_in,
-    wrong_trials,
 )
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
@@ -40,7 +39,7 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, value, wrong_trials
 
 
 def draw_weights(width: int, hidden: int, seed: int) -> list[Tensor]:

@@ -23,7 +23,6 @@ from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     ring,
     sends_at_most,
     sent_in,
-    wrong_trials,
 )
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -36,7 +35,7 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value, wrong_trials
 
 
 def run_vocabulary_loss(

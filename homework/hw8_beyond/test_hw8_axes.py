@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101 import Network
-from parallel101.laboratory.exercises.harness import BACKWARD, FORWARD, OptimizerSteps
+from parallel101.laboratory.exercises.harness import (
+    BACKWARD,
+    FORWARD,
+    OptimizerSteps,
+    backward_takes,
+)
 from parallel101.laboratory.exercises.mesh_exercises import (
     AXES,
     CUT,
@@ -83,20 +88,6 @@ class Summed(torch.autograd.Function):
         return total, None, None
 
 
-class BackwardTakesTime(torch.autograd.Function):
-    """In the record, the backward of the block is a span."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        with span("backward"):
-            compute(BACKWARD)
-        return gradients[0]
-
-
 class Block(nn.Module):
     """One rank's part of the model, or the whole of it if there are no groups."""
 
@@ -126,7 +117,7 @@ class Block(nn.Module):
         mean = y.mean(1, keepdim=True)
         if self.cp is not None:
             mean = Summed.apply(mean, self.cp, True) / self.cp.size()
-        return BackwardTakesTime.apply(y + mean)
+        return backward_takes(BACKWARD, y + mean)
 
 
 def groups_of(sizes: dict[str, int]) -> dict[str, Any]:

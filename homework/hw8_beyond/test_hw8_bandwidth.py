@@ -17,7 +17,6 @@ from torch import Tensor
 
 from parallel101 import Network
 from parallel101.laboratory.exercises.harness import clock_seconds
-from parallel101.laboratory.exercises.training_exercises import ended
 from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -29,7 +28,7 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, RING_FACTOR
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, RING_FACTOR, ended
 from parallel101.spans import compute, span
 
 LAUNCH, SET_UP = 1e-9, 5e-3  # seconds of each call, and of the first one

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from parallel101.laboratory.exercises.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
 from parallel101.laboratory.exercises.attention_exercises import unpacked
-from parallel101.laboratory.exercises.tensor_parallel_exercises import wrong_trials
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
@@ -27,6 +26,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     failed,
     right,
     value,
+    wrong_trials,
 )
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.laboratory.exercises.tensor_parallel_exercises import (
-    graph_cut,
-    is_close,
-    wrong_trials,
-)
+from parallel101.laboratory.exercises.tensor_parallel_exercises import graph_cut, is_close
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -32,6 +28,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     failed,
     right,
     value,
+    wrong_trials,
 )
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.sim.network import Network

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from parallel101.laboratory.exercises.bug_hunt import CAUSES, Hunt, hunt
-from parallel101.laboratory.exercises.training_exercises import ended
 from parallel101.laboratory.grade.exercise import (
     Case,
     Check,
@@ -20,6 +19,7 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
+from parallel101.laboratory.grade.exercise_checks import ended
 from parallel101.laboratory.record.errors import DeadlockError
 
 PLACES = ("rank", "line", "cause")

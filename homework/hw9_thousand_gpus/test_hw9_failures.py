@@ -19,7 +19,6 @@ from parallel101.laboratory.exercises.estimate_exercises import (
     numbers,
     off_by,
 )
-from parallel101.laboratory.exercises.training_exercises import ended
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
@@ -28,6 +27,7 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
+from parallel101.laboratory.grade.exercise_checks import ended
 
 # ---- 25d ----
 

@@ -17,7 +17,7 @@ from bs4 import BeautifulSoup
 import parallel101 as p101
 from parallel101 import check, cli, hint, predict
 from parallel101.laboratory.grade.homework import Progress, find_sets
-from parallel101.laboratory.grade.learner import check_file, suggestion, version
+from parallel101.laboratory.grade.learner import check_file, suggestion
 from parallel101.laboratory.grade.notebook import _prepare
 from parallel101.laboratory.grade.remote import imported_modules
 from parallel101.laboratory.ranks.processes import start_method
@@ -271,9 +271,6 @@ def test_a_hint_is_suggested_after_two_versions_that_fail(homework):
     assert not suggests(failed, "f") and not suggests(failed, "g")  # there is none left
     failed.suggestion = "Stuck?"
     assert "Stuck?" in failed._repr_html_()
-    one, other = "def f(): 1\ndef g(): 2", "def f(): 1\n\ndef g(): 3"
-    assert version(one, {"g"}) == version(other, {"g"}) != version(other, {"f"})
-    assert version("def f(:", set()) != version("def g(:", set())
 
 
 @pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
@@ -299,7 +296,7 @@ def test_what_is_tolerated_is_said_and_what_ended_a_run_is_said_once(homework):
     said = str(graded(homework, HEAD + "    return x[rank + 99]\n"))
     assert said.count("IndexError") == 3 and "did not end" not in said
     said = str(graded(homework, HEAD.replace("rank, n", "rank, n = 1, 2\n    return x[")))
-    assert said.count("SyntaxError") == 2 and "in 0.0 s" in said and "did not end" not in said
+    assert said.count("SyntaxError") == 2 and "did not end" not in said
 
 
 def test_a_traceback_has_the_learners_own_lines_only(homework):
@@ -314,9 +311,3 @@ def test_a_large_result_is_not_printed(homework):
         homework, RIGHT.replace("    return y", "    y.view(-1)[7:8] += 1\n    return y")
     )
     assert "element [3, 1]: " in " ".join(str(report).split())
-
-
-def test_a_picture_does_not_say_right_beside_a_failed_value(homework):
-    report = graded(homework, RIGHT.replace("    return y", "    return y if n != 3 else x * 2"))
-    assert "✗ value" in str(report) and "values are right" not in str(report)
-    assert "Not right yet is the one with 3 ranks" in str(report)

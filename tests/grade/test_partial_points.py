@@ -12,7 +12,6 @@ from parallel101.laboratory.grade.compared_values import difference
 from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Trial
 from parallel101.laboratory.grade.exercise_report import ExerciseReport
 from parallel101.laboratory.grade.grading import judge, run_cases
-from parallel101.laboratory.grade.picture import Picture
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 from parallel101.laboratory.record.trace import Trace
 from tests.grade.test_relay import DECLARATION
@@ -94,13 +93,6 @@ def test_two_numbers_that_look_the_same_are_told_apart():
     assert "(a difference of 1e-08)" in difference(several + torch.tensor([1e-8, 0]), several)
     assert "(a difference of " in difference(several[:1] + 1e-8, several[:1])
     assert difference(several[:1], several[1:]) == "1; expected 2"
-
-
-def test_a_picture_of_values_that_lost_points_does_not_call_them_right():
-    verdict = judge(exercise(half), [replace(trial(False), trace=Trace((), 2, "sim"))])
-    assert verdict.shown is not None and verdict.points_lost("value")
-    picture = Picture(None, verdict.shown, verdict.shown)
-    assert "right" not in picture.caption
 
 
 def test_a_function_that_only_computes_is_not_said_to_have_ranks():

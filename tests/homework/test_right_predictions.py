@@ -40,5 +40,5 @@ def test_a_right_prediction_agrees_with_the_run(function, name, said):
     question = next(question for question in exercise.questions if question.name == name)
     with SubmissionRanks(exercise, reference(function)) as ranks:
         (trial,) = run_cases(ranks, [question.case()], time.monotonic() + 30)
-    found = Prediction(name, question.ask, question.unit, said, question.measured(trial))
+    found = Prediction(question, said, question.measured(trial))
     assert found.agrees, found

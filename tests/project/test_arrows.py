@@ -53,7 +53,7 @@ MAY_IMPORT = {
     # the same, at each move of a slider
     "viz.explore.collective_explorer": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
     "viz.node_links": {"cost", "record"},  # draws the figures of hardware.py
-    "grade": {"analysis", "record", "ranks", "sim"},
+    "grade": {"record", "ranks", "sim"},
     "grade.picture": {"record", "viz"},
     "grade.feedback": {"publish"},  # its page
     "exercises": {"grade", "record", "sim"},

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from parallel101.laboratory.grade.compared_values import difference, same
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.laboratory.grade.exercise_checks import communicated, failed, right
+from parallel101.laboratory.grade.exercise_checks import (
+    all_show,
+    at_most,
+    communicated,
+    failed,
+    on_ranks,
+    right,
+)
 from parallel101.spans import compute, span, wait_span
 
 PARTS = ("y", "the gradient of x")
@@ -88,16 +95,14 @@ def bytes_in_total(says: str) -> Check:
 
     They may send case.facts["bytes"], and 64 more for each rank.
     """
-
-    def wrong(trial: Trial) -> str | None:
-        sent, most = total(trial), trial.case.facts["bytes"]
-        return (
-            f"the ranks sent {sent} bytes; {most} are enough"
-            if sent > most + 64 * trial.world_size
-            else None
-        )
-
-    return Check("bytes", says, wrong)
+    return at_most(
+        "bytes",
+        says,
+        total,
+        lambda case: case.facts["bytes"],
+        "the ranks sent {found} bytes; {most} are enough",
+        lambda case: 64 * case.world_size,
+    )
 
 
 def least_received(case: Case) -> Sequence[int]:
@@ -113,15 +118,11 @@ def wrong_parts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, int, int, Any]
 
     Only runs that ended without an error are looked at.
     """
-    for trial in trials:
-        if trial.error is None:
-            for rank, (found, expected) in enumerate(
-                zip(trial.results, trial.case.expected, strict=True)
-            ):
-                if isinstance(found, tuple | list) and expected != REFUSED:
-                    for part in range(2):
-                        if not same(found[part], expected[part]):
-                            yield trial, rank, part, found[part]
+    for trial, rank in on_ranks(trial for trial in trials if trial.error is None):
+        found, expected = trial.results[rank], trial.case.expected[rank]
+        for part in () if REFUSED in (found, expected) else range(2):
+            if not same(found[part], expected[part]):
+                yield trial, rank, part, found[part]
 
 
 def gives(name: str) -> Callable[[Sequence[Trial]], bool]:
@@ -129,28 +130,19 @@ def gives(name: str) -> Callable[[Sequence[Trial]], bool]:
 
     case.facts[name] has, by rank, the possible values of y and those of the gradient.
     """
-
-    def seen(trials: Sequence[Trial]) -> bool:
-        wrong = list(wrong_parts(trials))
-        return bool(wrong) and all(
-            any(same(found, value) for value in trial.case.facts[name][rank][part])
-            for trial, rank, part, found in wrong
-        )
-
-    return seen
-
-
-def no_gradient(trials: Sequence[Trial]) -> bool:
-    """Return whether y is right everywhere, and has no backward on any rank."""
-    wrong = list(wrong_parts(trials))
-    return bool(wrong) and all(part == 1 and found is None for _, _, part, found in wrong)
+    return lambda trials: all_show(
+        wrong_parts(trials),
+        lambda trial, rank, part, found: any(
+            same(found, value) for value in trial.case.facts[name][rank][part]
+        ),
+    )
 
 
 def shares_memory(trials: Sequence[Trial]) -> bool:
     """Return whether all values are right, but some y has the memory of its x."""
     values_right = not any(True for _ in wrong_parts(trials))
     return values_right and any(
-        isinstance(found, tuple | list) and found[2:] and not found[2]
+        found != REFUSED and not found[2]
         for trial in trials
         if trial.error is None
         for found in trial.results
@@ -173,7 +165,9 @@ AUTOGRAD_NOT_TOLD = Misconception(
         "y is right, but it has no backward: autograd does not record what messages do. x gets no "
         "gradient."
     ),
-    no_gradient,
+    lambda trials: all_show(
+        wrong_parts(trials), lambda _trial, _rank, part, found: part == 1 and found is None
+    ),
 )
 RESULT_IS_ITS_INPUT = Misconception(
     "result shares memory with its input",

@@ -13,18 +13,24 @@ would give is computed too, so that they can be named.
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.exercises.tensor_parallel_exercises import is_close, wrong_trials
+from parallel101.laboratory.exercises.harness import PeakBytes
+from parallel101.laboratory.exercises.tensor_parallel_exercises import is_close
 from parallel101.laboratory.grade.exercise import Check, Draw, Trial
-from parallel101.laboratory.grade.exercise_checks import failed
+from parallel101.laboratory.grade.exercise_checks import (
+    all_show,
+    at_most,
+    failed,
+    on_ranks,
+    wrong_trials,
+)
 from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute, span
 
@@ -72,15 +78,14 @@ class AttentionBlocks:
     """The `attend` and `attend_backward` that the learner's code gets on a rank.
 
     On the virtual clock a block takes as long as it has pairs of a query and a key: a second for
-    the largest one, and 2.5 times as long backward. `peak` is the most bytes of other ranks'
-    tensors that were alive when one was computed.
+    the largest one, and 2.5 times as long backward. `counted` has the most bytes of other ranks'
+    tensors that were alive when one was computed, and the number of calls.
     """
 
     def __init__(self, sizes: Sequence[int], *own: Tensor):
         self.pairs = max(sizes) ** 2
         self.own = {tensor.untyped_storage().data_ptr() for tensor in own}
-        self.others: dict[weakref.ref[torch.UntypedStorage], dict[int, int]] = {}
-        self.peak = self.calls = 0
+        self.others, self.calls = PeakBytes(), 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         self._begin(q, k, v)
@@ -98,25 +103,7 @@ class AttentionBlocks:
 
     def _begin(self, *tensors: Tensor) -> None:
         self.calls += 1
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.own:
-                places = self.others.setdefault(weakref.ref(storage), {})
-                places[int(tensor.storage_offset())] = tensor.nbytes
-        if self._alive() > self.peak:
-            gc.collect()  # what only a cycle of references still holds does not count
-            self.peak = max(self.peak, self._alive())
-
-    def _alive(self) -> int:
-        """Return the bytes of other ranks' blocks that are alive.
-
-        A storage counts only the blocks that were computed with, and no more bytes than it has.
-        """
-        return sum(
-            min(storage.nbytes(), sum(places.values()))
-            for ref, places in self.others.items()
-            if (storage := ref()) is not None
-        )
+        self.others.watch(*(t for t in tensors if t.untyped_storage().data_ptr() not in self.own))
 
     def _seconds(self, q: Tensor, k: Tensor, causal: bool) -> float:
         queries, keys = q.shape[-2], k.shape[-2]
@@ -125,7 +112,7 @@ class AttentionBlocks:
 
     @property
     def counted(self) -> list[int]:
-        return [self.peak, self.calls]
+        return [self.others.peak, self.calls]
 
 
 # ---- cases ----
@@ -185,10 +172,9 @@ def block_a_second(sizes: Sequence[int]) -> Network:
 
 def never_called(trial: Trial) -> str | None:
     """Return a sentence about a rank that never called the function it was given; else None."""
-    for rank, (*_, calls) in enumerate(trial.results):
-        if not calls:
-            return f"rank {rank} never called the function that it was given for a block"
-    return None
+    idle = [rank for rank, (*_, calls) in enumerate(trial.results) if not calls]
+    text = "rank {} never called the function that it was given for a block"
+    return text.format(idle[0]) if idle else None
 
 
 def few_blocks(says: str) -> Check:
@@ -196,18 +182,15 @@ def few_blocks(says: str) -> Check:
 
     These are the one in use, the one before, and a copy.
     """
-
-    def wrong(trial: Trial) -> str | None:
-        most = 3 * block_bytes(trial.case.facts["sizes"])
-        for rank, (*_, peak, _calls) in enumerate(trial.results):
-            if peak > most:
-                return (
-                    f"rank {rank} held {peak} bytes that it had received or joined, all at once; "
-                    f"three blocks of K and V have {most}"
-                )
-        return never_called(trial)
-
-    return Check("memory", says, wrong)
+    held = at_most(
+        "memory",
+        says,
+        lambda trial: [peak for *_, peak, _calls in trial.results],
+        lambda case: 3 * block_bytes(case.facts["sizes"]),
+        "rank {rank} held {found} bytes that it had received or joined, all at once; three blocks "
+        "of K and V have {most}",
+    )
+    return replace(held, wrong=lambda trial: held.wrong(trial) or never_called(trial))
 
 
 def all_gathered(trials: Sequence[Trial]) -> bool:
@@ -237,15 +220,13 @@ def gives(fact: str, *parts: int, equal: bool = False) -> Seen:
             for trial in wrong_trials(trials)
             if not equal or len(set(trial.case.facts["sizes"])) == 1
         ]
-        return bool(wrong) and any(
-            all(
-                is_close(result[part], mistaken)
-                for trial in wrong
-                for result, values in zip(trial.results, trial.case.facts[fact][form], strict=True)
-                for part, mistaken in zip(parts, values, strict=True)
-            )
-            for form in range(len(wrong[0].case.facts[fact]))
-        )
+        forms = range(len(wrong[0].case.facts[fact])) if wrong else ()
+
+        def is_so(trial: Trial, rank: int, form: int) -> bool:
+            values = trial.case.facts[fact][form][rank]
+            return all(is_close(trial.results[rank][p], v) for p, v in zip(parts, values))
+
+        return any(all(is_so(*one, form) for one in on_ranks(wrong)) for form in forms)
 
     return seen
 
@@ -262,16 +243,13 @@ def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
 
 def only_large_overflow(trials: Sequence[Trial]) -> bool:
     """Return whether only large scores go wrong, with numbers that are infinite or NaN."""
-    wrong = wrong_trials(trials)
-    return bool(wrong) and all(
-        trial.case.facts["large"]
-        and any(
-            isinstance(part, Tensor) and not bool(part.isfinite().all())
-            for result in trial.results
-            for part in (result if isinstance(result, list | tuple) else [result])
-        )
-        for trial in wrong
-    )
+
+    def overflows(trial: Trial) -> bool:
+        results = [r if isinstance(r, list | tuple) else [r] for r in trial.results]
+        parts = [part for result in results for part in result if isinstance(part, Tensor)]
+        return trial.case.facts["large"] and not all(part.isfinite().all() for part in parts)
+
+    return all_show(wrong_trials(trials), overflows)
 
 
 def unpacked(found: Any, count: int) -> list[Any]:

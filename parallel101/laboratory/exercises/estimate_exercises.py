@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from parallel101.laboratory.exercises.training_exercises import ended
 from parallel101.laboratory.grade.compared_values import told_apart
 from parallel101.laboratory.grade.exercise import Case, Check, Trial
+from parallel101.laboratory.grade.exercise_checks import ended
 
 Facts = Mapping[str, Any]
 Said = Mapping[str, float]  # the numbers that the learner's function returned

@@ -42,20 +42,28 @@ class TanhLinear(nn.Linear):
         self.uses(self.weight, self.bias)
         with span("forward", layer=self.number):
             compute(FORWARD)
-            return _BackwardTakesTime.apply(torch.tanh(super().forward(x)), self.number)
+            y = torch.tanh(super().forward(x))
+        return backward_takes(BACKWARD, y, layer=self.number)
 
 
 class _BackwardTakesTime(torch.autograd.Function):
+    """The identity. Its backward comes first in the backward of what it is applied to."""
+
     @staticmethod
-    def forward(ctx: Any, y: Tensor, number: int) -> Tensor:
-        ctx.number = number
+    def forward(ctx: Any, y: Tensor, seconds: float, labels: dict[str, int]) -> Tensor:
+        ctx.seconds, ctx.labels = seconds, labels
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        with span("backward", layer=ctx.number):
-            compute(BACKWARD)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        with span("backward", **ctx.labels):
+            compute(ctx.seconds)
+        return gradients[0], None, None
+
+
+def backward_takes(seconds: float, y: Tensor, **labels: int) -> Tensor:
+    """Return y. Its backward takes time on the virtual clock, and is a span with these labels."""
+    return _BackwardTakesTime.apply(y, seconds, labels)
 
 
 def make_model(sizes: Sequence[int], weights: Tensor, tied: bool = False) -> nn.Sequential:
@@ -133,26 +141,27 @@ class PeakBytes:
     """The most bytes of some tensors that were alive at once, counted when another one comes.
 
     It holds weak references to their storages. A storage counts until its last tensor, view or
-    place in autograd's graph is gone.
+    place in autograd's graph is gone; of a larger one, only the parts that were watched.
     """
 
     def __init__(self) -> None:
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.storages: dict[weakref.ref[torch.UntypedStorage], dict[int, int]] = {}
         self.peak = 0
 
     def watch(self, *tensors: Tensor) -> None:
-        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        for tensor in tensors:
+            parts = self.storages.setdefault(weakref.ref(tensor.untyped_storage()), {})
+            parts[int(tensor.storage_offset())] = tensor.nbytes
         if self._now() > self.peak:
             gc.collect()  # what only a cycle of references still holds does not count
             self.peak = max(self.peak, self._now())
 
     def _now(self) -> int:
-        alive = {
-            storage.data_ptr(): storage.nbytes()
-            for ref in self.storages
+        return sum(
+            min(storage.nbytes(), sum(parts.values()))
+            for ref, parts in self.storages.items()
             if (storage := ref()) is not None
-        }
-        return sum(alive.values())
+        )
 
 
 def clock_seconds() -> float:

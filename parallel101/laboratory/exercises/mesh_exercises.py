@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +20,20 @@ from parallel101.laboratory.exercises.training_exercises import (
     NEVER_REDUCED,
     NO_ZERO_GRAD,
     alike,
-    ended,
     equals_one_process,
     measured,
-    recorded,
     scale,
 )
 from parallel101.laboratory.grade.compared_values import close, weights
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, communicated
+from parallel101.laboratory.grade.exercise_checks import (
+    MESSAGES,
+    all_show,
+    at_most,
+    communicated,
+    ended,
+    on_ranks,
+)
 from parallel101.laboratory.record.events import Event
 
 AXES = ("dp", "cp", "tp")
@@ -54,31 +59,21 @@ def axes_of(sizes: dict[str, int], ranks: Collection[int]) -> frozenset[str]:
     return frozenset(axis for axis in AXES if len({place[axis] for place in at}) > 1)
 
 
-def sent_along(trial: Trial) -> dict[frozenset[str], list[int]]:
-    """Return the bytes that the learner's own calls sent, by axes and rank.
+def sent(trial: Trial, kind: Callable[[frozenset[str]], bool]) -> int:
+    """Return the bytes that the busiest rank sent along axes of this kind.
 
     Messages of activations, which the exercise's program sends, don't count.
     """
-    sizes, n = trial.case.facts["sizes"], trial.world_size
-    by_axes: dict[frozenset[str], list[Event]] = {}
-    for event in trial.trace.events:
-        if event.kind == "span" or event.where.rpartition(":")[0] == trial.case.facts["program"]:
-            continue
-        ranks: Collection[int] = event.group.ranks or range(n)
+    facts = trial.case.facts
+
+    def counts(event: Event) -> bool:
+        ranks: Collection[int] = event.group.ranks or range(trial.world_size)
         if event.kind in ("send", "recv") and event.peer is not None:
             ranks = (event.rank, event.peer)
-        by_axes.setdefault(axes_of(sizes, ranks), []).append(event)
-    trace = type(trial.trace)
-    return {
-        axes: communicated(Trial(trial.case, [], trace(events, n, trial.trace.backend)))
-        for axes, events in by_axes.items()
-    }
+        own = event.where.rpartition(":")[0] != facts["program"]
+        return event.kind != "span" and own and kind(axes_of(facts["sizes"], ranks))
 
-
-def sent(trial: Trial, kind: Callable[[frozenset[str]], bool]) -> int:
-    """Return the bytes that the busiest rank sent along axes of this kind."""
-    totals = [bytes_ for axes, bytes_ in sent_along(trial).items() if kind(axes)]
-    return max(map(sum, zip(*totals)), default=0)
+    return max(communicated(trial, counts))
 
 
 def is_data(axes: frozenset[str]) -> bool:
@@ -109,15 +104,13 @@ def most_along(case: Case, kind: Callable[[frozenset[str]], bool]) -> int:
 
 
 def bytes_along(kind: Callable[[frozenset[str]], bool], which: str, says: str) -> Check:
-    def wrong(trial: Trial) -> str | None:
-        found, most = sent(trial, kind), most_along(trial.case, kind)
-        return (
-            None
-            if found <= most
-            else f"a rank sent {found} bytes of gradients {which}; {most} are enough"
-        )
-
-    return Check("bytes", says, wrong)
+    return at_most(
+        "bytes",
+        says,
+        lambda trial: sent(trial, kind),
+        lambda case: most_along(case, kind),
+        f"a rank sent {{found}} bytes of gradients {which}; {{most}} are enough",
+    )
 
 
 # ---- checks ----
@@ -133,15 +126,11 @@ def gradients_equal() -> Check:
 
 
 def clipped_as_expected(trial: Trial, rank: int) -> bool:
-    found, expected = trial.results[rank], trial.case.expected[rank]
-    return (
-        recorded(found)
-        and len(found["gradients"]) == len(expected["gradients"])
-        and all(
-            isinstance(mine.get(name), Tensor) and close(mine[name], value, 1e-5)
-            for mine, theirs in zip(found["gradients"], expected["gradients"])
-            for name, value in theirs.items()
-        )
+    found, expected = trial.results[rank]["gradients"], trial.case.expected[rank]["gradients"]
+    return len(found) == len(expected) and all(
+        close(mine[name], value, 1e-5)
+        for mine, theirs in zip(found, expected)
+        for name, value in theirs.items()
     )
 
 
@@ -170,16 +159,17 @@ def norms_equal() -> Check:
 
 
 def computes_its_share() -> Check:
-    def wrong(trial: Trial) -> str | None:
-        sizes = trial.case.facts["sizes"]
-        most = trial.case.facts["steps"] * trial.case.facts["tokens"] // (sizes["dp"] * sizes["cp"])
-        for rank, seen in enumerate(measured(trial, "seen")):
-            tokens = sum(x.numel() for x in seen)
-            if tokens > most:
-                return f"rank {rank} computed {tokens} tokens; its share is {most}"
-        return None
+    def share(case: Case) -> int:
+        parts = case.facts["sizes"]["dp"] * case.facts["sizes"]["cp"]
+        return case.facts["steps"] * case.facts["tokens"] // parts
 
-    return Check("memory", "each rank computes 1/(dp · cp) of the tokens", wrong)
+    return at_most(
+        "memory",
+        "each rank computes 1/(dp · cp) of the tokens",
+        lambda trial: [sum(x.numel() for x in seen) for seen in measured(trial, "seen")],
+        share,
+        "rank {rank} computed {found} tokens; its share is {most}",
+    )
 
 
 # ---- misconceptions ----
@@ -187,8 +177,7 @@ def computes_its_share() -> Check:
 
 def first_step(trial: Trial, rank: int) -> dict[str, Tensor]:
     """Return the gradients of a rank's first optimizer step."""
-    result = trial.results[rank]
-    return result["gradients"][0] if recorded(result) and result["gradients"] else {}
+    return trial.results[rank]["gradients"][0]
 
 
 def summed_ranks(trial: Trial, rank: int, name: str) -> set[int] | None:
@@ -225,29 +214,26 @@ def sharing(trial: Trial, rank: int, axes: Collection[str]) -> set[int]:
 
 def sums_over(trials: Sequence[Trial], name: str, axes: Collection[str], least_tp: int = 1) -> bool:
     """Return whether each rank's gradient of `name` is a sum over these axes, on every mesh."""
-    found = free(trials, least_tp)
-    return bool(found) and all(
-        summed_ranks(trial, rank, name) == sharing(trial, rank, axes)
-        for trial in found
-        for rank in range(trial.world_size)
+    return all_show(
+        on_ranks(free(trials, least_tp)),
+        lambda trial, rank: summed_ranks(trial, rank, name) == sharing(trial, rank, axes),
     )
 
 
-def many_bytes(trial: Trial, kind: Callable[[frozenset[str]], bool]) -> bool:
-    return sent(trial, kind) > most_along(trial.case, kind)
+def right_step(trial: Trial, rank: int, step: int = 0) -> dict[str, Tensor]:
+    """Return the right gradients of a rank's step."""
+    return trial.case.expected[rank]["gradients"][step]
 
 
 def over_the_world(trials: Sequence[Trial]) -> bool:
     """Return whether gradients of parts were sent across axes: to all ranks, if all took part."""
     found = free(trials, 2)
-    return bool(found) and all(
-        many_bytes(trial, crosses)
-        and all(
+    return all(sent(t, crosses) > most_along(t.case, crosses) for t in found) and all_show(
+        on_ranks(found),
+        lambda trial, rank: (
             summed_ranks(trial, rank, "first") in (set(range(trial.world_size)), None)
-            or alike(first_step(trial, rank), trial.case.expected[rank]["gradients"][0])
-            for rank in range(trial.world_size)
-        )
-        for trial in found
+            or alike(first_step(trial, rank), right_step(trial, rank))
+        ),
     )
 
 
@@ -257,15 +243,14 @@ def parts_over_tp(trials: Sequence[Trial]) -> bool:
 
 def wrong_groups(trials: Sequence[Trial]) -> bool:
     """Return whether ranks summed gradients of several ranks that are not those along dp and cp."""
-    found = free(trials, 2)
 
     def confused(trial: Trial, rank: int) -> bool:
         summed = summed_ranks(trial, rank, "first") or set()
         right = sharing(trial, rank, ("dp", "cp"))
         return 1 < len(summed) < trial.world_size and not summed <= right
 
-    return bool(found) and all(
-        any(confused(trial, rank) for rank in range(trial.world_size)) for trial in found
+    return all_show(
+        free(trials, 2), lambda trial: any(confused(*each) for each in on_ranks([trial]))
     )
 
 
@@ -274,47 +259,44 @@ def cp_left_out(trials: Sequence[Trial]) -> bool:
     return sums_over(found, "first", ("dp",))
 
 
+def is_times(trial: Trial, rank: int, k: float, names: Collection[str] | None = None) -> bool:
+    """Return whether a rank's first gradients of these names are k times the right ones."""
+    expected = right_step(trial, rank)
+    found = scale(first_step(trial, rank), {name: expected[name] for name in names or expected})
+    return found is not None and math.isclose(found, k, rel_tol=1e-6)
+
+
 def scaled(trials: Sequence[Trial], by: Callable[[dict[str, int]], float]) -> bool:
     """Return whether all gradients are `by` times the right ones, wherever that is not 1."""
-    found = [t for t in free(trials) if by(t.case.facts["sizes"]) != 1]
-    return bool(found) and all(
-        (k := scale(first_step(trial, rank), trial.case.expected[rank]["gradients"][0])) is not None
-        and math.isclose(k, by(trial.case.facts["sizes"]), rel_tol=1e-6)
-        for trial in found
-        for rank in range(trial.world_size)
+    return all_show(
+        on_ranks(t for t in free(trials) if by(t.case.facts["sizes"]) != 1),
+        lambda trial, rank: is_times(trial, rank, by(trial.case.facts["sizes"])),
     )
 
 
 def cut_is_right(trial: Trial, rank: int) -> bool:
-    expected = trial.case.expected[rank]["gradients"][0]
+    expected = right_step(trial, rank)
     return alike(first_step(trial, rank), {name: expected[name] for name in CUT})
 
 
 def partial_not_summed(trials: Sequence[Trial]) -> bool:
-    found = free(trials, 2)
-    return sums_over(trials, "norm.weight", ("dp", "cp"), 2) and all(
-        cut_is_right(trial, rank) for trial in found for rank in range(trial.world_size)
+    return sums_over(trials, "norm.weight", ("dp", "cp"), 2) and all_show(
+        on_ranks(free(trials, 2)), cut_is_right
     )
 
 
 def partial_averaged(trials: Sequence[Trial]) -> bool:
-    found = free(trials, 2)
-
-    def averaged(trial: Trial, rank: int) -> bool:
-        expected = trial.case.expected[rank]["gradients"][0]
-        k = scale(first_step(trial, rank), {name: expected[name] for name in PARTIAL})
-        return k is not None and math.isclose(k * trial.case.facts["sizes"]["tp"], 1, rel_tol=1e-6)
-
-    return bool(found) and all(
-        cut_is_right(trial, rank) and averaged(trial, rank)
-        for trial in found
-        for rank in range(trial.world_size)
+    return all_show(
+        on_ranks(free(trials, 2)),
+        lambda trial, rank: (
+            cut_is_right(trial, rank)
+            and is_times(trial, rank, 1 / trial.case.facts["sizes"]["tp"], PARTIAL)
+        ),
     )
 
 
 def share_along_tp(trials: Sequence[Trial]) -> bool:
     """Return whether ranks along tp computed with other samples, or another part of the time."""
-    found = [t for t in ended(trials, 2) if t.case.facts["sizes"]["tp"] > 1]
 
     def differ(trial: Trial) -> bool:
         seen = [torch.cat([x.flatten() for x in mine]) for mine in measured(trial, "seen")]
@@ -324,7 +306,7 @@ def share_along_tp(trials: Sequence[Trial]) -> bool:
             for other in sharing(trial, rank, ("tp",))
         )
 
-    return bool(found) and all(map(differ, found))
+    return all_show((t for t in ended(trials, 2) if t.case.facts["sizes"]["tp"] > 1), differ)
 
 
 def whole_batch(trials: Sequence[Trial]) -> bool:
@@ -343,109 +325,91 @@ def whole_batch(trials: Sequence[Trial]) -> bool:
     return any(map(overlap, ended(trials, 2)))
 
 
-def first_norms(trial: Trial) -> list[float]:
-    return [
-        norms[0] if isinstance(norms, list) and norms else math.nan
-        for norms in measured(trial, "norms")
-    ]
+def first_norm(trial: Trial, rank: int) -> float:
+    norms = measured(trial, "norms")[rank]
+    return norms[0] if isinstance(norms, list) and norms else math.nan
+
+
+def is_square(norm: float, squares: Iterable[float]) -> bool:
+    return any(math.isclose(norm**2, square, rel_tol=1e-8) for square in squares)
 
 
 def not_cleared(trials: Sequence[Trial]) -> bool:
     """Return whether the first step is right, and the second has the gradients of both."""
-    found = free(trials)
 
     def holds_both(trial: Trial, rank: int) -> bool:
-        expected = trial.case.expected[rank]["gradients"]
-        second = trial.results[rank]["gradients"][1]
-        more = {name: second[name] - expected[1][name] for name in CUT}
-        return alike(first_step(trial, rank), expected[0]) and (
-            scale(more, {name: expected[0][name] for name in CUT}) is not None
+        first, second = (right_step(trial, rank, step) for step in (0, 1))
+        found = trial.results[rank]["gradients"][1]
+        more = {name: found[name] - second[name] for name in CUT}
+        return alike(first_step(trial, rank), first) and (
+            scale(more, {name: first[name] for name in CUT}) is not None
         )
 
-    return bool(found) and all(
-        holds_both(trial, rank) for trial in found for rank in range(trial.world_size)
-    )
+    return all_show(on_ranks(free(trials)), holds_both)
 
 
 def counts_replicas(trials: Sequence[Trial]) -> bool:
     """Return whether the squared norm counts the parts, or the rest, several times, not once."""
 
-    def squares(trial: Trial, names: Collection[str]) -> float:
-        return sum(trial.case.facts["squares"][name] for name in names)
-
-    def counted(trial: Trial) -> bool:
-        sizes, n = trial.case.facts["sizes"], trial.world_size
-        times = {1, *sizes.values(), sizes["dp"] * sizes["cp"], n}
-        parts, partial, bias = (squares(trial, of) for of in (CUT, PARTIAL, ["bias"]))
-        mistaken = [
-            a * parts + b * partial + c * bias
-            for a, b, c in itertools.product(times, repeat=3)
-            if max(a, b, c) > 1
-        ]
-        return all(
-            any(math.isclose(norm**2, square, rel_tol=1e-8) for square in mistaken)
-            for norm in first_norms(trial)
+    def counted(trial: Trial, rank: int) -> bool:
+        sizes, squares = trial.case.facts["sizes"], trial.case.facts["squares"]
+        times = {1, *sizes.values(), sizes["dp"] * sizes["cp"], trial.world_size}
+        parts, partial, bias = (sum(squares[n] for n in of) for of in (CUT, PARTIAL, ["bias"]))
+        return is_square(
+            first_norm(trial, rank),
+            (
+                a * parts + b * partial + c * bias
+                for a, b, c in itertools.product(times, repeat=3)
+                if max(a, b, c) > 1
+            ),
         )
 
-    found = [t for t in ended(trials, 2) if norms_equal().wrong(t) is not None]
-    return bool(found) and all(map(counted, found))
+    check = norms_equal()
+    return all_show(on_ranks(t for t in ended(trials, 2) if check.wrong(t) is not None), counted)
 
 
 def norm_before_the_sum(trials: Sequence[Trial]) -> bool:
     """Return whether the norm is that of gradients which no message has touched."""
-    found = [t for t in free(trials) if t.world_size > t.case.facts["sizes"]["tp"]]
 
-    def squares(trial: Trial, rank: int, names: Collection[str]) -> float:
-        local = measured(trial, "local")[rank]
-        return sum(float(local[name].square().sum()) for name in names)
+    def squares(trial: Trial, ranks: Iterable[int], names: Collection[str]) -> float:
+        local = measured(trial, "local")
+        return sum(float(local[rank][name].square().sum()) for rank in ranks for name in names)
 
     def untouched(trial: Trial, rank: int) -> bool:
         every = set(trial.case.facts["squares"])
-        peers = sharing(trial, rank, ("tp",))
+        own, peers = [rank], sharing(trial, rank, ("tp",))
         mistaken = (
-            squares(trial, rank, every),
-            sum(squares(trial, peer, every) for peer in peers),
-            sum(squares(trial, peer, CUT) for peer in peers)
-            + squares(trial, rank, every - set(CUT)),
+            squares(trial, own, every),
+            squares(trial, peers, every),
+            squares(trial, peers, CUT) + squares(trial, own, every - set(CUT)),
         )
-        norm = first_norms(trial)[rank]
-        return any(math.isclose(norm**2, square, rel_tol=1e-8) for square in mistaken)
+        return is_square(first_norm(trial, rank), mistaken)
 
-    return bool(found) and all(
-        untouched(trial, rank) for trial in found for rank in range(trial.world_size)
-    )
+    several = (t for t in free(trials) if t.world_size > t.case.facts["sizes"]["tp"])
+    return all_show(on_ranks(several), untouched)
 
 
 def norm_of_one_part(trials: Sequence[Trial]) -> bool:
     """Return whether each rank's norm is that of its own optimizer's gradients, before clipping."""
-    found = free(trials, 2)
 
-    def own(trial: Trial, rank: int) -> float:
-        squares = sum(float(g.square().sum()) for g in first_step(trial, rank).values())
-        return math.sqrt(squares)
+    def own(trial: Trial, rank: int) -> bool:
+        square = sum(float(g.square().sum()) for g in first_step(trial, rank).values())
+        return is_square(first_norm(trial, rank), [square])
 
-    return bool(found) and all(
-        math.isclose(norm, own(trial, rank), rel_tol=1e-8)
-        for trial in found
-        for rank, norm in enumerate(first_norms(trial))
-    )
+    return all_show(on_ranks(free(trials, 2)), own)
 
 
 def never_clipped(trials: Sequence[Trial]) -> bool:
     """Return whether norms are right, but optimizers got unclipped gradients where they clip."""
-    found = [trial for trial in ended(trials) if trial.case.facts["clips"]]
-
-    def unclipped(trial: Trial, rank: int) -> bool:
-        expected = trial.case.expected[rank]
-        k = scale(first_step(trial, rank), expected["gradients"][0])
-        norm = first_norms(trial)[rank]
-        return (
-            k is not None
-            and math.isclose(k, trial.case.facts["times"], rel_tol=1e-6)
-            and math.isclose(norm, expected["norms"][0], rel_tol=1e-6)
-        )
-
-    return bool(found) and all(unclipped(t, rank) for t in found for rank in range(t.world_size))
+    return all_show(
+        on_ranks(trial for trial in ended(trials) if trial.case.facts["clips"]),
+        lambda trial, rank: (
+            is_times(trial, rank, trial.case.facts["times"])
+            and math.isclose(
+                first_norm(trial, rank), trial.case.expected[rank]["norms"][0], rel_tol=1e-6
+            )
+        ),
+    )
 
 
 MISCONCEPTIONS = (

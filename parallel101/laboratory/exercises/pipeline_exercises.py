@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel101.laboratory.grade.compared_values import close
+from parallel101.laboratory.exercises.harness import backward_takes
+from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,
@@ -23,7 +26,8 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import failed, received
+from parallel101.laboratory.grade.exercise_checks import all_show, at_most, failed, received
+from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute, span
 
@@ -81,22 +85,7 @@ class InSlots(nn.Module):
         with span("forward", stage=self.number, microbatch=i):
             compute(1.0)
             y = self.inner(x)
-        return _BackwardSlot.apply(y, self.number, i)
-
-
-class _BackwardSlot(torch.autograd.Function):
-    """The identity. Its backward, the first thing in the stage's backward, takes the slot."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, stage: int, microbatch: int) -> Tensor:
-        ctx.labels = {"stage": stage, "microbatch": microbatch}
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        with span("backward", **ctx.labels):
-            compute(1.0)
-        return dy, None, None
+        return backward_takes(1.0, y, stage=self.number, microbatch=i)
 
 
 def run_step(
@@ -181,18 +170,24 @@ def in_flight(trial: Trial) -> list[int]:
 
     A rank holds a microbatch from the start of its forward to the end of its last gradient.
     """
-    peak = [0] * trial.world_size
+    peak = []
     for rank in range(trial.world_size):
-        changes = []
-        last_half = "weight gradient" if trial.trace.spans("weight gradient") else "backward"
-        for event in trial.trace.spans():
-            if event.rank == rank and event.name in ("forward", last_half):
-                changes.append((event.start, 1) if event.name == "forward" else (event.end, -1))
-        held = 0
-        for _, change in sorted(changes):
-            held += change
-            peak[rank] = max(peak[rank], held)
+        changes = [
+            (event.start, 1) if event.name == "forward" else (event.end, -1)
+            for event in forwards_and_last_halves(trial, rank)
+        ]
+        peak.append(max(accumulate(change for _, change in sorted(changes)), default=0))
     return peak
+
+
+def forwards_and_last_halves(trial: Trial, rank: int) -> list[Event]:
+    """Return a rank's forwards, and its backwards or what comes last if they are split."""
+    last_half = "weight gradient" if trial.trace.spans("weight gradient") else "backward"
+    return [
+        event
+        for event in trial.trace.spans()
+        if event.rank == rank and event.name in ("forward", last_half)
+    ]
 
 
 def holds_at_most(
@@ -204,28 +199,25 @@ def holds_at_most(
 
     Holding few microbatches is easy if they go one after the other.
     """
-
-    def wrong(trial: Trial) -> str | None:
-        for rank, held in enumerate(in_flight(trial)):
-            if held > limit(trial.case, rank):
-                return (
-                    f"rank {rank} held {held} microbatches at once; {limit(trial.case, rank)} are "
-                    "enough"
-                )
-        took, enough = trial.trace.makespan, in_slots(trial.case)
-        if took > enough + 1e-9:
-            return f"few are held, but the step took {took:g} slots; it counts with {enough:g}"
-        return None
-
-    return Check("memory", says, wrong)
+    held = at_most(
+        "memory",
+        says,
+        in_flight,
+        lambda case: [limit(case, rank) for rank in range(case.world_size)],
+        "rank {rank} held {found} microbatches at once; {most} are enough",
+    )
+    text = "few are held, but the step took {found:g} slots; it counts with {most:g}"
+    took = at_most("memory", says, slots_of, in_slots, text, lambda case: 1e-9)
+    return replace(held, wrong=lambda trial: held.wrong(trial) or took.wrong(trial))
 
 
 def slots(expected: Callable[[Case], float], says: str) -> Check:
-    def wrong(trial: Trial) -> str | None:
-        took, enough = trial.trace.makespan, expected(trial.case)
-        return None if took <= enough + 1e-9 else f"took {took:g} slots; {enough:g} are enough"
+    text = "took {found:g} slots; {most:g} are enough"
+    return at_most("steps", says, slots_of, expected, text, lambda case: 1e-9)
 
-    return Check("steps", says, wrong)
+
+def slots_of(trial: Trial) -> float:
+    return trial.trace.makespan
 
 
 def two_halves(case: Case) -> float:
@@ -241,15 +233,8 @@ def returned(trial: Trial, rank: int) -> list[Any]:
 
 def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether every rank returned the expected gradients, which are given by rank."""
-    if trial.error is not None:
-        return False
-    return all(
-        len(returned(trial, rank)) == len(expected[rank])
-        and all(
-            isinstance(g, Tensor) and close(g, e)
-            for g, e in zip(returned(trial, rank), expected[rank])
-        )
-        for rank in range(trial.world_size)
+    return trial.error is None and all(
+        same(returned(trial, rank), gradients) for rank, gradients in enumerate(expected)
     )
 
 
@@ -257,8 +242,7 @@ def every(
     trials: Sequence[Trial], where: Callable[[Trial], bool], what: Callable[[Trial], bool]
 ) -> bool:
     """Return whether wrong trials `where` exist, and all of them show `what`."""
-    wrong = [trial for trial in failed(trials) if where(trial)]
-    return bool(wrong) and all(what(trial) for trial in wrong)
+    return all_show(filter(where, failed(trials)), what)
 
 
 def several(trial: Trial) -> bool:
@@ -300,17 +284,15 @@ def one_at_a_time(trials: Sequence[Trial]) -> bool:
     """
 
     def most(trial: Trial) -> int:
-        last_half = "weight gradient" if trial.trace.spans("weight gradient") else "backward"
         under_way: dict[Any, list[float]] = {}
-        for event in trial.trace.spans():
-            if event.rank == 0 and event.name in ("forward", last_half):
-                own = under_way.setdefault((event.args or {}).get("microbatch"), [])
-                own += [event.start, event.end]
+        for event in forwards_and_last_halves(trial, 0):
+            own = under_way.setdefault((event.args or {}).get("microbatch"), [])
+            own += [event.start, event.end]
         spans = [(min(own), max(own)) for own in under_way.values()]
         return max(sum(a <= start < b for a, b in spans) for start, _ in spans)
 
     found = [trial for trial in trials if trial.world_size > 1 and several(trial)]
-    return bool(found) and not failed(trials) and all(most(trial) == 1 for trial in found)
+    return not failed(trials) and all_show(found, lambda trial: most(trial) == 1)
 
 
 NO_AVERAGE = Misconception(
@@ -356,6 +338,6 @@ SLOTS = Question(
     "slots",
     "P = 4 stages, M = 6 microbatches: how many slots does the step take?",
     example(make_case, 4, 6),
-    lambda trial: trial.trace.makespan,
+    slots_of,
     "slots",
 )

@@ -11,7 +11,13 @@ import torch
 
 from parallel101.laboratory.grade.compared_values import factor, weights
 from parallel101.laboratory.grade.exercise import Misconception, Trial
-from parallel101.laboratory.grade.exercise_checks import communicated, failed, right
+from parallel101.laboratory.grade.exercise_checks import (
+    all_show,
+    communicated,
+    ended,
+    failed,
+    right,
+)
 
 
 def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
@@ -82,49 +88,42 @@ def facts(xs: Sequence[torch.Tensor], **more: object) -> dict:
 Summands = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]
 
 
-def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[Trial, list[float]]]:
-    """Return the weights of each piece of the results that is a weighted sum of ranks' pieces."""
-    found = [
-        (trial, weights(piece, parts))
-        for trial in trials
-        if trial.error is None and trial.world_size > 1
+def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[int, list[float]]]:
+    """Return n and the weights of each piece that is a weighted sum of the n ranks' pieces."""
+    return [
+        (trial.world_size, cs)
+        for trial in ended(trials, 2)
         for piece, parts in pieces(trial)
+        if (cs := weights(piece, parts)) is not None
     ]
-    return [(trial, [round(c, 3) for c in cs]) for trial, cs in found if cs is not None]
+
+
+def _of_a_sum(
+    pieces: Summands, shows: Callable[[list[float]], bool]
+) -> Callable[[Sequence[Trial]], bool]:
+    """Return a test of whether the weights of some wrong sum show this."""
+
+    def seen(trials: Sequence[Trial]) -> bool:
+        sums = [trial for trial in failed(trials) if trial.case.facts.get("op", "sum") == "sum"]
+        return any(shows([round(c, 3) for c in cs]) for _, cs in factors(sums, pieces))
+
+    return seen
 
 
 def counted_twice(pieces: Summands) -> Misconception:
-    def seen(trials: Sequence[Trial]) -> bool:
-        sums = [
-            cs
-            for trial, cs in factors(failed(trials), pieces)
-            if trial.case.facts.get("op", "sum") == "sum"
-        ]
-        return any(all(c == int(c) for c in cs) and max(cs) >= 2 for cs in sums)
-
     return Misconception(
         "counted twice",
-        (
-            "The data of some ranks is added more than once: what arrives already contains it, or "
-            "a finished sum is added in place of copied."
-        ),
-        seen,
+        "The data of some ranks is added more than once: what arrives already contains it, or a "
+        "finished sum is added in place of copied.",
+        _of_a_sum(pieces, lambda cs: all(c == int(c) for c in cs) and max(cs) >= 2),
     )
 
 
 def left_out(pieces: Summands) -> Misconception:
-    def seen(trials: Sequence[Trial]) -> bool:
-        sums = [
-            cs
-            for trial, cs in factors(failed(trials), pieces)
-            if trial.case.facts.get("op", "sum") == "sum"
-        ]
-        return any(set(cs) == {0.0, 1.0} for cs in sums)
-
     return Misconception(
         "ranks left out",
         "The sum lacks the data of some ranks: it is overwritten, or never added.",
-        seen,
+        _of_a_sum(pieces, lambda cs: set(cs) == {0.0, 1.0}),
     )
 
 
@@ -134,47 +133,33 @@ def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
     Each rank's data is divided by n once or more, and somewhere more than once.
     """
 
+    def divided(n: int, cs: list[float]) -> bool:
+        return all(any(abs(c - n**-k) < 2e-3 * n**-k for k in range(n + 2)) for c in cs)
+
     def seen(trials: Sequence[Trial]) -> bool:
         wrong = failed(trials)
-        if not wrong or any(
-            trial.case.facts["op"] == "sum" or trial.error is not None for trial in wrong
-        ):
-            return False
-        again = False
-        for trial in wrong:
-            n = trial.world_size
-            for piece, parts in pieces(trial):
-                cs = weights(piece, parts)
-                if cs is None:
-                    continue
-                if not all(any(abs(c - n**-k) < 2e-3 * n**-k for k in range(n + 2)) for c in cs):
-                    return False
-                again = again or any(c < 0.9 / n for c in cs)
-        return again
+        found = factors(wrong, pieces)
+        means = all(t.case.facts["op"] == "mean" and t.error is None for t in wrong)
+        return means and all_show(found, divided) and any(min(cs) < 0.9 / n for n, cs in found)
 
     return seen
 
 
 def sum_for_mean(trials: Sequence[Trial]) -> bool:
     """Return whether runs are wrong only because they return the sum in place of the mean."""
-    wrong = failed(trials)
-    return bool(wrong) and all(
-        trial.case.facts["op"] == "mean"
-        and trial.error is None
-        and same_up_to(trial, float(trial.world_size))
-        for trial in wrong
+    return all_show(
+        failed(trials),
+        lambda trial: trial.case.facts["op"] == "mean" and same_up_to(trial, trial.world_size),
     )
 
 
 def same_up_to(trial: Trial, k: float) -> bool:
     """Return whether every result is k times the expected one."""
-    pairs = [
-        (found, expected)
-        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+    return all(
+        (found := factor(result, expected)) is not None and abs(found - k) < 1e-3 * abs(k)
+        for result, expected in zip(trial.results, trial.case.expected, strict=True)
         if expected is not None
-    ]
-    found_k = [factor(found, expected) for found, expected in pairs]
-    return all(f is not None and abs(f - k) < 1e-3 * abs(k) for f in found_k)
+    )
 
 
 SUM_FOR_MEAN = Misconception(

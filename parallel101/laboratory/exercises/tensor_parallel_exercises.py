@@ -17,7 +17,12 @@ from torch import Tensor
 
 from parallel101.laboratory.grade.compared_values import close, factor, same
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.laboratory.grade.exercise_checks import communicated, failed, right
+from parallel101.laboratory.grade.exercise_checks import (
+    at_most,
+    communicated,
+    failed,
+    wrong_trials,
+)
 from parallel101.spans import compute, span, wait_span
 
 NUMBER = 8  # bytes of a float64
@@ -66,33 +71,27 @@ def forward_backward(
 
 def sent_in(trial: Trial, name: str) -> int:
     """Return the bytes that the busiest rank sent in the spans of this name."""
-    spans = [event for event in trial.trace.events if event.kind == "span" and event.name == name]
-    inside = [
-        event
-        for event in trial.trace.events
-        if any(s.rank == event.rank and s.start <= event.start <= s.end for s in spans)
-        and event.kind != "span"
-    ]
+    spans = trial.trace.spans(name)
     return max(
         communicated(
-            Trial(trial.case, [], type(trial.trace)(inside, trial.world_size, trial.trace.backend))
+            trial,
+            lambda event: any(
+                s.rank == event.rank and s.start <= event.start <= s.end for s in spans
+            ),
         ),
-        default=0,
     )
 
 
 def sends_at_most(name: str, says: str) -> Check:
     """Return a check that in spans of this name, no rank sends more than case.facts[name] bytes."""
-
-    def wrong(trial: Trial) -> str | None:
-        sent, most = sent_in(trial, name), trial.case.facts[name]
-        return (
-            None
-            if sent <= most + 64
-            else f"in {name}, a rank sent {sent} bytes; {most:g} are enough"
-        )
-
-    return Check("bytes", says, wrong)
+    return at_most(
+        "bytes",
+        says,
+        lambda trial: sent_in(trial, name),
+        lambda case: case.facts[name],
+        f"in {name}, a rank sent {{found}} bytes; {{most:g}} are enough",
+        lambda case: 64,
+    )
 
 
 def keeps_at_most(says: str) -> Check:
@@ -100,18 +99,13 @@ def keeps_at_most(says: str) -> Check:
 
     A rank's result has these bytes as its last part.
     """
-
-    def wrong(trial: Trial) -> str | None:
-        most = trial.case.facts["kept"]
-        for rank, result in enumerate(trial.results):
-            if not isinstance(result[-1], int) or result[-1] > most:
-                return (
-                    f"rank {rank} keeps {result[-1]} bytes of activations for backward; {most} are "
-                    "enough"
-                )
-        return None
-
-    return Check("memory", says, wrong)
+    return at_most(
+        "memory",
+        says,
+        lambda trial: [result[-1] for result in trial.results],
+        lambda case: case.facts["kept"],
+        "rank {rank} keeps {found} bytes of activations for backward; {most} are enough",
+    )
 
 
 def ring(nbytes: float, n: int, times: int = 1) -> int:
@@ -127,14 +121,6 @@ def least_received(case: Case) -> list[int]:
 
 
 Seen = Callable[[Sequence[Trial]], bool]
-
-
-def wrong_trials(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that ended with wrong values.
-
-    With a single rank, mistakes in the communication between ranks don't show.
-    """
-    return [trial for trial in trials if trial.error is None and not right(trial)]
 
 
 def every_wrong(seen: Callable[[Trial], bool]) -> Seen:

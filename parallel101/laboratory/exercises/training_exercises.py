@@ -23,9 +23,9 @@ from parallel101.laboratory.exercises.harness import (
     OptimizerSteps,
     make_model,
 )
-from parallel101.laboratory.grade.compared_values import close, difference, factor
+from parallel101.laboratory.grade.compared_values import difference, factor, same
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.laboratory.grade.exercise_checks import right
+from parallel101.laboratory.grade.exercise_checks import all_show, on_ranks, wrong_trials
 
 Named = dict[str, Tensor]
 ITEM = 8  # bytes of a float64
@@ -36,12 +36,7 @@ ITEM = 8  # bytes of a float64
 
 def measured(trial: Trial, name: str) -> list[Any]:
     """Return what the program returned under this name, by rank."""
-    return [found.get(name) if isinstance(found, dict) else None for found in trial.results]
-
-
-def ended(trials: Sequence[Trial], least: int = 1) -> list[Trial]:
-    """Return the trials on `least` ranks or more that ended without an error."""
-    return [trial for trial in trials if trial.world_size >= least and trial.error is None]
+    return [found[name] for found in trial.results]
 
 
 # ---- what the ranks run, and what one process runs ----
@@ -88,51 +83,33 @@ def ring_slack(case: Case) -> int:
 # ---- the check ----
 
 
-def recorded(found: Any) -> bool:
-    """Return whether a rank returned what `harness.OptimizerSteps` makes."""
-    return (
-        isinstance(found, dict)
-        and all(isinstance(found.get(part), dict) for part in ("start", "weights"))
-        and isinstance(found.get("gradients"), list)
-        and all(isinstance(step, dict) for step in found["gradients"])
-    )
-
-
 def equals_one_process() -> Check:
     """Return a check of the start weights, each step's gradients, and the final weights."""
 
     def wrong(trial: Trial) -> str | None:
-        for rank, (found, expected) in enumerate(
-            zip(trial.results, trial.case.expected, strict=True)
-        ):
-            if not recorded(found):
-                return f"rank {rank} returned {difference(found, expected)}"
-            for name in expected["start"] if found["start"] else ():
-                if (
-                    what := difference(found["start"].get(name), expected["start"][name])
-                ) is not None:
-                    began = (
-                        "rank 0 did not begin with its own weights"
-                        if rank == 0
-                        else f"rank {rank} began with other weights than rank 0 was given"
-                    )
-                    return f"{began}: {name}: {what}"
-            if len(found["gradients"]) != len(expected["gradients"]):
+        for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected)):
+            steps, most = found["gradients"], expected["gradients"]
+            if len(steps) != len(most):
                 return (
-                    f"rank {rank} called optimizer.step() {len(found['gradients'])} times; "
-                    f"expected {len(expected['gradients'])}"
+                    f"rank {rank} called optimizer.step() {len(steps)} times; expected {len(most)}"
                 )
-            for step, (mine, theirs) in enumerate(
-                zip(found["gradients"], expected["gradients"]), start=1
-            ):
+            began = (
+                f"rank {rank} began with other weights than rank 0 was given"
+                if rank
+                else "rank 0 did not begin with its own weights"
+            )
+            compared = [(f"{began}: {{}}", found["start"], expected["start"])] if most else []
+            compared += [
+                (f"at step {step}, rank {rank}'s gradient of {{}}", *pair)
+                for step, pair in enumerate(zip(steps, most), start=1)
+            ]
+            compared.append(
+                (f"rank {rank}'s {{}} at the end", found["weights"], expected["weights"])
+            )
+            for says, mine, theirs in compared:
                 for name in theirs:
                     if (what := difference(mine.get(name), theirs[name])) is not None:
-                        return f"at step {step}, rank {rank}'s gradient of {name}: {what}"
-            for name in expected["weights"]:
-                if (
-                    what := difference(found["weights"].get(name), expected["weights"][name])
-                ) is not None:
-                    return f"rank {rank}'s {name} at the end: {what}"
+                        return f"{says.format(name)}: {what}"
         return None
 
     return Check("value", "every step equals one process with the whole batch", wrong)
@@ -143,22 +120,14 @@ def equals_one_process() -> Check:
 
 def alike(found: Named, expected: Named) -> bool:
     """Return whether all gradients, or weights, are as expected."""
-    return all(
-        isinstance(found.get(name), Tensor) and close(found[name], value)
-        for name, value in expected.items()
-    )
+    return all(same(found.get(name), value) for name, value in expected.items())
 
 
 def scale(found: Named, expected: Named) -> float | None:
     """Return k if all of `found` is k times `expected`; None if there is no such factor."""
-    if not all(
-        isinstance(found.get(name), Tensor) and found[name].shape == value.shape
-        for name, value in expected.items()
-    ):
-        return None
-    return (
-        1.0 if alike(found, expected) else factor(flat(found, expected), flat(expected, expected))
-    )
+    if alike(found, expected):
+        return 1.0
+    return factor(flat(found, expected), flat(expected, expected))
 
 
 def flat(named: Named, names: Iterable[str]) -> Tensor:
@@ -177,66 +146,32 @@ def first_steps(trials: Sequence[Trial]) -> list[tuple[Trial, int, Named]]:
 
     The runs are those of two or more ranks with wrong values.
     """
-    ended = [
-        trial
-        for trial in trials
-        if trial.error is None and trial.world_size > 1 and not right(trial)
-    ]
-    found = [(trial, rank, found) for trial in ended for rank, found in enumerate(trial.results)]
     return [
-        (trial, rank, result["gradients"][0])
-        for trial, rank, result in found
-        if recorded(result) and result["gradients"]
+        (trial, rank, trial.results[rank]["gradients"][0])
+        for trial, rank in on_ranks(wrong_trials(trials, 2))
+        if trial.results[rank]["gradients"]
     ]
 
 
 def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
     """Return whether all first gradients are `by` times the right ones, or the ranks' mean."""
 
-    def is_so(trial: Trial, found: Named) -> bool:
-        ks = [
-            scale(found, rule)
-            for rule in (trial.case.expected[0]["gradients"][0], mean_of(trial.case.facts["local"]))
-        ]
+    def is_so(trial: Trial, _: int, found: Named) -> bool:
+        rules = (trial.case.expected[0]["gradients"][0], mean_of(trial.case.facts["local"]))
+        ks = [scale(found, rule) for rule in rules]
         return any(k is not None and abs(k / by(trial) - 1) < 1e-4 for k in ks)
 
-    found = first_steps(trials)
-    return bool(found) and all(is_so(trial, gradients) for trial, _, gradients in found)
-
-
-def unsynchronized(trials: Sequence[Trial]) -> bool:
-    """Return whether every rank begins with the weights that it was given."""
-    found = [(trial, rank) for trial, rank, _ in first_steps(trials)]
-    return bool(found) and all(
-        alike(trial.results[rank]["start"], trial.case.facts["first"][rank])
-        for trial, rank in found
-    )
+    return all_show(first_steps(trials), is_so)
 
 
 def from_another_start(trials: Sequence[Trial]) -> bool:
     """Return whether all ranks begin with the same weights, which are not those of rank 0."""
-    several = {id(trial): trial for trial, _, _ in first_steps(trials)}.values()
-    return bool(several) and all(
-        alike(found["start"], trial.results[0]["start"])
-        and not alike(found["start"], trial.case.facts["first"][0])
-        for trial in several
-        for found in trial.results
-    )
-
-
-def mean_of_means(trials: Sequence[Trial]) -> bool:
-    found = first_steps(trials)
-    return bool(found) and all(
-        alike(gradients, mean_of(trial.case.facts["local"])) for trial, _, gradients in found
-    )
-
-
-def never_reduced(trials: Sequence[Trial]) -> bool:
-    """Return whether each rank's gradient is its own, or some share of it."""
-    found = first_steps(trials)
-    return bool(found) and all(
-        scale(gradients, trial.case.facts["local"][rank]) is not None
-        for trial, rank, gradients in found
+    return all_show(
+        first_steps(trials),
+        lambda trial, rank, _: (
+            alike(trial.results[rank]["start"], trial.results[0]["start"])
+            and not alike(trial.results[rank]["start"], trial.case.facts["first"][0])
+        ),
     )
 
 
@@ -246,26 +181,14 @@ def added_to_the_last(trials: Sequence[Trial]) -> bool:
     The first step's gradients may be in it once, or n times if they were summed again.
     """
 
-    def holds_both(mine: Sequence[Named], theirs: Sequence[Named]) -> bool:
-        if (
-            len(mine) < 2
-            or not alike(mine[0], theirs[0])
-            or any(mine[1].get(name) is None for name in theirs[1])
-        ):
-            return False
-        return (
-            scale({name: mine[1][name] - value for name, value in theirs[1].items()}, theirs[0])
-            is not None
+    def holds_both(trial: Trial, rank: int) -> bool:
+        (first, second, *_), (right_first, right_second, *_) = (
+            result[rank]["gradients"] for result in (trial.results, trial.case.expected)
         )
+        more = {name: second[name] - value for name, value in right_second.items()}
+        return alike(first, right_first) and scale(more, right_first) is not None
 
-    failed = [trial for trial in trials if trial.error is None and not right(trial)]
-    results = [pair for trial in failed for pair in zip(trial.results, trial.case.expected)]
-    pairs = [
-        (found["gradients"], expected["gradients"])
-        for found, expected in results
-        if recorded(found)
-    ]
-    return bool(pairs) and all(holds_both(mine, theirs) for mine, theirs in pairs)
+    return all_show(on_ranks(wrong_trials(trials)), holds_both)
 
 
 NO_FIRST_SYNCHRONISATION = Misconception(
@@ -274,7 +197,10 @@ NO_FIRST_SYNCHRONISATION = Misconception(
         "Every rank starts from its own weights. Equal gradients then change unequal weights, so "
         "the replicas never become equal."
     ),
-    unsynchronized,
+    lambda trials: all_show(
+        first_steps(trials),
+        lambda trial, rank, _: alike(trial.results[rank]["start"], trial.case.facts["first"][rank]),
+    ),
 )
 OTHER_START = Misconception(
     "begins with another rank's weights",
@@ -302,7 +228,10 @@ MEAN_OF_MEANS = Misconception(
     "mean of means",
     "Each rank takes the mean over its share, and then all ranks' means count the same. If shares "
     "differ in length, the samples of a short share count more than those of a long one.",
-    mean_of_means,
+    lambda trials: all_show(
+        first_steps(trials),
+        lambda trial, _, gradients: alike(gradients, mean_of(trial.case.facts["local"])),
+    ),
 )
 NEVER_REDUCED = Misconception(
     "gradients never synchronised",
@@ -310,7 +239,10 @@ NEVER_REDUCED = Misconception(
         "At optimizer.step(), p.grad still holds this rank's own gradient. Each rank takes a "
         "different step."
     ),
-    never_reduced,
+    lambda trials: all_show(
+        first_steps(trials),
+        lambda trial, rank, own: scale(own, trial.case.facts["local"][rank]) is not None,
+    ),
 )
 NO_ZERO_GRAD = Misconception(
     "gradients not cleared",

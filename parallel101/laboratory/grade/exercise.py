@@ -220,14 +220,10 @@ class Exercise:
         function: the name of the function that the learner writes.
         title: a few words.
         points: for the whole exercise; 0 for optional practice, which is checked in the same way.
-        value_share: the part of the points that right values earn, if there are other checks. It
-            is less than half where bytes and steps are what the exercise teaches.
-        weights: the part of the points for each kind of check, if it is not as `value_share` and
-            SHARES in grading.py say. What the exercise teaches weighs most. The stub's docstring
-            says it.
+        weights: the part of the points for each kind of check; without them, all kinds have the
+            same. What the exercise teaches weighs most. The stub's docstring says it.
         cases: makes the cases from a `Draw`, which gives other numbers for each seed.
-        checks: the properties. `value_share` of the points are for "value"; the others share the
-            rest (see `share` in grading.py).
+        checks: the properties. Those of one kind share its points (see `share` in grading.py).
         least_received: for a case, the bytes by rank that every correct solution receives. A right
             value with fewer earns nothing.
         misconceptions: in the order in which they are tried; the first that is seen is named.
@@ -254,7 +250,6 @@ class Exercise:
     misconceptions: Sequence[Misconception] = ()
     hints: tuple[str, ...] = ()
     questions: Sequence[Question] = ()
-    value_share: float = 0.5
     weights: Mapping[str, float] = field(default_factory=dict)
     program: Callable[..., Any] = call
     allowed: frozenset[str] = P2P

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from parallel101.laboratory.analysis.steps import steps_of
 from parallel101.laboratory.grade.compared_values import difference, same
 from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Misconception, Trial
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
@@ -52,6 +53,33 @@ def value(
 SMALL = 64  # bytes that a rank may send besides, such as a shape
 
 
+def at_most(
+    kind: str,
+    says: str,
+    measured: Callable[[Trial], Any],
+    enough: Callable[[Case], Any],
+    text: str = "rank {rank} sent {found} bytes; {most} are enough",
+    slack: Callable[[Case], float] = lambda case: 0,
+) -> Check:
+    """Return a check that a number is at most what is enough, and `slack` more.
+
+    Args:
+        measured: the number, or one for each rank, by rank.
+        enough: in the same way.
+        text: what is wrong, with {rank}, {found} and {most}.
+    """
+
+    def wrong(trial: Trial) -> str | None:
+        found, most, more = measured(trial), enough(trial.case), slack(trial.case)
+        for rank, one in enumerate(found if isinstance(found, list) else [found]):
+            limit = most[rank] if isinstance(most, list | tuple) else most
+            if one > limit + more:
+                return text.format(rank=rank, found=one, most=limit)
+        return None
+
+    return Check(kind, says, wrong)
+
+
 def bytes_sent(
     expected: Callable[[Case], Sequence[int]],
     says: str,
@@ -61,13 +89,7 @@ def bytes_sent(
 
     Without `slack`, a small message, such as a shape, costs nothing, and the verdict says so.
     """
-
-    def wrong(trial: Trial) -> str | None:
-        most = expected(trial.case)
-        for rank, sent in enumerate(communicated(trial)):
-            if sent > most[rank] + (SMALL if slack is None else slack(trial.case)):
-                return f"rank {rank} sent {sent} bytes; {most[rank]} are enough"
-        return None
+    check = at_most("bytes", says, communicated, expected, slack=slack or (lambda case: SMALL))
 
     def allowed(trial: Trial) -> str | None:
         for rank, (sent, most) in enumerate(zip(communicated(trial), expected(trial.case))):
@@ -78,7 +100,7 @@ def bytes_sent(
                 )
         return None
 
-    return Check("bytes", says, wrong, allowed)
+    return replace(check, allowed=allowed)
 
 
 SAFE_ORDER = "blocking sends in a safe order take longer than isend and irecv"
@@ -100,7 +122,7 @@ def steps(
     """
 
     def took(trial: Trial) -> float:
-        return steps_taken(trial) - small_messages(trial)
+        return trial.trace.makespan - small_messages(trial)
 
     def wrong(trial: Trial) -> str | None:
         fewest = expected(trial.case)
@@ -155,17 +177,6 @@ def ring_neighbours(says: str) -> Check:
     return Check("peers", says, wrong)
 
 
-def steps_taken(trial: Trial) -> float:
-    """Return the steps of a run.
-
-    On the virtual clock that is its makespan. On real ranks they are found from the order in which
-    messages were posted and ended.
-    """
-    if trial.world in ("relay", "sim"):
-        return trial.trace.makespan
-    return max(steps_of(trial.trace.messages()), default=-1) + 1
-
-
 def small_messages(trial: Trial, most_bytes: int = 64) -> int:
     """Return the number of small messages that the busiest rank sends or receives.
 
@@ -182,20 +193,27 @@ def small_messages(trial: Trial, most_bytes: int = 64) -> int:
     return max(sum(total <= most_bytes for total in accumulate(sizes)) for sizes in small)
 
 
-def communicated(trial: Trial) -> list[int]:
-    """Return the bytes that each rank sent, by rank.
+def communicated(
+    trial: Trial, counts: Callable[[Event], bool] = lambda event: True, direction: int = 0
+) -> list[int]:
+    """Return the bytes that each rank sent, by rank; with `direction` 1, those that it received.
 
-    Torch's own collectives count as a ring moves them, gather and scatter as one root does.
+    Torch's own collectives count as a ring moves them, gather and scatter as one root does. Only
+    events that `counts` are looked at.
     """
-    return _added(trial, trial.trace.bytes_sent, 0)
+    total = [0] * trial.world_size
+    for event in filter(counts, trial.trace.events):
+        if event.kind == ("send", "recv")[direction]:
+            total[event.rank] += event.nbytes
+        else:
+            n = len(event.group.ranks) or trial.world_size
+            total[event.rank] += _of_collective(event, n)[direction]
+    return total
 
 
-def received(trial: Trial) -> list[int]:
-    """Return the bytes that each rank received, by rank.
-
-    Torch's own collectives count as in `communicated`.
-    """
-    return _added(trial, trial.trace.bytes_received, 1)
+def received(trial: Trial, counts: Callable[[Event], bool] = lambda event: True) -> list[int]:
+    """Return the bytes that each rank received, by rank, as `communicated` counts them."""
+    return communicated(trial, counts, 1)
 
 
 RING_FACTOR = {
@@ -206,16 +224,6 @@ RING_FACTOR = {
     "broadcast": 1,
     "reduce": 1,
 }
-
-
-def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
-    """Return the bytes of messages and torch's own collectives, sent (0) or received (1)."""
-    total = list(messages)
-    for event in trial.trace.events:
-        total[event.rank] += _of_collective(event, len(event.group.ranks) or trial.world_size)[
-            direction
-        ]
-    return total
 
 
 def _of_collective(event: Event, n: int) -> tuple[int, int]:
@@ -308,9 +316,32 @@ def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
 # ---- misconceptions that many exercises share ----
 
 
+def all_show(items: Iterable[Any], shows: Callable[..., bool]) -> bool:
+    """Return whether there are items, and all of them show this. Tuples are several arguments."""
+    items = list(items)
+    return bool(items) and all(
+        shows(*item) if isinstance(item, tuple) else shows(item) for item in items
+    )
+
+
+def on_ranks(trials: Iterable[Trial]) -> list[tuple[Trial, int]]:
+    """Return each of these trials with each of its ranks."""
+    return [(trial, rank) for trial in trials for rank in range(trial.world_size)]
+
+
 def failed(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials whose values are wrong, or that did not end."""
-    return [trial for trial in trials if trial.error is not None or not right(trial)]
+    return [trial for trial in trials if not right(trial)]
+
+
+def ended(trials: Sequence[Trial], least: int = 1) -> list[Trial]:
+    """Return the trials on `least` ranks or more that ended without an error."""
+    return [trial for trial in trials if trial.world_size >= least and trial.error is None]
+
+
+def wrong_trials(trials: Sequence[Trial], least: int = 1) -> list[Trial]:
+    """Return the trials on `least` ranks or more that ended with wrong values."""
+    return [trial for trial in ended(trials, least) if not right(trial)]
 
 
 def right(trial: Trial) -> bool:
@@ -321,32 +352,22 @@ def right(trial: Trial) -> bool:
     )
 
 
-def _sends_first(trials: Sequence[Trial]) -> bool:
-    errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
-    return bool(errors) and all(
-        error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"send"}
-        for error in errors
-    )
+def everyone_waits_in(kind: str) -> Callable[[Sequence[Trial]], bool]:
+    """Return a test of whether each deadlock is a cycle of ranks that all wait in this call."""
+
+    def seen(trials: Sequence[Trial]) -> bool:
+        errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
+        return all_show(
+            errors,
+            lambda error: error.cycle and {what for what, _, _ in error.waiting.values()} == {kind},
+        )
+
+    return seen
 
 
-def _receives_first(trials: Sequence[Trial]) -> bool:
-    errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
-    return bool(errors) and all(
-        error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"recv"}
-        for error in errors
-    )
-
-
-def unwaited(trials: Sequence[Trial], kind: str) -> list[tuple[int, str]]:
-    """Return the rank and line of each send, or receive, that nobody waited for."""
-    return sorted(
-        {
-            (call.rank, call.where)
-            for trial in trials
-            for call in trial.unwaited
-            if call.kind == kind
-        }
-    )
+def never_waits_for(*kinds: str) -> Callable[[Sequence[Trial]], bool]:
+    """Return a test of whether somebody never waited for a call of each of these kinds."""
+    return lambda trials: {*kinds} <= {call.kind for trial in trials for call in trial.unwaited}
 
 
 SENDS_FIRST = Misconception(
@@ -355,7 +376,7 @@ SENDS_FIRST = Misconception(
         "Every rank sends first and waits until its message is received, but no rank has posted a "
         "receive: all of them wait forever."
     ),
-    _sends_first,
+    everyone_waits_in("send"),
 )
 RECEIVES_FIRST = Misconception(
     "everyone receives first",
@@ -363,7 +384,7 @@ RECEIVES_FIRST = Misconception(
         "Every rank receives first and waits, but no rank has sent anything yet: all of them wait "
         "forever."
     ),
-    _receives_first,
+    everyone_waits_in("recv"),
 )
 WORKS_THROWN_AWAY = Misconception(
     "works thrown away",
@@ -371,7 +392,7 @@ WORKS_THROWN_AWAY = Misconception(
         "isend and irecv only start a message. Nobody waits for the works that they return, so the "
         "data may never arrive."
     ),
-    lambda trials: bool(unwaited(trials, "recv") and unwaited(trials, "send")),
+    never_waits_for("recv", "send"),
 )
 WAIT_FORGOTTEN = Misconception(
     "receive's wait forgotten",
@@ -379,7 +400,7 @@ WAIT_FORGOTTEN = Misconception(
         "A receive is used before anybody has waited for it: until wait() returns, its tensor does "
         "not hold the data."
     ),
-    lambda trials: bool(unwaited(trials, "recv")),
+    never_waits_for("recv"),
 )
 SEND_WAIT_FORGOTTEN = Misconception(
     "send's wait forgotten",
@@ -387,7 +408,7 @@ SEND_WAIT_FORGOTTEN = Misconception(
         "Nobody waits for a send. Until its wait() returns, the message may still be read from the "
         "tensor, so the tensor must not change."
     ),
-    lambda trials: bool(unwaited(trials, "send")),
+    never_waits_for("send"),
 )
 CHANGED_WHILE_SENT = Misconception(
     "changed while it is sent",
@@ -448,13 +469,9 @@ ROOT_IS_ZERO = Misconception(
 def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
     """Return whether every wrong result is something in place of None."""
     wrong = failed(trials)
-    pairs = [
-        pair for trial in wrong for pair in zip(trial.results, trial.case.expected, strict=True)
-    ]
-    return (
-        bool(wrong)
-        and all(trial.error is None for trial in wrong)
-        and all(same(found, expected) or expected is None for found, expected in pairs)
+    pairs = [pair for trial in wrong for pair in zip(trial.results, trial.case.expected)]
+    return all(trial.error is None for trial in wrong) and all_show(
+        pairs, lambda found, expected: expected is None or same(found, expected)
     )
 
 

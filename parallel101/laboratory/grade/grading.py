@@ -9,8 +9,7 @@ cases ──▶ trials ──▶ a Finding for each check: passed, or the senten
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -43,16 +42,6 @@ from parallel101.laboratory.grade.remote import Submission, SubmissionRanks, not
 
 # of the cases that everybody sees; a teacher's own seed is in no public file
 PUBLIC_SEED = "parallel101"
-# of the points, if an exercise has all kinds
-SHARES = {
-    "value": 0.5,
-    "bytes": 0.15,
-    "peers": 0.15,
-    "steps": 0.15,
-    "memory": 0.1,
-    "overlap": 0.1,
-    "mfu": 0.5,
-}
 # of wall time for all cases of an exercise; cases that have not run by then fail
 EXERCISE_SECONDS = 60.0
 
@@ -103,10 +92,6 @@ class ExerciseVerdict:
     @property
     def out_of(self) -> float:
         return self.exercise.points
-
-    def points_lost(self, kind: str) -> bool:
-        """Return whether a check of this kind failed."""
-        return any(finding.kind == kind and not finding.passed for finding in self.findings)
 
     @property
     def cut_short(self) -> bool:
@@ -161,8 +146,6 @@ def drawn(cases: Callable[[Draw], Sequence[Case]], seed: str, function: str) -> 
 def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> list[Trial]:
     """Run the cases, one after the other. Stops where more runs would tell nothing new."""
     trials: list[Trial] = []
-    if (error := syntax_error(ranks.submission)) is not None:
-        return [not_run(case, error) for case in cases[:1]]
     if ranks.submission.endless is not None:
         return [not_run(case, ranks.submission.endless) for case in cases[:1]]
     for case in cases:
@@ -189,27 +172,8 @@ def _ends_all(error: BaseException | None) -> bool:
     return isinstance(error, GradedRunFailed) and error.ends_all
 
 
-def syntax_error(submission: Submission) -> LearnerError | None:
-    """Return the first syntax error of a submission, found without running any of it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compile(submission.source, str(submission.path), "exec", dont_inherit=True)
-    except SyntaxError as error:
-        where = f"{submission.path}:{error.lineno}"
-        return LearnerError(str(error), 0, where, type(error).__name__, "", not_written=False)
-    except (ValueError, RecursionError, MemoryError, OverflowError):
-        pass  # the ranks, which have less to lose, will find it too
-    return None
-
-
-def judge(
-    exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None
-) -> ExerciseVerdict:
-    """Return the verdict on trials that have run, whatever they ran on.
-
-    With `kinds`, only checks of these kinds are judged.
-    """
+def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
+    """Return the verdict on trials that have run, whatever they ran on."""
     early = [trial for trial in trials if trial.error is not None]
     # a picture of one rank shows little
     ended = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)
@@ -219,8 +183,6 @@ def judge(
     findings, shown = [], ended
     value_is_right = False
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
-        if kinds is not None and check.kind not in kinds:
-            continue
         out_of = exercise.points * share(exercise, check)
         message, trial = everywhere(check, trials, in_short)
         if check.kind == "value" and not message:
@@ -271,18 +233,8 @@ def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
 
 
 def share(exercise: Exercise, check: Check) -> float:
-    """Return the part of the points that a check earns.
-
-    For its kind, it is as the exercise's `weights` say. Without them, `value_share` is for the
-    value, and the other kinds share the rest.
-    """
+    """Return the part of the points that a check earns: that of its kind, or its share of that."""
     kinds = {other.kind for other in exercise.checks}
-    others = sum(SHARES[kind] for kind in kinds if kind != "value")
-    if exercise.weights:
-        of_kind = exercise.weights[check.kind]
-    elif check.kind == "value":
-        of_kind = exercise.value_share if others else 1.0
-    else:
-        of_kind = (1 - exercise.value_share) * SHARES[check.kind] / others
+    of_kind = exercise.weights.get(check.kind, 1 / len(kinds))
     alike = sum(other.weight for other in exercise.checks if other.kind == check.kind)
     return of_kind * check.weight / alike

@@ -6,7 +6,6 @@ is kept on disk.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import time
 from contextlib import suppress
@@ -43,8 +42,7 @@ def check_file(
     report.note, verdict = note, report.verdict
     if not verdict.not_written:
         report.saved = _save(report, progress)
-    others = {other.function for other in homework.exercises} - {exercise.function}
-    report.suggestion = suggestion(verdict, progress, version(submission.source, others))
+    report.suggestion = suggestion(verdict, progress, submission.source)
     progress.note(
         exercise.function,
         points=verdict.points,
@@ -83,41 +81,22 @@ def report_on(
 
 
 def suggestion(verdict: ExerciseVerdict, progress: Progress, source: str) -> str:
-    """Suggest the next hint if two versions of the code have failed since the last hint.
+    """Suggest the next hint if two versions of the file have failed since the last hint.
 
-    A version counts once, however often and by whichever command it is checked. `source` says
-    which version it is.
+    A version counts once, however often and by whichever command it is checked.
     """
     exercise = verdict.exercise
     if verdict.not_written:
         return ""
+    version = hashlib.sha256(source.encode(errors="replace")).hexdigest()[:16]
     before = [] if verdict.passed else progress.get(exercise.function, "failed", [])
-    failed = [*before, *([] if verdict.passed or source in before else [source])][-FAILURES:]
+    failed = [*before, *([] if verdict.passed or version in before else [version])][-FAILURES:]
     progress.note(exercise.function, failed=failed)
     taken, total = progress.get(exercise.function, "hints", 0), len(exercise.hints)
     if len(failed) < FAILURES or taken >= total:
         return ""
     call = f"hint({set_name(Path(exercise.path))}.{exercise.function})"
     return f"Stuck? In the notebook, {call} shows hint {taken + 1} of {total}. It costs nothing."
-
-
-def version(source: str, others: set[str]) -> str:
-    """Return a hash of a file's code, without the functions and classes `others`.
-
-    Those belong to other exercises.
-    """
-    try:
-        nodes = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        told = source
-    else:
-        kinds = ast.FunctionDef | ast.ClassDef
-        told = "".join(
-            ast.dump(node)
-            for node in nodes
-            if not (isinstance(node, kinds) and node.name in others)
-        )
-    return hashlib.sha256(told.encode(errors="replace")).hexdigest()[:16]
 
 
 def predicted(
