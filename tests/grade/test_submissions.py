@@ -307,11 +307,11 @@ def test_what_a_learner_returns_and_prints_is_said_in_few_plain_words(homework, 
 
 
 WRONG_PATHS = {
-    "JSON is a folder": ({"json": "there"}, "is a folder"),
-    "CSV is a folder": ({"csv": "there"}, "is a folder"),
-    "Gradescope is a folder": ({"gradescope": "there"}, "is a folder"),
+    "JSON is a folder": ({"json": "there"}, "expected a file"),
+    "CSV is a folder": ({"csv": "there"}, "expected a file"),
+    "Gradescope is a folder": ({"gradescope": "there"}, "expected a file"),
     "below a file": ({"csv": "file/results.csv"}, "can't be written"),
-    "a class's JSON is a file": ({"json": "file", "submission": "there"}, "is a file"),
+    "a class's JSON is a file": ({"json": "file", "submission": "there"}, "expected a folder"),
     "an open seed": ({"seed_file": "file"}, "chmod 600"),
     "the seed is a folder": ({"seed_file": "there"}, "no file with a seed"),
     "the seed is empty": ({"seed_file": "empty"}, "is empty"),

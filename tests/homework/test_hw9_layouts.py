@@ -214,7 +214,7 @@ def test_the_tool_says_what_is_wrong_and_counts_what_it_answers():
         ({"tp": 16, "microbatches": 32}, "heads"),
         ({"dp": 4, "pp": 4, "chunks": 4, "microbatches": 8}, "8 layers"),
         ({"dp": 16, "microbatches": 2, "sequence_parallel": True}, "sequence parallel"),
-        ({"dp": 16, "microbatches": 2, "cp": 2}, "no 'cp'"),
+        ({"dp": 16, "microbatches": 2, "cp": 2}, "not a layout"),
         ({"dp": 16.0, "microbatches": 2}, "whole number"),
         ({"dp": 16, "microbatches": 2, "recompute": "some"}, "recompute"),
     ):

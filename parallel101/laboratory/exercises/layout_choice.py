@@ -23,9 +23,9 @@ from parallel101.laboratory.grade.exercise_checks import ended
 
 ASKED = 400  # times that a learner's function may ask what a layout costs
 SHAPE = ("width", "layers", "heads", "vocabulary", "time")
-NUMBERS = ("dp", "tp", "pp", "microbatch", "microbatches", "chunks", "zero_stage")
 Evaluate = Callable[..., dict[str, float]]
-KEYS = (*NUMBERS, "recompute", "sequence_parallel")
+KEYS: tuple[str, ...] = ("dp", "tp", "pp", "microbatch", "microbatches", "chunks")
+KEYS += ("zero_stage", "recompute", "sequence_parallel")
 
 
 def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLayout:
@@ -33,19 +33,15 @@ def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLa
 
     Raises ValueError, in words, if there can't be one.
     """
-    if not isinstance(said, dict):
-        raise ValueError(f"{said!r:.100} is not a layout: expected a dict or a Layout")
-    for key, value in said.items():
-        if key not in KEYS:
-            raise ValueError(f"a layout has no {key!r}: expected some of {', '.join(KEYS)}")
-        if key in NUMBERS and type(value) is not int:
-            raise ValueError(f"{key}={value!r:.50}: expected a whole number")
-    if type(said.get("sequence_parallel", False)) is not bool:
-        raise ValueError(f"sequence_parallel={said['sequence_parallel']!r:.50}: expected a bool")
-    if said.get("recompute", "none") not in ("none", "full"):
-        raise ValueError(f"recompute={said['recompute']!r:.50}: expected 'none' or 'full'")
+    if not isinstance(said, dict) or not {*said} <= {*KEYS}:
+        raise ValueError(
+            f"{said!r:.100} is not a layout: expected a dict with some of {', '.join(KEYS)}"
+        )
     layout = ParallelLayout(**said)
+    sequence = layout.sequence_parallel
     for wrong, why in (
+        (type(sequence) is not bool, f"sequence_parallel={sequence!r:.50}: expected a bool"),
+        (layout.recompute == "selective", "recompute='selective': expected 'none' or 'full'"),
         (layout.gpus != gpus, f"dp · tp · pp is {layout.gpus}; expected {gpus} GPUs"),
         (layout.batch != batch, f"b · M · dp is {layout.batch}; expected {batch} samples"),
         (shape.heads % layout.tp, f"{shape.heads} heads can't be cut over tp {layout.tp}"),
@@ -54,7 +50,7 @@ def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLa
             f"{shape.layers} layers are not a multiple of {layout.pp} stages · {layout.chunks}",
         ),
         (
-            layout.sequence_parallel and (layout.tp == 1 or shape.time % layout.tp),
+            sequence and (layout.tp == 1 or shape.time % layout.tp),
             f"sequence parallel can't cut {shape.time} tokens over tp {layout.tp}",
         ),
     ):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,10 +92,9 @@ def handed_in(
     """
     homework = one_set(path)
     seed = PUBLIC_SEED if seed_file is None else read_seed(seed_file)
-    for option, file in (("--gradescope", gradescope), ("--csv", csv)):
-        _can_be_written(option, file)
-    if feedback is not None:
-        make_folder("--feedback", feedback)
+    _can_be_written("--gradescope", gradescope)
+    _can_be_written("--csv", csv)
+    _can_be_written("--feedback", feedback, folder=True)
     folder = homework.code if submission is None else handed_in_at(submission)
     entries = submissions_in(folder, homework) if submission and gradescope is None else None
     if class_list is not None:
@@ -111,8 +109,7 @@ def handed_in(
             results = [_grade_one(one, homework, seed, gradescope, json, page)]
     else:
         into = json or Path("results") / homework.folder.name
-        if into.exists() and not into.is_dir():
-            raise ValueError(f"{into} is a file; of a class, --json is a folder for its results")
+        _can_be_written("for a class, --json", into, folder=True)
         offered = users.protection()
         if offered.users and not offered.files and readable_by_all(folder):
             print(
@@ -132,17 +129,6 @@ def handed_in(
     if csv is not None:
         write_csv(csv, results)
     return 0
-
-
-def make_folder(option: str, folder: Path) -> None:
-    """Make a folder. Raises ValueError if nothing can be written to it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise ValueError(f"{option} {folder} can't be written; expected a folder")
 
 
 def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> list[Path]:
@@ -217,18 +203,18 @@ def read_seed(path: Path) -> str:
     return seed
 
 
-def _can_be_written(option: str, file: Path | None) -> None:
-    """Raise ValueError for a file that can't be written, before anything is graded."""
-    if file is None:
+def _can_be_written(option: str, path: Path | None, folder: bool = False) -> None:
+    """Raise ValueError for a file or folder that can't be written, before anything is graded."""
+    if path is None:
         return
-    if file.is_dir():
-        raise ValueError(f"{option} {file} is a folder; name the file to write")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option} {file} can't be written: {error.strerror}") from None
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{option} {file} can't be written: permission denied")
+        (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+        usable = os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable or (path.exists() and path.is_dir() != folder):
+        kind = "a folder" if folder else "a file, and no folder"
+        raise ValueError(f"{option} {path} can't be written; expected {kind}")
 
 
 @contextlib.contextmanager
@@ -238,9 +224,6 @@ def _ended_by_sigterm() -> Iterator[None]:
     def end(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield

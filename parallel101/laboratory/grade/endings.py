@@ -7,6 +7,8 @@ table of a class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parallel101.laboratory.grade.exercise import Exercise, Trial
 from parallel101.laboratory.grade.exercise_checks import rank_missing
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
@@ -30,13 +32,19 @@ class GradedRunFailed(Exception):
 
 
 class LearnerError(GradedRunFailed):
-    """The learner's code raised an exception: `kind` is its type, `traceback` its text."""
+    """The learner's code raised an exception: `kind` is its type, `calls` led there, in words."""
 
     def __init__(
-        self, message: str, rank: int, where: str, kind: str, traceback: str, not_written: bool
+        self,
+        message: str,
+        rank: int,
+        where: str,
+        kind: str,
+        calls: Sequence[str] = (),
+        not_written: bool = False,
     ):
         super().__init__(message, rank, where)
-        self.kind, self.traceback, self.not_written = kind, traceback, not_written
+        self.kind, self.calls, self.not_written = kind, calls, not_written
         loaded = kind not in NOT_LOADED
         self.ends_all = not_written or not loaded
         self.reason = "syntax error" if kind in SYNTAX else "exit" if kind == "SystemExit" else kind

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallel101.laboratory.record import signatures
 from parallel101.laboratory.sim.network import Network
 
 if TYPE_CHECKING:
@@ -31,19 +32,7 @@ if TYPE_CHECKING:
 
 # what a learner may call: isend and irecv, in batches too, are meant by these names
 P2P = frozenset({"send", "recv"})
-COLLECTIVES = frozenset(
-    {
-        "broadcast",
-        "all_reduce",
-        "reduce",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-        "all_to_all",
-        "barrier",
-    }
-)
+COLLECTIVES = frozenset(spec.kind for spec in signatures.COLLECTIVES.values())
 # torch imports it at the first backward(gradient) or autograd.grad
 AUTOGRAD = ("torch.fx.experimental.symbolic_shapes",)
 OPTIM = (*AUTOGRAD, "torch._dynamo")  # and this at the first optimizer

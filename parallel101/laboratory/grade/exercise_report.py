@@ -10,8 +10,6 @@ A terminal shows the text, and a notebook the HTML. Both have the same blocks.
 
 from __future__ import annotations
 
-import os
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parallel101.laboratory.grade.endings import LearnerError
 from parallel101.laboratory.grade.exercise import Exercise, Question
 from parallel101.laboratory.grade.grading import ExerciseVerdict, Finding
 from parallel101.laboratory.grade.homework import set_name
@@ -104,7 +101,7 @@ class ExerciseReport:
     def problem(self) -> str:
         """The reason why a run ended early, with the calls that led there; "" if nothing did."""
         error = self.verdict.shown.error if self.verdict.shown is not None else None
-        calls = _own_calls(error.traceback) if isinstance(error, LearnerError) else []
+        calls = [f"  {call}" for call in getattr(error, "calls", ())]
         return "\n".join([self.verdict.problem, *(["called from:", *calls] if calls else [])])
 
     @property
@@ -248,21 +245,6 @@ def hints_card(exercise: Exercise, rung: int) -> Card:
 
 
 # ---- pieces ----
-
-
-def _own_calls(traceback: str) -> list[str]:
-    """Return the lines of a traceback in the learner's own files, except the last one.
-
-    The message names the last one. A long traceback is cut to the last five lines. Learners' files
-    have no folder there: see `Submission`.
-    """
-    calls = re.findall(r'^  File "([^"]+)", line (\d+), in (\w+)\n +(.+)$', traceback, re.M)
-    own = [
-        f"  {file}:{line} in {function}: {source}"
-        for file, line, function, source in calls
-        if not os.path.isabs(file) and not file.startswith("<")
-    ]
-    return own[:-1][-5:]
 
 
 def number(value: float) -> str:

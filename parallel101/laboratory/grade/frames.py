@@ -25,21 +25,11 @@ from parallel101.laboratory.record.signatures import COLLECTIVES
 HEAD = struct.Struct("<cIQ")
 MOST_TEXT = 4 << 20  # bytes of JSON in one frame
 MOST_BYTES = 1 << 28  # bytes of tensors in one frame
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8"),
+        *("uint8", "bool", "complex64", "complex128"),
     )
 }
 

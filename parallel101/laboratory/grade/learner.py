@@ -133,20 +133,14 @@ def record_prediction(exercise: Exercise, progress: Progress, answers: dict[str,
                 f"{', '.join(names) or 'nothing'}"
             )
     given = {
-        name: value
+        # what JSON can hold
+        name: value if isinstance(value, int | float | str) else str(value)
         for name, value in answers.items()
         if value is not None and value is not ... and value != "?"
     }
-    # what JSON can hold
-    plain = {
-        name: value if isinstance(value, int | float | str) else str(value)
-        for name, value in given.items()
-    }
-    if plain:
-        progress.note(
-            exercise.function,
-            predictions={**progress.get(exercise.function, "predictions", {}), **plain},
-        )
+    if given:
+        before = progress.get(exercise.function, "predictions", {})
+        progress.note(exercise.function, predictions=before | given)
 
 
 def _save(report: ExerciseReport, progress: Progress) -> Path | None:

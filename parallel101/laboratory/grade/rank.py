@@ -238,27 +238,22 @@ class Connection:
 
     def fail(self, error: BaseException) -> None:
         """Tell the grader of an exception that the learner's code raised."""
-        inner = error.__traceback__
-        while inner is not None and is_inside(inner.tb_frame.f_code.co_filename):
-            inner = inner.tb_next
-        own = [
-            frame for frame, _ in traceback.walk_tb(inner) if frame.f_code.co_filename == self.path
-        ]
-        lines = "".join(traceback.format_exception(type(error), error, inner))
-        place = f"{own[-1].f_code.co_filename}:{_line(inner, own[-1])}" if own else "?"
+        calls = traceback.extract_tb(error.__traceback__)
+        own = [c for c in calls if c.filename == self.path or not os.path.isabs(c.filename)]
+        own = [call for call in own if not call.filename.startswith("<")]
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else "?"
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"
         text: dict[str, Any] = {
             "type": type(error).__name__,
             "message": str(error)[:2000],
             "where": place,
-            "traceback": lines[-6000:],
+            # the message names the last one
+            "calls": [f"{c.filename}:{c.lineno} in {c.name}: {c.line}" for c in own[:-1][-5:]],
         }
         # torch raises it too, for an operation that a dtype or a device does not have
-        raised_in = traceback.extract_tb(error.__traceback__)[-1:]
-        text["not_written"] = isinstance(error, NotImplementedError) and any(
-            frame.filename == self.path for frame in raised_in
-        )
+        by_learner = bool(calls) and calls[-1].filename == self.path
+        text["not_written"] = isinstance(error, NotImplementedError) and by_learner
         self.send(frames.FAILED, text)
 
     # ---- the recorder's part ----
@@ -502,7 +497,3 @@ def join(connection: Connection) -> None:
     torch_private.name_backend("gloo")  # programs choose their device by it
     rank, size = str(connection.rank), str(connection.world_size)
     os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
-
-
-def _line(tb: types.TracebackType | None, frame: types.FrameType) -> int:
-    return next((line for found, line in traceback.walk_tb(tb) if found is frame), frame.f_lineno)

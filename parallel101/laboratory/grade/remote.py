@@ -62,7 +62,6 @@ MOST_SAID = 1 << 25  # bytes of text that a rank may send in one case
 MEMORY = 2 << 30  # bytes that a rank may allocate
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
-MOST_TRACEBACK = 6000  # characters
 NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
 MOST_MESSAGE = 2000  # characters of an error's text
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -95,16 +94,13 @@ class RemoteRank:
 
     number: int
     process: RankProcess
-    printed: dict[str, bytearray] = field(
-        default_factory=lambda: {"out": bytearray(), "err": bytearray()}
-    )
-    amount: int = 0
-    status: bytes = b""
+    printed: bytearray = field(default_factory=bytearray)  # KEPT_PRINTED of it
+    amount: int = 0  # bytes of all that it has printed
 
     def receive(self, until: float) -> Frame:
         """Return the next frame. Meanwhile, the rank's output is kept."""
         control = self.process.control
-        streams: dict[Any, str] = {self.process.out: "out", self.process.err: "err"}
+        streams: list[Any] = [self.process.out, self.process.err]
         while True:
             ready, _, _ = select.select(
                 [control, *streams], [], [], max(0.0, until - time.monotonic())
@@ -112,8 +108,8 @@ class RemoteRank:
             if not ready:
                 raise self._time_over()
             for stream in ready:
-                if stream is not control and not self._read_output(stream, streams[stream]):
-                    del streams[stream]
+                if stream is not control and not self._read_output(stream):
+                    streams.remove(stream)
             if control in ready:
                 try:
                     return frames.receive(control, until)
@@ -123,27 +119,21 @@ class RemoteRank:
                     self.read_rest()
                     raise RankDied(str(error), self.number) from None
 
-    def _read_output(self, stream: Any, name: str) -> bool:
-        data = (
-            os.read(stream.fileno(), 1 << 16)
-            if not isinstance(stream, socket.socket)
-            else stream.recv(1 << 16)
-        )
+    def _read_output(self, stream: Any) -> bool:
+        is_socket = isinstance(stream, socket.socket)
+        data = stream.recv(1 << 16) if is_socket else os.read(stream.fileno(), 1 << 16)
         self.amount += len(data)
-        kept = self.printed[name]
-        kept += data[: max(0, KEPT_PRINTED - len(kept))]
+        self.printed += data[: max(0, KEPT_PRINTED - len(self.printed))]
         if self.amount > MOST_PRINTED:
             raise PrintedTooMuch("", self.number)
         return bool(data)
 
     def read_rest(self) -> None:
         """Read what the rank has printed and not been asked for yet."""
-        streams = {self.process.out: "out", self.process.err: "err"}
+        streams = [self.process.out, self.process.err]
         with contextlib.suppress(OSError, PrintedTooMuch):
-            while ready := select.select(list(streams), [], [], 0)[0]:
-                for stream in ready:
-                    if not self._read_output(stream, streams[stream]):
-                        del streams[stream]
+            while ready := select.select(streams, [], [], 0)[0]:
+                streams = [s for s in streams if s not in ready or self._read_output(s)]
 
     def _time_over(self) -> TimeOver:
         """Return the error, with the line where the rank is.
@@ -319,7 +309,7 @@ class SubmissionRanks:
             )
         ranks = self.ranks[: case.world_size]
         for rank in ranks:
-            rank.printed, rank.amount = {"out": bytearray(), "err": bytearray()}, 0
+            rank.printed, rank.amount = bytearray(), 0
         until = time.monotonic() + case.seconds
         virtual = [VirtualEnd(rank, case, until, self.exercise.allowed) for rank in ranks]
         for end in virtual:
@@ -339,13 +329,7 @@ class SubmissionRanks:
             error=outcome.error,
             unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
             changed=[end.changed for end in virtual],
-            printed=[
-                plain(
-                    "".join(part.decode(errors="replace") for part in rank.printed.values()),
-                    MOST_PRINTED,
-                )
-                for rank in ranks
-            ],
+            printed=[plain(rank.printed.decode(errors="replace"), MOST_PRINTED) for rank in ranks],
         )
         if outcome.error is not None:
             self.stop()
@@ -487,9 +471,7 @@ class VirtualEnd:
             raise
         except Exception as error:
             text = plain(str(error) or repr(error), MOST_MESSAGE)
-            raise LearnerError(
-                text, self.rank.number, place, type(error).__name__, "", False
-            ) from error
+            raise LearnerError(text, self.rank.number, place, type(error).__name__) from error
 
     def _wait(self, frame: Frame, place: str) -> None:
         call = self.calls[frame.text["call"]]
@@ -542,13 +524,14 @@ class VirtualEnd:
         )
 
     def _failed(self, frame: Frame, place: str) -> None:
-        text = {
-            key: plain(str(frame.text[key]), MOST_TRACEBACK)
-            for key in ("type", "message", "traceback")
-        }
-        not_written = frame.text["not_written"] is True
+        kind, message = (plain(str(frame.text[key]), MOST_MESSAGE) for key in ("type", "message"))
         raise LearnerError(
-            text["message"], self.rank.number, place, text["type"], text["traceback"], not_written
+            message,
+            self.rank.number,
+            place,
+            kind,
+            [plain(str(call), 300).replace("\n", " ") for call in frame.text["calls"][:5]],
+            frame.text["not_written"] is True,
         )
 
     def unwaited(self) -> Sequence[Unwaited]:

@@ -25,7 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -194,58 +194,87 @@ def grade_class(
         feedback: the folder for a page for each learner, which exists; None: no pages.
     """
     results.mkdir(parents=True, exist_ok=True)
-    names = _result_names(submissions)
-    pages: dict[Path, Path | None] = dict.fromkeys(submissions)
-    if feedback is not None:
-        pages = {path: feedback / f"{names[path].removesuffix('.json')}.html" for path in names}
-    done = {
-        path: found
-        for path in submissions
-        if (found := _finished(path, homework, results / names[path], seed)) is not None
-        and ((page := pages[path]) is None or page.exists())
-    }
-    left = [path for path in submissions if path not in done]
-    with tqdm(
-        total=len(submissions), initial=len(done), desc="submissions", disable=not progress
-    ) as bar:
-        if jobs == 1:
-            for path in left:
-                done[path] = _grade_into(
-                    path, homework.tests[0], results / names[path], seed, pages[path]
-                )
-                bar.update()
-        else:
-            for path, result in _by_pool(
-                left, homework.tests[0], results, names, pages, seed, jobs
-            ):
-                done[path] = result
-                bar.update()
-    return [done[path] for path in submissions]
+    tasks = [
+        Task(
+            path,
+            homework.tests[0],
+            seed,
+            results / f"{name}.json",
+            None if feedback is None else feedback / f"{name}.html",
+        )
+        for path, name in _result_names(submissions).items()
+    ]
+    done = {task: found for task in tasks if (found := task.finished()) is not None}
+    left = [task for task in tasks if task not in done]
+    graded = _by_pool(left, jobs) if jobs > 1 else ((task, task.grade()) for task in left)
+    with tqdm(total=len(tasks), initial=len(done), desc="submissions", disable=not progress) as bar:
+        for task, result in graded:
+            done[task] = result
+            bar.update()
+    return [done[task] for task in tasks]
 
 
-def _by_pool(
-    left: Sequence[Path],
-    tests: Path,
-    results: Path,
-    names: dict[Path, str],
-    pages: dict[Path, Path | None],
-    seed: str,
-    jobs: int,
-) -> Iterator[tuple[Path, Result]]:
+class Task(NamedTuple):
+    """One submission of a class: what is graded, and the files that are written."""
+
+    submission: Path
+    tests: Path
+    seed: str
+    file: Path
+    page: Path | None
+
+    def grade(self) -> Result:
+        """Grade it. Whatever goes wrong costs this submission only."""
+        if _told_to_end:
+            raise SystemExit(1)
+        try:
+            return grade_submission(
+                self.submission,
+                _set_of(self.tests),
+                self.seed,
+                lambda result: write_json(self.file, result),
+                self.page,
+            )
+        except Exception as error:
+            return self.not_graded(error)
+
+    def not_graded(self, error: Exception) -> Result:
+        """Return the result if the grader failed. It will be graded again."""
+        result = empty_result(self.submission, _set_of(self.tests)) | {"hash": ""}
+        for entry in result["exercises"]:
+            entry["problem"] = _grader_failed(error)
+        with suppress(OSError):
+            write_json(self.file, result)
+        return result
+
+    def finished(self) -> Result | None:
+        """Return the complete result of this very submission, if it is on disk."""
+        try:
+            found = json.loads(self.file.read_text(encoding="utf-8"))
+            same = found["hash"] == content_hash(self.submission, _set_of(self.tests), self.seed)
+            page = self.page is None or self.page.exists()
+            return found if found["complete"] and same and page else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@lru_cache(maxsize=1)
+def _set_of(tests: Path) -> HomeworkSet:
+    """Return the set, which is loaded once in each process."""
+    (homework,) = find_sets(tests)
+    return homework
+
+
+def _by_pool(left: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Result]]:
     """Grade submissions in several processes, and yield each with its result.
 
     If a process is killed, what is left is tried once more.
     """
     context = multiprocessing.get_context("spawn")
     for last in (False, True):
-        killed: list[Path] = []
+        killed: list[Task] = []
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
-            running = {
-                pool.submit(
-                    _grade_into, path, tests, results / names[path], seed, pages[path]
-                ): path
-                for path in left
-            }
+            running = {pool.submit(Task.grade, task): task for task in left}
             try:
                 for future in as_completed(running):
                     try:
@@ -253,8 +282,7 @@ def _by_pool(
                     except BrokenProcessPool as error:
                         killed.append(running[future])
                         if last:
-                            file = results / names[running[future]]
-                            yield running[future], _not_graded(running[future], tests, file, error)
+                            yield running[future], running[future].not_graded(error)
             except BaseException:  # Ctrl-C: what is being graded ends now; the rest is not begun
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in multiprocessing.active_children():
@@ -294,61 +322,22 @@ def _end_when_told() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _grade_into(path: Path, tests: Path, file: Path, seed: str, page: Path | None) -> Result:
-    """Grade one submission of a class. Whatever goes wrong costs this submission only."""
-    if _told_to_end:
-        raise SystemExit(1)
-    try:
-        homework = _set_of(tests)
-        return grade_submission(path, homework, seed, lambda result: write_json(file, result), page)
-    except Exception as error:
-        return _not_graded(path, tests, file, error)
-
-
-@lru_cache(maxsize=1)
-def _set_of(tests: Path) -> HomeworkSet:
-    """Return the set, which is loaded once in each process."""
-    (homework,) = find_sets(tests)
-    return homework
-
-
-def _not_graded(path: Path, tests: Path, file: Path, error: Exception) -> Result:
-    """Return the result of a submission with which the grader failed. It will be graded again."""
-    homework = _set_of(tests)
-    result = empty_result(path, homework) | {"hash": ""}
-    for entry in result["exercises"]:
-        entry["problem"] = _grader_failed(error)
-    with suppress(OSError):
-        write_json(file, result)
-    return result
-
-
-def _finished(path: Path, homework: HomeworkSet, file: Path, seed: str) -> Result | None:
-    """Return the complete result of this very submission, if it is on disk."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return (
-            found
-            if found["complete"] and found["hash"] == content_hash(path, homework, seed)
-            else None
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
-    """Return the file of each result, such as alice.json.
+    """Return the name of each result, such as alice.
 
-    If both were handed in, they are alice.py.json and alice.ipynb.json.
+    If both were handed in, they are alice.py and alice.ipynb.
     """
-    short = {path: student(path) for path in submissions}
-    often = Counter(short.values())
-    names = {path: plain_name(path) if often[name] > 1 else name for path, name in short.items()}
-    often = Counter(names.values())
-    for path, name in names.items():
-        if often[name] > 1 or "\\" in name or "…" in name:  # names that are shown alike
-            names[path] = f"{name} {hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
-    return {path: f"{name}.json" for path, name in names.items()}
+    names = {path: student(path) for path in submissions}
+    for longer in (plain_name, lambda path: f"{names[path]} {_short_hash(path)}"):
+        often = Counter(names.values())
+        for path, name in list(names.items()):
+            if often[name] > 1:
+                names[path] = longer(path)
+    return names
+
+
+def _short_hash(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -373,35 +362,20 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
     It has for each exercise the points, why points are missing, and the misconception.
     """
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        columns = [
-            (f"{entry['number']} {'points' if entry['out_of'] else 'practice'}", entry["number"])
-            for entry in (results[0]["exercises"] if results else [])
-        ]
-        writer.writerow(
-            [
-                "student",
-                "points",
-                "out_of",
-                *(
-                    text
-                    for name, n in columns
-                    for text in (name, f"{n} reason", f"{n} misconception")
-                ),
-            ]
-        )
-        for result in results:
-            cells = [
-                value
-                for entry in result["exercises"]
-                for value in (
-                    earned(entry),
-                    entry.get("reason", ""),  # not in results of an older version
-                    (entry["misconception"] or {}).get("name", ""),
-                )
-            ]
-            row = [result["student"], result["points"], result["out_of"], *cells]
-            writer.writerow([cell(value) for value in row])
+        rows = [_csv_row(result) for result in results]
+        writer = csv.DictWriter(file, rows[0] if rows else ("student", "points", "out_of"))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _csv_row(result: Result) -> dict[str, object]:
+    row = {name: result[name] for name in ("student", "points", "out_of")}
+    for entry in result["exercises"]:
+        number, mistake = entry["number"], entry["misconception"] or {}
+        row[f"{number} {'points' if entry['out_of'] else 'practice'}"] = earned(entry)
+        row[f"{number} reason"] = entry["reason"]
+        row[f"{number} misconception"] = mistake.get("name", "")
+    return {name: cell(value) for name, value in row.items()}
 
 
 def class_table(results: Sequence[Result]) -> str:
@@ -424,21 +398,20 @@ def class_table(results: Sequence[Result]) -> str:
     lines.append(
         f"{len(results)} submissions, {mean:.1f} of {results[0]['out_of']:g} points on average"
     )
-    who: dict[str, set[str]] = {}  # by misconception: the learners, and the exercises
-    where: dict[str, list[str]] = {}
-    for result in results:
-        for entry in result["exercises"]:
-            if entry["misconception"]:
-                name = entry["misconception"]["name"]
-                who.setdefault(name, set()).add(result["student"])
-                where.setdefault(name, []).append(entry["number"])
+    named = [
+        (entry["misconception"]["name"], result["student"], entry["number"])
+        for result in results
+        for entry in result["exercises"]
+        if entry["misconception"]
+    ]
     learners = len({result["student"] for result in results})
-    if who:
-        lines += ["", "Misconceptions, most frequent first:"]
-    for name in sorted(who, key=lambda name: (-len(who[name]), name)):
-        found = [number for number in dict.fromkeys(numbers) if number in where[name]]
+    often = Counter(name for name, _ in {(name, student) for name, student, _ in named})
+    lines += ["", "Misconceptions, most frequent first:"] if named else []
+    for name, count in sorted(often.items(), key=lambda pair: (-pair[1], pair[0])):
+        where = {number for other, _, number in named if other == name}
+        found = [number for number in dict.fromkeys(numbers) if number in where]
         lines.append(
-            f"{len(who[name]):>6} of {learners} learners: {name} "
+            f"{count:>6} of {learners} learners: {name} "
             f"(exercise{'s' * (len(found) > 1)} {', '.join(found)})"
         )
     notes = [f"{r['student']}: {r['note']}" for r in results if r.get("note")]
