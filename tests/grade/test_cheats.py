@@ -163,9 +163,10 @@ def all_gather(x): return torch.cat([x, x])""",
     "frames of one's own to the grader": """
 def all_gather(x):
     connection = dist.group.WORLD.connection
-    recv = {"call": 90, "where": "?", "group": "0", "peer": 1 - rank(), "tag": 0}
-    recv |= {"dtype": "float32", "shape": [4]}
-    for _ in range(4): connection.send(b"R", recv)
+    tensor = {"tensor": {"dtype": "float32", "shape": [4]}, "size": 16}
+    given = {"list": [{"list": [tensor]}, {"value": 1 - rank()}, {"value": 0}]}
+    recv = {"call": 90, "where": "?", "group": "0", "method": "recv", "given": given}
+    for _ in range(4): connection.send(b"A", recv, bytes(16))
     connection.send(b"Y", {"result": {"value": "passed"}, "points": 10, "changed": []})
     return torch.cat([x, x])""",
     "results written": """

@@ -22,6 +22,8 @@ from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.network import Network
 
+# the plan, the faulty line by its mark, and what rules about wrong answers need
+Faulty = tuple[dict[str, Any], str, dict[str, Any]]
 FILE = "train.py"
 CAUSES = {
     "hang": ("missing call", "different order", "wrong peer"),
@@ -238,23 +240,17 @@ def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
         parts, main = [WATCH, AVERAGE, UPDATE], TRAIN
     else:
         calls = list(CALLS)
-        if (
-            kind == "hang"
-        ):  # the exchange comes first: a rank that is ahead waits for the one before
+        # the exchange comes first: a rank that is ahead waits for the one before
+        if kind == "hang":
             calls[1:] = _shuffled(draw, calls[1:])
         parts, main = [FORWARD, EXCHANGE, REDUCE, REPORT], MAIN + "".join(calls)
     text = HEAD
     for part in [*_shuffled(draw, parts), main]:
         comments = _shuffled(draw, COMMENTS)[: draw.integer(0, 3)]
         text += "\n" + "".join(f"\n{comment}" for comment in comments) + part
-    lines = {}
-    plain = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        code, _, mark = line.partition("  #")
-        plain.append(code)
-        if mark:
-            lines[mark] = number
-    return "\n".join(plain) + "\n", lines
+    rows = [line.partition("  #") for line in text.splitlines()]
+    lines = {mark: number for number, (_, _, mark) in enumerate(rows, start=1) if mark}
+    return "".join(f"{code}\n" for code, _, _ in rows), lines
 
 
 def _shuffled(draw: Draw, items: list[str]) -> list[str]:
@@ -289,26 +285,21 @@ def _plan(draw: Draw, n: int, steps: int) -> dict[str, Any]:
     }
 
 
-def _hang(
-    draw: Draw, n: int, steps: int, culprit: int, cause: str
-) -> tuple[dict[str, Any], str, dict[str, Any]]:
+def _hang(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
     plan, step = _plan(draw, n, steps), draw.integer(1, steps - 1)
+    fault: Any = False
     if cause == "missing call":
         table, line = draw.choice((("sends", "send"), ("reports", "loss")))
-        plan[table][step][culprit] = False
     elif cause == "different order":
-        line = "bucket"
-        plan["buckets"][step][culprit] = [1, 0]
+        table, line, fault = "buckets", "bucket", [1, 0]
     else:
-        line = "send"
-        plan["next"][step][culprit] = (culprit + draw.integer(2, n - 1)) % n
+        table, line, fault = "next", "send", (culprit + draw.integer(2, n - 1)) % n
+    plan[table][step][culprit] = fault
     return plan, line, {}
 
 
-def _slow(
-    draw: Draw, n: int, steps: int, culprit: int, cause: str
-) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    plan = _plan(draw, n, steps)
+def _slow(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
+    plan, line = _plan(draw, n, steps), "send"
     once = (culprit + draw.integer(1, n - 1)) % n  # another rank, which is slow in one step only
     plan["seconds"][once][draw.integer(0, steps - 1)][draw.integer(0, 1)] *= 2.5
     if cause == "slow compute":
@@ -317,18 +308,14 @@ def _slow(
             seconds[which] *= 2.5
         line = ("load", "forward")[which]
     elif cause == "large message":
-        line = "send"
         for rows in plan["rows"]:
             rows[culprit] *= 4
     else:
-        line = "send"
         plan["receives first"][culprit] = True
     return plan, line, {"once": once}
 
 
-def _wrong(
-    draw: Draw, n: int, steps: int, culprit: int, cause: str
-) -> tuple[dict[str, Any], str, dict[str, Any]]:
+def _wrong(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
     step = draw.integer(1, steps - 2)
     plan = {
         "steps": steps,
@@ -336,12 +323,14 @@ def _wrong(
         "uses": _table(steps, n, "mean"),
         "updates": _table(steps, n, True),
     }
-    uses = {"not summed": "own", "divided twice": "mean again", "stale gradient": "before"}
-    if cause in uses:
-        plan["uses"][step][culprit] = uses[cause]  # type: ignore[index]
-        return plan, "gradient", {}
-    plan["updates"][step][culprit] = False  # type: ignore[index]
-    return plan, "weights", {}
+    table, line, fault = {
+        "not summed": ("uses", "gradient", "own"),
+        "divided twice": ("uses", "gradient", "mean again"),
+        "stale gradient": ("uses", "gradient", "before"),
+        "skipped update": ("updates", "weights", False),
+    }[cause]
+    plan[table][step][culprit] = fault  # type: ignore[index]
+    return plan, line, {}
 
 
 MADE = {"hang": _hang, "slow": _slow, "wrong": _wrong}

@@ -18,9 +18,11 @@ from torch import Tensor
 from parallel101.laboratory.grade.compared_values import close, factor, same
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
 from parallel101.laboratory.grade.exercise_checks import (
+    all_show,
     at_most,
     communicated,
     failed,
+    on_ranks,
     wrong_trials,
 )
 from parallel101.spans import compute, span, wait_span
@@ -144,21 +146,18 @@ def gives(part: int, fact: str) -> Seen:
 
     The fact has, by rank, the values of a mistake.
     """
-
-    def seen(trial: Trial) -> bool:
-        return all(
+    return every_wrong(
+        lambda trial: all(
             same(result[part], mistaken)
             for result, mistaken in zip(trial.results, trial.case.facts[fact], strict=True)
         )
-
-    return every_wrong(seen)
+    )
 
 
 def y_is_right(trials: Sequence[Trial]) -> bool:
     return all(
-        same(found[0], expected[0])
-        for t in wrong_trials(trials)
-        for found, expected in zip(t.results, t.case.expected)
+        same(trial.results[rank][0], trial.case.expected[rank][0])
+        for trial, rank in on_ranks(wrong_trials(trials))
     )
 
 
@@ -181,18 +180,14 @@ def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
     This must hold in every wrong run, on every rank.
     """
 
-    def first(result: Any) -> Any:
-        return result[0] if isinstance(result, list | tuple) and result else result
+    def seen(trial: Trial, rank: int) -> bool:
+        mine, right = trial.results[rank][part], trial.case.expected[rank][part]
+        if isinstance(right, list | tuple):
+            mine, right = mine[0], right[0]
+        found = factor(mine, right)
+        return found is not None and abs(found - k(trial.world_size)) < 1e-6
 
-    def seen(trial: Trial) -> bool:
-        pairs = [
-            (first(found[part]), first(expected[part]))
-            for found, expected in zip(trial.results, trial.case.expected)
-        ]
-        factors = [factor(found, expected) for found, expected in pairs]
-        return all(f is not None and abs(f - k(trial.world_size)) < 1e-6 for f in factors)
-
-    return every_wrong(seen)
+    return every_wrong(lambda trial: all_show(on_ranks([trial]), seen))
 
 
 def costs(name: str, times: float) -> Seen:
@@ -204,10 +199,8 @@ def costs(name: str, times: float) -> Seen:
 
     def seen(trials: Sequence[Trial]) -> bool:
         large = [trial for trial in trials if trial.world_size > 2]
-        return (
-            bool(large)
-            and not failed(trials)
-            and all(0.9 <= sent_in(t, name) / (times * t.case.facts[name]) <= 1.1 for t in large)
+        return not failed(trials) and all_show(
+            large, lambda t: 0.9 <= sent_in(t, name) / (times * t.case.facts[name]) <= 1.1
         )
 
     return seen
@@ -260,11 +253,12 @@ def graph_cut(
     bytes of a run's messages: without any, no message cuts the graph.
     """
 
+    def cut(trial: Trial, rank: int) -> bool:
+        found = trial.results[rank]
+        return same(found[0], trial.case.expected[rank][0]) and weight(found) is None
+
     def seen(trial: Trial) -> bool:
-        return sent(trial) > 0 and all(
-            same(found[0], expected[0]) and weight(found) is None
-            for found, expected in zip(trial.results, trial.case.expected, strict=True)
-        )
+        return sent(trial) > 0 and all_show(on_ranks([trial]), cut)
 
     return Misconception(
         "graph cut by a message",

@@ -11,24 +11,16 @@ check(ring_shift)                 left out, as are all other calls
 from __future__ import annotations
 
 import ast
-import json
 import re
 import symtable
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
+from parallel101.laboratory.grade.cells import UNREADABLE, Cell, code_cells, parsed
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.grade.stubs import given_in, is_stub
 
 DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NAMED = (ast.Assign, ast.AnnAssign)
-# what a text that was handed in may raise when it is parsed: it is no program, has a null byte, or
-# is nested too deeply
-UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
-# of IPython's %% magics, those with Python below them
-PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%writefile", "%%prun")
-# a line for IPython: %timeit f(), !ls, f?, ?f, files = !ls
-FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
 
 
 class NoSubmission(ValueError):
@@ -42,11 +34,6 @@ class NoSubmission(ValueError):
         self.reason = reason
 
 
-class _Cell(NamedTuple):
-    source: str
-    nodes: list[ast.stmt]
-
-
 def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
     """Return the imports, functions and constants of a notebook's cells, below what its set gives.
 
@@ -54,22 +41,20 @@ def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
     """
     wanted = [exercise.function for exercise in homework.exercises]
     try:
-        cells = json.loads(text)["cells"]
-        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        read = [parsed(source) for _, source in code_cells(text)]
     except (*UNREADABLE, KeyError, TypeError) as error:
         raise NoSubmission(f"{name} is not a notebook that can be read: {error!r}") from None
-    read = [_parsed(source) for source in sources]
     found = {
         node.name
         for cell in read
-        if isinstance(cell, _Cell)
+        if isinstance(cell, Cell)
         for node in cell.nodes
         if isinstance(node, DEFINED)
     }
-    used = _used([cell for cell in read if isinstance(cell, _Cell)])
+    used = _used([cell for cell in read if isinstance(cell, Cell)])
     parts: list[str] = []
     for cell in read:
-        if isinstance(cell, _Cell):
+        if isinstance(cell, Cell):
             parts.append(_kept(cell, used, homework.code.stem))
         elif re.search(rf"^\s*def\s+({'|'.join(wanted)})\b", cell, re.MULTILINE):
             parts.append(cell)  # a mistake in one of the functions: the learner is shown where
@@ -103,26 +88,7 @@ def bound(text: str, wanted: Sequence[str]) -> set[str]:
     return set(wanted) if "*" in names else names & set(wanted)
 
 
-def _parsed(source: str) -> _Cell | str:
-    """Return a cell as Python, without IPython's syntax; its text if that's not Python."""
-    first = source.lstrip().partition("\n")[0]
-    if first.startswith("%%"):
-        if not first.startswith(PYTHON_CELLS):
-            return ""
-        source = source.replace(first, "", 1)
-    plain = "\n".join(
-        re.match(r"\s*", line)[0] + "pass" if FOR_IPYTHON.match(line) else line  # type: ignore[index]
-        for line in source.split("\n")
-    )
-    for text in (source, plain):  # a line of a docstring may look as if it were for IPython
-        try:
-            return _Cell(text, ast.parse(text).body)
-        except UNREADABLE:
-            continue
-    return plain
-
-
-def _used(cells: Sequence[_Cell]) -> set[str]:
+def _used(cells: Sequence[Cell]) -> set[str]:
     """Return the names of the module that functions and classes use, and what those are made of."""
     makes: dict[str, set[str]] = {}  # what the value of each name is made of
     left: list[str] = []
@@ -171,7 +137,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
     return {name for target in targets for name in _names(target)}
 
 
-def _kept(cell: _Cell, used: set[str], module: str) -> str:
+def _kept(cell: Cell, used: set[str], module: str) -> str:
     """Return the text of the statements that belong to the program, which is this module itself."""
     kept = [node for node in cell.nodes if _belongs(node, used, module)]
     rows = {row for node in kept for row in _rows(node)}

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from parallel101.laboratory.grade.cells import Cell, code_cells, parsed
 from parallel101.laboratory.grade.homework import HomeworkSet
 
 GIVEN = "this is given"  # in the docstring of a function that learners need and don't write
@@ -40,13 +41,10 @@ def scratch_cells(homework: HomeworkSet) -> list[str]:
     """Return the cells of code that were added in Jupyter, which gives them such ids."""
     if not homework.notebook.is_file():
         return []
-    cells = json.loads(homework.notebook.read_text(encoding="utf-8"))["cells"]
     return [
-        "".join(cell["source"]).strip().partition("\n")[0]
-        for cell in cells
-        if cell["cell_type"] == "code"
-        and re.fullmatch(r"[0-9a-f]{8}[0-9a-f-]*", cell.get("id", "00000000"))
-        and "".join(cell["source"]).strip()
+        source.strip().partition("\n")[0]
+        for name, source in code_cells(homework.notebook.read_text(encoding="utf-8"))
+        if re.fullmatch(r"[0-9a-f]{8}[0-9a-f-]*", name or "00000000") and source.strip()
     ]
 
 
@@ -153,23 +151,16 @@ def _is_code(comment: str) -> bool:
 
 def _in_notebook(file: Path, functions: set[str]) -> Iterator[str]:
     try:
-        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
-        code = [cell for cell in cells if cell["cell_type"] == "code"]
-        sources = ["".join(cell["source"]) for cell in code]
+        cells = code_cells(file.read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError) as error:
         yield f"{file.name} is not a notebook that can be read: {error!r}"
         return
-    for number, (cell, source) in enumerate(zip(code, sources), 1):
-        place = f"{file.name}, cell {cell.get('id', number)}"
-        lines = source.split("\n")
-        plain = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines)
-        try:
-            nodes = [*ast.walk(ast.parse(plain))]
-        except SyntaxError:
-            nodes = []
-        for _, comment in _code_in_comments(plain):
+    for number, (name, source) in enumerate(cells, 1):
+        place, cell = f"{file.name}, cell {name or number}", parsed(source)
+        for _, comment in _code_in_comments(cell.source if isinstance(cell, Cell) else cell):
             yield f"{place}: a comment is code: {comment}"
-        for node in nodes:
+        nodes = cell.nodes if isinstance(cell, Cell) else []
+        for node in (part for top in nodes for part in ast.walk(top)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in functions:
                 if not is_stub(node):
                     yield f"{place}: {node.name} is filled in"
