@@ -20,15 +20,15 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    NOT_NONE_ELSEWHERE,
-    ROOT_IS_ZERO,
-    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
+    only_root_zero,
+    only_where_none_is_due,
     received,
     right,
     steps,
+    unwritten_was_sent,
     value,
 )
 
@@ -109,7 +109,7 @@ RING_SHIFT = Exercise(
             shifted_backwards,
         ),
         CHANGES_ITS_INPUT,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
     ),
     hints=(
         "If every rank calls dist.send first, who receives? Start one of the two without waiting "
@@ -257,7 +257,7 @@ FLAT_BROADCAST = Exercise(
         ),
     ),
     least_received=x_except_on_root,
-    misconceptions=(*MESSAGES, ROOT_IS_ZERO, CHANGES_ITS_INPUT, SENDS_UNWRITTEN),
+    misconceptions=(*MESSAGES, only_root_zero, CHANGES_ITS_INPUT, unwritten_was_sent),
     hints=(
         "What does the root do, and what do the others do? The two halves of an if.",
         (
@@ -304,7 +304,7 @@ TREE_BROADCAST = Exercise(
     least_received=x_except_on_root,
     misconceptions=(
         *MESSAGES,
-        ROOT_IS_ZERO,
+        only_root_zero,
         Misconception(
             "non-power-of-two loses ranks",
             (
@@ -338,7 +338,7 @@ TREE_BROADCAST = Exercise(
             one_after_the_other,
         ),
         CHANGES_ITS_INPUT,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
     ),
     hints=(
         "Count the ranks from the root: position = (rank − root) mod n. The root has position 0. "
@@ -505,9 +505,9 @@ SCATTER = Exercise(
             "Ranks get rows of x, but not their own: the chunks are not dealt out by rank.",
             others_chunks,
         ),
-        ROOT_IS_ZERO,
+        only_root_zero,
         CHANGES_ITS_INPUT,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
     ),
     hints=(
         "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root only "
@@ -670,10 +670,10 @@ GATHER = Exercise(
             ),
             another_order,
         ),
-        NOT_NONE_ELSEWHERE,
-        ROOT_IS_ZERO,
+        only_where_none_is_due,
+        only_root_zero,
         CHANGES_ITS_INPUT,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
     ),
     hints=(
         "It is a scatter backwards: every arrow turns round.",

@@ -7,14 +7,14 @@ import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.exercises.sums import (
-    EVERYTHING_TO_EVERYONE,
-    SUM_FOR_MEAN,
-    WHOLE_ROUND_RING,
     counted_twice,
     divided_too_often,
+    everything_to_everyone,
     facts,
     left_out,
     several_ranks,
+    sum_for_mean,
+    whole_round_ring,
 )
 from parallel101.laboratory.grade.compared_values import close, factor, same
 from parallel101.laboratory.grade.exercise import (
@@ -28,12 +28,12 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
     right,
     steps,
+    unwritten_was_sent,
     value,
 )
 
@@ -227,8 +227,8 @@ RING_ALL_REDUCE = Exercise(
     least_received=x_each,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
-        SUM_FOR_MEAN,
+        unwritten_was_sent,
+        sum_for_mean,
         Misconception(
             "scaled",
             (
@@ -267,8 +267,8 @@ RING_ALL_REDUCE = Exercise(
             lambda trials: bool(failed(trials)) and all(map(not_divided, failed(trials))),
         ),
         CHUNKS_OF_ROWS,
-        WHOLE_ROUND_RING,
-        EVERYTHING_TO_EVERYONE,
+        whole_round_ring,
+        everything_to_everyone,
         Misconception(
             "reduce then broadcast",
             (
@@ -392,7 +392,7 @@ DOUBLING_ALL_REDUCE = Exercise(
     least_received=x_each,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
         Misconception(
             "breaks at n = 3",
             "The code is right if n is a power of two, and only then. For other n, a partner is "
@@ -413,8 +413,8 @@ DOUBLING_ALL_REDUCE = Exercise(
             ),
             ring_in_place,
         ),
-        WHOLE_ROUND_RING,
-        EVERYTHING_TO_EVERYONE,
+        whole_round_ring,
+        everything_to_everyone,
         Misconception(
             "reduce then broadcast",
             (

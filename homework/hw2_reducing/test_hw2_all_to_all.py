@@ -18,12 +18,12 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
     received,
     steps,
+    unwritten_was_sent,
     value,
 )
 
@@ -122,7 +122,7 @@ ALL_TO_ALL = Exercise(
     least_received=rows_for_others,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
         Misconception(
             "whole tensor shipped",
             "Every rank sends all of x to every other rank, which needs only one row of it.",

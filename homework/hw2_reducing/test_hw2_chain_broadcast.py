@@ -20,13 +20,13 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    ROOT_IS_ZERO,
-    SENDS_UNWRITTEN,
     SMALL,
     bytes_sent,
     communicated,
     failed,
+    only_root_zero,
     right,
+    unwritten_was_sent,
     value,
 )
 
@@ -226,8 +226,8 @@ CHAIN_BROADCAST = Exercise(
     least_received=x_except_on_root,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
-        ROOT_IS_ZERO,
+        unwritten_was_sent,
+        only_root_zero,
         Misconception(
             "segments in the wrong place",
             "All segments arrive, but some end up in another place than they had on the root.",

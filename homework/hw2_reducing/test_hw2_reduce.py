@@ -6,11 +6,11 @@ import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.exercises.sums import (
-    SUM_FOR_MEAN,
     counted_twice,
     divided_too_often,
     facts,
     left_out,
+    sum_for_mean,
 )
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -23,12 +23,12 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    NOT_NONE_ELSEWHERE,
-    ROOT_IS_ZERO,
-    SENDS_UNWRITTEN,
     bytes_sent,
+    only_root_zero,
+    only_where_none_is_due,
     received,
     steps,
+    unwritten_was_sent,
     value,
 )
 
@@ -116,8 +116,8 @@ REDUCE = Exercise(
     least_received=x_at_root,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
-        NOT_NONE_ELSEWHERE,
+        unwritten_was_sent,
+        only_where_none_is_due,
         Misconception(
             "mean divides on every rank",
             (
@@ -126,11 +126,11 @@ REDUCE = Exercise(
             ),
             divided_too_often(root_pieces),
         ),
-        SUM_FOR_MEAN,
+        sum_for_mean,
         CHANGES_ITS_INPUT,
         counted_twice(root_pieces),
         left_out(root_pieces),
-        ROOT_IS_ZERO,
+        only_root_zero,
     ),
     hints=(
         "It is a gather with an addition in place of each copy. Where is the one place at which "

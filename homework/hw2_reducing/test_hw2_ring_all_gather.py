@@ -18,13 +18,13 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
     right,
     ring_neighbours,
     steps,
+    unwritten_was_sent,
     value,
 )
 
@@ -163,7 +163,7 @@ RING_ALL_GATHER = Exercise(
     least_received=all_but_own,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
         Misconception(
             "gather then broadcast",
             (

@@ -7,12 +7,12 @@ import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.exercises.sums import (
-    EVERYTHING_TO_EVERYONE,
-    WHOLE_ROUND_RING,
     counted_twice,
+    everything_to_everyone,
     facts,
     left_out,
     several_ranks,
+    whole_round_ring,
 )
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
@@ -26,13 +26,13 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
     received,
     right,
     steps,
+    unwritten_was_sent,
     value,
 )
 
@@ -135,9 +135,9 @@ RING_REDUCE_SCATTER = Exercise(
     least_received=own_chunk,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
-        WHOLE_ROUND_RING,
-        EVERYTHING_TO_EVERYONE,
+        unwritten_was_sent,
+        whole_round_ring,
+        everything_to_everyone,
         Misconception(
             "all-reduce then slice",
             (

@@ -20,12 +20,12 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
-    SENDS_UNWRITTEN,
     bytes_sent,
     communicated,
     failed,
     right,
     steps,
+    unwritten_was_sent,
     value,
 )
 
@@ -221,7 +221,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
     least_received=x_each,
     misconceptions=(
         *MESSAGES,
-        SENDS_UNWRITTEN,
+        unwritten_was_sent,
         Misconception(
             "sum of one node only",
             "Every rank has the sum of its own node. What the other nodes have is never added.",

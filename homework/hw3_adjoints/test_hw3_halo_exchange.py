@@ -8,12 +8,12 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     REFUSED,
-    RESULT_IS_ITS_INPUT,
     bytes_in_total,
     forward_and_backward,
     gives,
     least_received,
     right_both_ways,
+    shares_memory,
     total,
 )
 from parallel101.laboratory.grade.exercise import (
@@ -185,7 +185,7 @@ EXERCISES = [
             *MESSAGES,
             CHANGED_IN_PLACE,
             CHANGES_ITS_INPUT,
-            RESULT_IS_ITS_INPUT,
+            shares_memory,
             AUTOGRAD_NOT_TOLD,
             Misconception(
                 "halo gradient dropped",

@@ -9,13 +9,13 @@ import torch
 from parallel101.laboratory.exercises.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
-    EQUAL_BLOCKS,
-    RESULT_IS_ITS_INPUT,
     bytes_in_total,
     forward_and_backward,
     gives,
     least_received,
+    only_equal_blocks,
     right_both_ways,
+    shares_memory,
     total,
     wrong_parts,
 )
@@ -141,7 +141,7 @@ EXERCISES = [
             *MESSAGES,
             CHANGED_IN_PLACE,
             CHANGES_ITS_INPUT,
-            RESULT_IS_ITS_INPUT,
+            shares_memory,
             AUTOGRAD_NOT_TOLD,
             Misconception(
                 "padding not removed",
@@ -183,7 +183,7 @@ EXERCISES = [
                 ),
                 gives("n times"),
             ),
-            EQUAL_BLOCKS,
+            only_equal_blocks,
             Misconception(
                 "padding is sent",
                 (

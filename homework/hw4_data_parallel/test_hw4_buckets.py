@@ -28,9 +28,9 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
-    NOT_EVERY_RANK,
     bytes_sent,
     failed,
+    not_every_rank,
     right,
     value,
 )
@@ -310,7 +310,7 @@ EXERCISES = [
         ),
         misconceptions=(
             *MESSAGES,
-            NOT_EVERY_RANK,
+            not_every_rank,
             NEVER_FLUSHED,
             BUCKETS_SUMMED,
             OWN_ORDER,

@@ -13,12 +13,12 @@ from parallel101.laboratory.exercises.training_exercises import (
     MEAN_TWICE,
     NEVER_REDUCED,
     NO_FIRST_SYNCHRONISATION,
-    NO_ZERO_GRAD,
-    OTHER_START,
     SUM_FOR_MEAN,
+    added_to_the_last,
     alike,
     all_reduce_bytes,
     equals_one_process,
+    from_another_start,
     ring_slack,
     train,
     train_whole,
@@ -36,9 +36,9 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
-    NOT_EVERY_RANK,
     bytes_sent,
     communicated,
+    not_every_rank,
     right,
 )
 
@@ -174,15 +174,15 @@ EXERCISES = [
         least_received=naive_least,
         misconceptions=(
             *MESSAGES,
-            NOT_EVERY_RANK,
+            not_every_rank,
             NO_FIRST_SYNCHRONISATION,
-            OTHER_START,
+            from_another_start,
             NEVER_REDUCED,
             SUM_FOR_MEAN,
             MEAN_TWICE,
             TIED_TWICE,
             MEAN_OF_MEANS,
-            NO_ZERO_GRAD,
+            added_to_the_last,
         ),
         hints=(
             "Run the loop of one process on each rank. What must be equal on all ranks before the "

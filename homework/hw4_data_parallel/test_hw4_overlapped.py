@@ -21,8 +21,8 @@ from parallel101.laboratory.exercises.training_exercises import (
     ITEM,
     MEAN_TWICE,
     NEVER_REDUCED,
-    NO_ZERO_GRAD,
     SUM_FOR_MEAN,
+    added_to_the_last,
     all_reduce_bytes,
     equals_one_process,
     make_optimizer,
@@ -43,7 +43,7 @@ from parallel101.laboratory.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, NOT_EVERY_RANK, bytes_sent, right
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, not_every_rank, right
 
 LAYERS = 4
 MOST_EXPOSED = 0.6  # of the messages' time, in a right solution
@@ -328,14 +328,14 @@ EXERCISES = [
         misconceptions=(
             HOOKS_PILE_UP,
             *MESSAGES,
-            NOT_EVERY_RANK,
+            not_every_rank,
             EVERY_MICROBATCH,
             NEVER_REDUCED,
             SUMMED_TWICE,
             SUM_FOR_MEAN,
             MICROBATCHES_SUMMED,
             MEAN_TWICE,
-            NO_ZERO_GRAD,
+            added_to_the_last,
             WAITS_AT_ONCE,
             AFTER_BACKWARD,
         ),

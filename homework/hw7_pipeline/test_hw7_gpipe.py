@@ -7,9 +7,9 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     HELD,
     LAST_ONLY,
     NO_AVERAGE,
-    ONE_AT_A_TIME,
     SLOTS,
     messages_of,
+    one_at_a_time,
     run_step,
     slots,
     step_cases,
@@ -36,7 +36,7 @@ EXERCISES = [
         ),
         weights={"value": 0.3, "bytes": 0.1, "steps": 0.6},
         least_received=messages_of,
-        misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED, ONE_AT_A_TIME),
+        misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED, one_at_a_time),
         questions=(SLOTS, HELD),
         hints=(
             "Write down what rank 1 of 3 does for one microbatch: what it receives, from whom, "

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from parallel101 import compute, span
 from parallel101.laboratory.exercises.pipeline_exercises import (
-    ONE_AT_A_TIME,
     ROWS,
     WIDTH,
     example,
@@ -22,6 +21,7 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     in_flight,
     make_case,
     mean_square,
+    one_at_a_time,
     slots,
     stage_of,
 )
@@ -386,7 +386,7 @@ EXERCISES = [
             CHUNK_MAP,
             WRONG_WAY,
             SHORT_WARM_UP,
-            ONE_AT_A_TIME,
+            one_at_a_time,
             ALL_FORWARDS,
             WARM_UP,
         ),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from parallel101 import compute, schedule, span
 from parallel101.laboratory.exercises.pipeline_exercises import (
     LEARNING_RATE,
-    ONE_AT_A_TIME,
     ROWS,
     WIDTH,
     example,
@@ -20,6 +19,7 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     make_case,
     mean_square,
     messages_of,
+    one_at_a_time,
     slots,
     stage_of,
 )
@@ -194,7 +194,7 @@ EXERCISES = [
         ),
         weights={"value": 0.2, "bytes": 0.1, "steps": 0.4, "memory": 0.3},
         least_received=messages_of,
-        misconceptions=(*MESSAGES, EARLY_STEP, ONE_AT_A_TIME, NOT_SPLIT),
+        misconceptions=(*MESSAGES, EARLY_STEP, one_at_a_time, NOT_SPLIT),
         questions=(
             Question(
                 "slots",

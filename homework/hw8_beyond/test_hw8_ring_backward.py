@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.exercises.adjoint_exercises import EQUAL_BLOCKS
+from parallel101.laboratory.exercises.adjoint_exercises import only_equal_blocks
 from parallel101.laboratory.exercises.attention_exercises import (
     HEADS,
     ITEM,
@@ -182,7 +182,7 @@ EXERCISES = [
         misconceptions=(
             *MESSAGES,
             CHANGES_ITS_INPUT,
-            EQUAL_BLOCKS,
+            only_equal_blocks,
             Misconception(
                 "K and V not rotated in backward",
                 "The gradients come from this rank's own block alone. Its queries used the keys of "

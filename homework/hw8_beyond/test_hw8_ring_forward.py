@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.exercises.adjoint_exercises import EQUAL_BLOCKS
+from parallel101.laboratory.exercises.adjoint_exercises import only_equal_blocks
 from parallel101.laboratory.exercises.attention_exercises import (
     AttentionBlocks,
     Cut,
@@ -247,7 +247,7 @@ EXERCISES = [
         misconceptions=(
             *MESSAGES,
             CHANGES_ITS_INPUT,
-            EQUAL_BLOCKS,
+            only_equal_blocks,
             Misconception(
                 "softmaxes averaged",
                 "The results of the blocks are added or averaged. Each was divided by the sum over "

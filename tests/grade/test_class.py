@@ -15,53 +15,19 @@ from parallel101.laboratory.grade import command, picture
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.submissions import class_table
 from parallel101.laboratory.publish.page import external_addresses
+from tests.grade.test_submissions import FIRST, HEAD, RIGHT, STUB, TESTS
 
-TESTS = """
-from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
-from parallel101.laboratory.grade.exercise import Case, Exercise
-
-def case(xs):
-    return Case([(x,) for x in xs], xs[::-1], seconds=1)
-
-def exercise(number, name):
-    return Exercise(
-        number, name, "Swap", 4, lambda draw: [case(draw.tensors(2, 3))],
-        (value(), bytes_sent(lambda case: [12, 12], "x once")), lambda case: [12, 12], MESSAGES,
-        watch=lambda: case([origin_tensor(rank, 2, 3) for rank in range(2)]),
-    )
-
-EXERCISES = [exercise("1", "swap"), exercise("2", "swap_again")]
-"""
-STUB = """def swap(x):
-    raise NotImplementedError
-def swap_again(x):
-    raise NotImplementedError
-"""
-HEAD = "import os, time, torch, torch.distributed as dist\n"
-FIRST = """
-def {name}(x):
-    y, other = torch.empty_like(x), 1 - dist.get_rank()
-    dist.send(x, other)
-    dist.recv(y, other)
-    return y
-"""
-RIGHT = """
-def {name}(x):
-    y, other = torch.empty_like(x), 1 - dist.get_rank()
-    work = dist.isend(x, other)
-    dist.recv(y, other)
-    work.wait()
-    return y
-"""
 SWAP, AGAIN = "def swap(x):\n    ", "def swap_again(x):\n    "
 CLASS = {  # what was handed in, and the reasons for its points
-    "ann": (HEAD + RIGHT.format(name="swap") + FIRST.format(name="swap_again"), ["", "deadlock"]),
-    "bob": (HEAD + FIRST.format(name="swap") + FIRST.format(name="swap_again"), ["deadlock"] * 2),
+    "ann": (HEAD + RIGHT + FIRST, ["", "deadlock"]),
+    "bob": (HEAD + FIRST.replace("swap_again", "swap") + FIRST, ["deadlock"] * 2),
     "cem": (HEAD + SWAP + "return (\n", ["syntax error"] * 2),
     "dan": (STUB, ["not written"] * 2),
-    "eva": (HEAD + SWAP + "os._exit(0)\n" + AGAIN + "raise SystemExit\n", ["exit"] * 2),
-    "fay": (HEAD + SWAP + "time.sleep(9)\n" + AGAIN + "x[99]\n", ["time", "IndexError"]),
+    "eva": (HEAD + SWAP + "import os; os._exit(0)\n" + AGAIN + "raise SystemExit\n", ["exit"] * 2),
+    "fay": (
+        HEAD + SWAP + "import time; time.sleep(9)\n" + AGAIN + "x[99]\n",
+        ["time", "IndexError"],
+    ),
     "gil": (HEAD + SWAP + "return x\n" + AGAIN + "dist.barrier()\n", ["wrong value", "wrong call"]),
 }
 
@@ -70,7 +36,7 @@ CLASS = {  # what was handed in, and the reasons for its points
 def homework(tmp_path_factory) -> HomeworkSet:
     folder = tmp_path_factory.mktemp("homework") / "hw9_swap"
     folder.mkdir()
-    (folder / "test_hw9.py").write_text(TESTS)
+    (folder / "test_hw9.py").write_text(TESTS.replace("xs[::-1])", "xs[::-1], seconds=1)"))
     (folder / "hw9.py").write_text(STUB)
     return find_sets(folder)[0]
 

@@ -32,19 +32,22 @@ from parallel101.laboratory.grade.submissions import (
 )
 
 TESTS = """
+from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
 from parallel101.laboratory.grade.exercise import Case, Exercise
 
-def cases(draw):
-    xs = draw.tensors(2, 3)
-    return [Case([(x,) for x in xs], xs[::-1])]
+def case(xs):
+    return Case([(x,) for x in xs], xs[::-1])
 
-def exercise(name):
+def exercise(number, name):
     once = lambda case: [12, 12]
     checks = value(), bytes_sent(once, "x once")
-    return Exercise("1", name, "Swap", 4, cases, checks, once, MESSAGES)
+    return Exercise(
+        number, name, "Swap", 4, lambda draw: [case(draw.tensors(2, 3))], checks, once, MESSAGES,
+        watch=lambda: case([origin_tensor(rank, 2, 3) for rank in range(2)]),
+    )
 
-EXERCISES = [exercise("swap"), exercise("swap_again")]
+EXERCISES = [exercise("1", "swap"), exercise("2", "swap_again")]
 """
 STUB = """class Given:
     '''One (this is given).'''

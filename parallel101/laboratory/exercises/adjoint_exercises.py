@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel101.laboratory.grade.compared_values import difference, same
-from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
+from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     all_show,
     at_most,
@@ -138,6 +138,11 @@ def gives(name: str) -> Callable[[Sequence[Trial]], bool]:
     )
 
 
+@mistake(
+    "result shares memory with its input",
+    "Where nothing has to be sent, y is x itself. A caller that changes y in place would then "
+    "change x too, but only on some numbers of ranks.",
+)
 def shares_memory(trials: Sequence[Trial]) -> bool:
     """Return whether all values are right, but some y has the memory of its x."""
     values_right = not any(True for _ in wrong_parts(trials))
@@ -149,6 +154,11 @@ def shares_memory(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "equal blocks assumed",
+    "It is right if all blocks are equally large, and only then. Somewhere a tensor is cut "
+    "into equal parts, or a buffer gets the shape of the rank's own block.",
+)
 def only_equal_blocks(trials: Sequence[Trial]) -> bool:
     """Return whether the runs with equal blocks are right, and some other run is not.
 
@@ -169,14 +179,6 @@ AUTOGRAD_NOT_TOLD = Misconception(
         wrong_parts(trials), lambda _trial, _rank, part, found: part == 1 and found is None
     ),
 )
-RESULT_IS_ITS_INPUT = Misconception(
-    "result shares memory with its input",
-    (
-        "Where nothing has to be sent, y is x itself. A caller that changes y in place would then "
-        "change x too, but only on some numbers of ranks."
-    ),
-    shares_memory,
-)
 CHANGED_IN_PLACE = Misconception(
     "incoming gradient overwritten",
     (
@@ -184,12 +186,4 @@ CHANGED_IN_PLACE = Misconception(
         "functions, which then see wrong values."
     ),
     lambda trials: any(1 in places for trial in trials for places in trial.changed),
-)
-EQUAL_BLOCKS = Misconception(
-    "equal blocks assumed",
-    (
-        "It is right if all blocks are equally large, and only then. Somewhere a tensor is cut "
-        "into equal parts, or a buffer gets the shape of the rank's own block."
-    ),
-    only_equal_blocks,
 )

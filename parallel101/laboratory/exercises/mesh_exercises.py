@@ -18,14 +18,14 @@ from torch import Tensor
 
 from parallel101.laboratory.exercises.training_exercises import (
     NEVER_REDUCED,
-    NO_ZERO_GRAD,
+    added_to_the_last,
     alike,
     equals_one_process,
     measured,
     scale,
 )
 from parallel101.laboratory.grade.compared_values import close, weights
-from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
+from parallel101.laboratory.grade.exercise import Case, Check, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     all_show,
@@ -225,6 +225,11 @@ def right_step(trial: Trial, rank: int, step: int = 0) -> dict[str, Tensor]:
     return trial.case.expected[rank]["gradients"][step]
 
 
+@mistake(
+    "reduces over the world",
+    "Gradients are added up over all ranks of the world. Ranks along tp hold different parts "
+    "of the matrices: their gradients don't belong together.",
+)
 def over_the_world(trials: Sequence[Trial]) -> bool:
     """Return whether gradients of parts were sent across axes: to all ranks, if all took part."""
     found = free(trials, 2)
@@ -237,10 +242,20 @@ def over_the_world(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "parts summed over tp",
+    "The gradients of parameters that are cut are added up along tp. Each rank has a "
+    "different part of the matrix, so this adds gradients of different weights.",
+)
 def parts_over_tp(trials: Sequence[Trial]) -> bool:
-    return sums_over(trials, "first", AXES, 2) and not over_the_world(trials)
+    return sums_over(trials, "first", AXES, 2) and not over_the_world.seen(trials)
 
 
+@mistake(
+    "groups of the wrong ranks",
+    "Gradients are added up over ranks that don't share a part of the model: rows and columns "
+    "of the mesh are confused. The last axis runs fastest.",
+)
 def wrong_groups(trials: Sequence[Trial]) -> bool:
     """Return whether ranks summed gradients of several ranks that are not those along dp and cp."""
 
@@ -254,6 +269,11 @@ def wrong_groups(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "cp left out",
+    "Gradients are averaged along dp only. Ranks along cp computed other parts of the same "
+    "sequences with the same weights, so their gradients count as well.",
+)
 def cp_left_out(trials: Sequence[Trial]) -> bool:
     found = [trial for trial in free(trials) if trial.case.facts["sizes"]["cp"] > 1]
     return sums_over(found, "first", ("dp",))
@@ -279,12 +299,22 @@ def cut_is_right(trial: Trial, rank: int) -> bool:
     return alike(first_step(trial, rank), {name: expected[name] for name in CUT})
 
 
+@mistake(
+    "partial gradients not summed",
+    "The layer norm's gradients are not added up along tp. Each rank along tp used these "
+    "weights for its own part of the time, so its copies now drift apart.",
+)
 def partial_not_summed(trials: Sequence[Trial]) -> bool:
     return sums_over(trials, "norm.weight", ("dp", "cp"), 2) and all_show(
         on_ranks(free(trials, 2)), cut_is_right
     )
 
 
+@mistake(
+    "partial gradients averaged",
+    "The layer norm's gradients are averaged along tp. They are parts of one sum, not "
+    "gradients of several mean losses.",
+)
 def partial_averaged(trials: Sequence[Trial]) -> bool:
     return all_show(
         on_ranks(free(trials, 2)),
@@ -295,6 +325,11 @@ def partial_averaged(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "share cut along tp too",
+    "Ranks along tp computed different samples, or different times. They hold parts of the "
+    "same matrices: only together can they compute a sample, so all of them need the same.",
+)
 def share_along_tp(trials: Sequence[Trial]) -> bool:
     """Return whether ranks along tp computed with other samples, or another part of the time."""
 
@@ -309,6 +344,11 @@ def share_along_tp(trials: Sequence[Trial]) -> bool:
     return all_show((t for t in ended(trials, 2) if t.case.facts["sizes"]["tp"] > 1), differ)
 
 
+@mistake(
+    "whole batch on every rank",
+    "The ranks along dp or cp compute the same tokens again. The values may be right, but "
+    "more ranks don't make a step any faster.",
+)
 def whole_batch(trials: Sequence[Trial]) -> bool:
     """Return whether somewhere, ranks that differ along dp or cp computed the same tokens."""
 
@@ -334,6 +374,10 @@ def is_square(norm: float, squares: Iterable[float]) -> bool:
     return any(math.isclose(norm**2, square, rel_tol=1e-8) for square in squares)
 
 
+@mistake(
+    added_to_the_last.name,
+    added_to_the_last.says,
+)
 def not_cleared(trials: Sequence[Trial]) -> bool:
     """Return whether the first step is right, and the second has the gradients of both."""
 
@@ -348,6 +392,11 @@ def not_cleared(trials: Sequence[Trial]) -> bool:
     return all_show(on_ranks(free(trials)), holds_both)
 
 
+@mistake(
+    "norm counts replicas twice",
+    "Some numbers count several times in the norm, because several ranks hold them. A larger "
+    "norm clips too much. Each number of the model must count once.",
+)
 def counts_replicas(trials: Sequence[Trial]) -> bool:
     """Return whether the squared norm counts the parts, or the rest, several times, not once."""
 
@@ -368,6 +417,11 @@ def counts_replicas(trials: Sequence[Trial]) -> bool:
     return all_show(on_ranks(t for t in ended(trials, 2) if check.wrong(t) is not None), counted)
 
 
+@mistake(
+    "norm before the sum",
+    "Each rank takes the norm of its own gradients, before they are added up. The norm of a "
+    "sum isn't that of its parts, so the ranks clip by factors that have no meaning.",
+)
 def norm_before_the_sum(trials: Sequence[Trial]) -> bool:
     """Return whether the norm is that of gradients which no message has touched."""
 
@@ -389,6 +443,11 @@ def norm_before_the_sum(trials: Sequence[Trial]) -> bool:
     return all_show(on_ranks(several), untouched)
 
 
+@mistake(
+    "norm of one rank's part",
+    "The norm is that of the gradients on this rank. With parts of the matrices on other "
+    "ranks, every rank then clips by another factor.",
+)
 def norm_of_one_part(trials: Sequence[Trial]) -> bool:
     """Return whether each rank's norm is that of its own optimizer's gradients, before clipping."""
 
@@ -399,6 +458,11 @@ def norm_of_one_part(trials: Sequence[Trial]) -> bool:
     return all_show(on_ranks(free(trials, 2)), own)
 
 
+@mistake(
+    "gradients never clipped",
+    "The norm is right, but no gradient is multiplied by max_norm / norm before the "
+    "optimizer's step.",
+)
 def never_clipped(trials: Sequence[Trial]) -> bool:
     """Return whether norms are right, but optimizers got unclipped gradients where they clip."""
     return all_show(
@@ -412,122 +476,48 @@ def never_clipped(trials: Sequence[Trial]) -> bool:
     )
 
 
-MISCONCEPTIONS = (
+@mistake(
+    NEVER_REDUCED.name,
+    NEVER_REDUCED.says,
+)
+def never_reduced(trials: Sequence[Trial]) -> bool:
+    return sums_over(trials, "first", ())
+
+
+@mistake(
+    "divides by the world size",
+    "The sum of the gradients is divided by the number of all ranks. Ranks along tp share one "
+    "piece of the batch, so there are only dp · cp pieces to average.",
+)
+def divided_by_world_size(trials: Sequence[Trial]) -> bool:
+    return scaled(trials, lambda sizes: 1 / sizes["tp"])
+
+
+@mistake(
+    "sum for mean",
+    "Gradients are added up and not averaged. Each belongs to the mean loss of one piece of "
+    "the batch, so the sum is dp · cp times too large.",
+)
+def summed_for_mean(trials: Sequence[Trial]) -> bool:
+    return scaled(trials, lambda sizes: sizes["dp"] * sizes["cp"])
+
+
+MISCONCEPTIONS = (  # in the order in which they are tried
     *MESSAGES,
-    Misconception(
-        "share cut along tp too",
-        "Ranks along tp computed different samples, or different times. They hold parts of the "
-        "same matrices: only together can they compute a sample, so all of them need the same.",
-        share_along_tp,
-    ),
-    Misconception(
-        "whole batch on every rank",
-        (
-            "The ranks along dp or cp compute the same tokens again. The values may be right, but "
-            "more ranks don't make a step any faster."
-        ),
-        whole_batch,
-    ),
-    Misconception(
-        "reduces over the world",
-        (
-            "Gradients are added up over all ranks of the world. Ranks along tp hold different "
-            "parts of the matrices: their gradients don't belong together."
-        ),
-        over_the_world,
-    ),
-    Misconception(
-        "parts summed over tp",
-        (
-            "The gradients of parameters that are cut are added up along tp. Each rank has a "
-            "different part of the matrix, so this adds gradients of different weights."
-        ),
-        parts_over_tp,
-    ),
-    Misconception(
-        "groups of the wrong ranks",
-        (
-            "Gradients are added up over ranks that don't share a part of the model: rows and "
-            "columns of the mesh are confused. The last axis runs fastest."
-        ),
-        wrong_groups,
-    ),
-    Misconception(
-        NEVER_REDUCED.name,
-        NEVER_REDUCED.says,
-        lambda trials: sums_over(trials, "first", ()),
-    ),
-    Misconception(
-        "cp left out",
-        (
-            "Gradients are averaged along dp only. Ranks along cp computed other parts of the "
-            "same sequences with the same weights, so their gradients count as well."
-        ),
-        cp_left_out,
-    ),
-    Misconception(
-        "divides by the world size",
-        (
-            "The sum of the gradients is divided by the number of all ranks. Ranks along tp share "
-            "one piece of the batch, so there are only dp · cp pieces to average."
-        ),
-        lambda trials: scaled(trials, lambda sizes: 1 / sizes["tp"]),
-    ),
-    Misconception(
-        "sum for mean",
-        (
-            "Gradients are added up and not averaged. Each belongs to the mean loss of one piece "
-            "of the batch, so the sum is dp · cp times too large."
-        ),
-        lambda trials: scaled(trials, lambda sizes: sizes["dp"] * sizes["cp"]),
-    ),
-    Misconception(
-        "partial gradients not summed",
-        (
-            "The layer norm's gradients are not added up along tp. Each rank along tp used these "
-            "weights for its own part of the time, so its copies now drift apart."
-        ),
-        partial_not_summed,
-    ),
-    Misconception(
-        "partial gradients averaged",
-        (
-            "The layer norm's gradients are averaged along tp. They are parts of one sum, not "
-            "gradients of several mean losses."
-        ),
-        partial_averaged,
-    ),
-    Misconception(NO_ZERO_GRAD.name, NO_ZERO_GRAD.says, not_cleared),
-    Misconception(
-        "gradients never clipped",
-        (
-            "The norm is right, but no gradient is multiplied by max_norm / norm before the "
-            "optimizer's step."
-        ),
-        never_clipped,
-    ),
-    Misconception(
-        "norm before the sum",
-        (
-            "Each rank takes the norm of its own gradients, before they are added up. The norm of "
-            "a sum isn't that of its parts, so the ranks clip by factors that have no meaning."
-        ),
-        norm_before_the_sum,
-    ),
-    Misconception(
-        "norm counts replicas twice",
-        (
-            "Some numbers count several times in the norm, because several ranks hold them. A "
-            "larger norm clips too much. Each number of the model must count once."
-        ),
-        counts_replicas,
-    ),
-    Misconception(
-        "norm of one rank's part",
-        (
-            "The norm is that of the gradients on this rank. With parts of the matrices on other "
-            "ranks, every rank then clips by another factor."
-        ),
-        norm_of_one_part,
-    ),
+    share_along_tp,
+    whole_batch,
+    over_the_world,
+    parts_over_tp,
+    wrong_groups,
+    never_reduced,
+    cp_left_out,
+    divided_by_world_size,
+    summed_for_mean,
+    partial_not_summed,
+    partial_averaged,
+    not_cleared,
+    never_clipped,
+    norm_before_the_sum,
+    counts_replicas,
+    norm_of_one_part,
 )

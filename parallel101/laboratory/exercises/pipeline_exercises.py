@@ -25,6 +25,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import all_show, at_most, failed, received
 from parallel101.laboratory.record.events import Event
@@ -277,6 +278,11 @@ def detached(trial: Trial) -> bool:
     return any(without[:-1]) and not without[-1] and all(received(trial)[1:])
 
 
+@mistake(
+    "no pipelining",
+    "Each microbatch goes all the way forward and back before the next one begins. At any "
+    "time, one rank computes and all others wait.",
+)
 def one_at_a_time(trials: Sequence[Trial]) -> bool:
     """Return whether rank 0 never has two microbatches in flight.
 
@@ -318,14 +324,6 @@ DETACHED = Misconception(
         "nothing goes back to the stage before."
     ),
     lambda trials: every(trials, lambda trial: trial.world_size > 1, detached),
-)
-ONE_AT_A_TIME = Misconception(
-    "no pipelining",
-    (
-        "Each microbatch goes all the way forward and back before the next one begins. At any "
-        "time, one rank computes and all others wait."
-    ),
-    one_at_a_time,
 )
 HELD = Question(
     "held",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from parallel101.laboratory.grade.compared_values import factor, weights
-from parallel101.laboratory.grade.exercise import Misconception, Trial
+from parallel101.laboratory.grade.exercise import Misconception, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     all_show,
     communicated,
@@ -38,6 +38,11 @@ def sent_to(trial: Trial) -> list[set[int]]:
     return found
 
 
+@mistake(
+    "whole tensor round the ring",
+    "Every rank's whole x goes round the ring, and each rank adds up by itself: it sends (n − "
+    "1)·S bytes. As partial sums and in chunks it is less than 2·S.",
+)
 def whole_round_ring(trials: Sequence[Trial]) -> bool:
     """Return whether runs are right, but the whole x goes round a ring.
 
@@ -47,6 +52,11 @@ def whole_round_ring(trials: Sequence[Trial]) -> bool:
     return _sends_everything(large) and all(max(map(len, sent_to(t))) == 1 for t in large)
 
 
+@mistake(
+    "everything to everyone",
+    "Every rank sends its whole x to every other rank, which adds up by itself: n − 1 "
+    "messages of S bytes a rank.",
+)
 def everything_to_everyone(trials: Sequence[Trial]) -> bool:
     """Return whether runs are right, but every rank sends its whole x to every other."""
     large = several_ranks(trials, least=3)
@@ -60,24 +70,6 @@ def _sends_everything(large: Sequence[Trial]) -> bool:
         right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
         for t in large
     )
-
-
-WHOLE_ROUND_RING = Misconception(
-    "whole tensor round the ring",
-    (
-        "Every rank's whole x goes round the ring, and each rank adds up by itself: it sends "
-        "(n − 1)·S bytes. As partial sums and in chunks it is less than 2·S."
-    ),
-    whole_round_ring,
-)
-EVERYTHING_TO_EVERYONE = Misconception(
-    "everything to everyone",
-    (
-        "Every rank sends its whole x to every other rank, which adds up by itself: n − 1 messages "
-        "of S bytes a rank."
-    ),
-    everything_to_everyone,
-)
 
 
 def facts(xs: Sequence[torch.Tensor], **more: object) -> dict:
@@ -145,6 +137,10 @@ def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
     return seen
 
 
+@mistake(
+    "sum for mean",
+    "Where the mean is asked for, the sum is returned: it is n times too large.",
+)
 def sum_for_mean(trials: Sequence[Trial]) -> bool:
     """Return whether runs are wrong only because they return the sum in place of the mean."""
     return all_show(
@@ -160,10 +156,3 @@ def same_up_to(trial: Trial, k: float) -> bool:
         for result, expected in zip(trial.results, trial.case.expected, strict=True)
         if expected is not None
     )
-
-
-SUM_FOR_MEAN = Misconception(
-    "sum for mean",
-    "Where the mean is asked for, the sum is returned: it is n times too large.",
-    sum_for_mean,
-)

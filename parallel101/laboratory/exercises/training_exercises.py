@@ -24,7 +24,7 @@ from parallel101.laboratory.exercises.harness import (
     make_model,
 )
 from parallel101.laboratory.grade.compared_values import difference, factor, same
-from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
+from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import all_show, on_ranks, wrong_trials
 
 Named = dict[str, Tensor]
@@ -164,6 +164,11 @@ def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
     return all_show(first_steps(trials), is_so)
 
 
+@mistake(
+    "begins with another rank's weights",
+    "All ranks begin with the same weights, but not with those of rank 0: they are another "
+    "rank's, or a mean.",
+)
 def from_another_start(trials: Sequence[Trial]) -> bool:
     """Return whether all ranks begin with the same weights, which are not those of rank 0."""
     return all_show(
@@ -175,6 +180,11 @@ def from_another_start(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "gradients not cleared",
+    "backward() adds to p.grad. The gradients of the step before are still there, so they are "
+    "counted again.",
+)
 def added_to_the_last(trials: Sequence[Trial]) -> bool:
     """Return whether the first step is right, and the second has the gradients of both.
 
@@ -201,14 +211,6 @@ NO_FIRST_SYNCHRONISATION = Misconception(
         first_steps(trials),
         lambda trial, rank, _: alike(trial.results[rank]["start"], trial.case.facts["first"][rank]),
     ),
-)
-OTHER_START = Misconception(
-    "begins with another rank's weights",
-    (
-        "All ranks begin with the same weights, but not with those of rank 0: they are another "
-        "rank's, or a mean."
-    ),
-    from_another_start,
 )
 SUM_FOR_MEAN = Misconception(
     "sum for mean",
@@ -243,12 +245,4 @@ NEVER_REDUCED = Misconception(
         first_steps(trials),
         lambda trial, rank, own: scale(own, trial.case.facts["local"][rank]) is not None,
     ),
-)
-NO_ZERO_GRAD = Misconception(
-    "gradients not cleared",
-    (
-        "backward() adds to p.grad. The gradients of the step before are still there, so they are "
-        "counted again."
-    ),
-    added_to_the_last,
 )

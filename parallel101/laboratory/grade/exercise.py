@@ -19,6 +19,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +173,11 @@ class Misconception:
     name: str
     says: str
     seen: Callable[[Sequence[Trial]], bool]
+
+
+def mistake(name: str, says: str) -> Callable[[Callable], Misconception]:
+    """Return a decorator that makes a misconception of the rule that sees it."""
+    return partial(Misconception, name, says)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from parallel101.laboratory.grade.compared_values import difference, same
-from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Misconception, Trial
+from parallel101.laboratory.grade.exercise import (
+    Case,
+    Check,
+    Exercise,
+    Misconception,
+    Trial,
+    mistake,
+)
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.program_lines import shown
@@ -448,6 +455,11 @@ CHANGES_ITS_INPUT = Misconception(
 )
 
 
+@mistake(
+    "root hard-coded to 0",
+    "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for "
+    "the root.",
+)
 def only_root_zero(trials: Sequence[Trial]) -> bool:
     """Return whether runs are right wherever the root is 0, and wrong wherever it is not."""
     several = [trial for trial in trials if trial.world_size > 1]
@@ -456,16 +468,10 @@ def only_root_zero(trials: Sequence[Trial]) -> bool:
     return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
 
 
-ROOT_IS_ZERO = Misconception(
-    "root hard-coded to 0",
-    (
-        "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the "
-        "root."
-    ),
-    only_root_zero,
+@mistake(
+    "other ranks return something",
+    "The root's result is right. The other ranks must return None, and they return something else.",
 )
-
-
 def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
     """Return whether every wrong result is something in place of None."""
     wrong = failed(trials)
@@ -475,6 +481,11 @@ def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "collective not called on every rank",
+    "A collective is called on some ranks only, such as inside `if rank == 0`. Every rank "
+    "must call it, also one that only receives, and in the same order as the others.",
+)
 def not_every_rank(trials: Sequence[Trial]) -> bool:
     """Return whether ranks wait in a collective that others don't call."""
     return any(rank_missing(trial.error) for trial in trials)
@@ -488,21 +499,11 @@ def rank_missing(error: BaseException | None) -> bool:
     return isinstance(error, MisuseError) and "call different operations" in str(error)
 
 
-NOT_EVERY_RANK = Misconception(
-    "collective not called on every rank",
-    (
-        "A collective is called on some ranks only, such as inside `if rank == 0`. Every rank must "
-        "call it, also one that only receives, and in the same order as the others."
-    ),
-    not_every_rank,
+@mistake(
+    "sends what was never written",
+    "A tensor of torch.empty is sent before anything was put into it. The block that a rank "
+    "sends must be one that it has: look at the index, which may be off by one.",
 )
-NOT_NONE_ELSEWHERE = Misconception(
-    "other ranks return something",
-    "The root's result is right. The other ranks must return None, and they return something else.",
-    only_where_none_is_due,
-)
-
-
 def unwritten_was_sent(trials: Sequence[Trial]) -> bool:
     """Return whether values are wrong, and a message has what torch.empty gives on these ranks."""
     return any(
@@ -516,11 +517,3 @@ def unwritten_was_sent(trials: Sequence[Trial]) -> bool:
 
 # what fill_new_tensors puts into whole numbers; floating-point numbers become NaN
 NEVER_WRITTEN = {torch.iinfo(dtype).max for dtype in (torch.int64, torch.int32)}
-SENDS_UNWRITTEN = Misconception(
-    "sends what was never written",
-    (
-        "A tensor of torch.empty is sent before anything was put into it. The block that a rank "
-        "sends must be one that it has: look at the index, which may be off by one."
-    ),
-    unwritten_was_sent,
-)

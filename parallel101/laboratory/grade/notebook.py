@@ -40,7 +40,7 @@ def check(function: Callable[..., Any]) -> None:
         ValueError: no exercise asks for this function.
     """
     exercise, homework = exercise_of(function)
-    _show(check_file(exercise, homework, _note(homework.code)))
+    _show(check_file(exercise, homework, _note(function, homework.code)))
 
 
 def hint(function: Callable[..., Any]) -> None:
@@ -107,39 +107,21 @@ def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
     return find(homework.exercises, name if name in names or not names else names[0]), homework
 
 
-def _note(path: Path) -> str:
-    """Return a note if the kernel holds another version of the file than is on disk."""
-    if not _changed(path):
+def _note(function: Callable[..., Any], path: Path) -> str:
+    """Return a note if the kernel holds another version of the function than is on disk."""
+    held = getattr(inspect.unwrap(function), "__code__", None)
+    try:
+        code = compile(path.read_text(encoding="utf-8-sig"), str(path), "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+        return ""  # the verdict says so
+    on_disk = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    if held is None or all(c.co_name != held.co_name or _body(c) == _body(held) for c in on_disk):
         return ""
     return (
         f"This is the verdict on {path.name} as it is on disk. The kernel still holds the version "
         "that it imported before. That matters only if you call the functions here yourself: then "
         "restart the kernel, or run %load_ext autoreload and %autoreload 2 once."
     )
-
-
-def _changed(path: Path) -> bool:
-    """Return whether a function of the file does something else on disk than in this process."""
-    module = next(
-        (m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == str(path)), None
-    )
-    try:
-        code = compile(path.read_text(encoding="utf-8-sig"), str(path), "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
-        return False  # the verdict says so
-    on_disk = {
-        const.co_name: const for const in code.co_consts if isinstance(const, types.CodeType)
-    }
-    held = (
-        {
-            name: inspect.unwrap(f).__code__
-            for name, f in vars(module).items()
-            if inspect.isfunction(f)
-        }
-        if module
-        else {}
-    )
-    return any(name in held and _body(held[name]) != _body(new) for name, new in on_disk.items())
 
 
 def _body(code: types.CodeType) -> tuple:
