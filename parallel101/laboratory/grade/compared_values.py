@@ -39,19 +39,18 @@ def difference(found: Any, expected: Any) -> str | None:
         if found.dtype != expected.dtype:
             return f"a tensor of {found.dtype}; expected {expected.dtype}"
         return None if close(found, expected) else _values(found, expected)
-    if isinstance(expected, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(expected):
+    if isinstance(expected, list | tuple | dict):
+        named = isinstance(expected, dict)
+        same_places = (
+            isinstance(found, dict) and set(found) == set(expected)
+            if named
+            else isinstance(found, list | tuple) and len(found) == len(expected)
+        )
+        if not same_places:
             return f"{_kind(found)}; expected {_kind(expected)}"
-        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            if (what := difference(mine, theirs)) is not None:
-                return f"in place {number}: {what}"
-        return None
-    if isinstance(expected, dict):
-        if not isinstance(found, dict) or set(found) != set(expected):
-            return f"{_kind(found)}; expected a dict with the keys {sorted(map(str, expected))}"
-        for key, theirs in expected.items():
-            if (what := difference(found[key], theirs)) is not None:
-                return f"at {key!r}: {what}"
+        for place in expected if named else range(len(expected)):
+            if (what := difference(found[place], expected[place])) is not None:
+                return f"{'at' if named else 'in place'} {place!r}: {what}"
         return None
     if isinstance(expected, float) and isinstance(found, int | float):
         return (
@@ -147,7 +146,9 @@ def _kind(value: Any) -> str:
         return "None"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, dict):
+        return f"a dict with the keys {sorted(map(str, value))}"[:200]
+    if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, bool | int | float | str):
         text = repr(value)

@@ -95,8 +95,7 @@ class Unwaited:
     """A call that a rank posted and never waited for."""
 
     rank: int
-    kind: str  # "send", "recv", or the name of a collective's method
-    peer: int | None
+    kind: str  # "send", "recv", or a collective's name
     where: str
 
 

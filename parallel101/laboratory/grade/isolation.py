@@ -32,6 +32,7 @@ from parallel101.laboratory.record import torch_private
 NO_PARALLEL101 = (
     "the homework is written with torch.distributed alone: parallel101 can't be imported in it"
 )
+MOST_MEMORY = 2 << 30  # bytes that a rank may allocate
 MOST_WRITTEN = 1 << 28  # bytes of a file
 WRITE_IT = "it is what the homework asks you to write, so it can't be used here"
 # What torch has ready-made for training: these classes, by module, can't be made here. Their
@@ -65,8 +66,8 @@ def isolate(job: dict[str, Any]) -> str:
         import resource
 
         with open("/proc/self/statm") as statm:
-            now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (now + job["memory"], now + job["memory"]))
+            most = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MOST_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
     if job["user"] is not None:

@@ -59,7 +59,6 @@ from parallel101.spans import Recorder, compute, recorder
 
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 MOST_SAID = 1 << 25  # bytes of text that a rank may send in one case
-MEMORY = 2 << 30  # bytes that a rank may allocate
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
 NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
@@ -269,7 +268,6 @@ class SubmissionRanks:
             "rank": rank,
             "user": user,
             "scratch": scratch,
-            "memory": MEMORY,
             "function": exercise.function,
             "exercise_path": exercise.path,
             "exercise_source": exercise.source,
@@ -442,8 +440,7 @@ class VirtualEnd:
             options = self._options(method, text.get("options", {}))
             work = getattr(self.groups[text["group"]], method)(*given, *options)
         outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
-        peer = given[1] if method in ("send", "recv") else None
-        unwaited = Unwaited(self.rank.number, kind, peer, place)
+        unwaited = Unwaited(self.rank.number, kind, place)
         self.calls[text["call"]] = RelayedCall(work, outputs, unwaited)
 
     def _options(self, method: str, chosen: dict[str, Any]) -> list[Any]:

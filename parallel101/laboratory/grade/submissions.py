@@ -135,7 +135,7 @@ def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
             "passed": f.passed,
             "points": round(f.points, 2),
             "out_of": round(f.out_of, 2),
-            "message": plain(f.message),
+            "message": f.message,
         }
         for f in verdict.findings
     ]

@@ -99,8 +99,8 @@ class Protection(NamedTuple):
 def protection() -> Protection:
     """Return the protection that this machine offers."""
     root = hasattr(os, "geteuid") and os.geteuid() == 0
-    readable = all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
-    python = _readable(Path(sysconfig.get_path("stdlib"))) or sys.platform == "linux"
+    readable = all(readable_by_all(Path(file).parent) for file in (torch.__file__, __file__))
+    python = readable_by_all(Path(sysconfig.get_path("stdlib"))) or sys.platform == "linux"
     return Protection(root and readable and python, bool(landlock_version()))
 
 
@@ -134,7 +134,7 @@ def open_library() -> str:
     read through it.
     """
     library = sysconfig.get_path("stdlib")
-    if _readable(Path(library)):
+    if readable_by_all(Path(library)):
         return library
     opened = f"/proc/self/fd/{os.open(library, os.O_PATH | os.O_DIRECTORY)}"
     # Its packages are chosen by name: a look at each of 3,000 modules would make 3,000 pages of
@@ -158,15 +158,10 @@ def open_library() -> str:
 def readable_by_all(path: Path) -> bool:
     """Return whether every user of this machine can read a file or folder, and reach it."""
     path = path.resolve()
-    return bool(path.stat().st_mode & 0o004) and others_reach(path.parent)
+    needed = 0o005 if path.is_dir() else 0o004
+    return path.stat().st_mode & needed == needed and others_reach(path.parent)
 
 
 def others_reach(folder: Path) -> bool:
     """Return whether every user can use what is in a folder, if it may be read."""
     return all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
-
-
-def _readable(folder: Path) -> bool:
-    """Return whether every user can read a folder and reach it."""
-    folder = folder.resolve()
-    return folder.stat().st_mode & 0o005 == 0o005 and others_reach(folder)
