@@ -13,9 +13,9 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -72,6 +72,10 @@ def x_if_not_alone(case: Case) -> list[int]:
     return [case.facts["nbytes"] if case.world_size > 1 else 0] * case.world_size
 
 
+@mistake(
+    "shifted the wrong way",
+    "Every rank returns the x of the rank after it: the data goes round the ring backwards.",
+)
 def shifted_backwards(trials: Sequence[Trial]) -> bool:
     """Check whether every rank has the next rank's x, on three ranks or more.
 
@@ -100,14 +104,7 @@ RING_SHIFT = Exercise(
     least_received=x_if_not_alone,
     misconceptions=(
         *MESSAGES,
-        Misconception(
-            "shifted the wrong way",
-            (
-                "Every rank returns the x of the rank after it: the data goes round the ring "
-                "backwards."
-            ),
-            shifted_backwards,
-        ),
+        shifted_backwards,
         CHANGES_ITS_INPUT,
         unwritten_was_sent,
     ),
@@ -197,6 +194,11 @@ def tree_bytes(case: Case) -> list[int]:
     return [log2_up(case.world_size) * case.facts["x"].nbytes] * case.world_size
 
 
+@mistake(
+    "non-power-of-two loses ranks",
+    "The code is right if n is a power of two. For other n the tree reaches for ranks that do "
+    "not exist, or leaves some ranks out.",
+)
 def only_powers_of_two(trials: Sequence[Trial]) -> bool:
     """Check whether results are wrong for some n, but never for a power of two, such as 4."""
     wrong = failed(trials)
@@ -206,6 +208,11 @@ def only_powers_of_two(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "flat in place of a tree",
+    "The root sends to every rank itself, in n − 1 steps, while the ranks that already have x "
+    "do nothing.",
+)
 def root_sends_to_all(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but all messages come from the root."""
     several = [trial for trial in trials if trial.world_size > 2]
@@ -215,6 +222,11 @@ def root_sends_to_all(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "ranks stop sending",
+    "Each rank sends x to two others and is then idle, as in a heap. In every step, every "
+    "rank that has x must send it, or the tree grows too slowly.",
+)
 def stops_sending(trials: Sequence[Trial]) -> bool:
     """Check whether no rank sends x more than twice.
 
@@ -229,6 +241,11 @@ def stops_sending(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "chain in place of a tree",
+    "Every rank passes x on once, so only one message is under way at a time, and it takes n "
+    "− 1 steps.",
+)
 def one_after_the_other(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but take n − 1 steps: no rank sends x more than once."""
     several = [trial for trial in trials if trial.world_size > 3]
@@ -305,38 +322,10 @@ TREE_BROADCAST = Exercise(
     misconceptions=(
         *MESSAGES,
         only_root_zero,
-        Misconception(
-            "non-power-of-two loses ranks",
-            (
-                "The code is right if n is a power of two. For other n the tree reaches for ranks "
-                "that do not exist, or leaves some ranks out."
-            ),
-            only_powers_of_two,
-        ),
-        Misconception(
-            "flat in place of a tree",
-            (
-                "The root sends to every rank itself, in n − 1 steps, while the ranks that already "
-                "have x do nothing."
-            ),
-            root_sends_to_all,
-        ),
-        Misconception(
-            "ranks stop sending",
-            (
-                "Each rank sends x to two others and is then idle, as in a heap. In every step, "
-                "every rank that has x must send it, or the tree grows too slowly."
-            ),
-            stops_sending,
-        ),
-        Misconception(
-            "chain in place of a tree",
-            (
-                "Every rank passes x on once, so only one message is under way at a time, and it "
-                "takes n − 1 steps."
-            ),
-            one_after_the_other,
-        ),
+        only_powers_of_two,
+        root_sends_to_all,
+        stops_sending,
+        one_after_the_other,
         CHANGES_ITS_INPUT,
         unwritten_was_sent,
     ),
@@ -422,6 +411,11 @@ def all_but_one_chunk(case: Case) -> list[int]:
     return [(case.world_size - 1) * largest_chunk(case)] * case.world_size
 
 
+@mistake(
+    "whole tensor shipped",
+    "Every rank is sent all of x, and keeps only its own rows: that is n times as many bytes "
+    "as it needs.",
+)
 def whole_scattered(trials: Sequence[Trial]) -> bool:
     """Check whether every rank but the root receives as many bytes as the whole x has."""
     several = [trial for trial in trials if trial.world_size > 1]
@@ -433,6 +427,10 @@ def whole_scattered(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "chunks in the wrong order",
+    "Ranks get rows of x, but not their own: the chunks are not dealt out by rank.",
+)
 def others_chunks(trials: Sequence[Trial]) -> bool:
     """Check whether each rank has a chunk of x, but not always its own."""
     wrong = failed(trials)
@@ -443,6 +441,11 @@ def others_chunks(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "chunk in place of tensor_split",
+    "The rows are cut as torch.chunk cuts them: the last rank gets fewer, and with few rows "
+    "some ranks have no chunk at all. torch.tensor_split gives n parts, always.",
+)
 def as_chunk_cuts(trials: Sequence[Trial]) -> bool:
     """Check whether the wrong results are those of torch.chunk.
 
@@ -484,27 +487,9 @@ SCATTER = Exercise(
     least_received=own_chunk,
     misconceptions=(
         *MESSAGES,
-        Misconception(
-            "whole tensor shipped",
-            (
-                "Every rank is sent all of x, and keeps only its own rows: that is n times as many "
-                "bytes as it needs."
-            ),
-            whole_scattered,
-        ),
-        Misconception(
-            "chunk in place of tensor_split",
-            (
-                "The rows are cut as torch.chunk cuts them: the last rank gets fewer, and with few "
-                "rows some ranks have no chunk at all. torch.tensor_split gives n parts, always."
-            ),
-            as_chunk_cuts,
-        ),
-        Misconception(
-            "chunks in the wrong order",
-            "Ranks get rows of x, but not their own: the chunks are not dealt out by rank.",
-            others_chunks,
-        ),
+        whole_scattered,
+        as_chunk_cuts,
+        others_chunks,
         only_root_zero,
         CHANGES_ITS_INPUT,
         unwritten_was_sent,
@@ -593,6 +578,11 @@ def each_once_at_root(trial: Trial) -> str | None:
     return None
 
 
+@mistake(
+    "whole tensor shipped",
+    "Every rank sends a tensor as large as the whole result, though only its own part of it "
+    "is new to the root.",
+)
 def whole_gathered(trials: Sequence[Trial]) -> bool:
     """Check whether every rank but the root sends as many bytes as the whole result has."""
     several = [trial for trial in trials if trial.world_size > 1]
@@ -604,6 +594,10 @@ def whole_gathered(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "everyone gathers",
+    "Every rank receives all the others' tensors, though only the root needs them.",
+)
 def everybody_gathers(trials: Sequence[Trial]) -> bool:
     """Check whether every rank receives what only the root needs."""
     several = [trial for trial in trials if trial.world_size > 1]
@@ -614,6 +608,11 @@ def everybody_gathers(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "arrival order kept in place of rank order",
+    "The root joins the tensors in the order in which it got them. That need not be the order "
+    "of the ranks.",
+)
 def another_order(trials: Sequence[Trial]) -> bool:
     """Check whether the root has every rank's x once, but not in rank order."""
     wrong = [trial for trial in failed(trials) if trial.world_size > 1]
@@ -649,27 +648,9 @@ GATHER = Exercise(
     least_received=others_at_root,
     misconceptions=(
         *MESSAGES,
-        Misconception(
-            "whole tensor shipped",
-            (
-                "Every rank sends a tensor as large as the whole result, though only its own part "
-                "of it is new to the root."
-            ),
-            whole_gathered,
-        ),
-        Misconception(
-            "everyone gathers",
-            "Every rank receives all the others' tensors, though only the root needs them.",
-            everybody_gathers,
-        ),
-        Misconception(
-            "arrival order kept in place of rank order",
-            (
-                "The root joins the tensors in the order in which it got them. That need not be "
-                "the order of the ranks."
-            ),
-            another_order,
-        ),
+        whole_gathered,
+        everybody_gathers,
+        another_order,
         only_where_none_is_due,
         only_root_zero,
         CHANGES_ITS_INPUT,

@@ -24,6 +24,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -38,6 +39,11 @@ from parallel101.laboratory.grade.exercise_checks import (
 )
 
 
+@mistake(
+    "breaks at n = 3",
+    "The code is right if n is a power of two, and only then. For other n, a partner is "
+    "missing, or some ranks are left out or counted twice.",
+)
 def only_powers_of_two(trials: Sequence[Trial]) -> bool:
     """Check whether results are right if n is a power of two, and wrong for 3 and some other n."""
     wrong = failed(trials)
@@ -45,6 +51,11 @@ def only_powers_of_two(trials: Sequence[Trial]) -> bool:
     return bool(four) and {3} < {trial.world_size for trial in wrong} <= {3, 5, 6, 7}
 
 
+@mistake(
+    "one extra rank only",
+    "The code is right for n = 3 and n = 5, where one rank is above the power of two, and "
+    "wrong for n = 7, where three are: some are left out, or have no partner.",
+)
 def one_extra_rank(trials: Sequence[Trial]) -> bool:
     """Check whether results are wrong for n = 7 only, but right for n = 3 and n = 5."""
     return {trial.world_size for trial in failed(trials)} == {7}
@@ -110,6 +121,11 @@ def flat_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]
             yield from zip(torch.tensor_split(result.flatten(), n), map(list, parts), strict=True)
 
 
+@mistake(
+    "chunks of rows",
+    "The code cuts x by rows. With fewer rows than ranks some ranks have no chunk, and others "
+    "send far more than their part. The chunks must be made of elements.",
+)
 def chunks_of_rows(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but cost too much only with fewer rows than ranks."""
     check = bytes_sent(ring_bytes, "")
@@ -125,16 +141,11 @@ def chunks_of_rows(trials: Sequence[Trial]) -> bool:
     )
 
 
-CHUNKS_OF_ROWS = Misconception(
-    "chunks of rows",
-    (
-        "The code cuts x by rows. With fewer rows than ranks some ranks have no chunk, and others "
-        "send far more than their part. The chunks must be made of elements."
-    ),
-    chunks_of_rows,
+@mistake(
+    "reduce then broadcast",
+    "The total number of bytes is right, but they are uneven: one rank sends much more than "
+    "the others, which wait for it.",
 )
-
-
 def reduce_broadcast(trials: Sequence[Trial]) -> bool:
     """Check whether some rank sends more than its part, while another sends x at most once.
 
@@ -153,6 +164,11 @@ def not_divided(trial: Trial) -> bool:
     return trial.case.facts["xs"][0].numel() % trial.world_size != 0
 
 
+@mistake(
+    "remainder dropped",
+    "The code cuts n equal chunks. If n doesn't divide the number of elements, the last few "
+    "are never added up.",
+)
 def remainder_dropped(trials: Sequence[Trial]) -> bool:
     """Check whether only the remainder after n equal chunks is wrong or missing."""
     wrong = failed(trials)
@@ -174,6 +190,11 @@ def remainder_dropped(trials: Sequence[Trial]) -> bool:
     return bool(whole) and all(map(not_divided, wrong))
 
 
+@mistake(
+    "scaled",
+    "The sum is divided by the same number for every n. That is right for one number of ranks "
+    "only.",
+)
 def one_n_only(trials: Sequence[Trial]) -> bool:
     """Check whether every mean is the sum divided by the same number, for any n."""
     means = [trial for trial in trials if trial.case.facts["op"] == "mean" and trial.world_size > 1]
@@ -237,27 +258,13 @@ RING_ALL_REDUCE = Exercise(
             ),
             divided_too_often(flat_pieces),
         ),
-        Misconception(
-            "scaled",
-            (
-                "The sum is divided by the same number for every n. That is right for one number "
-                "of ranks only."
-            ),
-            one_n_only,
-        ),
+        one_n_only,
         Misconception(
             "scaled",
             ("Every element is wrong by the same factor: something is divided that should not be."),
             scaled,
         ),
-        Misconception(
-            "remainder dropped",
-            (
-                "The code cuts n equal chunks. If n doesn't divide the number of elements, the "
-                "last few are never added up."
-            ),
-            remainder_dropped,
-        ),
+        remainder_dropped,
         Misconception(
             "works only if n divides the size",
             (
@@ -266,17 +273,10 @@ RING_ALL_REDUCE = Exercise(
             ),
             lambda trials: bool(failed(trials)) and all(map(not_divided, failed(trials))),
         ),
-        CHUNKS_OF_ROWS,
+        chunks_of_rows,
         whole_round_ring,
         everything_to_everyone,
-        Misconception(
-            "reduce then broadcast",
-            (
-                "The total number of bytes is right, but they are uneven: one rank sends much more "
-                "than the others, which wait for it."
-            ),
-            reduce_broadcast,
-        ),
+        reduce_broadcast,
         counted_twice(flat_pieces),
         left_out(flat_pieces),
         CHANGES_ITS_INPUT,
@@ -340,6 +340,11 @@ def doubling_bytes(case: Case) -> list[int]:
     return [(log2_down(n) + (not power_of_two(n))) * case.facts["xs"][0].nbytes] * n
 
 
+@mistake(
+    "ring in place of doubling",
+    "The bytes are those of a ring, and so are the steps: 2·(n − 1). A sum of few bytes then "
+    "takes n times as long as it must.",
+)
 def ring_in_place(trials: Sequence[Trial]) -> bool:
     """Check whether results are right with no more bytes than a ring, but in more steps."""
     large = several_ranks(trials, least=4)
@@ -358,6 +363,11 @@ def all_exchange(trial: Trial) -> bool:
     return min(sent) >= steps_of_doubling
 
 
+@mistake(
+    "reduce then broadcast",
+    "The sum goes along a tree to one rank, and back along a tree: twice the steps, and half "
+    "of the ranks are idle in each. In doubling, all ranks exchange.",
+)
 def two_trees(trials: Sequence[Trial]) -> bool:
     """Check whether results are right in twice the steps, and some ranks send x only once."""
     four = [trial for trial in several_ranks(trials, least=4) if trial.world_size == 4]
@@ -393,36 +403,12 @@ DOUBLING_ALL_REDUCE = Exercise(
     misconceptions=(
         *MESSAGES,
         unwritten_was_sent,
-        Misconception(
-            "breaks at n = 3",
-            "The code is right if n is a power of two, and only then. For other n, a partner is "
-            "missing, or some ranks are left out or counted twice.",
-            only_powers_of_two,
-        ),
-        Misconception(
-            "one extra rank only",
-            "The code is right for n = 3 and n = 5, where one rank is above the power of two, and "
-            "wrong for n = 7, where three are: some are left out, or have no partner.",
-            one_extra_rank,
-        ),
-        Misconception(
-            "ring in place of doubling",
-            (
-                "The bytes are those of a ring, and so are the steps: 2·(n − 1). A sum of few "
-                "bytes then takes n times as long as it must."
-            ),
-            ring_in_place,
-        ),
+        only_powers_of_two,
+        one_extra_rank,
+        ring_in_place,
         whole_round_ring,
         everything_to_everyone,
-        Misconception(
-            "reduce then broadcast",
-            (
-                "The sum goes along a tree to one rank, and back along a tree: twice the steps, "
-                "and half of the ranks are idle in each. In doubling, all ranks exchange."
-            ),
-            two_trees,
-        ),
+        two_trees,
         counted_twice(flat_pieces),
         left_out(flat_pieces),
         CHANGES_ITS_INPUT,

@@ -11,9 +11,9 @@ from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -76,6 +76,11 @@ def rows_of(trial: Trial) -> list[list[tuple[int, int]]] | None:
     return table
 
 
+@mistake(
+    "blocks not transposed",
+    "Ranks return rows that were meant for other ranks: the row that is sent to rank j must "
+    "be row j.",
+)
 def not_transposed(trials: Sequence[Trial]) -> bool:
     """Check whether ranks have rows that were meant for other ranks."""
     tables = [rows_of(trial) for trial in failed(trials)]
@@ -85,6 +90,11 @@ def not_transposed(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "joined in the wrong order",
+    "Every rank has the rows that were meant for it, but not in the order of the ranks from "
+    "which they came.",
+)
 def rows_in_other_order(trials: Sequence[Trial]) -> bool:
     """Check whether every rank has its own rows, but not in rank order."""
     tables = [rows_of(trial) for trial in failed(trials)]
@@ -94,6 +104,10 @@ def rows_in_other_order(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "whole tensor shipped",
+    "Every rank sends all of x to every other rank, which needs only one row of it.",
+)
 def whole_to_everyone(trials: Sequence[Trial]) -> bool:
     """Check whether every rank receives the whole x of the other ranks."""
     large = several_ranks(trials)
@@ -123,27 +137,9 @@ ALL_TO_ALL = Exercise(
     misconceptions=(
         *MESSAGES,
         unwritten_was_sent,
-        Misconception(
-            "whole tensor shipped",
-            "Every rank sends all of x to every other rank, which needs only one row of it.",
-            whole_to_everyone,
-        ),
-        Misconception(
-            "blocks not transposed",
-            (
-                "Ranks return rows that were meant for other ranks: the row that is sent to rank j "
-                "must be row j."
-            ),
-            not_transposed,
-        ),
-        Misconception(
-            "joined in the wrong order",
-            (
-                "Every rank has the rows that were meant for it, but not in the order of the ranks "
-                "from which they came."
-            ),
-            rows_in_other_order,
-        ),
+        whole_to_everyone,
+        not_transposed,
+        rows_in_other_order,
         CHANGES_ITS_INPUT,
     ),
     hints=(

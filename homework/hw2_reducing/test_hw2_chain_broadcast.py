@@ -13,9 +13,9 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -125,6 +125,11 @@ def long_chains(trials: Sequence[Trial]) -> list[Trial]:
     ]
 
 
+@mistake(
+    "whole tensor in one message",
+    "Every rank sends x in one message. So only one link works at a time, and the chain takes "
+    "n − 1 times as long as one message of S bytes.",
+)
 def in_one_message(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but every rank sends x in one message."""
     large = long_chains(trials)
@@ -136,6 +141,10 @@ def in_one_message(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "passes on after the last segment",
+    "A rank passes nothing on before it has all segments. So again only one link works at a time.",
+)
 def all_before_any(trials: Sequence[Trial]) -> bool:
     """Check whether every rank receives all segments before it sends its first one.
 
@@ -154,6 +163,11 @@ def all_before_any(trials: Sequence[Trial]) -> bool:
     return bool(large) and all(right(t) and late(t) for t in large)
 
 
+@mistake(
+    "sends and receives by turns",
+    "A rank waits until a segment is sent, and receives the next one after that. So each of "
+    "its links is idle half of the time.",
+)
 def by_turns(trials: Sequence[Trial]) -> bool:
     """Check whether each segment that is passed on takes two steps.
 
@@ -168,6 +182,10 @@ def by_turns(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "flat in place of a chain",
+    "The root sends every segment to every rank itself, so it sends n − 1 times x.",
+)
 def from_the_root(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but all messages come from the root."""
     large = long_chains(trials)
@@ -176,6 +194,10 @@ def from_the_root(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "segments in the wrong place",
+    "All segments arrive, but some end up in another place than they had on the root.",
+)
 def segments_mixed_up(trials: Sequence[Trial]) -> bool:
     """Check whether some result has the expected segments in a different order."""
     for trial in failed(trials):
@@ -194,6 +216,11 @@ def segments_mixed_up(trials: Sequence[Trial]) -> bool:
     return False
 
 
+@mistake(
+    "remainder dropped",
+    "The code cuts m equal segments. If m doesn't divide the number of elements, the last few "
+    "never arrive.",
+)
 def remainder_dropped(trials: Sequence[Trial]) -> bool:
     """Check whether only the remainder after m equal segments is wrong or missing."""
     wrong = failed(trials)
@@ -228,48 +255,12 @@ CHAIN_BROADCAST = Exercise(
         *MESSAGES,
         unwritten_was_sent,
         only_root_zero,
-        Misconception(
-            "segments in the wrong place",
-            "All segments arrive, but some end up in another place than they had on the root.",
-            segments_mixed_up,
-        ),
-        Misconception(
-            "remainder dropped",
-            (
-                "The code cuts m equal segments. If m doesn't divide the number of elements, the "
-                "last few never arrive."
-            ),
-            remainder_dropped,
-        ),
-        Misconception(
-            "flat in place of a chain",
-            "The root sends every segment to every rank itself, so it sends n − 1 times x.",
-            from_the_root,
-        ),
-        Misconception(
-            "whole tensor in one message",
-            (
-                "Every rank sends x in one message. So only one link works at a time, and the "
-                "chain takes n − 1 times as long as one message of S bytes."
-            ),
-            in_one_message,
-        ),
-        Misconception(
-            "passes on after the last segment",
-            (
-                "A rank passes nothing on before it has all segments. So again only one link works "
-                "at a time."
-            ),
-            all_before_any,
-        ),
-        Misconception(
-            "sends and receives by turns",
-            (
-                "A rank waits until a segment is sent, and receives the next one after that. So "
-                "each of its links is idle half of the time."
-            ),
-            by_turns,
-        ),
+        segments_mixed_up,
+        remainder_dropped,
+        from_the_root,
+        in_one_message,
+        all_before_any,
+        by_turns,
         CHANGES_ITS_INPUT,
     ),
     hints=(

@@ -18,9 +18,9 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import value
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
@@ -136,11 +136,20 @@ def chosen(trials: Sequence[Trial]) -> list[tuple[str, int, dict[str, Any]]]:
     ]
 
 
+@mistake(
+    "always the same algorithm",
+    "The same algorithm is chosen for every size and every network. None is always best.",
+)
 def always_the_same(trials: Sequence[Trial]) -> bool:
     choices = chosen(trials)
     return len(choices) > 2 and len({name for name, _, _ in choices}) == 1
 
 
+@mistake(
+    "chosen by size alone",
+    "The choice depends on the number of bytes only. From which size on an algorithm is best "
+    "also depends on n and on latency · bandwidth.",
+)
 def by_size_alone(trials: Sequence[Trial]) -> bool:
     """Check whether the name depends on the bytes, but not on the ranks or links."""
     names = {name for name, _, _ in chosen(trials)}
@@ -151,6 +160,11 @@ def by_size_alone(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "bits taken for bytes",
+    "The choices are right for links that are eight times as slow, or as fast: a byte has "
+    "eight bits, and the bandwidth here is in bytes per second.",
+)
 def bits_for_bytes(trials: Sequence[Trial]) -> bool:
     """Check whether each choice would be right with 1/8 of the bandwidth, or with 8 times."""
     choices = chosen(trials)
@@ -164,6 +178,11 @@ def bits_for_bytes(trials: Sequence[Trial]) -> bool:
     return not right_for(1.0) and (right_for(1 / 8) or right_for(8.0))
 
 
+@mistake(
+    "number of segments",
+    "The algorithms are well chosen, but a chain has too few segments or too many: the best "
+    "number depends on n, the size and the links.",
+)
 def other_segments(trials: Sequence[Trial]) -> bool:
     """Check whether every name is right, but some chain has too few or too many segments."""
     choices = chosen(trials)
@@ -195,35 +214,10 @@ CHOOSE_BROADCAST = Exercise(
     ),
     least_received=lambda case: [0] + [case.facts["nbytes"]] * (case.world_size - 1),
     misconceptions=(
-        Misconception(
-            "always the same algorithm",
-            "The same algorithm is chosen for every size and every network. None is always best.",
-            always_the_same,
-        ),
-        Misconception(
-            "bits taken for bytes",
-            (
-                "The choices are right for links that are eight times as slow, or as fast: a byte "
-                "has eight bits, and the bandwidth here is in bytes per second."
-            ),
-            bits_for_bytes,
-        ),
-        Misconception(
-            "number of segments",
-            (
-                "The algorithms are well chosen, but a chain has too few segments or too many: the "
-                "best number depends on n, the size and the links."
-            ),
-            other_segments,
-        ),
-        Misconception(
-            "chosen by size alone",
-            (
-                "The choice depends on the number of bytes only. From which size on an algorithm "
-                "is best also depends on n and on latency · bandwidth."
-            ),
-            by_size_alone,
-        ),
+        always_the_same,
+        bits_for_bytes,
+        other_segments,
+        by_size_alone,
     ),
     hints=(
         "What does each of the three cost: how many times the latency, and how many bytes over one "

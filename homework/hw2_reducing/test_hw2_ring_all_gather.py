@@ -11,9 +11,9 @@ from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -48,6 +48,11 @@ def all_but_own(case: Case) -> list[int]:
     return [(case.world_size - 1) * case.facts["xs"][0].nbytes] * case.world_size
 
 
+@mistake(
+    "gather then broadcast",
+    "All data goes through one rank, which sends far more than the others: its link is busy "
+    "while theirs are idle.",
+)
 def through_one_rank(trials: Sequence[Trial]) -> bool:
     """Check whether some rank sends more than its part, while another sends x at most once.
 
@@ -62,6 +67,12 @@ def through_one_rank(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "slot by step in place of origin",
+    "What arrives is put into the slot of the step in which it arrived. In one step each rank "
+    "gets another rank's x, so the ranks' results differ: the slot must be that of the rank "
+    "from which the data came.",
+)
 def by_step(trials: Sequence[Trial]) -> bool:
     """Check whether every rank puts what arrives in step s into slot s or s + 1.
 
@@ -91,6 +102,10 @@ def _arrivals(trial: Trial, way: int, shift: int) -> bool:
     return True
 
 
+@mistake(
+    "joined in the wrong order",
+    "Every rank has all the data, but joins it in another order than that of the ranks.",
+)
 def another_order(trials: Sequence[Trial]) -> bool:
     """Check whether every rank has every x once, but not in rank order."""
     wrong = failed(trials)
@@ -103,6 +118,11 @@ def another_order(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "sends its own x every time",
+    "A rank sends its own x in each step, so its neighbour gets the same data again and "
+    "again: nothing is passed on.",
+)
 def own_every_time(trials: Sequence[Trial]) -> bool:
     """Check whether every rank has received only one neighbour's x, which was sent again."""
     wrong = [trial for trial in failed(trials) if trial.world_size > 2]
@@ -123,6 +143,11 @@ def sends_the_same(trial: Trial) -> bool:
     return all(all(same == messages[0] for same in messages) for messages in sent.values())
 
 
+@mistake(
+    "one buffer in all slots",
+    "All slots are one and the same tensor, so each receive overwrites what came before: "
+    "every slot but the own one ends with what came last.",
+)
 def one_buffer(trials: Sequence[Trial]) -> bool:
     """Check whether all slots but the rank's own are equal, though different values arrived."""
     wrong = [trial for trial in failed(trials) if trial.world_size > 2]
@@ -135,6 +160,11 @@ def one_buffer(trials: Sequence[Trial]) -> bool:
     return bool(wrong) and not any(sends_the_same(trial) for trial in wrong)
 
 
+@mistake(
+    "not a ring",
+    "Ranks send to ranks that are not their neighbours. In a ring each rank uses two links "
+    "only, and passes on what has come last.",
+)
 def past_the_neighbours(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but in larger rings some rank sends past its neighbours."""
     large = [trial for trial in trials if trial.world_size > 3]
@@ -164,50 +194,12 @@ RING_ALL_GATHER = Exercise(
     misconceptions=(
         *MESSAGES,
         unwritten_was_sent,
-        Misconception(
-            "gather then broadcast",
-            (
-                "All data goes through one rank, which sends far more than the others: its link is "
-                "busy while theirs are idle."
-            ),
-            through_one_rank,
-        ),
-        Misconception(
-            "not a ring",
-            (
-                "Ranks send to ranks that are not their neighbours. In a ring each rank uses two "
-                "links only, and passes on what has come last."
-            ),
-            past_the_neighbours,
-        ),
-        Misconception(
-            "one buffer in all slots",
-            (
-                "All slots are one and the same tensor, so each receive overwrites what came "
-                "before: every slot but the own one ends with what came last."
-            ),
-            one_buffer,
-        ),
-        Misconception(
-            "sends its own x every time",
-            (
-                "A rank sends its own x in each step, so its neighbour gets the same data again "
-                "and again: nothing is passed on."
-            ),
-            own_every_time,
-        ),
-        Misconception(
-            "slot by step in place of origin",
-            "What arrives is put into the slot of the step in which it arrived. In one step each "
-            "rank gets another rank's x, so the ranks' results differ: the slot must be that of "
-            "the rank from which the data came.",
-            by_step,
-        ),
-        Misconception(
-            "joined in the wrong order",
-            "Every rank has all the data, but joins it in another order than that of the ranks.",
-            another_order,
-        ),
+        through_one_rank,
+        past_the_neighbours,
+        one_buffer,
+        own_every_time,
+        by_step,
+        another_order,
         CHANGES_ITS_INPUT,
     ),
     hints=(

@@ -19,9 +19,9 @@ from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -77,6 +77,11 @@ def chunk_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor
         )
 
 
+@mistake(
+    "all-reduce then slice",
+    "Every rank gets the whole sum, and keeps only its own rows: that moves at least twice as "
+    "many bytes as a reduce-scatter.",
+)
 def all_then_slice(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but every rank receives the bytes of an all-reduce."""
     large = several_ranks(trials)
@@ -85,6 +90,11 @@ def all_then_slice(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "reduce then scatter",
+    "One rank receives everybody's data, adds it up and sends the rows out: its link is busy "
+    "while the others are idle.",
+)
 def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
     """Check whether one rank receives twice the bytes of x, and another only its own rows.
 
@@ -99,6 +109,10 @@ def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "owner off by one",
+    "The sums are right, but they end at the wrong ranks: every rank returns its neighbour's rows.",
+)
 def off_by_one(trials: Sequence[Trial]) -> bool:
     """Check whether every rank returns the finished chunk of the next or the previous rank."""
     wrong = failed(trials)
@@ -138,30 +152,9 @@ RING_REDUCE_SCATTER = Exercise(
         unwritten_was_sent,
         whole_round_ring,
         everything_to_everyone,
-        Misconception(
-            "all-reduce then slice",
-            (
-                "Every rank gets the whole sum, and keeps only its own rows: that moves at least "
-                "twice as many bytes as a reduce-scatter."
-            ),
-            all_then_slice,
-        ),
-        Misconception(
-            "reduce then scatter",
-            (
-                "One rank receives everybody's data, adds it up and sends the rows out: its link "
-                "is busy while the others are idle."
-            ),
-            sum_on_one_rank,
-        ),
-        Misconception(
-            "owner off by one",
-            (
-                "The sums are right, but they end at the wrong ranks: every rank returns its "
-                "neighbour's rows."
-            ),
-            off_by_one,
-        ),
+        all_then_slice,
+        sum_on_one_rank,
+        off_by_one,
         counted_twice(chunk_pieces),
         left_out(chunk_pieces),
         CHANGES_ITS_INPUT,

@@ -13,9 +13,9 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -133,6 +133,11 @@ def one_rail(trial: Trial) -> bool:
     return all(sum(count > 64 for count in node) == 1 for node in nodes)
 
 
+@mistake(
+    "flat ring over all ranks",
+    "The ring of all ranks leaves each node by one rank, so it uses one rail, and it takes "
+    "2·(n − 1) steps. All other rails are idle.",
+)
 def flat_ring(trials: Sequence[Trial]) -> bool:
     """Check whether every rank sends as much as in a ring of all ranks, on one rail.
 
@@ -147,12 +152,22 @@ def flat_ring(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "one rank talks for its node",
+    "One rank of each node sends all that leaves the node: one rail is busy and all others "
+    "are idle.",
+)
 def leaders_only(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but only one rail is busy."""
     large = several_nodes(trials)
     return bool(large) and all(right(t) and one_rail(t) for t in large)
 
 
+@mistake(
+    "whole tensor between nodes",
+    "Every rank sends the sum of its node, or its whole x, to other nodes. Its rail needs to "
+    "carry only its share: after the reduce-scatter, that is S/k bytes.",
+)
 def whole_between_nodes(trials: Sequence[Trial]) -> bool:
     """Check whether every rank sends much more than its share to other nodes, on its own rail.
 
@@ -181,6 +196,10 @@ def results(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
             yield result.flatten(), [x.flatten() for x in trial.case.facts["xs"]]
 
 
+@mistake(
+    "sum of one node only",
+    "Every rank has the sum of its own node. What the other nodes have is never added.",
+)
 def node_only(trials: Sequence[Trial]) -> bool:
     """Check whether, with several nodes, every result is the sum over the rank's own node."""
     wrong = several_nodes(failed(trials))
@@ -194,6 +213,11 @@ def node_only(trials: Sequence[Trial]) -> bool:
     return bool(wrong) and all(len(list(results(t))) == t.world_size for t in wrong)
 
 
+@mistake(
+    "works only if n divides the size",
+    "The code is right if n divides the number of elements, and only then: it takes all "
+    "chunks to be equally large.",
+)
 def not_divided(trials: Sequence[Trial]) -> bool:
     """Check whether results are wrong only if n doesn't divide the number of elements."""
     wrong = failed(trials)
@@ -222,43 +246,11 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
     misconceptions=(
         *MESSAGES,
         unwritten_was_sent,
-        Misconception(
-            "sum of one node only",
-            "Every rank has the sum of its own node. What the other nodes have is never added.",
-            node_only,
-        ),
-        Misconception(
-            "flat ring over all ranks",
-            (
-                "The ring of all ranks leaves each node by one rank, so it uses one rail, and it "
-                "takes 2·(n − 1) steps. All other rails are idle."
-            ),
-            flat_ring,
-        ),
-        Misconception(
-            "one rank talks for its node",
-            (
-                "One rank of each node sends all that leaves the node: one rail is busy and all "
-                "others are idle."
-            ),
-            leaders_only,
-        ),
-        Misconception(
-            "whole tensor between nodes",
-            (
-                "Every rank sends the sum of its node, or its whole x, to other nodes. Its rail "
-                "needs to carry only its share: after the reduce-scatter, that is S/k bytes."
-            ),
-            whole_between_nodes,
-        ),
-        Misconception(
-            "works only if n divides the size",
-            (
-                "The code is right if n divides the number of elements, and only then: it takes "
-                "all chunks to be equally large."
-            ),
-            not_divided,
-        ),
+        node_only,
+        flat_ring,
+        leaders_only,
+        whole_between_nodes,
+        not_divided,
         counted_twice(results),
         left_out(results),
         CHANGES_ITS_INPUT,

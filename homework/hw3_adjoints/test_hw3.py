@@ -22,6 +22,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, right
 
@@ -282,6 +283,11 @@ def off_by(k: Callable[[int], float]) -> Callable[[Sequence[Trial]], bool]:
     return seen
 
 
+@mistake(
+    "gradient where x was not used",
+    "The ranks other than the root return a gradient, but a broadcast does not use their x: a "
+    "change of it changes no y.",
+)
 def not_where_unused(trials: Sequence[Trial]) -> bool:
     wrong = gradients(trials)
     return bool(wrong) and all(
@@ -293,6 +299,11 @@ def not_where_unused(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "None in place of a gradient",
+    "Some ranks return None. Every rank that has an x returns its gradient. Where x is not "
+    "used, that is a tensor of zeros.",
+)
 def none_returned(trials: Sequence[Trial]) -> bool:
     """Check whether every wrong gradient is None, on some ranks of a run but not on all."""
     wrong = gradients(trials)
@@ -349,22 +360,6 @@ MEAN_FOR_SUM = Misconception(
     ),
     off_by(lambda n: 1 / n),
 )
-UNUSED_GETS_GRADIENT = Misconception(
-    "gradient where x was not used",
-    (
-        "The ranks other than the root return a gradient, but a broadcast does not use their x: a "
-        "change of it changes no y."
-    ),
-    not_where_unused,
-)
-NONE_RETURNED = Misconception(
-    "None in place of a gradient",
-    (
-        "Some ranks return None. Every rank that has an x returns its gradient. Where x is not "
-        "used, that is a tensor of zeros."
-    ),
-    none_returned,
-)
 ROOT_ZERO = Misconception(
     "root hard-coded to 0",
     "The code treats rank 0 as the root. It is right where the root is 0, and wrong elsewhere.",
@@ -409,7 +404,7 @@ def exercise(
         misconceptions=(
             *MESSAGES,
             CHANGED_IN_PLACE,
-            NONE_RETURNED,
+            none_returned,
             *(ROOT_ZERO,) * (F in ROOTED),
             *own_misconceptions,
             N_TIMES,
@@ -453,7 +448,7 @@ EXERCISES = [
             ),
         ),
         ALL_REDUCE_EVERYWHERE,
-        UNUSED_GETS_GRADIENT,
+        not_where_unused,
     ),
     exercise(
         "9g",

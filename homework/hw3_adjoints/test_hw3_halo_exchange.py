@@ -25,6 +25,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
 
@@ -133,6 +134,11 @@ def asked() -> Case:
     return halo_case(Draw("question"), (4, 3, 5, 4), 2)
 
 
+@mistake(
+    "only some ranks refuse",
+    "Ranks that see no problem with their own block go on, and wait for a neighbour that has "
+    "given up. All ranks must come to the same decision.",
+)
 def only_some_refuse(trials: Sequence[Trial]) -> bool:
     """Check whether, if a block is too short, some ranks refuse and others do not."""
     return any(
@@ -141,6 +147,11 @@ def only_some_refuse(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "short block not refused",
+    "A block has fewer rows than the halo is wide, and no rank raises a ValueError. A "
+    "neighbour then gets too few rows, or none.",
+)
 def not_refused(trials: Sequence[Trial]) -> bool:
     """Check whether all is right, except that no rank refuses a block that is too short."""
     wrong = failed(trials)
@@ -149,6 +160,11 @@ def not_refused(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "whole blocks sent",
+    "The values are right, but ranks send rows that no neighbour needs. A halo is only as "
+    "wide as width, whatever the size of the block.",
+)
 def sends_whole_blocks(trials: Sequence[Trial]) -> bool:
     """Check whether all is right, but costs more than the halos, such as an all-gather."""
     large = [trial for trial in trials if trial.world_size > 2 and not trial.case.facts["refuse"]]
@@ -174,14 +190,7 @@ EXERCISES = [
         least_received=least_received,
         program=forward_and_backward,
         misconceptions=(
-            Misconception(
-                "only some ranks refuse",
-                (
-                    "Ranks that see no problem with their own block go on, and wait for a "
-                    "neighbour that has given up. All ranks must come to the same decision."
-                ),
-                only_some_refuse,
-            ),
+            only_some_refuse,
             *MESSAGES,
             CHANGED_IN_PLACE,
             CHANGES_ITS_INPUT,
@@ -219,22 +228,8 @@ EXERCISES = [
                 ),
                 gives("other edge"),
             ),
-            Misconception(
-                "short block not refused",
-                (
-                    "A block has fewer rows than the halo is wide, and no rank raises a "
-                    "ValueError. A neighbour then gets too few rows, or none."
-                ),
-                not_refused,
-            ),
-            Misconception(
-                "whole blocks sent",
-                (
-                    "The values are right, but ranks send rows that no neighbour needs. A halo is "
-                    "only as wide as width, whatever the size of the block."
-                ),
-                sends_whole_blocks,
-            ),
+            not_refused,
+            sends_whole_blocks,
         ),
         hints=(
             "Draw two neighbours. Which rows does each send to the other in forward? How often is "

@@ -28,6 +28,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
 
@@ -76,6 +77,10 @@ def padded(trial: Trial) -> torch.Tensor:
     return torch.cat(filled)
 
 
+@mistake(
+    "padding not removed",
+    "The blocks are filled up to one size for the messages, and the filling is still in y.",
+)
 def padding_left(trials: Sequence[Trial]) -> bool:
     """Check whether each wrong y contains the padding: all of it, or as much as fits."""
 
@@ -92,6 +97,11 @@ def padding_left(trials: Sequence[Trial]) -> bool:
     return bool(wrong) and all(is_padded(trial, found) for trial, found in wrong)
 
 
+@mistake(
+    "blocks in the wrong order",
+    "y has every block, but not in the order of the ranks, such as in the order in which they "
+    "arrived.",
+)
 def other_order(trials: Sequence[Trial]) -> bool:
     """Check whether each wrong y has all blocks, but in a different order."""
     wrong = [(trial, found) for trial, _, part, found in wrong_parts(trials) if part == 0]
@@ -113,6 +123,11 @@ def costs(per_rank: int) -> Any:
     return seen
 
 
+@mistake(
+    "padding is sent",
+    "The values are right, but every message is as large as the largest block. A rank with "
+    "few rows, or none, sends mostly padding.",
+)
 def sends_padding(trials: Sequence[Trial]) -> bool:
     """Check whether all values are right, and too much is sent only if the blocks' sizes differ."""
     more = {
@@ -143,22 +158,8 @@ EXERCISES = [
             CHANGES_ITS_INPUT,
             shares_memory,
             AUTOGRAD_NOT_TOLD,
-            Misconception(
-                "padding not removed",
-                (
-                    "The blocks are filled up to one size for the messages, and the filling is "
-                    "still in y."
-                ),
-                padding_left,
-            ),
-            Misconception(
-                "blocks in the wrong order",
-                (
-                    "y has every block, but not in the order of the ranks, such as in the order "
-                    "in which they arrived."
-                ),
-                other_order,
-            ),
+            padding_left,
+            other_order,
             Misconception(
                 "slice of the gradient without the sum",
                 (
@@ -184,14 +185,7 @@ EXERCISES = [
                 gives("n times"),
             ),
             only_equal_blocks,
-            Misconception(
-                "padding is sent",
-                (
-                    "The values are right, but every message is as large as the largest block. A "
-                    "rank with few rows, or none, sends mostly padding."
-                ),
-                sends_padding,
-            ),
+            sends_padding,
             Misconception(
                 "all-reduce then slice",
                 (

@@ -25,6 +25,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
@@ -172,6 +173,12 @@ def under_the_cap() -> Check:
     return Check("memory", "no bucket above the cap, unless it holds one gradient", wrong)
 
 
+@mistake(
+    "order that differs between ranks",
+    "Each rank fills its buckets in its own order. An all-reduce adds what is at the same "
+    "place, so different gradients are added to each other, or buckets of different sizes "
+    "meet.",
+)
 def own_order(trials: Sequence[Trial]) -> bool:
     """Check whether results are wrong only if the ranks' orders differ.
 
@@ -198,6 +205,11 @@ def own_order(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "last bucket never flushed",
+    "A bucket is all-reduced when the next gradient no longer fits. After the last gradient "
+    "nothing follows, so the last bucket is never all-reduced.",
+)
 def never_flushed(trials: Sequence[Trial]) -> bool:
     """Check whether some gradients are right, and the others are the rank's own, perhaps scaled."""
     wrong = [
@@ -247,18 +259,6 @@ def dict_times_n(trials: Sequence[Trial]) -> bool:
     )
 
 
-OWN_ORDER = Misconception(
-    "order that differs between ranks",
-    "Each rank fills its buckets in its own order. An all-reduce adds what is at the same place, "
-    "so different gradients are added to each other, or buckets of different sizes meet.",
-    own_order,
-)
-NEVER_FLUSHED = Misconception(
-    "last bucket never flushed",
-    "A bucket is all-reduced when the next gradient no longer fits. After the last gradient "
-    "nothing follows, so the last bucket is never all-reduced.",
-    never_flushed,
-)
 BUCKETS_SUMMED = replace(SUM_FOR_MEAN, seen=dict_times_n)
 ABOVE_THE_CAP = Misconception(
     "bucket above its cap",
@@ -311,9 +311,9 @@ EXERCISES = [
         misconceptions=(
             *MESSAGES,
             not_every_rank,
-            NEVER_FLUSHED,
+            never_flushed,
             BUCKETS_SUMMED,
-            OWN_ORDER,
+            own_order,
             ONE_BY_ONE,
             ABOVE_THE_CAP,
         ),

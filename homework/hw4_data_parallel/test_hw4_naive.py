@@ -30,9 +30,9 @@ from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
@@ -116,6 +116,12 @@ bytes_check = bytes_sent(
 )
 
 
+@mistake(
+    "tied weights reduced twice",
+    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It "
+    "is one tensor: the second all-reduce adds up sums, or at least sends the same bytes "
+    "again.",
+)
 def tied_twice(trials: Sequence[Trial]) -> bool:
     """Check whether only tied weights are wrong, or their bytes were sent once more."""
     tied = [t for t in trials if t.error is None and t.world_size > 1 and t.case.facts["tied"]]
@@ -138,14 +144,6 @@ def tied_twice(trials: Sequence[Trial]) -> bool:
         )
 
     return all(shows(trial) for trial in tied)
-
-
-TIED_TWICE = Misconception(
-    "tied weights reduced twice",
-    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It is "
-    "one tensor: the second all-reduce adds up sums, or at least sends the same bytes again.",
-    tied_twice,
-)
 
 
 def bytes_question() -> Case:
@@ -180,7 +178,7 @@ EXERCISES = [
             NEVER_REDUCED,
             SUM_FOR_MEAN,
             MEAN_TWICE,
-            TIED_TWICE,
+            tied_twice,
             MEAN_OF_MEANS,
             added_to_the_last,
         ),

@@ -39,9 +39,9 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, not_every_rank, right
 
@@ -204,6 +204,11 @@ def hidden() -> Check:
     return Check("overlap", "most of the messages' time is hidden behind backward", wrong)
 
 
+@mistake(
+    "async, then wait at once",
+    "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at "
+    "once. Backward waits meanwhile, so no message is hidden.",
+)
 def waits_at_once(trials: Sequence[Trial]) -> bool:
     several = [trial for trial in trials if trial.world_size > 1]
     return bool(several) and all(
@@ -211,6 +216,11 @@ def waits_at_once(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "starts after backward",
+    "The first all-reduce starts when the last gradient is ready. Then nothing is left to "
+    "compute behind which messages could be hidden.",
+)
 def after_backward(trials: Sequence[Trial]) -> bool:
     several = [trial for trial in trials if trial.world_size > 1]
     return bool(several) and all(
@@ -218,6 +228,11 @@ def after_backward(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "synchronises every microbatch",
+    "Gradients are all-reduced after each microbatch. They are complete only after the last "
+    "one: everything before is sent for nothing.",
+)
 def every_microbatch(trials: Sequence[Trial]) -> bool:
     """Check whether gradients are sent before the last microbatch has begun."""
     several = [
@@ -231,6 +246,11 @@ def every_microbatch(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "hooks pile up",
+    "Hooks are registered in every step and stay: in the second step each gradient has two, "
+    "and is all-reduced twice.",
+)
 def piling_up(trials: Sequence[Trial]) -> bool:
     """Check whether the second step sends twice as much as the first, and so on."""
     several = [trial for trial in trials if trial.world_size > 1 and trial.error is None]
@@ -246,58 +266,25 @@ def piling_up(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "microbatches summed",
+    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, "
+    "so their sum is too large by the number of microbatches.",
+)
 def not_averaged(trials: Sequence[Trial]) -> bool:
     """Check whether the gradients are too large by a factor of the number of microbatches."""
     several = [trial for trial in trials if trial.case.facts["microbatches"] > 1]
     return scaled(several, lambda trial: trial.case.facts["microbatches"])
 
 
+@mistake(
+    "sum for mean",
+    "The gradients are summed over the microbatches and over the ranks. Each belongs to a "
+    "mean over one microbatch, so the sum is too large by the number of microbatches on all "
+    "ranks.",
+)
 def summed_twice(trials: Sequence[Trial]) -> bool:
     return scaled(trials, lambda trial: trial.world_size * trial.case.facts["microbatches"])
-
-
-EVERY_MICROBATCH = Misconception(
-    "synchronises every microbatch",
-    (
-        "Gradients are all-reduced after each microbatch. They are complete only after the last "
-        "one: everything before is sent for nothing."
-    ),
-    every_microbatch,
-)
-WAITS_AT_ONCE = Misconception(
-    "async, then wait at once",
-    "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at once. "
-    "Backward waits meanwhile, so no message is hidden.",
-    waits_at_once,
-)
-AFTER_BACKWARD = Misconception(
-    "starts after backward",
-    (
-        "The first all-reduce starts when the last gradient is ready. Then nothing is left to "
-        "compute behind which messages could be hidden."
-    ),
-    after_backward,
-)
-HOOKS_PILE_UP = Misconception(
-    "hooks pile up",
-    (
-        "Hooks are registered in every step and stay: in the second step each gradient has two, "
-        "and is all-reduced twice."
-    ),
-    piling_up,
-)
-MICROBATCHES_SUMMED = Misconception(
-    "microbatches summed",
-    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, so "
-    "their sum is too large by the number of microbatches.",
-    not_averaged,
-)
-SUMMED_TWICE = Misconception(
-    "sum for mean",
-    "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean "
-    "over one microbatch, so the sum is too large by the number of microbatches on all ranks.",
-    summed_twice,
-)
 
 
 EXERCISES = [
@@ -326,18 +313,18 @@ EXERCISES = [
             for _ in range(case.world_size)
         ],
         misconceptions=(
-            HOOKS_PILE_UP,
+            piling_up,
             *MESSAGES,
             not_every_rank,
-            EVERY_MICROBATCH,
+            every_microbatch,
             NEVER_REDUCED,
-            SUMMED_TWICE,
+            summed_twice,
             SUM_FOR_MEAN,
-            MICROBATCHES_SUMMED,
+            not_averaged,
             MEAN_TWICE,
             added_to_the_last,
-            WAITS_AT_ONCE,
-            AFTER_BACKWARD,
+            waits_at_once,
+            after_backward,
         ),
         hints=(
             "backward() makes the last layer's gradients first. Who tells you that one is ready, "

@@ -34,6 +34,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
@@ -303,6 +304,11 @@ def first_norms(trial: Trial) -> list[float] | None:
     return [math.sqrt(own[0]) for own in squares]
 
 
+@mistake(
+    "clip by the local norm",
+    "Each rank clips by the norm of what it holds itself. The norm of the whole gradient is "
+    "another one, and it is the same on all ranks.",
+)
 def local_norm(trials: Sequence[Trial]) -> bool:
     """Check whether results are wrong only where gradients are clipped, by a local norm.
 
@@ -326,6 +332,11 @@ def local_norm(trials: Sequence[Trial]) -> bool:
     return all(map(shows, wrong))
 
 
+@mistake(
+    "gradients never clipped",
+    "The optimizer gets the gradients as they are, also where the norm of the whole gradient "
+    "is larger than max_norm.",
+)
 def never_clipped(trials: Sequence[Trial]) -> bool:
     """Check whether results are wrong only because the optimizers got unclipped gradients."""
     wrong = failed(trials)
@@ -397,6 +408,11 @@ def peak_of(trials: Sequence[Trial], part: float) -> bool:
     )
 
 
+@mistake(
+    "all layers gathered at once",
+    "Every rank gathers the weights of all layers before the first layer computes. Each layer "
+    "needs only its own, at the moment when it computes.",
+)
 def gathered_first(trials: Sequence[Trial]) -> bool:
     """Check whether each rank receives all weights before its first forward.
 
@@ -427,22 +443,6 @@ WHOLE_OPTIMIZER = Misconception(
         "model: n copies of it instead of one."
     ),
     whole_optimizer,
-)
-LOCAL_NORM = Misconception(
-    "clip by the local norm",
-    (
-        "Each rank clips by the norm of what it holds itself. The norm of the whole gradient is "
-        "another one, and it is the same on all ranks."
-    ),
-    local_norm,
-)
-NEVER_CLIPPED = Misconception(
-    "gradients never clipped",
-    (
-        "The optimizer gets the gradients as they are, also where the norm of the whole gradient "
-        "is larger than max_norm."
-    ),
-    never_clipped,
 )
 SUM_FOR_MEAN = Misconception(
     "sum for mean",
@@ -478,14 +478,6 @@ NEVER_FREED = Misconception(
     "been used: a list, an attribute, or autograd's graph, which keeps what backward needs.",
     lambda trials: peak_of(trials, 0.6),
 )
-GATHERED_FIRST = Misconception(
-    "all layers gathered at once",
-    (
-        "Every rank gathers the weights of all layers before the first layer computes. Each layer "
-        "needs only its own, at the moment when it computes."
-    ),
-    gathered_first,
-)
 ALL_REDUCED_3 = Misconception(ALL_REDUCED.name, ALL_REDUCED.says, all_reduced(3))
 
 
@@ -503,8 +495,8 @@ def sharded(
     misconceptions = (
         *MESSAGES,
         WHOLE_OPTIMIZER,
-        NEVER_CLIPPED,
-        LOCAL_NORM,
+        never_clipped,
+        local_norm,
         SUM_FOR_MEAN,
         ALL_REDUCED,
     )
@@ -609,7 +601,7 @@ EXERCISES = [
             *MESSAGES,
             SUM_FOR_MEAN,
             DISGUISED,
-            GATHERED_FIRST,
+            gathered_first,
             NEVER_FREED,
             ALL_REDUCED_3,
         ),

@@ -23,6 +23,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
@@ -253,6 +254,11 @@ def bytes_a_weight(trial: Trial) -> float:
     return min(communicated(trial)) / (STEPS * (n - 1) / n * COUNT)
 
 
+@mistake(
+    "master weights begin rounded",
+    "The master weights were copied from the model after it was rounded. Their updates are "
+    "right, but they started up to 0.4 % off.",
+)
 def begins_rounded(trials: Sequence[Trial]) -> bool:
     """Check whether master weights are rounded before the first step, but not afterwards."""
     found = [steps for trial in ended(trials) for steps in measured(trial, "rounded") if steps]
@@ -264,6 +270,11 @@ def always_rounded(trials: Sequence[Trial]) -> bool:
     return bool(found) and all(len(steps) == STEPS and all(steps[1:]) for steps in found)
 
 
+@mistake(
+    "gradients cast before the sum",
+    "The gradients are added up in bfloat16, or rounded to it before they are sent. With only "
+    "8 significant bits, a sum of many gradients loses small ones.",
+)
 def rounded_gradients(trials: Sequence[Trial]) -> bool:
     """Check whether gradients are rounded to bfloat16.
 
@@ -279,6 +290,11 @@ def rounded_gradients(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "master weights gathered",
+    "The all-gather sends the master weights in 32 bits, and every rank rounds them "
+    "afterwards. Round them first: the model only needs 16 bits of each.",
+)
 def gathers_masters(trials: Sequence[Trial]) -> bool:
     found = ended(trials, 2)
     return bool(found) and all(
@@ -286,6 +302,11 @@ def gathers_masters(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "whole master weights on each rank",
+    "Every rank's optimizer has the master weights of the whole model. Together, the ranks "
+    "hold 4n bytes for each weight instead of 4, and as much momentum.",
+)
 def whole_masters(trials: Sequence[Trial]) -> bool:
     found = ended(trials, 2)
     return bool(found) and all(
@@ -295,6 +316,12 @@ def whole_masters(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "sum for mean",
+    "The gradients of ranks, of microbatches or of both are added up, but not averaged. Each "
+    "belongs to the mean loss of one share. The gradient of the whole mean loss is their sum, "
+    "divided by their number.",
+)
 def is_sum(trials: Sequence[Trial]) -> bool:
     """Check whether the first gradient is too large by the ranks, the microbatches or both."""
 
@@ -334,14 +361,7 @@ EXERCISES = [
         least_received=least,
         misconceptions=(
             *MESSAGES,
-            Misconception(
-                "whole master weights on each rank",
-                (
-                    "Every rank's optimizer has the master weights of the whole model. Together, "
-                    "the ranks hold 4n bytes for each weight instead of 4, and as much momentum."
-                ),
-                whole_masters,
-            ),
+            whole_masters,
             Misconception(
                 "master weights updated from rounded ones",
                 (
@@ -350,39 +370,10 @@ EXERCISES = [
                 ),
                 always_rounded,
             ),
-            Misconception(
-                "master weights begin rounded",
-                (
-                    "The master weights were copied from the model after it was rounded. Their "
-                    "updates are right, but they started up to 0.4 % off."
-                ),
-                begins_rounded,
-            ),
-            Misconception(
-                "sum for mean",
-                (
-                    "The gradients of ranks, of microbatches or of both are added up, but not "
-                    "averaged. Each belongs to the mean loss of one share. The gradient of the "
-                    "whole mean loss is their sum, divided by their number."
-                ),
-                is_sum,
-            ),
-            Misconception(
-                "gradients cast before the sum",
-                (
-                    "The gradients are added up in bfloat16, or rounded to it before they are "
-                    "sent. With only 8 significant bits, a sum of many gradients loses small ones."
-                ),
-                rounded_gradients,
-            ),
-            Misconception(
-                "master weights gathered",
-                (
-                    "The all-gather sends the master weights in 32 bits, and every rank rounds "
-                    "them afterwards. Round them first: the model only needs 16 bits of each."
-                ),
-                gathers_masters,
-            ),
+            begins_rounded,
+            is_sum,
+            rounded_gradients,
+            gathers_masters,
         ),
         hints=(
             "Which tensors must be float32: weights, gradients, sums of gradients, the optimizer's "

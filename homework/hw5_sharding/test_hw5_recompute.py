@@ -22,9 +22,9 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, communicated, ended
 from parallel101.spans import compute, span
@@ -297,6 +297,11 @@ def all_of(equal: Callable[[Trial, int, int], bool], trial: Trial, step: int) ->
     return all(equal(trial, rank, step) for rank in range(trial.world_size))
 
 
+@mistake(
+    "nothing is recomputed",
+    "The activations from inside all blocks stay in memory until backward, because autograd "
+    "keeps the graph of the first forward.",
+)
 def computes_once(trials: Sequence[Trial]) -> bool:
     found = judged(trials)
     return bool(found) and all(
@@ -306,6 +311,11 @@ def computes_once(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "random state not restored",
+    "The second forward drops different numbers from the first. So its activations and the "
+    "gradients belong to a different output.",
+)
 def other_numbers_dropped(trials: Sequence[Trial]) -> bool:
     """Check whether, only with dropout, the first losses are right but their gradients wrong."""
     found = judged(trials)
@@ -320,6 +330,11 @@ def other_numbers_dropped(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "random state not put back",
+    "After backward, torch draws numbers that it has drawn before, because the second "
+    "forward's random state is still set. So the next step drops the wrong numbers.",
+)
 def state_not_put_back(trials: Sequence[Trial]) -> bool:
     """Check whether, with dropout, the first step is right but later random numbers are not."""
     found = judged(trials)
@@ -337,6 +352,11 @@ def state_not_put_back(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "recomputed with other weights",
+    "In step 1, the second forward still computes with the weights of step 0, because it uses "
+    "a copy of the block that was made too early.",
+)
 def other_weights(trials: Sequence[Trial]) -> bool:
     """Check whether, without dropout, the second step's gradients are the first to be wrong."""
     plain = [trial for trial in judged(trials) if not trial.case.facts["p"]]
@@ -356,6 +376,11 @@ def zero(trial: Trial, rank: int, blocks: Sequence[int], step: int = 0) -> bool:
     return not any(found[2 * block + half].any() for block in blocks for half in range(2))
 
 
+@mistake(
+    "gradient of the weights lost",
+    "No weight of any block gets a gradient. Either the second forward built no graph, or you "
+    "only asked that graph for the gradient of x.",
+)
 def weights_without_gradient(trials: Sequence[Trial]) -> bool:
     found = judged(trials)
     return bool(found) and all(
@@ -365,6 +390,11 @@ def weights_without_gradient(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "gradient stops at x",
+    "Only the last block's weights get gradients. The gradient of x must also reach the block "
+    "before.",
+)
 def stops_at_x(trials: Sequence[Trial]) -> bool:
     found = judged(trials)
     return bool(found) and all(
@@ -395,55 +425,12 @@ EXERCISES = [
         least_received=least,
         misconceptions=(
             *MESSAGES,
-            Misconception(
-                "nothing is recomputed",
-                (
-                    "The activations from inside all blocks stay in memory until backward, because "
-                    "autograd keeps the graph of the first forward."
-                ),
-                computes_once,
-            ),
-            Misconception(
-                "gradient of the weights lost",
-                (
-                    "No weight of any block gets a gradient. Either the second forward built no "
-                    "graph, or you only asked that graph for the gradient of x."
-                ),
-                weights_without_gradient,
-            ),
-            Misconception(
-                "gradient stops at x",
-                (
-                    "Only the last block's weights get gradients. The gradient of x must also "
-                    "reach the block before."
-                ),
-                stops_at_x,
-            ),
-            Misconception(
-                "random state not restored",
-                (
-                    "The second forward drops different numbers from the first. So its activations "
-                    "and the gradients belong to a different output."
-                ),
-                other_numbers_dropped,
-            ),
-            Misconception(
-                "random state not put back",
-                (
-                    "After backward, torch draws numbers that it has drawn before, because the "
-                    "second forward's random state is still set. So the next step drops the wrong "
-                    "numbers."
-                ),
-                state_not_put_back,
-            ),
-            Misconception(
-                "recomputed with other weights",
-                (
-                    "In step 1, the second forward still computes with the weights of step 0, "
-                    "because it uses a copy of the block that was made too early."
-                ),
-                other_weights,
-            ),
+            computes_once,
+            weights_without_gradient,
+            stops_at_x,
+            other_numbers_dropped,
+            state_not_put_back,
+            other_weights,
         ),
         hints=(
             "What does backward need from this block, and what can be computed from x? What did "

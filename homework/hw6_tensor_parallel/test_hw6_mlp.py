@@ -38,6 +38,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, value, wrong_trials
 
@@ -102,6 +103,11 @@ def mlp_case(draw: Draw, n: int, samples: int, width: int, hidden: int) -> Case:
     )
 
 
+@mistake(
+    "same seed, same shard",
+    "Every rank draws its block with the same seed, so all ranks hold the same block. The "
+    "joined matrix repeats it n times.",
+)
 def same_shards(trials: Sequence[Trial]) -> bool:
     """Check whether the ranks hold the same block where the blocks should differ."""
     several = [trial.results for trial in wrong_trials(trials) if trial.world_size > 1]
@@ -152,14 +158,7 @@ PARALLEL_MLP = Exercise(
             ),
             gives_one_of(0, "gelu of partial sums"),
         ),
-        Misconception(
-            "same seed, same shard",
-            (
-                "Every rank draws its block with the same seed, so all ranks hold the same block. "
-                "The joined matrix repeats it n times."
-            ),
-            same_shards,
-        ),
+        same_shards,
         bias_n_times(0),
         output_not_summed(0),
         missing_dx(1),

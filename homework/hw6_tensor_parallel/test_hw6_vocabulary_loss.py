@@ -34,6 +34,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value, wrong_trials
 
@@ -124,6 +125,10 @@ def vocabulary_mistakes(logits: Tensor, targets: Tensor, n: int) -> dict[str, li
     }
 
 
+@mistake(
+    "no maximum subtracted",
+    "exp of a large logit is infinite. The loss is right for small logits only.",
+)
 def no_maximum(trials: Sequence[Trial]) -> bool:
     """Check whether only large logits go wrong, with a loss that is infinite or NaN."""
     wrong = wrong_trials(trials)
@@ -144,6 +149,11 @@ def small_logits_too(seen: Seen) -> Seen:
     )
 
 
+@mistake(
+    "logits gathered",
+    "All logits travel to every rank. The values are right, but a rank receives a number for "
+    "every position and every token, where a few numbers for each position are enough.",
+)
 def logits_gathered(trials: Sequence[Trial]) -> bool:
     large = [trial for trial in trials if trial.world_size > 1]
     return (
@@ -182,17 +192,8 @@ VOCABULARY_LOSS = Exercise(
     misconceptions=(
         *MESSAGES,
         graph_cut(lambda result: result[1]),
-        Misconception(
-            "logits gathered",
-            "All logits travel to every rank. The values are right, but a rank receives a number "
-            "for every position and every token, where a few numbers for each position are enough.",
-            logits_gathered,
-        ),
-        Misconception(
-            "no maximum subtracted",
-            "exp of a large logit is infinite. The loss is right for small logits only.",
-            no_maximum,
-        ),
+        logits_gathered,
+        no_maximum,
         Misconception(
             "blocks taken as equally wide",
             "A rank takes its rank times one width as its first token. Where n does not divide the "

@@ -33,6 +33,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import failed, value
 from parallel101.laboratory.record.units import listed
@@ -318,6 +319,11 @@ def begins_with(trials: Sequence[Trial], expected: Callable[[Case, int], int]) -
     )
 
 
+@mistake(
+    "warm-up of one chunk",
+    "The warm-up is that of plain 1F1B. With several chunks a backward is then due before the "
+    "forward through the later chunks: the ranks wait.",
+)
 def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
     """Check whether ranks with several chunks begin as with one, so that the orders don't fit."""
     wrong = [t for t in trials if t.error is not None]
@@ -331,6 +337,11 @@ def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "warm-up off by one",
+    "The warm-up has one forward too many or one too few. One too many holds another "
+    "activation; one too few lets the ranks wait.",
+)
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
     """Check whether every warm-up has one forward too many, or one too few."""
     many = [t for t in trials if t.world_size > 1]
@@ -343,22 +354,6 @@ def _warm_up_off(trials: Sequence[Trial]) -> bool:
         )
         for more in (1, -1)
     )
-
-
-SHORT_WARM_UP = Misconception(
-    "warm-up of one chunk",
-    "The warm-up is that of plain 1F1B. With several chunks a backward is then due before the "
-    "forward through the later chunks: the ranks wait.",
-    _warm_up_of_one_chunk,
-)
-WARM_UP = Misconception(
-    "warm-up off by one",
-    (
-        "The warm-up has one forward too many or one too few. One too many holds another "
-        "activation; one too few lets the ranks wait."
-    ),
-    _warm_up_off,
-)
 
 
 EXERCISES = [
@@ -385,10 +380,10 @@ EXERCISES = [
         misconceptions=(
             CHUNK_MAP,
             WRONG_WAY,
-            SHORT_WARM_UP,
+            _warm_up_of_one_chunk,
             one_at_a_time,
             ALL_FORWARDS,
-            WARM_UP,
+            _warm_up_off,
         ),
         questions=(
             Question(

@@ -19,7 +19,14 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     step_cases,
     two_halves,
 )
-from parallel101.laboratory.grade.exercise import AUTOGRAD, Case, Exercise, Misconception, Trial
+from parallel101.laboratory.grade.exercise import (
+    AUTOGRAD,
+    Case,
+    Exercise,
+    Misconception,
+    Trial,
+    mistake,
+)
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, right, value
 
 
@@ -44,6 +51,11 @@ RENAMED = Misconception(
 )
 
 
+@mistake(
+    "warm-up off by one",
+    "The warm-up has one forward too many or one too few. One too many holds another "
+    "microbatch; one too few lets the next ranks wait.",
+)
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
     """Check whether every rank's warm-up has one forward too many, or one too few."""
     many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
@@ -59,16 +71,6 @@ def _warm_up(trial: Trial, rank: int) -> int:
     spans = [e for e in trial.trace.spans() if e.rank == rank and e.name in ("forward", "backward")]
     first = next((k for k, event in enumerate(spans) if event.name == "backward"), len(spans))
     return first
-
-
-WARM_UP = Misconception(
-    "warm-up off by one",
-    (
-        "The warm-up has one forward too many or one too few. One too many holds another "
-        "microbatch; one too few lets the next ranks wait."
-    ),
-    _warm_up_off,
-)
 
 
 EXERCISES = [
@@ -101,7 +103,7 @@ EXERCISES = [
             DETACHED,
             one_at_a_time,
             RENAMED,
-            WARM_UP,
+            _warm_up_off,
         ),
         questions=(HELD, SLOTS),
         hints=(

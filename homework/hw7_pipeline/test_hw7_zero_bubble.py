@@ -28,9 +28,9 @@ from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
     Exercise,
-    Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
 
@@ -105,6 +105,11 @@ def zero_bubble_slots(case: Case) -> float:
     return schedule("zb-h1", stages=case.facts["p"], microbatches=case.facts["m"]).time().makespan
 
 
+@mistake(
+    "optimizer steps before W is done",
+    "The optimizer steps while weight gradients are still missing. They are lost, or reach "
+    "the weights only with the next step.",
+)
 def _stepped_early(trials: Sequence[Trial]) -> bool:
     for trial in trials:
         for rank in range(trial.world_size):
@@ -124,16 +129,11 @@ def _stepped_early(trials: Sequence[Trial]) -> bool:
     return False
 
 
-EARLY_STEP = Misconception(
-    "optimizer steps before W is done",
-    (
-        "The optimizer steps while weight gradients are still missing. They are lost, or reach the "
-        "weights only with the next step."
-    ),
-    _stepped_early,
+@mistake(
+    "W right after B",
+    "Each weight gradient runs right after its input gradient, so nothing is left to fill the "
+    "bubble with.",
 )
-
-
 def _never_apart(trials: Sequence[Trial]) -> bool:
     """Check whether every weight gradient comes immediately after its input gradient.
 
@@ -160,16 +160,6 @@ def _never_apart(trials: Sequence[Trial]) -> bool:
     )
 
 
-NOT_SPLIT = Misconception(
-    "W right after B",
-    (
-        "Each weight gradient runs right after its input gradient, so nothing is left to fill the "
-        "bubble with."
-    ),
-    _never_apart,
-)
-
-
 EXERCISES = [
     Exercise(
         number="20b",
@@ -194,7 +184,7 @@ EXERCISES = [
         ),
         weights={"value": 0.2, "bytes": 0.1, "steps": 0.4, "memory": 0.3},
         least_received=messages_of,
-        misconceptions=(*MESSAGES, EARLY_STEP, one_at_a_time, NOT_SPLIT),
+        misconceptions=(*MESSAGES, _stepped_early, one_at_a_time, _never_apart),
         questions=(
             Question(
                 "slots",

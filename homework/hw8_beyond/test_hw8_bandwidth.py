@@ -27,6 +27,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, RING_FACTOR, ended
 from parallel101.spans import compute, span
@@ -168,6 +169,11 @@ def shows(
     return seen
 
 
+@mistake(
+    "clock read before the work is done",
+    "The time is that of starting the collectives. A call that returns a work has not moved a "
+    "byte yet: the clock counts once the work is done.",
+)
 def early(trials: Sequence[Trial]) -> bool:
     """In every run, the time is that of the launches."""
 
@@ -182,6 +188,11 @@ def early(trials: Sequence[Trial]) -> bool:
     return bool(found) and all(launches(t, r) for t in found for r in range(t.world_size))
 
 
+@mistake(
+    "first call counted",
+    "The first call sets up the connections, and its time is counted. Training pays that "
+    "once, so it says nothing about the links.",
+)
 def first_call_counts(trials: Sequence[Trial]) -> bool:
     """The time of a call is too long by the set-up, shared by one call more or less."""
     found = wrong_ones(trials)
@@ -222,14 +233,7 @@ EXERCISES = [
         ),
         least_received=least,
         misconceptions=(
-            Misconception(
-                "clock read before the work is done",
-                (
-                    "The time is that of starting the collectives. A call that returns a work has "
-                    "not moved a byte yet: the clock counts once the work is done."
-                ),
-                early,
-            ),
+            early,
             *MESSAGES,
             Misconception(
                 "bits for bytes",
@@ -247,14 +251,7 @@ EXERCISES = [
                     or shows(lambda t: (1 - 1 / t.world_size) / t.case.facts["factor"])(trials)
                 ),
             ),
-            Misconception(
-                "first call counted",
-                (
-                    "The first call sets up the connections, and its time is counted. Training "
-                    "pays that once, so it says nothing about the links."
-                ),
-                first_call_counts,
-            ),
+            first_call_counts,
             Misconception(
                 "factor n too small",
                 (

@@ -19,6 +19,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -94,6 +95,11 @@ def least(case: Case) -> list[int]:
     return [HEADS * WIDTH * ITEM if n > 1 else 0] * n
 
 
+@mistake(
+    "keys and values sent",
+    "The values are right, but the cache itself travels. It grows with every token, and the "
+    "softmax over a rank's positions fits into a few numbers.",
+)
 def sends_the_cache(trials: Sequence[Trial]) -> bool:
     """All is right, and a rank's keys and values went to other ranks."""
     several = [trial for trial in trials if trial.world_size > 1]
@@ -153,12 +159,7 @@ EXERCISES = [
                 "exp of a large score is infinite. The result is right for small scores only.",
                 only_large_overflow,
             ),
-            Misconception(
-                "keys and values sent",
-                "The values are right, but the cache itself travels. It grows with every token, "
-                "and the softmax over a rank's positions fits into a few numbers.",
-                sends_the_cache,
-            ),
+            sends_the_cache,
         ),
         hints=(
             "Write the softmax over all positions as a fraction. Numerator and denominator are "

@@ -17,6 +17,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -140,12 +141,22 @@ def fails_only_where(trials: Sequence[Trial], fact: str, holds: bool = True) -> 
     return bool(failed(several)) and bool(others) and all(map(right, others))
 
 
+@mistake(
+    "rank without rows stays away",
+    "A rank that has nothing to send, or gets nothing, leaves early, or builds no graph. The "
+    "others wait for it, forward or backward.",
+)
 def stays_away(trials: Sequence[Trial]) -> bool:
     return fails_only_where(trials, "idle") and any(
         isinstance(trial.error, DeadlockError) for trial in failed(trials)
     )
 
 
+@mistake(
+    "joined in the wrong order",
+    "Every rank has the right rows, but not those of rank 0 first, then those of rank 1, and "
+    "so on.",
+)
 def another_order(trials: Sequence[Trial]) -> bool:
     """Every rank has the right rows, and some have them in another order."""
 
@@ -165,6 +176,11 @@ def another_order(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "gradient not sent back",
+    "y is right. In backward, only rows that never left this rank get a gradient. The others' "
+    "gradients are on the ranks that got the rows.",
+)
 def never_sent_back(trials: Sequence[Trial]) -> bool:
     wrong = wrong_trials(trials)
     return bool(wrong) and all(
@@ -176,6 +192,10 @@ def never_sent_back(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "whole tensor shipped",
+    "Every rank sends all its rows to every other rank, which needs few of them.",
+)
 def all_to_everyone(trials: Sequence[Trial]) -> bool:
     """All is right, and the ranks send each row to every other rank, forward at least."""
     large = [trial for trial in trials if trial.world_size > 2]
@@ -233,12 +253,7 @@ EXERCISES = [
             CHANGES_ITS_INPUT,
             CHANGED_IN_PLACE,
             AUTOGRAD_NOT_TOLD,
-            Misconception(
-                "rank without rows stays away",
-                "A rank that has nothing to send, or gets nothing, leaves early, or builds no "
-                "graph. The others wait for it, forward or backward.",
-                stays_away,
-            ),
+            stays_away,
             Misconception(
                 "counts not exchanged",
                 "It is right only if each rank gets as many rows from a rank as it sends there, or "
@@ -249,29 +264,15 @@ EXERCISES = [
                     fails_only_where(trials, fact, holds=False) for fact in ("symmetric", "equal")
                 ),
             ),
-            Misconception(
-                "gradient not sent back",
-                "y is right. In backward, only rows that never left this rank get a gradient. The "
-                "others' gradients are on the ranks that got the rows.",
-                never_sent_back,
-            ),
-            Misconception(
-                "joined in the wrong order",
-                "Every rank has the right rows, but not those of rank 0 first, then those of rank "
-                "1, and so on.",
-                another_order,
-            ),
+            never_sent_back,
+            another_order,
             Misconception(
                 "blocks padded to the longest",
                 "Every block is filled up to the length of the longest, so that all are equally "
                 "long. With a popular expert, most of what is sent is padding.",
                 padded,
             ),
-            Misconception(
-                "whole tensor shipped",
-                "Every rank sends all its rows to every other rank, which needs few of them.",
-                all_to_everyone,
-            ),
+            all_to_everyone,
         ),
         hints=(
             "Before rank 1 can receive rows from rank 0, what must it know? And in backward, which "

@@ -19,6 +19,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -256,12 +257,22 @@ def fails_only_where(trials: Sequence[Trial], fact: str, holds: bool = True) -> 
     return bool(failed(several)) and bool(others) and all(map(right, others))
 
 
+@mistake(
+    "rank without rows stays away",
+    "A rank without tokens, or whose experts nobody chose, leaves early, or builds no graph. "
+    "The others wait for it, forward or backward.",
+)
 def stays_away(trials: Sequence[Trial]) -> bool:
     return fails_only_where(trials, "empty") and any(
         isinstance(trial.error, DeadlockError) for trial in failed(trials)
     )
 
 
+@mistake(
+    "empty expert fails",
+    "An expert that nobody chose, or a rank without tokens, ends the program. With a trained "
+    "router, that happens in many steps.",
+)
 def empty_expert(trials: Sequence[Trial]) -> bool:
     return fails_only_where(trials, "empty") and all(
         trial.error is not None for trial in failed(trials)
@@ -272,6 +283,11 @@ def y_right(trial: Trial) -> bool:
     return all(same(f[0], e[0]) for f, e in zip(trial.results, trial.case.expected, strict=True))
 
 
+@mistake(
+    "inverse permutation missing",
+    "The rows were sorted for their journey, and come back sorted. Each token gets what the "
+    "experts made of another token.",
+)
 def in_another_order(trials: Sequence[Trial]) -> bool:
     """Each row of y belongs to another token of the rank, up to a factor.
 
@@ -292,6 +308,11 @@ def in_another_order(trials: Sequence[Trial]) -> bool:
     return moved
 
 
+@mistake(
+    "dropped tokens counted",
+    "A slot with −1 adds something to y. Its expert was full: it contributes nothing, and its "
+    "row stays at home. (In Python, −1 is also the last entry of a list.)",
+)
 def dropped_counted(trials: Sequence[Trial]) -> bool:
     """Only tokens with a dropped slot have a wrong y."""
     wrong = [trial for trial in wrong_trials(trials) if not trial.case.facts["empty"]]
@@ -304,6 +325,11 @@ def dropped_counted(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "gradients of the gate lost",
+    "y is right, but gate gets no gradient, so the router never learns. The product with the "
+    "gate must be part of the graph.",
+)
 def gate_lost(trials: Sequence[Trial]) -> bool:
     """y is right, and no gate has a gradient."""
     wrong = wrong_trials(trials)
@@ -313,6 +339,10 @@ def gate_lost(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "gradient stops at the message",
+    "y is right, but x gets no gradient: the rows' gradients never come home.",
+)
 def x_lost(trials: Sequence[Trial]) -> bool:
     """y is right, and x or the experts of most ranks get no gradient."""
     wrong = wrong_trials(trials)
@@ -322,6 +352,10 @@ def x_lost(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "gate forgotten",
+    "The experts' results are added as they are. Each must be weighted by its gate.",
+)
 def gate_forgotten(trials: Sequence[Trial]) -> bool:
     wrong = wrong_trials(trials)
     return bool(wrong) and all(
@@ -331,6 +365,11 @@ def gate_forgotten(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "every row to every rank",
+    "The values are right, but each rank sends all its rows to all ranks, for any choice of "
+    "the router. That is a dense layer in disguise.",
+)
 def every_row_everywhere(trials: Sequence[Trial]) -> bool:
     large = [trial for trial in trials if trial.world_size > 2]
     return (
@@ -344,6 +383,11 @@ def every_row_everywhere(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "every expert computes every row",
+    "The values are right, but experts compute rows that chose another expert, and the "
+    "results are thrown away. The point of experts is to compute less.",
+)
 def every_expert(trials: Sequence[Trial]) -> bool:
     several = [trial for trial in trials if trial.world_size > 1]
     return (
@@ -401,41 +445,17 @@ EXERCISES = [
         misconceptions=(
             *MESSAGES,
             CHANGES_ITS_INPUT,
-            Misconception(
-                "rank without rows stays away",
-                "A rank without tokens, or whose experts nobody chose, leaves early, or builds no "
-                "graph. The others wait for it, forward or backward.",
-                stays_away,
-            ),
-            Misconception(
-                "empty expert fails",
-                "An expert that nobody chose, or a rank without tokens, ends the program. With a "
-                "trained router, that happens in many steps.",
-                empty_expert,
-            ),
+            stays_away,
+            empty_expert,
             Misconception(
                 "experts taken as evenly cut",
                 "It is right only if every rank has equally many experts. Which rank has expert e "
                 "follows from sizes.",
                 lambda trials: fails_only_where(trials, "uneven"),
             ),
-            Misconception(
-                "dropped tokens counted",
-                "A slot with −1 adds something to y. Its expert was full: it contributes nothing, "
-                "and its row stays at home. (In Python, −1 is also the last entry of a list.)",
-                dropped_counted,
-            ),
-            Misconception(
-                "gate forgotten",
-                "The experts' results are added as they are. Each must be weighted by its gate.",
-                gate_forgotten,
-            ),
-            Misconception(
-                "inverse permutation missing",
-                "The rows were sorted for their journey, and come back sorted. Each token gets "
-                "what the experts made of another token.",
-                in_another_order,
-            ),
+            dropped_counted,
+            gate_forgotten,
+            in_another_order,
             Misconception(
                 "counts not exchanged",
                 "It is right only if each rank gets as many rows from a rank as it sends there, or "
@@ -449,29 +469,10 @@ EXERCISES = [
                 lambda result: result[1] if result[1] is not None and result[1].numel() else None,
                 lambda trial: max(communicated(trial)),
             ),
-            Misconception(
-                "gradients of the gate lost",
-                "y is right, but gate gets no gradient, so the router never learns. The product "
-                "with the gate must be part of the graph.",
-                gate_lost,
-            ),
-            Misconception(
-                "gradient stops at the message",
-                "y is right, but x gets no gradient: the rows' gradients never come home.",
-                x_lost,
-            ),
-            Misconception(
-                "every row to every rank",
-                "The values are right, but each rank sends all its rows to all ranks, for any "
-                "choice of the router. That is a dense layer in disguise.",
-                every_row_everywhere,
-            ),
-            Misconception(
-                "every expert computes every row",
-                "The values are right, but experts compute rows that chose another expert, and "
-                "the results are thrown away. The point of experts is to compute less.",
-                every_expert,
-            ),
+            gate_lost,
+            x_lost,
+            every_row_everywhere,
+            every_expert,
         ),
         hints=(
             "Follow one row: sorted by its expert, sent, computed, sent back, and put where it "

@@ -18,6 +18,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import ended
 from parallel101.laboratory.record.errors import DeadlockError
@@ -150,12 +151,22 @@ def line_of_call(answer: Answer) -> bool:
     return answer.said[0] == answer.right[0] and answer.said[1] in calls
 
 
+@mistake(
+    "same answer for every run",
+    "The function names the same rank and line whatever the record says. The grader draws "
+    "other faults, so only a tool that reads the record finds them.",
+)
 def same_answer(trials: Sequence[Trial]) -> bool:
     found = answers(trials)
     said = {(answer.said[0], answer.said[1]) for answer in found}
     return len(found) > 3 and len(said) == 1
 
 
+@mistake(
+    "one cause for every run",
+    "The function names the same cause for every run. That ranks wait, or differ, is the "
+    "symptom. Ask what the culprit did that the other ranks did not.",
+)
 def one_cause(trials: Sequence[Trial]) -> bool:
     found = answers(trials)
     return (
@@ -169,6 +180,11 @@ def slow_once(answer: Answer) -> bool:
     return answer.said[0] == answer.facts["once"]
 
 
+@mistake(
+    "rank 0 taken for right",
+    "The function finds the culprit unless it is rank 0: it compares with one rank. Rank 0 "
+    "can be wrong as well, so ask the majority.",
+)
 def rank_zero_right(trials: Sequence[Trial]) -> bool:
     """The answer is another rank whenever the fault is on rank 0, and only then."""
     found = answers(trials)
@@ -183,24 +199,6 @@ def may_differ(answer: Answer) -> bool:
 
 def later_difference(answer: Answer) -> bool:
     return answer.said[0] == answer.right[0] and answer.said[1] in answer.facts["differ"]
-
-
-SAME_ANSWER = Misconception(
-    "same answer for every run",
-    (
-        "The function names the same rank and line whatever the record says. The grader draws "
-        "other faults, so only a tool that reads the record finds them."
-    ),
-    same_answer,
-)
-ONE_CAUSE = Misconception(
-    "one cause for every run",
-    (
-        "The function names the same cause for every run. That ranks wait, or differ, is the "
-        "symptom. Ask what the culprit did that the other ranks did not."
-    ),
-    one_cause,
-)
 
 
 def questions(kind: str) -> tuple[Question, ...]:
@@ -241,7 +239,7 @@ EXERCISES = [
         "Bug hunt: it hangs",
         2,
         misconceptions=(
-            SAME_ANSWER,
+            same_answer,
             Misconception(
                 "victim named",
                 (
@@ -259,7 +257,7 @@ EXERCISES = [
                 ),
                 wrong_in(1, line_of_wait),
             ),
-            ONE_CAUSE,
+            one_cause,
         ),
         hints=(
             "All ranks run the same program. What do their records have in common, and where does "
@@ -278,7 +276,7 @@ EXERCISES = [
         "Bug hunt: it is slow",
         2,
         misconceptions=(
-            SAME_ANSWER,
+            same_answer,
             Misconception(
                 "slow once",
                 (
@@ -303,7 +301,7 @@ EXERCISES = [
                 ),
                 wrong_in(1, line_of_call),
             ),
-            ONE_CAUSE,
+            one_cause,
         ),
         hints=(
             "Which times in the record does a rank decide on its own, and which depend on others? "
@@ -321,7 +319,7 @@ EXERCISES = [
         "Bug hunt: it is wrong",
         2,
         misconceptions=(
-            SAME_ANSWER,
+            same_answer,
             Misconception(
                 "compares what may differ",
                 (
@@ -330,14 +328,7 @@ EXERCISES = [
                 ),
                 wrong_in(1, may_differ),
             ),
-            Misconception(
-                "rank 0 taken for right",
-                (
-                    "The function finds the culprit unless it is rank 0: it compares with one "
-                    "rank. Rank 0 can be wrong as well, so ask the majority."
-                ),
-                rank_zero_right,
-            ),
+            rank_zero_right,
             Misconception(
                 "later difference",
                 (
@@ -346,7 +337,7 @@ EXERCISES = [
                 ),
                 wrong_in(1, later_difference),
             ),
-            ONE_CAUSE,
+            one_cause,
         ),
         hints=(
             "Which of the written values must be equal on all replicas, and which need not be? Who "

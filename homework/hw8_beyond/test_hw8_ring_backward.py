@@ -29,6 +29,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -153,6 +154,11 @@ def least(case: Case) -> list[int]:
     return [HEADS * min(case.facts["sizes"]) * WIDTH * ITEM if n > 1 else 0] * n
 
 
+@mistake(
+    "gradient left on the wrong rank",
+    "dq is right, but a rank's dk and dv are gradients of another rank's keys. A block that "
+    "has visited all ranks needs one more exchange to be home again.",
+)
 def left_behind(trials: Sequence[Trial]) -> bool:
     """dq is right, and dk and dv belong to another rank's keys."""
     equal = [trial for trial in trials if len(set(trial.case.facts["sizes"])) == 1]
@@ -195,12 +201,7 @@ EXERCISES = [
                 "ranks computed for its keys must come back and be added.",
                 gives("lost", 0, 1, 2),
             ),
-            Misconception(
-                "gradient left on the wrong rank",
-                "dq is right, but a rank's dk and dv are gradients of another rank's keys. A block "
-                "that has visited all ranks needs one more exchange to be home again.",
-                left_behind,
-            ),
+            left_behind,
             Misconception(
                 "causal mask in local positions",
                 "Every block gets the triangle, as if its first key had the position of this "

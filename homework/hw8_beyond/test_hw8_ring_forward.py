@@ -32,6 +32,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -204,6 +205,10 @@ def hidden() -> Check:
     return Check("overlap", "the next block is in flight while one is computed", wrong)
 
 
+@mistake(
+    "one exchange too many",
+    "The blocks go round until each is home again. Nobody needs that last exchange.",
+)
 def once_more(trials: Sequence[Trial]) -> bool:
     """All is right, and every rank makes n exchanges."""
     several = [trial for trial in trials if trial.world_size > 1]
@@ -214,6 +219,11 @@ def once_more(trials: Sequence[Trial]) -> bool:
     )
 
 
+@mistake(
+    "waits before it computes",
+    "The values are right, but ranks exchange first and compute afterwards, or the other way "
+    "round. The link is idle while they compute.",
+)
 def not_overlapped(trials: Sequence[Trial]) -> bool:
     large = [trial for trial in trials if trial.world_size > 2]
     return (
@@ -309,17 +319,8 @@ EXERCISES = [
                 "rank holds the whole sequence, which the ring is there to avoid.",
                 all_gathered,
             ),
-            Misconception(
-                "one exchange too many",
-                "The blocks go round until each is home again. Nobody needs that last exchange.",
-                once_more,
-            ),
-            Misconception(
-                "waits before it computes",
-                "The values are right, but ranks exchange first and compute afterwards, or the "
-                "other way round. The link is idle while they compute.",
-                not_overlapped,
-            ),
+            once_more,
+            not_overlapped,
         ),
         hints=(
             "A rank that holds the block of rank j: which positions does this block have, "

@@ -20,6 +20,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
     Trial,
+    mistake,
 )
 
 ENOUGH = 0.95  # of the planner's MFU: full points
@@ -154,6 +155,11 @@ def no_chunks(found: Chosen) -> bool:
     return with_chunks.mfu > 1.02 * found.time.mfu
 
 
+@mistake(
+    "one layout for all",
+    "Every model gets the same tp and pp. What is needed to fit a large model is a waste on a "
+    "small one.",
+)
 def one_for_all(trials: Sequence[Trial]) -> bool:
     found = chosen(trials)
     return len(found) > 2 and len({(one.layout.tp, one.layout.pp) for one in found}) == 1
@@ -184,14 +190,7 @@ MISTAKES = (
         ),
         losing(needless_recomputation),
     ),
-    Misconception(
-        "one layout for all",
-        (
-            "Every model gets the same tp and pp. What is needed to fit a large model is a waste "
-            "on a small one."
-        ),
-        one_for_all,
-    ),
+    one_for_all,
     Misconception(
         "more tp than needed",
         (
