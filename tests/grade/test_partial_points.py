@@ -82,7 +82,7 @@ def f():
 
 @pytest.mark.parametrize("first", ["", "from __future__ import annotations\n"], ids=["", "future"])
 def test_a_submission_may_define_dataclasses(first):
-    declared = replace(exercise(half), path="declared.py", source=DECLARATION.format(more=""))
+    declared = replace(exercise(half), path="declared.py", source=DECLARATION)
     with SubmissionRanks(declared, Submission(Path("f.py"), first + DATACLASS)) as ranks:
         (found,) = run_cases(ranks, [CASE], float("inf"))
     assert found.error is None and found.results == [True]

@@ -27,15 +27,14 @@ def rank(): return dist.get_rank()
 def size(): return dist.get_world_size()
 """
 DECLARATION = """
-from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Exercise
+from parallel101.laboratory.grade.exercise import Exercise
 def nothing(case): return [0] * case.world_size
-EXERCISES = [Exercise("0", "f", "a test", 1, lambda draw: [], (), nothing, allowed=P2P{more})]
+EXERCISES = [Exercise("0", "f", "a test", 1, lambda draw: [], (), nothing)]
 """
 
 
 def run(body: str, *arguments: tuple, allowed=P2P, **case):
     """The trial of a function `f` with this body, on one rank for each tuple of arguments."""
-    declared = DECLARATION.format(more=" | COLLECTIVES" if allowed != P2P else "")
     exercise = Exercise(
         "0",
         "f",
@@ -46,7 +45,7 @@ def run(body: str, *arguments: tuple, allowed=P2P, **case):
         lambda case: [],
         allowed=allowed,
         path="declared.py",
-        source=declared,
+        source=DECLARATION,
     )
     code = HEAD + "def f(x):\n" + "\n".join("    " + line for line in body.strip("\n").splitlines())
     submission = Submission(Path("hw.py"), code)

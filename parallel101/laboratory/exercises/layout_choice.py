@@ -59,41 +59,37 @@ def layout_of(shape: ModelShape, gpus: int, batch: int, said: Any) -> ParallelLa
     return layout
 
 
-def evaluator(shape: ModelShape, cluster: Cluster, batch: int) -> Evaluate:
-    """Return evaluate(dp=…, tp=…, …), the learners' tool: it says what a step of a layout costs."""
-    left = ASKED
-
-    def evaluate(**said: Any) -> dict[str, float]:
-        nonlocal left
-        if left == 0:
-            raise RuntimeError(f"evaluate was called more than {ASKED} times for one choice")
-        layout = layout_of(shape, cluster.gpus, batch, said)
-        left -= 1
-        found = step_time(shape, layout, cluster)
-        nbytes = max(stage.total for stage in step_memory(shape, layout))
-        return {"seconds": found.seconds, "mfu": found.mfu, "bytes": nbytes}
-
-    return evaluate
-
-
 def layout_evaluator(
     shape: Any, device: str, gpus: int, batch: int, memory: float | None = None
 ) -> Evaluate:
-    """Return the tool that learners get, for a model, GPUs and batch of their own.
+    """Return evaluate(dp=…, tp=…, …), the learners' tool: it says what a step of a layout costs.
 
     Args:
         shape: an object with SHAPE's attributes, such as hw9.Shape.
         device, gpus, memory: as those of a Cluster, with nodes of 8.
         batch: samples of a step.
     """
-    sizes: dict[str, Any] = {name: getattr(shape, name) for name in SHAPE}
-    return evaluator(ModelShape(**sizes), Cluster(chip_of(device), gpus, memory=memory), batch)
+    model = ModelShape(**{name: getattr(shape, name) for name in SHAPE})
+    cluster = Cluster(chip_of(device), gpus, memory=memory)
+    left = ASKED
+
+    def evaluate(**said: Any) -> dict[str, float]:
+        nonlocal left
+        if left == 0:
+            raise RuntimeError(f"evaluate was called more than {ASKED} times for one choice")
+        layout = layout_of(model, gpus, batch, said)
+        left -= 1
+        found = step_time(model, layout, cluster)
+        nbytes = max(stage.total for stage in step_memory(model, layout))
+        return {"seconds": found.seconds, "mfu": found.mfu, "bytes": nbytes}
+
+    return evaluate
 
 
 def choose_on(
     function: Callable[..., Any],
     device: str,
-    shape: dict[str, Any],
+    sizes: dict[str, Any],
     gpus: int,
     memory: float,
     batch: int,
@@ -102,8 +98,9 @@ def choose_on(
 
     A Layout that it returns reaches the grader as a dict.
     """
-    evaluate = evaluator(ModelShape(**shape), Cluster(chip_of(device), gpus, memory=memory), batch)
-    found = function(SimpleNamespace(**shape), gpus, memory, batch, evaluate)
+    shape = SimpleNamespace(**sizes)
+    evaluate = layout_evaluator(shape, device, gpus, batch, memory)
+    found = function(shape, gpus, memory, batch, evaluate)
     return dict(vars(found)) if hasattr(found, "__dict__") else found
 
 

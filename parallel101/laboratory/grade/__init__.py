@@ -13,6 +13,8 @@
     exercise_report.py, picture.py
                    what the learner sees
     notebook.py    p101.check, p101.hint and p101.predict
+    handed_in.py, submissions.py
+                   reads what was handed in, and grades one submission or a class
 
 The rules that exercises of one kind share are in exercises/, beside this folder. The grade is
 decided in a process that never runs the learner's code.
