@@ -377,7 +377,7 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
         ("bob", 0),
         ("carol", 0),
     ]
-    assert "2 of 3 learners: everyone sends first (exercise 1)" in class_table(graded)
+    assert "2 of 3 learners: everyone sends first (exercise 2)" in class_table(graded)
     stamps = {file.name: file.stat().st_mtime_ns for file in results.iterdir()}
     (folder / "bob.py").write_text(HEAD + RIGHT)
     assert [
