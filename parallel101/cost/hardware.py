@@ -15,6 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # cuBLAS's, roughly
+
+# bytes → part; calibrated on the output layer of vTrain's profile, whose vocabulary of 50,257 words
+# is cut into 50257, 25128, 12564 and 6282. NVIDIA, "Matrix Multiplication Background User's Guide",
+# section "Tensor Core Requirements", asks for multiples of 16 bytes.
+ALIGNMENT = ((16, 1.0), (8, 0.8), (4, 0.6), (2, 0.3))
+# the bus bandwidth of an all-reduce of 1 GiB over 8 A100 in vTrain's runs is 229 GB/s of 300
+NVLINK_REACHED = 0.765
+
 
 @dataclass(frozen=True)
 class Torus:
@@ -57,7 +66,7 @@ class KernelFigures:
     """The speed of a GPU's kernels, and the part of its links that collectives reach.
 
     kernels.py and collective_seconds.py compute with these. They are the same for every model and
-    every table.
+    every table. Defaults are the A100's, for all GPUs.
 
     Attributes:
         sms: streaming multiprocessors; each computes one tile of a product at a time.
@@ -79,20 +88,20 @@ class KernelFigures:
 
     sms: int
     sustained: float
-    tiles: tuple[tuple[int, int, float], ...]
-    tile_start: int
-    alignment: tuple[tuple[int, float], ...]
     hbm: float
-    launch: float
     attention: float
     attention_backward: float
-    nvlink_reached: float
-    network_reached: float
-    nvlink_step: float
-    network_step: float
     runs: tuple[float, float]
     runs_words: str
     source: str
+    tiles: tuple[tuple[int, int, float], ...] = TILES
+    tile_start: int = 128
+    alignment: tuple[tuple[int, float], ...] = ALIGNMENT
+    launch: float = 2e-6
+    nvlink_reached: float = NVLINK_REACHED
+    network_reached: float = 0.95
+    nvlink_step: float = 5e-6
+    network_step: float = 5e-6
 
 
 @dataclass(frozen=True)
@@ -142,93 +151,51 @@ NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
 # vTrain's profile that keep an A100 busy: see BENCHMARKS.md. Memory bandwidth and products are hard
 # to tell apart there: (0.82, 0.60) fits almost as well as (0.80, 0.64).
 A100_CALIBRATED = "sustained, tile_start, hbm: calibrated on published runs, see BENCHMARKS.md; "
-# the bus bandwidth of an all-reduce of 1 GiB over 8 A100 in vTrain's runs is 229 GB/s of 300
-NVLINK_REACHED = 0.765
-
 LINKS = (
     "; nvlink_step, network_step and network_reached: read off SimAI's inputs/ratio (fractions of "
     "a link's bandwidth that NCCL reached, by size and number of nodes), not fitted"
 )
-TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))  # cuBLAS's, roughly
-
-# bytes → part; calibrated on the output layer of vTrain's profile, whose vocabulary of 50,257 words
-# is cut into 50257, 25128, 12564 and 6282. NVIDIA, "Matrix Multiplication Background User's Guide",
-# section "Tensor Core Requirements", asks for multiples of 16 bytes.
-ALIGNMENT = ((16, 1.0), (8, 0.8), (4, 0.6), (2, 0.3))
-
-
-def kernel_figures(
-    sms: int,
-    sustained: float,
-    hbm: float,
-    attention: tuple[float, float],
-    runs: tuple[float, float, str],
-    source: str,
-) -> KernelFigures:
-    """Return the kernel figures of a GPU. Figures that aren't arguments are the A100's.
-
-    Args:
-        attention: forward and backward.
-        runs: how many times as long as the quick model says published runs took, from and to, and
-            in words.
-    """
-    return KernelFigures(
-        sms=sms,
-        sustained=sustained,
-        tiles=TILES,
-        tile_start=128,
-        alignment=ALIGNMENT,
-        hbm=hbm,
-        launch=2e-6,
-        attention=attention[0],
-        attention_backward=attention[1],
-        nvlink_reached=NVLINK_REACHED,
-        network_reached=0.95,
-        nvlink_step=5e-6,
-        network_step=5e-6,
-        runs=runs[:2],
-        runs_words=runs[2],
-        source=source + LINKS,
-    )
-
-
 # the published runs that no constant was chosen with: see BENCHMARKS.md
-ON_H100 = (
-    0.9,
-    1.6,
-    "published H100 runs that no constant was chosen with took so much of what the model says for "
-    "their programs",
-)
+ON_H100 = (0.9, 1.6)
 KERNELS = {
-    "A100": kernel_figures(
-        108,
-        0.80,
-        0.64,
-        (0.60, 0.50),
-        (0.9, 1.1, "nine in ten of the published A100 runs that keep a GPU busy are within it"),
-        A100_CALIBRATED
+    "A100": KernelFigures(
+        sms=108,
+        sustained=0.80,
+        hbm=0.64,
+        attention=0.60,
+        attention_backward=0.50,
+        runs=(0.9, 1.1),
+        runs_words="nine in ten of the published A100 runs that keep a GPU busy are within it",
+        source=A100_CALIBRATED
         + "SMs: NVIDIA, A100 Tensor Core GPU Architecture; attention: 50 to 73 % of the peak, Dao, "
-        "FlashAttention-2 (arXiv 2307.08691), abstract, the lower half for a causal mask",
+        "FlashAttention-2 (arXiv 2307.08691), abstract, the lower half for a causal mask" + LINKS,
     ),
-    "H100": kernel_figures(
-        132,
-        0.71,
-        0.88,
-        (0.55, 0.45),
-        ON_H100,
-        "sustained, hbm, attention: measured on an H100 80GB HBM3 with torch 2.11, see "
-        "planner/published_tables/h100_kernels.csv; SMs: NVIDIA, H100 Tensor Core GPU Architecture",
+    "H100": KernelFigures(
+        sms=132,
+        sustained=0.71,
+        hbm=0.88,
+        attention=0.55,
+        attention_backward=0.45,
+        runs=ON_H100,
+        runs_words="published H100 runs that no constant was chosen with took so much of what the "
+        "model says for their programs",
+        source="sustained, hbm, attention: measured on an H100 80GB HBM3 with torch 2.11, see "
+        "planner/published_tables/h100_kernels.csv; SMs: NVIDIA, H100 Tensor Core GPU Architecture"
+        + LINKS,
     ),
-    "B200": kernel_figures(
-        148,
-        0.69,
-        0.88,
-        (0.50, 0.40),
-        (ON_H100[0], ON_H100[1], "a guess, the H100's range: nothing was held to runs on a B200"),
-        "a guess: sustained: the H100's, in the ratio of their best products (0.776 and 0.803 of "
-        "the peak: S. Bekman, Machine Learning Engineering, compute/accelerator); hbm: the H100's; "
-        "SMs: 148 as CUDA reports them; attention: an estimate, below FlashAttention-4's best "
-        "(Zadouri et al., github.com/Dao-AILab/flash-attention, assets/fa4_paper.pdf)",
+    "B200": KernelFigures(
+        sms=148,
+        sustained=0.69,
+        hbm=0.88,
+        attention=0.50,
+        attention_backward=0.40,
+        runs=ON_H100,
+        runs_words="a guess, the H100's range: nothing was held to runs on a B200",
+        source="a guess: sustained: the H100's, in the ratio of their best products (0.776 and "
+        "0.803 of the peak: S. Bekman, Machine Learning Engineering, compute/accelerator); hbm: "
+        "the H100's; SMs: 148 as CUDA reports them; attention: an estimate, below "
+        "FlashAttention-4's best (Zadouri et al., github.com/Dao-AILab/flash-attention, "
+        "assets/fa4_paper.pdf)" + LINKS,
     ),
 }
 KERNELS["H200"] = replace(

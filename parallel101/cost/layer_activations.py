@@ -8,9 +8,10 @@
     selective recomputation            without the terms 5as/(ht)
     full recomputation                 2sbh: the layer's input
 
-The layer is GPT's with dropout, each of whose masks takes one byte an element. `kept_by_our_gpt`
-lists how this package's GPT on a CPU differs, and `layer_kept` counts any ModelShape, also with
-grouped queries, gated MLPs, experts and context parallel.
+The layer is GPT's with dropout, each of whose masks takes one byte an element. `layer_kept` counts
+any ModelShape, also with grouped queries, gated MLPs, experts and context parallel; for a GPT,
+`layer_activations` is this formula, and `kept_by_our_gpt` what this package's GPT on a CPU keeps
+besides.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 2205.05198), sections 4 and 5, Table 2. Megatron computes with the same formulas in
@@ -22,43 +23,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import KNOWN, ParallelLayout
+from parallel101.cost.parallel_layout import ParallelLayout
 
-
-class LayerTensor(NamedTuple):
-    """A tensor that is kept.
-
-    Attributes:
-        sbh, aass: its bytes, in units of sbh and of as²b.
-        inside: it is between a column and a row layer, so that tensor parallel cuts it. Others are
-            cut along time by sequence parallel, and else whole on each rank.
-        core: it is inside of the attention, which selective recomputation computes again.
-        dropout: it exists for dropout only.
-    """
-
-    name: str
-    sbh: int = 0
-    aass: int = 0
-    inside: bool = False
-    core: bool = False
-    dropout: bool = False
-
-
-TERMS = (
-    LayerTensor("inputs of the two norms", 4),
-    LayerTensor("input of query, key and value", 2),
-    LayerTensor("query, key and value", 6, inside=True),
-    LayerTensor("attention weights: softmax", aass=2, inside=True, core=True),
-    LayerTensor("attention weights: dropout mask", aass=1, inside=True, core=True, dropout=True),
-    LayerTensor("attention weights after dropout", aass=2, inside=True, core=True, dropout=True),
-    LayerTensor("input of the attention's output layer", 2, inside=True),
-    LayerTensor("dropout mask after attention", 1, dropout=True),
-    LayerTensor("input of the MLP", 2),
-    LayerTensor("input of GELU", 8, inside=True),
-    LayerTensor("input of the MLP's second layer", 8, inside=True),
-    LayerTensor("dropout mask after the MLP", 1, dropout=True),
+# the tensors of `layer_kept` that selective recomputation computes again
+CORE = (
+    "log of the sums of the softmax",
+    "attention weights: softmax",
+    "causal mask",
+    "attention's dropout",
 )
-RECOMPUTE = KNOWN["recompute"]
+# those that the paper's formula leaves out
+NOT_COUNTED = ("statistics of the norms", "causal mask")
 
 
 class LayerShape(NamedTuple):
@@ -93,43 +68,45 @@ def layer_activations(of: LayerShape) -> dict[str, float]:
 
     Raises ValueError for sizes that don't fit each other.
     """
-    check(of)
-    sbh, aass = of.time * of.batch * of.width, of.heads * of.time**2 * of.batch
-    outside = of.ranks if of.sequence_parallel else 1
-    if of.recompute == "full":
-        return {"input of the layer": 2 * sbh / outside}
-    return {
-        term.name: (term.sbh * sbh + term.aass * aass) / (of.ranks if term.inside else outside)
-        for term in TERMS
-        if (of.dropout or not term.dropout) and not (term.core and of.recompute == "selective")
-    }
+    kept = kept_of(of, regather=True)
+    return {name: kept[name] for name in kept if name not in NOT_COUNTED}
 
 
 def kept_by_our_gpt(of: LayerShape) -> dict[str, float]:
     """Return the bytes that our GPT in bfloat16 on a CPU keeps besides `layer_activations`.
 
+    These are the statistics of the norms and the causal mask; dropout masks of 2 bytes; and, with
+    sequence parallel and no `regather`, inputs of column layers that were gathered.
+
     It is GPTConfig(attention="unfused"); the fused attention keeps no matrix of (time, time). With
     recomputation, torch's checkpoint also keeps the state of the random numbers for each module
     that is computed again (5056 bytes on a CPU); autograd doesn't, and it isn't counted.
     """
-    check(of)
-    sbh, aass = of.time * of.batch * of.width, of.heads * of.time**2 * of.batch
-    outside = of.ranks if of.sequence_parallel else 1
+    kept = kept_of(of, regather=of.regather, cpu=True)
+    more = {name: kept[name] - nbytes for name, nbytes in layer_activations(of).items()}
+    more |= {name: kept[name] for name in NOT_COUNTED if name in kept}
+    return {name: nbytes for name, nbytes in more.items() if nbytes}
+
+
+def kept_of(of: LayerShape, *, regather: bool, cpu: bool = False) -> dict[str, float]:
+    """Return `layer_kept` of a GPT's layer, without what is recomputed."""
+    shape = ModelShape(of.width, 1, of.heads, 1, of.time, attention="unfused", dropout=of.dropout)
+    layout = ParallelLayout(
+        tp=of.ranks,
+        microbatch=of.batch,
+        recompute=of.recompute,
+        sequence_parallel=of.sequence_parallel,
+    )
+    for name in ("heads", "time") if of.sequence_parallel else ("heads",):
+        if getattr(of, name) % of.ranks:
+            raise ValueError(
+                f"{name}={getattr(of, name)} can't be cut over {of.ranks} ranks: expected a "
+                "multiple"
+            )
+    kept = layer_kept(shape, layout, regather=regather, cpu=cpu)
     if of.recompute == "full":
-        return {}
-    found: dict[str, float] = {}
-    if of.dropout:  # on a CPU, a mask is kept as numbers of the input's dtype
-        found["dropout masks of 2 bytes"] = 2 * sbh / outside
-    # the mean of each position, and one over its standard deviation, in two norms
-    found["statistics of the norms"] = 4 * 2 * of.time * of.batch / outside
-    if of.recompute == "none":
-        if of.dropout:
-            found["attention's dropout mask of 2 bytes"] = aass / of.ranks
-        found["causal mask of 1 byte"] = of.time**2
-    if of.sequence_parallel and not of.regather:
-        # of column layers: of query, key and value together, and of the MLP's first
-        found["inputs that were gathered"] = 4 * sbh * (1 - 1 / of.ranks)
-    return found
+        return {"input of the layer": kept["inputs of the two norms"] / 2}
+    return {n: kept[n] for n in kept if n not in CORE or of.recompute == "none"}
 
 
 def first_stage_activations(
@@ -152,10 +129,6 @@ def first_stage_activations(
     embedding = stages * sbh / of.ranks if of.dropout else 0.0  # its dropout mask
     head = 4 * (sbh + of.time * of.batch * vocabulary) / of.ranks if stages == 1 else 0.0
     return sum(layer_activations(of).values()) * layers * penalty + embedding + head
-
-
-# the tensors of `layer_kept` that selective recomputation computes again
-CORE = ("log of the sums of the softmax", "softmax", "causal mask", "attention's dropout")
 
 
 def layer_kept(
@@ -189,7 +162,7 @@ def layer_kept(
         found["log of the sums of the softmax"] = 4 * shape.heads * n / t
     else:
         square = shape.heads / t * layout.microbatch * shape.time**2
-        found["softmax"] = e * square
+        found["attention weights: softmax"] = e * square
         found["causal mask"] = float(shape.time**2)
         found["key and value"] = 2 * e * h * n / t  # repeated for the heads that share them
         if shape.dropout:
@@ -218,20 +191,3 @@ def itemsize(layout: ParallelLayout) -> int:
 def gradient_itemsize(layout: ParallelLayout) -> int:
     """Return the bytes of a number in the gradients that are accumulated and sent."""
     return 4 if layout.gradient_dtype == "fp32" else itemsize(layout)
-
-
-def check(of: LayerShape) -> None:
-    """Raise ValueError for sizes that don't fit each other."""
-    for name in ("width", "heads", "time", "batch", "ranks"):
-        if type(value := getattr(of, name)) is not int or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
-    if of.recompute not in RECOMPUTE:
-        raise ValueError(
-            f"recompute={of.recompute!r}: expected one of {', '.join(map(repr, RECOMPUTE))}"
-        )
-    for name in ("heads", "time") if of.sequence_parallel else ("heads",):
-        if getattr(of, name) % of.ranks:
-            raise ValueError(
-                f"{name}={getattr(of, name)} can't be cut over {of.ranks} ranks: expected a "
-                "multiple"
-            )

@@ -26,6 +26,12 @@ from dataclasses import dataclass
 from parallel101.cost.layer_activations import CORE, gradient_itemsize, itemsize, layer_kept
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
+from parallel101.cost.rank_parameters import (
+    embedding_parameters,
+    layer_parameters,
+    rank_parameters,
+    table_parameters,
+)
 from parallel101.cost.stage_layers import stage_layers
 
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
@@ -82,16 +88,15 @@ def step_memory(
         fused_ring: see Software; HybridTrainer's own ring attention isn't fused.
     """
     layers = stage_layers(shape.layers, layout.pp * layout.chunks)
-    return tuple(
-        _RankMemory(
-            shape, layout, layers[position :: layout.pp], position, cpu, fused_ring
-        ).memory()
+    ranks = [
+        _RankMemory(shape, layout, layers[position :: layout.pp], position, cpu, fused_ring)
         for position in range(layout.pp)
-    )
+    ]
+    return tuple(rank.memory() for rank in ranks)
 
 
 class _RankMemory:
-    """The memory of a rank at one position along pp."""
+    """The memory of a rank at one position along pp. All sizes are bytes, unless they say."""
 
     def __init__(
         self,
@@ -102,75 +107,78 @@ class _RankMemory:
         cpu: bool,
         fused_ring: bool,
     ):
-        self.fused_ring = fused_ring
-        self.shape, self.layout, self.layers = shape, layout, layers
+        self.shape, self.layout, self.layers, self.position = shape, layout, layers, position
+        self.cpu, self.fused_ring = cpu, fused_ring
         self.first, self.last = position == 0, position == layout.pp - 1
-        self.position = position
-        self.e = itemsize(layout)
-        self.g = gradient_itemsize(layout)
-        self.mixed = layout.precision.endswith("mixed")
+        e, g = self.e, self.g = itemsize(layout), gradient_itemsize(layout)
+        mixed = layout.precision.endswith("mixed")
+        tp, ep, zero, h = layout.tp, layout.ep, layout.zero_stage, shape.width
+        self.sharing = layout.dp * layout.cp * ep
+
+        # parameters, and those that this rank's optimizer updates; fewer ranks share experts
+        self.of_layer = layer_parameters(shape, tp, ep)
+        self.table = table_parameters(shape, tp)
+        self.of_embedding = embedding_parameters(shape, tp)
+        self.parameters = rank_parameters(shape, tp, ep, sum(layers), self.first, self.last)
+        self.owned = self.parameters
+        if zero:
+            experts = sum(layers) * shape.mlp_parameters * shape.experts / ep
+            self.owned = (self.parameters - experts) / self.sharing
+            self.owned += experts / (layout.dp * layout.cp)
+
+        # activations: of a message between stages, and of a layer that waits for its backward
         self.n = layout.microbatch * shape.time // layout.cp
-        self.outside = self.n / layout.tp if layout.sequence_parallel else float(self.n)
-        self.kept, self.cpu = layer_kept(shape, layout, cpu=cpu), cpu
-        self.sharing = layout.dp * layout.cp * layout.ep
-        self.overlap = layout.overlap and layout.cp == layout.ep == 1
+        self.outside = self.n / tp if layout.sequence_parallel else float(self.n)
+        self.message = e * h * self.outside
+        self.kept = layer_kept(shape, layout, cpu=cpu)
+        self.all_kept = sum(self.kept.values())
+        self.core = sum(self.kept.get(name, 0.0) for name in CORE)
+        self.layer_waits = {
+            "none": self.all_kept,
+            "selective": self.all_kept - self.core,
+            "full": self.message,  # of the same shape as its input
+        }[layout.recompute]
+        norm = 8 * h + 4 if cpu and shape.norm == "rms" else e * h + 8
+        self.of_head = norm * self.outside + e * h * self.n
+        # of logits in 32 bits, and of them and their gradient at the loss
+        self.logits = 4 * self.n * shape.vocabulary / tp
+        self.at_loss = (3 if tp == 1 else 2 + (e / 4 if e < 4 else 0)) * self.logits
 
-    # ── parameters ──
+        # model states; gradients are those that are complete
+        self.weights = e * (self.owned if zero == 3 else self.parameters)
+        averages = AVERAGES[layout.optimizer]
+        self.optimizer = self.owned * (averages * MOMENT + MASTER if mixed else averages * e)
+        self.gradients = g * (self.owned if zero >= 2 else self.parameters)
+        # those in 32 bits that the optimizer is given, beside those in 16
+        self.in_32_bits = 4 * self.owned if mixed and g < 4 else 0.0
+        # the flat arrays for gradients, which are kept from step to step
+        overlap = layout.overlap and layout.cp == ep == 1
+        self.room = self.gradients if zero or (self.sharing > 1 and overlap) else 0.0
+        self.bucket = self.of_bucket()
+        self.fixed = self.weights + self.optimizer + self.room
+        self.fixed += 8.0 * layout.microbatch * layout.microbatches * shape.time  # the batch
+        self.tied = 0.0  # summed over two stages
+        if shape.tied and layout.pp > 1 and (self.first or self.last):
+            self.tied = (10 if mixed else 2.5 * g) * self.table
 
-    @property
-    def of_layer(self) -> float:
-        """Parameters of one layer on this rank."""
-        shape, t = self.shape, self.layout.tp
-        out = shape.width if shape.biases else 0  # a row layer's bias is whole
-        attention = (shape.attention_parameters - out) / t + out
-        mlp = (shape.mlp_parameters - out) / t + out
-        if shape.experts:
-            mlp = shape.mlp_parameters * shape.experts / self.layout.ep
-            mlp += shape.width * shape.experts
-        return attention + mlp + 2 * shape.norm_parameters
+    def of_bucket(self) -> float:
+        """Return the parameters of a bucket of gradients."""
+        zero, count = self.layout.zero_stage, self.parameters
+        if zero == 3:
+            ends = self.first or self.last
+            return max(self.of_layer, self.of_embedding if ends else 0.0)
+        return min(BUCKET / self.e, count / (4 if zero else 2)) if self.sharing > 1 else 0.0
 
-    @property
-    def of_experts(self) -> float:
-        """Parameters of experts on this rank, which fewer ranks share."""
-        shape = self.shape
-        each = sum(self.layers) * shape.mlp_parameters
-        return each * shape.experts / self.layout.ep
-
-    @property
-    def table(self) -> float:
-        """Parameters of the embedding of tokens, or of the output layer."""
-        return self.shape.vocabulary * self.shape.width / self.layout.tp
-
-    @property
-    def of_embedding(self) -> float:
-        learned = self.shape.positions == "learned"
-        return self.table + (self.shape.time * self.shape.width if learned else 0)
-
-    @property
-    def parameters(self) -> float:
-        """The parameters on this rank."""
-        found = sum(self.layers) * self.of_layer
-        if self.first:
-            found += self.of_embedding
-        if self.last:
-            found += self.shape.norm_parameters
-            found += 0 if self.shape.tied and self.first else self.table
-        return found
-
-    # ── activations ──
-
-    @property
     def of_microbatch(self) -> list[float]:
-        """Bytes that each stage of this rank keeps of a microbatch."""
-        shape, e, h = self.shape, self.e, self.shape.width
-        each = self.layer_waits
-        found = [layers * each for layers in self.layers]
+        """Return the bytes that each stage of this rank keeps of a microbatch."""
+        e, h = self.e, self.shape.width
+        found = [layers * self.layer_waits for layers in self.layers]
         if self.first:
             if self.layout.tp > 1:  # the rows of the table, and which are here
                 found[0] += 10 * self.n
             if self.layout.sequence_parallel:  # a part of it is kept, and holds all
                 found[0] += e * h * (self.n - self.outside)
-            if shape.dropout:
+            if self.shape.dropout:
                 found[0] += h * self.n
         for i in range(len(found) - 1 if self.last else len(found)):
             found[i] += self.message  # what it has sent
@@ -178,27 +186,8 @@ class _RankMemory:
             found[-1] += self.of_head
         return found
 
-    @property
-    def of_head(self) -> float:
-        """Bytes that the last norm and the output layer keep of a microbatch."""
-        h = self.shape.width
-        norm = 8 * h + 4 if self.cpu and self.shape.norm == "rms" else self.e * h + 8
-        return norm * self.outside + self.e * h * self.n
-
-    @property
-    def layer_waits(self) -> float:
-        """Bytes of a layer that wait for its backward."""
-        kept = self.kept
-        if self.layout.recompute == "full":
-            return self.message  # of the same shape as its input
-        found = sum(kept.values())
-        if self.layout.recompute == "selective":
-            found -= sum(kept.get(name, 0.0) for name in CORE)
-        return found
-
-    @property
     def warm_up(self) -> int:
-        """The number of forwards before this rank's first backward: the microbatches that wait."""
+        """Return how many forwards are before this rank's first backward: they wait for theirs."""
         layout, p, after = self.layout, self.layout.pp, self.layout.pp - self.position
         if layout.chunks > 1:
             many = (layout.chunks - 1) * p + 2 * after - 1
@@ -208,23 +197,21 @@ class _RankMemory:
             many = 2 * after - 1 if layout.schedule == "zb-h2" else after
         return min(many, layout.chunks * layout.microbatches)
 
-    @property
     def in_flight(self) -> float:
-        """Bytes of the microbatches that wait for backward when their number is highest."""
-        p, chunks, of_stages = self.layout.pp, self.layout.chunks, self.of_microbatch
+        """Return the bytes of the microbatches that wait for backward when they are most."""
+        p, chunks, of_stages = self.layout.pp, self.layout.chunks, self.of_microbatch()
         # p microbatches pass the first stage of this rank, then the same p its next one
-        waiting = [k % (p * chunks) // p for k in range(self.warm_up)]
+        waiting = [k % (p * chunks) // p for k in range(self.warm_up())]
         found = sum(of_stages[stage] for stage in waiting)
         if self.last and (losses := waiting.count(chunks - 1)):
-            found += (losses - 1) * 4 * self.n * self.shape.vocabulary / self.layout.tp
+            found += (losses - 1) * self.logits
         if self.layout.schedule.startswith("zb"):
             delay = self.position * (2 if self.layout.schedule == "zb-h2" else 1)
-            found += min(delay, self.layout.microbatches) * self.weight_gradients_later
+            found += min(delay, self.layout.microbatches) * self.weight_gradients_later()
         return found
 
-    @property
     def weight_gradients_later(self) -> float:
-        """Bytes that a microbatch keeps between the two halves of its backward.
+        """Return the bytes that a microbatch keeps between the two halves of its backward.
 
         These are the input of each linear layer and its output's gradient.
         """
@@ -232,71 +219,23 @@ class _RankMemory:
         h, kv, f = shape.width, shape.kv_width, shape.inside
         inside = (2 * h + 2 * kv) + (3 if shape.gated else 2) * f
         found = sum(self.layers) * e * n * (4 * h + inside / t)
-        if self.last:
-            found += e * n * (h + shape.vocabulary / t)
-        return found
+        return found + (e * n * (h + shape.vocabulary / t) if self.last else 0.0)
 
-    # ── model states ──
-
-    @property
-    def weights(self) -> float:
-        return self.e * (self.owned if self.layout.zero_stage == 3 else self.parameters)
-
-    @property
-    def owned(self) -> float:
-        """Parameters that this rank's optimizer updates."""
-        if self.layout.zero_stage == 0:
-            return self.parameters
-        dense, experts = self.parameters - self.of_experts, self.of_experts
-        return dense / self.sharing + experts / (self.layout.dp * self.layout.cp)
-
-    @property
-    def optimizer(self) -> float:
-        """Bytes of the optimizer's averages, and of the master weights."""
-        averages = AVERAGES[self.layout.optimizer]
-        return self.owned * (averages * MOMENT + MASTER if self.mixed else averages * self.e)
-
-    @property
-    def gradients(self) -> float:
-        """Bytes of the gradients that are complete."""
-        return self.g * (self.owned if self.layout.zero_stage >= 2 else self.parameters)
-
-    @property
-    def room(self) -> float:
-        """Bytes of the flat arrays for gradients, which are kept from step to step."""
-        zero = self.layout.zero_stage
-        return self.gradients if zero or (self.sharing > 1 and self.overlap) else 0.0
-
-    @property
     def earlier(self) -> float:
-        """Bytes of the gradients of earlier microbatches, while the last ones are computed."""
+        """Return the bytes of earlier microbatches' gradients, while the last are computed."""
+        if self.layout.microbatches == 1:
+            return 0.0
         if self.layout.zero_stage < 2:
             return self.g * self.parameters  # not yet in the flat arrays
         last_sent = self.of_embedding if self.first else self.of_layer
         return 2 * self.g * (last_sent if self.layout.zero_stage == 3 else self.bucket)
 
-    @property
-    def bucket(self) -> float:
-        """Parameters of a bucket of gradients."""
-        zero, count = self.layout.zero_stage, self.parameters
-        if zero == 3:
-            ends = self.first or self.last
-            return max(self.of_layer, self.of_embedding if ends else 0.0)
-        return min(BUCKET / self.e, count / (4 if zero else 2)) if self.sharing > 1 else 0.0
-
-    @property
-    def fixed(self) -> float:
-        """Bytes that are held throughout a step: model states and the batch."""
-        batch = 8.0 * self.layout.microbatch * self.layout.microbatches * self.shape.time
-        return self.weights + self.optimizer + self.room + batch
-
     # ── moments ──
 
     def memory(self) -> StageMemory:
-        many, waiting = self.layout.microbatches, self.in_flight
-        earlier = self.earlier if many > 1 else 0.0
+        many, waiting, earlier = self.layout.microbatches, self.in_flight(), self.earlier()
         at_once = waiting + earlier
-        if self.warm_up == many:  # the first backward has all of them, the second one fewer
+        if self.warm_up() == many:  # the first backward has all of them, the second one fewer
             fewer = waiting * (1 - 1 / many) + earlier
             at_once, earlier = max((waiting, 0.0), (fewer, earlier))
         moments = {
@@ -308,7 +247,7 @@ class _RankMemory:
             moments["loss"] = at_once + self.loss()
         moment = max(moments, key=lambda name: moments[name])
         total = self.fixed + moments[moment]
-        kept = 4 * self.n * self.shape.vocabulary / self.layout.tp if self.last else 0.0
+        kept = self.logits if self.last else 0.0
         alive = self.weights + self.optimizer + self.gradients
         copied = self.in_32_bits if moment == "optimizer" else 0.0
         if moment in ("loss", "backward"):
@@ -329,18 +268,11 @@ class _RankMemory:
             moment,
         )
 
-    @property
-    def at_loss(self) -> float:
-        """Bytes of the logits and their gradient at the loss."""
-        logits = self.n * self.shape.vocabulary / self.layout.tp
-        return (12 if self.layout.tp == 1 else 8 + (self.e if self.e < 4 else 0)) * logits
-
     def loss(self) -> float:
         """Return the bytes needed at the loss or in the output layer's backward after it."""
         e, layout, table = self.e, self.layout, self.table
-        logits = self.n * self.shape.vocabulary / layout.tp
         # the gradients of the logits and of the layer's input and weight
-        after = e * (logits + self.shape.width * self.n)
+        after = e * (self.logits / 4 + self.shape.width * self.n)
         if layout.microbatches > 1 or e != self.g:
             after += e * table
         if layout.microbatches == 1:
@@ -350,16 +282,13 @@ class _RankMemory:
 
     def backward(self) -> float:
         """Return the bytes that the backward of one layer needs."""
-        layout, kept = self.layout, self.kept
+        layout = self.layout
         found = self.layer_backward() - (self.of_head if self.last else 0.0)
-        if layout.recompute == "full":
-            found += sum(kept.values()) - self.layer_waits
-        elif layout.recompute == "selective":
-            found += sum(kept.get(name, 0.0) for name in CORE)
+        found += self.all_kept - self.layer_waits  # what is computed again
         if layout.zero_stage == 3:
             # this layer's weights and the next one's; and gradients of the one before
             found += 2 * self.e * self.of_layer
-            found += max(0.0, 2 * self.g * self.of_layer - sum(kept.values()))
+            found += max(0.0, 2 * self.g * self.of_layer - self.all_kept)
         if layout.pp > 1:  # on their way between stages
             messages = 1 if self.first or self.last else 2
             found += (messages + (layout.chunks > 1)) * self.message
@@ -377,21 +306,7 @@ class _RankMemory:
 
     def update(self) -> float:
         """Return the bytes of gradients while the optimizer updates the weights."""
-        found = 0.0 if self.room else self.gradients
-        found += self.in_32_bits
-        if self.shape.tied and self.layout.pp > 1 and (self.first or self.last):
-            found += (10 if self.mixed else 2.5 * self.g) * self.table  # summed over two stages
-        return found
-
-    @property
-    def in_32_bits(self) -> float:
-        """Bytes of the 32-bit gradients that the optimizer is given, beside those in 16."""
-        return 4 * self.owned if self.mixed and self.g < 4 else 0.0
-
-    @property
-    def message(self) -> float:
-        """Bytes of the activations that a stage sends."""
-        return self.e * self.shape.width * self.outside
+        return (0.0 if self.room else self.gradients) + self.in_32_bits + self.tied
 
     def layer_backward(self) -> float:
         """Return the bytes of the gradients inside a layer."""

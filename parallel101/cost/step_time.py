@@ -45,33 +45,39 @@ from parallel101.cost.update_seconds import (
     optimizer_seconds,
 )
 
+# name of a part → what limits the step if it takes most
+LIMITS = {
+    "matmul": "the tensor cores: products of matrices",
+    "memory-bound": "memory bandwidth: norms, softmax, additions",
+    "host": "the CPU, which launches kernels too slowly",
+    "tp": "messages of tensor parallelism that nothing hides",
+    "cp": "messages of context parallelism that nothing hides",
+    "ep": "messages between experts",
+    "pp": "messages between pipeline stages",
+    "dp": "the sum of gradients over the replicas",
+    "bubble": "the pipeline's bubble: too few microbatches for its stages",
+    "optimizer": "the optimizer's step, which is bound by memory bandwidth",
+}
+
 
 @dataclass(frozen=True)
 class StepTime:
     """The seconds of a step by part, on the slowest rank.
 
     Attributes:
-        matmul, memory_bound: of products (attention's included), and of all other kernels.
-        host: in which the GPU waits for the CPU to launch kernels.
-        tp, cp, ep, pp, dp: of messages along each axis that nothing hides.
-        bubble: in which the rank waits for the other stages.
-        optimizer: of clipping and the update.
+        parts: by name:
+            "matmul", "memory-bound": of products (attention's included), and of all other kernels.
+            "host": in which the GPU waits for the CPU to launch kernels, if it is modelled.
+            "tp", "cp", "ep", "pp", "dp": of messages along each axis that nothing hides.
+            "bubble": in which the rank waits for the other stages.
+            "optimizer": of clipping and the update.
         model_flops: of all ranks together, without what is computed again; hardware_flops: with it.
         tokens: of the batch.
         peak: operations per second of all GPUs together.
         runs: see KernelFigures: `low` and `high` are these multiples of the seconds.
     """
 
-    matmul: float
-    memory_bound: float
-    host: float
-    tp: float
-    cp: float
-    ep: float
-    pp: float
-    dp: float
-    bubble: float
-    optimizer: float
+    parts: dict[str, float]
     model_flops: float
     hardware_flops: float
     tokens: int
@@ -81,22 +87,6 @@ class StepTime:
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The seconds of each part, by name. "host" is included only if it is modelled."""
-        return {
-            "matmul": self.matmul,
-            "memory-bound": self.memory_bound,
-            **({"host": self.host} if self.host else {}),
-            "tp": self.tp,
-            "cp": self.cp,
-            "ep": self.ep,
-            "pp": self.pp,
-            "dp": self.dp,
-            "bubble": self.bubble,
-            "optimizer": self.optimizer,
-        }
 
     @property
     def low(self) -> float:
@@ -123,23 +113,9 @@ class StepTime:
     @property
     def limit(self) -> str:
         """The part that takes the most time besides the products, in words."""
-        words = {
-            "matmul": "the tensor cores: products of matrices",
-            "memory-bound": "memory bandwidth: norms, softmax, additions",
-            "host": "the CPU, which launches kernels too slowly",
-            "tp": "messages of tensor parallelism that nothing hides",
-            "cp": "messages of context parallelism that nothing hides",
-            "ep": "messages between experts",
-            "pp": "messages between pipeline stages",
-            "dp": "the sum of gradients over the replicas",
-            "bubble": "the pipeline's bubble: too few microbatches for its stages",
-            "optimizer": "the optimizer's step, which is bound by memory bandwidth",
-        }
-        parts = self.parts
-        if parts["matmul"] >= 0.7 * self.seconds:
-            return words["matmul"]
-        del parts["matmul"]
-        return words[max(parts, key=lambda name: parts[name])]
+        if self.parts["matmul"] >= 0.7 * self.seconds:
+            return LIMITS["matmul"]
+        return LIMITS[max([*self.parts][1:], key=self.parts.__getitem__)]
 
 
 def step_time(
@@ -177,17 +153,18 @@ def step_time(
     dp, moved_elsewhere = waiting_for_gradients(
         shape, layout, cluster, software, kinds, passes, sums, slowest
     )
+    # LIMITS has the parts in the order of Seconds' fields
+    parts = {name: M * seconds for name, seconds in zip(LIMITS, busy)}
+    parts["memory-bound"] += added + sends * moved
+    if not busy.host:
+        del parts["host"]
+    parts["pp"] = pipeline_seconds(shape, layout, cluster, software, of_rank)
+    parts["dp"] = dp
+    others = sum(of_rank) - of_rank[slowest]
+    parts["bubble"] = bubble_seconds(layout, others, one) + moved_elsewhere
+    parts["optimizer"] = optimizer_seconds(layout, cluster, software, stage)
     return StepTime(
-        matmul=M * busy.matmul,
-        memory_bound=M * busy.memory + added + sends * moved,
-        host=M * busy.host,
-        tp=M * busy.tp,
-        cp=M * busy.cp,
-        ep=M * busy.ep,
-        pp=pipeline_seconds(shape, layout, cluster, software, of_rank),
-        dp=dp,
-        bubble=bubble_seconds(layout, sum(of_rank) - of_rank[slowest], one) + moved_elsewhere,
-        optimizer=optimizer_seconds(layout, cluster, software, stage),
+        parts,
         model_flops=model_flops(shape, layout.batch),
         hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
         tokens=layout.batch * shape.time,

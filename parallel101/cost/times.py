@@ -29,7 +29,7 @@ Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,9 +101,7 @@ def all_gather(
     Raises ValueError for an unknown chip, sizes below 1, negative bytes, and more axes than the
     chip has.
     """
-    return _time(
-        "all-gather", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches
-    )
+    return _time("all-gather", nbytes, axes, chip, wraparound)
 
 
 def reduce_scatter(
@@ -113,9 +111,7 @@ def reduce_scatter(
 
     Arguments are those of `all_gather`.
     """
-    return _time(
-        "reduce-scatter", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches
-    )
+    return _time("reduce-scatter", nbytes, axes, chip, wraparound)
 
 
 def all_reduce(
@@ -129,16 +125,7 @@ def all_reduce(
         >>> p101.cost.all_reduce(1e9, 8, "H100")
         all-reduce of 1 GB on 8 H100: 3.89 ms, bandwidth-bound (bandwidth 3.89 ms, latency 3.6 µs)
     """
-    return _time(
-        "all-reduce",
-        nbytes,
-        axes,
-        chip,
-        wraparound,
-        _gather_on_torus,
-        _gather_on_switches,
-        passes=2,
-    )
+    return _time("all-reduce", nbytes, axes, chip, wraparound)
 
 
 def all_to_all(
@@ -149,9 +136,7 @@ def all_to_all(
     Arguments are those of `all_gather`. On a ring, half of the blocks cross any cut, and each needs
     n/4 hops on average: V / (4W), for an even n.
     """
-    return _time(
-        "all-to-all", nbytes, axes, chip, wraparound, _all_to_all_on_torus, _all_to_all_on_switches
-    )
+    return _time("all-to-all", nbytes, axes, chip, wraparound)
 
 
 class Memory(NamedTuple):
@@ -208,7 +193,7 @@ def _all_to_all_on_torus(V: float, axes: list[int], rings: list[bool], links: To
     return bandwidth, sum(n // 2 if ring else n - 1 for n, ring in zip(axes, rings)) * links.latency
 
 
-def _gather_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Bounds:
+def _gather_on_switches(V: float, sizes: list[int], levels: Sequence[Level]) -> Bounds:
     """Return the bounds of a ring at each level of the tree, all levels at the same time.
 
     Latency assumes doubling instead of a ring: ⌈lg D⌉ hops.
@@ -217,7 +202,7 @@ def _gather_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Boun
     return bandwidth, sum((D - 1).bit_length() * level.latency for D, level in zip(sizes, levels))
 
 
-def _all_to_all_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Bounds:
+def _all_to_all_on_switches(V: float, sizes: list[int], levels: Sequence[Level]) -> Bounds:
     """Return the bounds of an all-to-all through switches.
 
     At a level of U units, each sends V/U² bytes to each other one, over its only link.
@@ -233,44 +218,48 @@ def _time(
     axes: int | Sequence[int],
     chip: str | Chip,
     wraparound: bool | None,
-    on_torus: Callable[[float, list[int], list[bool], Torus], Bounds],
-    on_switches: Callable[[float, list[int], list[Level]], Bounds],
-    passes: int = 1,
 ) -> Time:
     chip, shape = chip_of(chip), _lengths(axes)
     if not nbytes >= 0:
         raise ValueError(f"nbytes={nbytes!r}: expected the bytes of the whole array, 0 or more")
-    links = chip.links
-    if len(shape) > (most := links.axes if isinstance(links, Torus) else len(links)):
-        raise ValueError(
-            f"axes={list(shape)}: {chip.name} has {most} "
-            f"{'axes' if isinstance(links, Torus) else 'levels of switches'}"
-        )
+    links, exchange = chip.links, operation == "all-to-all"
+    most, words = (
+        (links.axes, "axes") if isinstance(links, Torus) else (len(links), "levels of switches")
+    )
+    if len(shape) > most:
+        raise ValueError(f"axes={list(shape)}: {chip.name} has {most} {words}")
     if isinstance(links, Torus):
         moving = [n for n in shape if n > 1]
         rings = [n % links.ring_multiple == 0 if wraparound is None else wraparound for n in moving]
+        on_torus = _all_to_all_on_torus if exchange else _gather_on_torus
         bounds = on_torus(nbytes, moving, rings, links) if moving else (0.0, 0.0)
     else:
-        if wraparound is not None:
-            raise ValueError(
-                f"wraparound={wraparound}: the links of {chip.name} go into switches, so no "
-                "axis is a ring or a line"
-            )
-        for n, level in zip(reversed(shape), links):
-            if n > level.size:
-                known = level is not links[-1]
-                more = (
-                    f"For more, add an axis in front, as in [{n // level.size}, {level.size}]"
-                    if known
-                    else "Above it no links are known"
-                )
-                raise ValueError(
-                    f"axes={list(shape)}: a {level.name} of {chip.name} joins at most "
-                    f"{level.size}. {more}"
-                )
-        bounds = on_switches(nbytes, list(reversed(shape)), list(links))
+        sizes = list(reversed(shape))
+        check_levels(chip.name, sizes, links, wraparound)
+        on_switches = _all_to_all_on_switches if exchange else _gather_on_switches
+        bounds = on_switches(nbytes, sizes, links)
+    passes = 2 if operation == "all-reduce" else 1
     bandwidth, latency = (passes * bound for bound in bounds) if nbytes else (0.0, 0.0)
     return Time(operation, nbytes, shape, chip.name, bandwidth, latency)
+
+
+def check_levels(
+    chip: str, sizes: Sequence[int], levels: Sequence[Level], wraparound: bool | None
+) -> None:
+    """Raise ValueError if a level of switches joins fewer, or if an axis should be a ring."""
+    if wraparound is not None:
+        raise ValueError(
+            f"wraparound={wraparound}: the links of {chip} go into switches, so no axis is a ring "
+            "or a line"
+        )
+    for n, level in zip(sizes, levels):
+        if n > level.size:
+            more = "Above it no links are known"
+            if level is not levels[-1]:
+                more = f"For more, add an axis in front, as in [{n // level.size}, {level.size}]"
+            raise ValueError(
+                f"axes={sizes[::-1]}: a {level.name} of {chip} joins at most {level.size}. {more}"
+            )
 
 
 def _lengths(axes: int | Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ All of them follow from the number of parameters on the rank.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
@@ -20,31 +19,8 @@ from parallel101.cost.layer_arrays import Gradients, buckets, count_arrays
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
+from parallel101.cost.rank_parameters import layer_parameters, rank_parameters
 from parallel101.cost.software import Software
-
-
-@lru_cache(maxsize=1 << 14)
-def layer_parameters(shape: ModelShape, tp: int, ep: int) -> float:
-    """Return the number of parameters of one layer on a rank."""
-    mlp: float = shape.mlp_parameters
-    if shape.experts:
-        mlp *= shape.experts / ep
-    return (shape.attention_parameters + mlp) / tp + 2 * shape.norm_parameters
-
-
-@lru_cache(maxsize=1 << 14)
-def rank_parameters(
-    shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
-) -> float:
-    """Return the number of parameters on a rank: of layers, and maybe the embedding or the head."""
-    found = layers * layer_parameters(shape, tp, ep)
-    if first:
-        found += shape.embedding_parameters / tp
-    if last:
-        found += shape.head_parameters / tp
-        if shape.tied and not first:  # a copy of the embedding
-            found += shape.vocabulary * shape.width / tp
-    return found
 
 
 class Stage(NamedTuple):

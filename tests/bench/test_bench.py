@@ -1,11 +1,10 @@
-"""The benchmarks' spawned ranks answer the ranks of a launch, and each comparison measures all
-its sides.
-"""
+"""The sides of each comparison compute the same thing, and take turns."""
 
+import io
+import itertools
 import math
-import multiprocessing
 import random
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -13,49 +12,16 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.laboratory.bench import attention_speed, pictures
-from parallel101.laboratory.bench.benchmark_report import median_and_interval
-from parallel101.laboratory.bench.collective_speed import COMPARISONS, time_rounds, time_torchs
-from parallel101.laboratory.bench.sides import TABLES, alone, batch_of_rank, whole_model
-from parallel101.laboratory.bench.spawned import ask, spawned_ranks
-
-
-def serve(what: str, *arguments: Any, calls: int) -> float:
-    """What the spawned ranks do: time one of torch's collectives; fail on rank 1; or return a
-    number to which every rank contributes.
-    """
-    if what in COMPARISONS:
-        return time_torchs(what, *arguments, calls=calls)
-    if what == "fail":
-        if dist.get_rank() == 1:
-            raise ArithmeticError("one of these days")
-        dist.barrier()
-    # the sum over ranks of (rank + 1) · calls · len(what)
-    x = torch.tensor((dist.get_rank() + 1.0) * calls * len(what))
-    dist.all_reduce(x)
-    return x.item()
-
-
-def answers(port: int, calls: int) -> list[float]:
-    return [ask(port, word, calls=calls) for word in ("a", "word")]
-
-
-def sums_then_rounds_then_an_error() -> None:
-    with spawned_ranks(serve, 2, "gloo") as port:
-        for calls in (1, 5):  # two spawned ranks answer three launched ones
-            launched = p101.launch(answers, port, calls, world_size=3)
-            assert launched.results == [[3 * calls, 4 * 3 * calls]] * 3
-        for name in ("scatter", "all_reduce"):
-            rounds = p101.launch(time_rounds, name, 1 << 10, 2, port, world_size=2).results[0]
-            assert len(rounds) == 2
-            assert all(len(turn) == 3 and min(turn) > 0 for turn in rounds)
-        p101.launch(lambda: ask(port, "fail", calls=1), world_size=2)
-
-
-def test_spawned_ranks_answer_time_every_side_and_raise_their_errors() -> None:
-    with pytest.raises(p101.RankFailed, match="ArithmeticError: one of these days"):
-        sums_then_rounds_then_an_error()
-    assert not multiprocessing.active_children(), "no process is left"
-
+from parallel101.laboratory.bench.benchmark_report import BenchmarkReport, median_and_interval
+from parallel101.laboratory.bench.comparison import Comparison, ratio, take_turns
+from parallel101.laboratory.bench.training_steps import (
+    DATA,
+    PIPELINE,
+    TENSOR,
+    alone,
+    batch_of_rank,
+    whole_model,
+)
 
 WIDTH, STEPS = 16, 3
 
@@ -66,9 +32,9 @@ def losses_of_all_sides() -> dict[str, list[float | None]]:
     In a pipeline of torch's only the rank of the last stage knows the loss.
     """
     found = {}
-    for table, (_, sides, _, cut) in TABLES.items():
-        for name, side in sides.items():
-            step, batch = side(whole_model(WIDTH)), batch_of_rank(cut, WIDTH)
+    for table, (cut, sides) in enumerate((DATA, TENSOR, PIPELINE)):
+        for name, step_of in sides.items():
+            step, batch = step_of(whole_model(WIDTH)), batch_of_rank(cut, WIDTH)
             losses = [step(*batch) for _ in range(STEPS)]
             found[f"{table}: {name}"] = [None if loss is None else float(loss) for loss in losses]
     return found
@@ -93,22 +59,20 @@ def test_all_sides_of_a_training_table_train_the_same_thing() -> None:
 
 
 def largest_differences() -> dict[str, float]:
-    """Of each way's result and gradients from those of one process, or NaN if it doesn't run."""
+    """Of each way's result and gradients from those of one process."""
     torch.manual_seed(0)
     whole = [torch.randn(1, 4, 16, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     found = {}
     for name, side in attention_speed.SIDES.items():
-        y = attention_speed.torchs(*whole, causal=side.causal)
-        expected = [y.detach(), *torch.autograd.grad(y.square().sum(), whole)]
-        mine = [attention_speed.part_of(x.detach(), side.part).requires_grad_() for x in whole]
-        try:
+        # torch's context parallel has no rule for a causal mask on a CPU
+        for causal in (False,) if "context parallel" in name else (False, True):
+            y = attention_speed.torchs(*whole, causal=causal)
+            expected = [y.detach(), *torch.autograd.grad(y.square().sum(), whole)]
+            mine = [attention_speed.part_of(x.detach(), side.part).requires_grad_() for x in whole]
             with side.around(16):
-                part = side.attend(*mine, causal=side.causal)
+                part = side.attend(*mine, causal=causal)
                 parts = [part.detach(), *torch.autograd.grad(part.square().sum(), mine)]
-        except (NotImplementedError, RuntimeError):
-            found[name] = math.nan
-        else:
-            found[name] = max(
+            found[f"{name}, {causal}"] = max(
                 float((x - attention_speed.part_of(of_all, side.part)).abs().max())
                 for x, of_all in zip(parts, expected, strict=True)
             )
@@ -117,49 +81,42 @@ def largest_differences() -> dict[str, float]:
 
 def test_all_ways_of_the_attention_table_compute_the_same_thing() -> None:
     for found in p101.launch(largest_differences, world_size=2).results:
-        # torch's context parallel has no rule for a causal mask on a CPU, and may get one
-        assert {name for name in found if found[name] != found[name]} <= {
-            "torch's context parallel, causal"
-        }
         assert all(not error > 1e-12 for error in found.values()), found
 
 
-def test_the_animation_of_14_steps_is_measured_beside_matplotlibs_and_keeps_its_size() -> None:
+def test_the_animation_of_14_steps_keeps_its_size() -> None:
     run = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8, backend="sim")
-    time, size = pictures.animation_rows(run, 1)
-    assert time[0].startswith("animation of 14 steps on 8 ranks") and all(
-        float(row[6].split()[0].replace(",", "")) > 0 for row in (time, size)
+    _, size = pictures.animation_rows(run, 1)
+    assert size[2:4] == ("250 kB", "yes"), size
+    assert pictures.row("", "s", [2, 2.1, 2.2], 2)[3] == "**no**"
+    assert pictures.row("", "s", [1, 2, 4], 2, "a peer", [1, 4, 2])[1:] == (
+        *("2 s", "2 s", "yes", "a peer", "2 s", "**1**"),
     )
-    assert size[3:5] == ("250 kB", "yes"), size
-    states = pictures.contributions(run)
-    assert len(states) == 15 and (states[0] == 1).all() and (states[-1] == 8).all()
 
 
-def test_a_limit_is_kept_by_at_most_so_much_or_at_least_so_many_frames() -> None:
-    kept = [
-        pictures.row("", unit, [value], limit)[4]
-        for unit, value, limit in [
-            ("s", 2, 2),
-            ("s", 2.1, 2),
-            ("frames/s", 59.9, 60),
-            ("frames/s", 58, 60),
-        ]
-    ]
-    assert kept == ["yes", "**no**", "yes", "**no**"]
-    assert [pictures.number(value) for value in (0.5251, 37.12, 999.4, 1190.4)] == [
-        "0.525",
-        "37.1",
-        "999",
-        "1,190",
-    ]
-    assert pictures.row("", "s", [1, 2, 4], 2, "a peer", [1, 4, 2])[2:] == (
-        "1 … 4",
-        "2 s",
-        "yes",
-        "a peer",
-        "2 s",
-        "**1**",
-    )
+def counted(name: str):
+    return None if name == "nowhere" else dist.barrier
+
+
+def test_a_comparison_measures_every_side_in_every_round_and_divides_by_its_peers() -> None:
+    sides = {name: partial(counted, name) for name in ("a", "b", "nowhere")}
+    extra = ("M", lambda name: 2e6 if name == "a" else 5e6)
+    report = BenchmarkReport(io.StringIO())
+    compared = Comparison("On {}", sides, {"/ b": "b"}, (2, 4), extra, note="That is all.")
+    compared.measure(report, backend="sim", quick=True)
+    assert "\n## On 2 sim ranks\n" in report.lines and report.lines[-1] == "That is all.\n"
+    head, _, *rows = [line.split(" | ") for line in report.lines if line.startswith("|")]
+    assert [head[-2:], *(row[-1] for row in rows)] == [["95 %", "M |"], "2.0 |", "5.0 |"]
+    assert rows[1][2] == "**1.000**" and float(rows[0][1]) > 0
+    turns = take_turns({name: partial(next, itertools.count()) for name in "abc"}, 4)
+    assert [list(turn) for turn in turns] == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert [turn["b"] for turn in turns] == [0, 1, 2, 3]
+    rounds = [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 1.0}, {"a": 2.0, "b": 2.0}]
+    assert ratio(rounds, "a", "b") == ("**1.000**", "0.500 … 3.000")
+
+
+def counted(name: str):
+    return None if name == "nowhere" else lambda: dist.barrier()
 
 
 def test_the_interval_of_a_median_holds_the_true_one_in_95_of_100_cases() -> None:

@@ -30,17 +30,18 @@ from pathlib import Path
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
 
-# name of a section → the function that measures it, imported when it runs: some need NumPy
+# name of a section → its comparisons, or the function that measures it; imported when it runs,
+# because some need NumPy
 SECTIONS = {
     "launch": "launch_time.measure",
     "collectives": "collective_speed.measure",
     "record": "recording_cost.measure",
-    "training": "training_speed.measure",
-    "tensor": "training_speed.measure_tensor",
-    "pipeline": "training_speed.measure_pipeline",
-    "verify": "verify_cost.measure",
-    "attention": "attention_speed.measure",
-    "recompute": "recompute_cost.measure",
+    "training": "training_steps.TRAINING",
+    "tensor": "training_steps.TENSORS",
+    "pipeline": "training_steps.PIPELINES",
+    "verify": "gpt_steps.VERIFY",
+    "attention": "attention_speed.ATTENTION",
+    "recompute": "gpt_steps.RECOMPUTE",
     "sim": "simulator_speed.measure",
     "pictures": "pictures.measure",
 }
@@ -88,9 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = BenchmarkReport(sys.stdout)
     report.machine()
     for name in options.sections or SECTIONS:
-        module, function = SECTIONS[name].split(".")
-        measure = getattr(import_module(f"{__name__}.{module}"), function)
-        measure(report, backend=options.backend, quick=options.quick)
+        module, within = SECTIONS[name].split(".")
+        found = getattr(import_module(f"{__name__}.{module}"), within)
+        for measure in [found] if callable(found) else [one.measure for one in found]:
+            measure(report, backend=options.backend, quick=options.quick)
     if options.write:
         options.write.write_text(report.markdown())
         print(f"\nWrote {options.write}")

@@ -1,18 +1,15 @@
 """Measures ring attention and Ulysses, forward and backward, against torch's attention.
 
 Equal work: in torch's, each rank computes its share of the heads over the whole time, which sends
-nothing. That is as many (query, key) pairs a rank as ring attention computes on average. The ways
-take turns, one after the other in each round, and all ranks compute at once.
+nothing. That is as many (query, key) pairs a rank as ring attention computes on average.
 
-torch's own context parallel (torch.distributed.tensor.experimental) is measured where it runs. It
-has rules for kernels on GPUs; on a CPU it runs with sdpa_kernel(MATH), and without a mask.
+torch's own context parallel (torch.distributed.tensor.experimental) has rules for kernels on GPUs;
+on a CPU it runs with sdpa_kernel(MATH), and without a mask.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,20 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import parallel101 as p101
-from parallel101.laboratory.bench.benchmark_report import BenchmarkReport, median_and_range
-from parallel101.laboratory.bench.process import synchronize
+from parallel101.laboratory.bench.comparison import Comparison, Work
 
 SHAPE = (1, 8, 2048, 64)  # batch, heads, time, width of a head
-ROUNDS = 9
 
 
 class AttentionSide(NamedTuple):
     """One way to compute attention over several ranks."""
 
-    causal: bool
     part: str  # what of q, k, v and the result a rank has: "heads", or a layout of the time
     attend: Callable[..., Tensor]
-    around: Callable[[int], Any] = contextlib.nullcontext  # entered before the clock starts
+    around: Callable[[int], Any] = contextlib.nullcontext
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -58,89 +52,17 @@ def torchs_context_parallel(length: int) -> Iterator[None]:
         yield
 
 
-ring, zigzag = p101.ring_attention, partial(p101.ring_attention, layout="zigzag")
+PEER = "torch's, a share of the heads"
 SIDES = {
-    "torch's, a share of the heads, causal": AttentionSide(True, "heads", torchs),
-    "ring attention, contiguous, causal": AttentionSide(True, "contiguous", ring),
-    "ring attention, zigzag, causal": AttentionSide(True, "zigzag", zigzag),
-    "Ulysses, causal": AttentionSide(True, "contiguous", p101.ulysses_attention),
+    PEER: AttentionSide("heads", torchs),
+    "ring attention": AttentionSide("contiguous", p101.ring_attention),
+    "ring attention, zigzag": AttentionSide(
+        "zigzag", partial(p101.ring_attention, layout="zigzag")
+    ),
+    "Ulysses": AttentionSide("contiguous", p101.ulysses_attention),
     # its load balancer cuts the time as zigzag does
-    "torch's context parallel, causal": AttentionSide(
-        True, "zigzag", torchs, torchs_context_parallel
-    ),
-    "torch's, a share of the heads, no mask": AttentionSide(False, "heads", torchs),
-    "ring attention, no mask": AttentionSide(False, "contiguous", ring),
-    "Ulysses, no mask": AttentionSide(False, "contiguous", p101.ulysses_attention),
-    "torch's context parallel, no mask": AttentionSide(
-        False, "zigzag", torchs, torchs_context_parallel
-    ),
+    "torch's context parallel": AttentionSide("zigzag", torchs, torchs_context_parallel),
 }
-
-
-def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
-    batch, heads, length, width = SHAPE
-    report.heading(
-        f"Attention over a time that is cut, on {backend} ranks, forward and backward: {batch} "
-        f"text of {length} positions, {heads} heads of width {width}, float32"
-    )
-    reasons: dict[str, str] = {}
-    for world_size in (2, 4):
-        rounds, failed = p101.launch(
-            time_sides, 2 if quick else ROUNDS, world_size=world_size, backend=backend, timeout=600
-        ).results[0]
-        reasons |= failed
-        report.table(
-            [f"{world_size} ranks", "ms", "least … most", "/ torch's, a share of the heads"],
-            rows(rounds),
-        )
-    report.sentence(
-        "torch's, a share of the heads: each rank computes as many pairs as in the other rows on "
-        "average, and sends nothing. Its kernel is fused, as in Ulysses; ring attention and, on a "
-        "CPU, torch's context parallel compute plain products. Times are medians, and ratios are "
-        "taken round by round, with the row of the same mask."
-    )
-    for name, reason in reasons.items():
-        report.sentence(f"{name} doesn't run here: {reason}")
-
-
-def rows(rounds: list[dict[str, float]]) -> Iterator[tuple[str, ...]]:
-    for name in rounds[0]:
-        peer = next(n for n in rounds[0] if SIDES[n].causal == SIDES[name].causal)
-        ratio = statistics.median(of_round[name] / of_round[peer] for of_round in rounds)
-        middle, spread = median_and_range([of_round[name] * 1e3 for of_round in rounds])
-        yield name, middle, spread, f"**{ratio:.2f}**"
-
-
-# ---- on each rank ----
-
-
-def time_sides(rounds: int) -> tuple[list[dict[str, float]], dict[str, str]]:
-    """Return the seconds of each side in each round, and why a side doesn't run, by its name."""
-    torch.manual_seed(0)
-    whole = [torch.randn(SHAPE) for _ in range(3)]
-    reasons, inputs = {}, {}
-    for name, side in SIDES.items():
-        inputs[name] = [part_of(x, side.part).contiguous().requires_grad_() for x in whole]
-        try:
-            timed(side, inputs[name])  # warm up
-        except (NotImplementedError, RuntimeError) as error:
-            if side.around is not torchs_context_parallel:
-                raise
-            reasons[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return [
-        {name: timed(side, inputs[name]) for name, side in SIDES.items() if name not in reasons}
-        for _ in range(rounds)
-    ], reasons
-
-
-def timed(side: AttentionSide, inputs: list[Tensor]) -> float:
-    with side.around(SHAPE[2]):
-        synchronize()
-        began = time.perf_counter()
-        y = side.attend(*inputs, causal=side.causal)
-        torch.autograd.grad(y, inputs, torch.ones_like(y))
-        synchronize()
-        return time.perf_counter() - began
 
 
 def part_of(x: Tensor, part: str) -> Tensor:
@@ -148,3 +70,33 @@ def part_of(x: Tensor, part: str) -> Tensor:
     if part == "heads":
         return x.chunk(dist.get_world_size(), 1)[dist.get_rank()]
     return x[:, :, p101.context_positions(x.shape[2], layout=part, device=x.device)]
+
+
+def attention(side: AttentionSide, causal: bool) -> Work | None:
+    """Return forward and backward of a side; None where it has no rule for the mask."""
+    if causal and side.around is torchs_context_parallel and dist.get_backend() != "nccl":
+        return None
+    torch.manual_seed(0)
+    whole = [torch.randn(SHAPE) for _ in range(3)]
+    inputs = [part_of(x, side.part).contiguous().requires_grad_() for x in whole]
+
+    def work() -> None:
+        with side.around(SHAPE[2]):
+            y = side.attend(*inputs, causal=causal)
+            torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+    return work
+
+
+ATTENTION = [
+    Comparison(
+        f"Attention over a time that is cut, on {{}}, forward and backward, {mask}: {SHAPE[0]} "
+        f"text of {SHAPE[2]} positions, {SHAPE[1]} heads of width {SHAPE[3]}, float32",
+        {name: partial(attention, side, mask == "causal") for name, side in SIDES.items()},
+        {f"/ {PEER}": PEER},
+        note=f"{PEER}: each rank computes as many pairs as in the other rows on average, and sends "
+        "nothing. Its kernel is fused, as in Ulysses; ring attention and, on a CPU, torch's "
+        "context parallel compute plain products. On a CPU the latter has no causal mask.",
+    )
+    for mask in ("causal", "no mask")
+]

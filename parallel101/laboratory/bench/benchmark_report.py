@@ -78,13 +78,8 @@ class BenchmarkReport:
         print(line, file=self.screen, flush=True)
 
 
-def median_and_range(values: Sequence[float]) -> tuple[str, str]:
-    """Return two cells of a table: the median in bold, and the least and the greatest value."""
-    return f"**{statistics.median(values):.2f}**", f"{min(values):.2f} … {max(values):.2f}"
-
-
 def median_and_interval(values: Sequence[float]) -> tuple[str, str]:
-    """Return the median in bold, and its 95 % confidence interval.
+    """Return two cells of a table: the median in bold, and its 95 % confidence interval.
 
     The number of n values below the true median is binomial, with a standard deviation of √n / 2
     (sign test). With few values, the interval covers them all.

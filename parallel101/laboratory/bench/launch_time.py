@@ -5,53 +5,36 @@ launch is compared with torch.multiprocessing.spawn.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import parallel101 as p101
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.bench.process import configure_spawned_rank
+from parallel101.laboratory.bench.comparison import ratio_table, take_turns
 from parallel101.laboratory.doctor import sum_of_ranks
 from parallel101.laboratory.ranks.processes import stop_server
 
 RANKS = 4
+WARM, SPAWN = "`launch`, warm", "`torch.multiprocessing.spawn`"
 
 
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     stop_server()
-    cold = _time_launch(backend)
-    pairs = [(_time_launch(backend), time_spawn(backend)) for _ in range(2 if quick else 5)]
-    warm = [ours for ours, _ in pairs] + [_time_launch(backend) for _ in range(10)]
-    spawned = [theirs for _, theirs in pairs]
+    cold = time_launch(backend)
+    clocks = {WARM: partial(time_launch, backend), SPAWN: partial(time_spawn, backend)}
+    rounds = take_turns(clocks, 2 if quick else 9)
     report.heading(f"Launch of {RANKS} {backend} ranks, up to the result of their first all_reduce")
-    rows = [
-        _row("`launch`, the first of a process", [cold], ""),
-        _row(
-            "`launch`, warm",
-            warm,
-            f"{statistics.median(theirs / ours for ours, theirs in pairs):.1f} times faster",
-        ),
-        _row("`torch.multiprocessing.spawn`", spawned, ""),
-    ]
-    report.table(["seconds", "least", "median", "most", "pair by pair (median)"], rows)
+    report.table(*ratio_table(rounds, {"/ spawn": SPAWN}))
+    report.sentence(f"The first `launch` of a process also starts its server: {cold * 1e3:.0f} ms.")
 
 
-def _row(name: str, seconds: list[float], ratio: str) -> tuple[str, ...]:
-    return (
-        name,
-        f"{min(seconds):.3f}",
-        f"{statistics.median(seconds):.3f}",
-        f"{max(seconds):.3f}",
-        ratio,
-    )
-
-
-def _time_launch(backend: str) -> float:
+def time_launch(backend: str) -> float:
     began = time.perf_counter()
     results = p101.launch(sum_of_ranks, world_size=RANKS, backend=backend).results
     seconds = time.perf_counter() - began
@@ -71,7 +54,10 @@ def time_spawn(backend: str) -> float:
 
 
 def _spawned_rank(rank: int, backend: str, store: str, queue) -> None:
-    configure_spawned_rank(rank, backend)
+    torch.set_num_threads(1)  # as launch does, and on NCCL one GPU each
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
     dist.init_process_group(
         backend, store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
     )

@@ -1,11 +1,6 @@
-"""Measures how long pictures and pages take, in a browser and in a notebook.
-
-Each figure is shown with its limit, and with a peer from the same run.
+"""Measures how long pictures and pages take, in a browser and in a notebook; each has a limit.
 
 a picture   time and size of the animation of a ring all-reduce on 8 ranks, in 14 steps
-                compared with matplotlib's player, a frame for each step
-            frames per second while it plays
-                compared with a page that counts frames and draws nothing
 a page      time until its players are there and one has answered a click; of a run of 10,000
             steps, time until one can choose steps
                 compared with the same page without scripts
@@ -21,17 +16,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from matplotlib.animation import FuncAnimation
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 import parallel101 as p101
-from parallel101.laboratory.analysis.replay import replay_of
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
 from parallel101.laboratory.bench.kernel import Kernel
 from parallel101.laboratory.bench.launch_time import time_spawn
@@ -43,7 +32,8 @@ from parallel101.laboratory.viz.chromium import Browser, find_chromium
 from parallel101.spans import recorder
 
 TableRow = tuple[str, ...]
-HEAD = ["", "measured", "least … most", "limit", "kept", "compared with", "measured there", "ratio"]
+HEAD = ["", "measured", "limit", "kept", "compared with", "measured there", "ratio"]
+BARE = "the same page without scripts"
 
 IMPORTS = "import torch\nimport torch.distributed as dist\n\nimport parallel101 as p101"
 RING = "lambda x: p101.all_reduce(x, algorithm='ring')"
@@ -53,14 +43,6 @@ EXPLORE = "from parallel101 import explore_collective\n\nexplorer = explore_coll
 CHANGE = "explorer.controls['numbers'].value = {}"
 READING = 5.0  # seconds that a learner reads between two cells
 
-BLANK = "<!doctype html><title>blank</title>"
-PLAYER = "document.querySelector('figure > div').shadowRoot"
-FRAMES = """new Promise(done => {
-  const times = [], tick = now => {
-    times.push(now);
-    now - times[0] < %d ? requestAnimationFrame(tick) : done(times);
-  };
-  requestAnimationFrame(tick); })"""
 USABLE = """new Promise(done => {  // milliseconds since the page was asked for
   const figures = [...document.querySelectorAll("figure.p101")], scripts = document.scripts.length;
   const chooser = ".chooser:not([data-ready])";  // of steps, on the page of a long run
@@ -82,13 +64,12 @@ USABLE = """new Promise(done => {  // milliseconds since the page was asked for
 
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     report.heading("Pictures and pages")
-    report.table(HEAD, _rows(report, quick))
+    report.table(HEAD, _rows(quick))
     report.sentence(
         "Measured: the median. The peer is measured in turn, and the ratio is the median over the "
-        "pairs. matplotlib's player has a frame for each step, which shows the chunks of each rank "
-        "and nothing else. The ranks of spawn and launch run one all_reduce, without a record or a "
-        "picture. In a notebook, the time runs from the start of a cell until its output has "
-        "arrived from the kernel."
+        "pairs. The ranks of spawn and launch run one all_reduce, without a record or a picture. "
+        "In a notebook, the time runs from the start of a cell until its output has arrived from "
+        "the kernel."
     )
     if find_chromium() is None:
         report.sentence(
@@ -97,15 +78,11 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
         )
 
 
-def _rows(report: BenchmarkReport, quick: bool) -> Iterator[TableRow]:
+def _rows(quick: bool) -> Iterator[TableRow]:
     run = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8)
     yield from animation_rows(run, 2 if quick else 9)
-    chromium = find_chromium()
-    if chromium is not None:
+    if (chromium := find_chromium()) is not None:
         with tempfile.TemporaryDirectory() as folder, Browser(chromium) as browser:
-            yield from playing_rows(
-                browser, run, Path(folder), 1.0 if quick else 5.0, 1 if quick else 5
-            )
             yield long_run_row(browser, Path(folder), 100 if quick else 10_000, 1 if quick else 5)
             yield from page_rows(browser, Path(folder), 1 if quick else 3, ["00"] if quick else [])
     yield from notebook_rows(1 if quick else 3)
@@ -119,132 +96,37 @@ def row(
     peer: str = "",
     theirs: Sequence[float] = (),
 ) -> TableRow:
-    """Return a row of the table.
-
-    Frames per second must be at least `limit`, and everything else at most that.
-    """
+    """Return a row of the table: what is measured must be at most `limit`."""
     measured = statistics.median(ours)
-    kept = round(measured) >= limit if unit == "frames/s" else measured <= limit
-    spread = f"{number(min(ours))} … {number(max(ours))}" if len(ours) > 1 else ""
     compared = ("", "", "")
     if theirs:
         ratio = statistics.median(a / b for a, b in zip(ours, theirs))
-        compared = (peer, f"{number(statistics.median(theirs))} {unit}", f"**{ratio:.2g}**")
-    return (
-        what,
-        f"{number(measured)} {unit}",
-        spread,
-        f"{limit:g} {unit}",
-        "yes" if kept else "**no**",
-        *compared,
-    )
-
-
-def number(value: float) -> str:
-    """Return a number with three digits, or a large one without a fraction: 0.525, 37.1, 1,190."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
-
-
-# ---- the animation ----
+        compared = (peer, f"{statistics.median(theirs):.3g} {unit}", f"**{ratio:.2g}**")
+    kept = "yes" if measured <= limit else "**no**"
+    return (what, f"{measured:.3g} {unit}", f"{limit:g} {unit}", kept, *compared)
 
 
 def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
-    """Build the animation of a run and, in turn, that of matplotlib."""
-    states = contributions(run)
-    ours, theirs = [], []
-    for turn in range(rounds + 1):
+    """Build the animation of a run."""
+    seconds = []
+    for _ in range(rounds + 1):
         began = time.perf_counter()
         html = run.animate().html()
-        between = time.perf_counter()
-        peer = matplotlibs_player(states)
-        if turn:  # the first only imports what is needed
-            ours.append(1e3 * (between - began))
-            theirs.append(1e3 * (time.perf_counter() - between))
-    name = f"{len(states) - 1} steps on {run.world_size} ranks"
-    yield row(
-        f"animation of {name}: time to build it", "ms", ours, 50, "matplotlib's player", theirs
-    )
-    yield row(
-        "its size",
-        "kB",
-        [len(html.encode()) / 1e3],
-        250,
-        "matplotlib's player",
-        [len(peer.encode()) / 1e3],
-    )
-
-
-def contributions(run: Run) -> list[np.ndarray]:
-    """Return, as ranks × chunks, the number of ranks whose data each chunk of a rank contains.
-
-    There is one array for the start, and one after each step.
-    """
-    assert run.trace is not None
-    replay = replay_of(run.trace, run.results, watched=run.watched)
-    states = np.zeros((replay.steps + 1, len(replay.ranks), len(replay.chunks)))
-    for (rank, chunk), cells in replay.cells.items():
-        for moment, counts in cells:  # -1 is before the first step, and s + 0.5 is in step s
-            states[int(moment) + 1 :, rank, chunk] = sum(counts)
-    return list(states)
-
-
-def matplotlibs_player(states: Sequence[np.ndarray]) -> str:
-    """Return the steps as HTML with matplotlib's controls, one frame for each."""
-    figure = Figure(figsize=(5, 5))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="chunk", ylabel="rank")
-    image = axes.imshow(states[0], vmin=0, vmax=float(np.max(states)))
-
-    def draw(step: int) -> list[Any]:
-        axes.set_title(f"step {step}")
-        image.set_data(states[step])
-        return [image]
-
-    return FuncAnimation(figure, draw, frames=len(states)).to_jshtml()
+        seconds.append(time.perf_counter() - began)
+    name = f"animation of 14 steps on {run.world_size} ranks"
+    yield row(f"{name}: time to build it", "ms", [1e3 * each for each in seconds[1:]], 50)
+    yield row("its size", "kB", [len(html.encode()) / 1e3], 250)
 
 
 # ---- in a browser ----
 
 
-def playing_rows(
-    browser: Browser, run: Run, folder: Path, seconds: float, rounds: int
-) -> Iterator[TableRow]:
-    """Yield the frames per second while the animation plays and, in turn, while nothing does."""
-    page, blank = run.animate().save(folder / "ring.html"), folder / "blank.html"
-    blank.write_text(BLANK)
-    ours, theirs = [], []
-    for _ in range(rounds):
-        browser.open(page.as_uri())
-        browser.until("'step' in document.querySelector('figure').dataset")
-        browser.js(f"{PLAYER}.querySelector('[data-do=play]').click()")
-        ours.append(_frames_per_second(browser, seconds))
-        if (
-            browser.js(f"{PLAYER}.querySelector('[data-do=play]').getAttribute('aria-label')")
-            != "Pause"
-        ):
-            raise RuntimeError(f"the animation did not play for {seconds} s")
-        browser.open(blank.as_uri())
-        theirs.append(_frames_per_second(browser, seconds))
-    yield row("frames while it plays", "frames/s", ours, 60, "a blank page", theirs)
-
-
-def _frames_per_second(browser: Browser, seconds: float) -> float:
-    times = browser.js(FRAMES % (1000 * seconds))
-    return 1000 * (len(times) - 1) / (times[-1] - times[0])
-
-
 def long_run_row(browser: Browser, folder: Path, steps: int, rounds: int) -> TableRow:
     """Write the page of a long run, and measure how long it takes until one can choose steps."""
-    page, bare = folder / "run.html", folder / "run bare.html"
-    trace = long_record(steps)
+    page, trace = folder / "run.html", long_record(steps)
     page.write_text(run_page(trace, "train.py"), encoding="utf-8")
-    bare.write_text(without_scripts(page), encoding="utf-8")
-    pairs = [
-        (_seconds_to_use(browser, page), _seconds_to_use(browser, bare)) for _ in range(rounds)
-    ]
-    ours, theirs = ([pair[k] for pair in pairs] for k in range(2))
     name = f"the page of {steps:,} steps, {len(trace.events):,} events"
-    return row(f"{name}, is usable", "s", ours, 1, "the same page without scripts", theirs)
+    return row(f"{name}, is usable", "s", *usable(browser, page, rounds))
 
 
 def long_record(steps: int) -> Trace:
@@ -277,51 +159,39 @@ def long_record(steps: int) -> Trace:
     return Trace.from_rows(rows, trace.world_size, trace.backend)
 
 
-def without_scripts(page: Path) -> str:
-    html = page.read_text(encoding="utf-8")
-    return re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL)
-
-
 def page_rows(
     browser: Browser, folder: Path, rounds: int, names: Sequence[str] = ()
 ) -> Iterator[TableRow]:
-    """Build the site, or only the lessons in `names`, and measure how long each page takes.
-
-    Each page is opened with and without its scripts.
-    """
-    site, bare = folder / "site", folder / "bare.html"
+    """Build the site, or only the lessons in `names`, and measure how long each page takes."""
+    site = folder / "site"
     if failed := publish(select_lessons(find_lessons(), names), site, report=lambda _: None).failed:
         raise failed[0]
-    pages = sorted(site.glob("*.html"))
-    slowest, ours, theirs = pages[0], [0.0], [0.0]
-    for page in pages:
-        bare.write_text(without_scripts(page), encoding="utf-8")
-        pairs = [
-            (_seconds_to_use(browser, page), _seconds_to_use(browser, bare)) for _ in range(rounds)
-        ]
-        if statistics.median(a for a, _ in pairs) > statistics.median(ours):
-            slowest, (ours, theirs) = page, ([a for a, _ in pairs], [b for _, b in pairs])
-    yield row(
-        f"the slowest of {len(pages)} pages ({slowest.stem}) is usable",
-        "s",
-        ours,
-        1,
-        "the same page without scripts",
-        theirs,
-    )
+    pages = {page.stem: usable(browser, page, rounds) for page in sorted(site.glob("*.html"))}
+    slowest = max(pages, key=lambda name: statistics.median(pages[name][0]))
+    name = f"the slowest of {len(pages)} pages ({slowest}) is usable"
+    yield row(name, "s", *pages[slowest])
     yield row("errors of the pages' scripts", "errors", [len(browser.errors)], 0)
-    yield row(
-        "the whole site",
-        "MB",
-        [sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) / 1e6],
-        25,
-    )
+    sizes = [file.stat().st_size for file in site.rglob("*") if file.is_file()]
+    yield row("the whole site", "MB", [sum(sizes) / 1e6], 25)
 
 
-def _seconds_to_use(browser: Browser, page: Path) -> float:
-    browser.call("Page.navigate", url=page.as_uri())
-    browser.until(f"location.href === '{page.as_uri()}'")
-    return browser.js(USABLE) / 1e3
+def usable(
+    browser: Browser, page: Path, rounds: int
+) -> tuple[list[float], float, str, list[float]]:
+    """Return the seconds until a page is usable, their limit, and those without its scripts."""
+    bare = page.with_name(f"{page.stem} bare.html")
+    html = page.read_text(encoding="utf-8")
+    html = re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL)
+    bare.write_text(html, encoding="utf-8")
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        for address, seconds in ((page.as_uri(), ours), (bare.as_uri(), theirs)):
+            browser.call("Page.navigate", url=address)
+            browser.until(f"location.href === '{address}'")
+            seconds.append(browser.js(USABLE) / 1e3)
+    bare.unlink()
+    return ours, 1.0, BARE, theirs
 
 
 # ---- in a notebook ----

@@ -8,10 +8,13 @@ described in parallel101/laboratory/planner/published.py.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 
+from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
 from parallel101.laboratory.planner.published import PublishedError, published_errors, summary
 
 MOST_ROWS = 40
@@ -50,46 +53,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             tables[path.stem] = published_errors(path)
         except (OSError, ValueError) as error:
             parser.error(str(error))
+    report = BenchmarkReport(sys.stdout)
     for name, rows in tables.items():
-        print(f"{name}: {summary(rows)}\n")
-        print("\n".join(row_lines(rows) if len(rows) <= MOST_ROWS else group_lines(rows)), "\n")
+        report.sentence(f"{name}: {summary(rows)}")
+        report.table(*(by_row(rows) if len(rows) <= MOST_ROWS else by_group(rows)))
     draw(tables, options.picture)
     print(f"Wrote {options.picture}")
     return 0
 
 
-def row_lines(rows: Sequence[PublishedError]) -> list[str]:
-    """Return a Markdown table with a line for each row."""
-    lines = [
-        "| model | layout | measured, s | predicted, s | error |",
-        "| --- | --- |" + " ---: |" * 3,
+def by_row(rows: Sequence[PublishedError]) -> tuple[list[str], list[list[str]]]:
+    """Return the head of a table, and a line for each row."""
+    return ["model", "layout", "measured, s", "predicted, s", "error"], [
+        [
+            row.run.name,
+            row.run.words,
+            f"{row.measured:.4g}",
+            f"{row.predicted:.4g}",
+            f"{row.error:+.1%}",
+        ]
+        for row in rows
     ]
-    for row in rows:
-        lines.append(
-            f"| {row.run.name} | {row.run.words} | {row.measured:.4g} | {row.predicted:.4g} | "
-            f"{row.error:+.1%} |"
-        )
-    return lines
 
 
-def group_lines(rows: Sequence[PublishedError]) -> list[str]:
-    """Return a Markdown table with a line for each value of each of GROUPS."""
-    lines = ["| | rows | median error | mean | worst | mean with its sign |"]
-    lines.append("| --- |" + " ---: |" * 5)
+def by_group(rows: Sequence[PublishedError]) -> tuple[list[str], list[list[str]]]:
+    """Return the head of a table, and a line for each value of each of GROUPS."""
+    lines = []
     for name, key in GROUPS.items():
         groups = defaultdict(list)
         for row in rows:
             groups[key(row)].append(row)
-        if len(groups) == 1:
-            continue
-        for value, group in sorted(groups.items()):
-            of = summary(group)
-            signed = sum(row.error for row in group) / len(group)
-            lines.append(
-                f"| {name} {value} | {of.rows} | {of.median:.1%} | {of.mean:.1%} | {of.worst:.1%} "
-                f"| {signed:+.1%} |"
-            )
-    return lines
+        for value, group in sorted(groups.items()) if len(groups) > 1 else ():
+            of, signed = summary(group), mean(row.error for row in group)
+            errors = [f"{error:.1%}" for error in (of.median, of.mean, of.worst)]
+            lines.append([f"{name} {value}", str(of.rows), *errors, f"{signed:+.1%}"])
+    return ["", "rows", "median error", "mean", "worst", "mean with its sign"], lines
 
 
 def draw(tables: dict[str, list[PublishedError]], path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.bench.process import peak_memory
+from parallel101.laboratory.bench.comparison import peak_memory
 
 
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:

@@ -18,7 +18,6 @@ from functools import cache
 from markupsafe import Markup
 
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
-from parallel101.cost.layer_activations import RECOMPUTE
 from parallel101.cost.model_shape import KNOWN, ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import TRAINERS
@@ -115,7 +114,7 @@ def memory_page() -> str:
         models={**{name: name for name in KNOWN_MODELS}, "own": "your own numbers"},
         gpus={name: f"{name}, {decimal_bytes(chip.hbm_bytes)}" for name, chip in GPUS.items()},
         schedules=dict(schedules),
-        recompute=RECOMPUTE,
+        recompute=CHOICES["recompute"],
         kinds=KINDS,
         choices=CHOICES,
         same=lambda names: {name: name for name in names},

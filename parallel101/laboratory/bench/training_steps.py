@@ -6,16 +6,18 @@ data      each rank has its share of the samples   DistributedDataParallel, full
 tensor    each rank has a part of each layer       DTensor's parallelize_module: Linear layers in
                                                    pairs, by column and by row
 pipeline  each rank has a part of the layers       torch.distributed.pipelining: GPipe, 1F1B,
-                                                   interleaved, zero bubble
+                                                   interleaved
 
-Each side is a function of the whole model that returns its step. In a table all sides train the
-same thing; tests/bench/test_bench.py compares their losses with one process.
+Each is a function of the whole model that returns its step. In a table all train the same thing;
+tests/bench/test_bench.py compares their losses with one process. Peak memory is measured in a run
+of its own for each, because a process reports only one peak, the highest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
+from parallel101.laboratory.bench.comparison import Comparison, Work, peak_memory
 from parallel101.mesh import split_sizes
 
 WIDTH, DEPTH, BATCH = 1024, 8, 256
@@ -30,16 +33,7 @@ MICROBATCHES = 8
 
 # returns the loss, which torch's pipelines know on the last stage only
 TrainingStep = Callable[[Tensor, Tensor], Any]
-Side = Callable[[nn.Module], TrainingStep]
-
-
-class TrainingTable(NamedTuple):
-    """The sides that one table compares."""
-
-    title: str
-    sides: dict[str, Side]
-    peers: dict[str, str]  # head of a column of ratios → the side that it divides by
-    cut: bool  # whether each rank trains on its share of the batch, or on the whole
+StepOf = Callable[[nn.Module], TrainingStep]
 
 
 def whole_model(width: int = WIDTH) -> nn.Sequential:
@@ -98,28 +92,13 @@ def data_parallel(model: nn.Module) -> TrainingStep:
     return p101.DataParallelTrainer(model, mse_loss, adamw, verify=False).step
 
 
-def sharded(zero_stage: int) -> Side:
+def sharded(zero_stage: int) -> StepOf:
     return lambda model: (
         p101.ShardedTrainer(model, mse_loss, adamw, zero_stage=zero_stage, verify=False).step
     )
 
 
 # ---- tensor: each rank has a part of each layer, and the whole batch ----
-
-
-def tensor_alone(model: nn.Module) -> TrainingStep:
-    """Return a step of this rank's part of each layer, whose results nobody adds up."""
-    n = dist.get_world_size()
-    linears = [layer for layer in model if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
-    sizes = [
-        (lin.in_features, lin.out_features // n)
-        if i % 2 == 0
-        else (lin.in_features // n, lin.out_features)
-        for i, lin in enumerate(linears)
-    ]
-    return alone(
-        nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.GELU())))
-    )
 
 
 def dtensor(model: nn.Module) -> TrainingStep:
@@ -146,20 +125,6 @@ def tensor_parallel(model: nn.Module) -> TrainingStep:
 # the targets ----
 
 
-def pipeline_alone(model: nn.Module) -> TrainingStep:
-    """Return a step of this rank's layers on all microbatches, without waiting for other ranks."""
-    module = stage_module(model, dist.get_rank(), dist.get_world_size())
-    optimizer = adamw(module.parameters())
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        optimizer.zero_grad()
-        for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES)):
-            (mse_loss(module(x.requires_grad_()), y) / MICROBATCHES).backward()
-        optimizer.step()
-
-    return step
-
-
 def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
     """Return the layers of one of `stages` equal stages."""
     layers = list(model.children())
@@ -167,101 +132,129 @@ def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*layers[stage * each : (stage + 1) * each])
 
 
-def torchs_pipeline(
-    schedule: str, stages_of_rank: Callable[[int, int], Sequence[int]] | None = None
-) -> Side:
-    """Return the side that runs a schedule of torch.distributed.pipelining, given by name.
+def torchs_pipeline(schedule: str, chunks: int = 1) -> StepOf:
+    """Return the step of a schedule of torch.distributed.pipelining, given by name."""
 
-    `stages_of_rank`: (rank, ranks) → its global stages, if it has several.
-    """
-
-    def side(model: nn.Module) -> TrainingStep:
+    def step_of(model: nn.Module) -> TrainingStep:
         # two seconds, which the other tables' ranks need not spend
         from torch.distributed import pipelining
 
         rank, n = dist.get_rank(), dist.get_world_size()
-        mine = [rank] if stages_of_rank is None else stages_of_rank(rank, n)
-        total, device = n * len(mine), torch.get_default_device()
+        total, device = n * chunks, torch.get_default_device()
         stages = [
             pipelining.PipelineStage(stage_module(model, stage, total), stage, total, device)
-            for stage in mine
+            for stage in range(rank, total, n)
         ]
         optimizer = adamw([p for stage in stages for p in stage.submod.parameters()])
         run = getattr(pipelining, f"Schedule{schedule}")(
-            stages[0] if stages_of_rank is None else stages, MICROBATCHES, loss_fn=mse_loss
+            stages[0] if chunks == 1 else stages, MICROBATCHES, loss_fn=mse_loss
         )
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor | None:
             optimizer.zero_grad()
             losses: list[Tensor] = []
-            arguments = [inputs] if 0 in mine else []
-            target = targets if total - 1 in mine else None
+            arguments = [inputs] if rank == 0 else []
+            target = targets if rank == n - 1 else None
             run.step(*arguments, target=target, losses=losses, return_outputs=False)
             optimizer.step()
             return torch.stack(losses).mean().detach() if losses else None
 
         return step
 
-    return side
+    return step_of
 
 
-def loop(rank: int, ranks: int) -> list[int]:
-    return [rank, ranks + rank]
-
-
-def v_shape(rank: int, ranks: int) -> list[int]:
-    return [rank, 2 * ranks - 1 - rank]
-
-
-def pipeline(schedule: str, chunks: int = 1) -> Side:
+def pipeline(schedule: str, chunks: int = 1) -> StepOf:
     options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "chunks": chunks}
     return lambda model: p101.PipelineTrainer(model, mse_loss, adamw, verify=False, **options).step
 
 
 MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
-TABLES = {
-    "data": TrainingTable(
+# whether each rank trains on its share of the batch, or on the whole; and the steps
+DATA: tuple[bool, dict[str, StepOf]] = (
+    True,
+    {
+        "no communication": alone,
+        "torch DDP": ddp,
+        "DataParallelTrainer": data_parallel,
+        "torch FSDP2": fsdp,
+        "ShardedTrainer, ZeRO stage 1": sharded(1),
+        "ShardedTrainer, ZeRO stage 2": sharded(2),
+        "ShardedTrainer, ZeRO stage 3": sharded(3),
+    },
+)
+TENSOR: tuple[bool, dict[str, StepOf]] = (
+    False,
+    {
+        "torch DTensor": dtensor,
+        "TensorParallelTrainer": tensor_parallel,
+    },
+)
+PIPELINE: tuple[bool, dict[str, StepOf]] = (
+    False,
+    {
+        "torch GPipe": torchs_pipeline("GPipe"),
+        "PipelineTrainer, gpipe": pipeline("gpipe"),
+        "torch 1F1B": torchs_pipeline("1F1B"),
+        "PipelineTrainer, 1f1b": pipeline("1f1b"),
+        "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline("Interleaved1F1B", chunks=2),
+        "PipelineTrainer, interleaved, 2 stages a rank": pipeline("interleaved", chunks=2),
+        "PipelineTrainer, zb-h1": pipeline("zb-h1"),
+        "PipelineTrainer, zb-h2": pipeline("zb-h2"),
+    },
+)
+
+
+def prepared(step_of: StepOf, cut: bool) -> Work:
+    return partial(step_of(whole_model()), *batch_of_rank(cut))
+
+
+def training_table(
+    title: str, steps: tuple[bool, dict[str, StepOf]], peers: dict[str, str]
+) -> Comparison:
+    cut, sides = steps
+    works = {name: partial(prepared, step_of, cut) for name, step_of in sides.items()}
+
+    def peak_bytes(name: str) -> int:
+        """Return the bytes by which a side's steps raise the peak memory of this process.
+
+        On GPUs it is the peak of what torch has allocated.
+        """
+        before = peak()
+        work = works[name]()
+        for _ in range(4):
+            work()
+        return peak() - before
+
+    return Comparison(
+        title,
+        works,
+        peers,
+        extra=("peak MB", peak_bytes),
+        note="Peak: the most memory of a rank's process, minus what it had before the model.",
+    )
+
+
+def peak() -> int:
+    return torch.cuda.max_memory_allocated() if dist.get_backend() == "nccl" else peak_memory()
+
+
+TRAINING = [
+    training_table(
         f"A training step on {{}}: {MODEL}",
-        {
-            "no communication": alone,
-            "torch DDP": ddp,
-            "DataParallelTrainer": data_parallel,
-            "torch FSDP2": fsdp,
-            "ShardedTrainer, ZeRO stage 1": sharded(1),
-            "ShardedTrainer, ZeRO stage 2": sharded(2),
-            "ShardedTrainer, ZeRO stage 3": sharded(3),
-        },
+        DATA,
         {"/ DDP": "torch DDP", "/ FSDP2": "torch FSDP2"},
-        cut=True,
-    ),
-    "tensor": TrainingTable(
-        f"A tensor-parallel step on {{}}: {MODEL}",
-        {
-            "no communication": tensor_alone,
-            "torch DTensor": dtensor,
-            "TensorParallelTrainer": tensor_parallel,
-        },
-        {"/ DTensor": "torch DTensor"},
-        cut=False,
-    ),
-    "pipeline": TrainingTable(
+    )
+]
+TENSORS = [
+    training_table(
+        f"A tensor-parallel step on {{}}: {MODEL}", TENSOR, {"/ DTensor": "torch DTensor"}
+    )
+]
+PIPELINES = [
+    training_table(
         f"A pipeline step on {{}}: {MODEL}, {MICROBATCHES} microbatches",
-        {
-            "no communication": pipeline_alone,
-            "torch GPipe": torchs_pipeline("GPipe"),
-            "PipelineTrainer, gpipe": pipeline("gpipe"),
-            "torch 1F1B": torchs_pipeline("1F1B"),
-            "PipelineTrainer, 1f1b": pipeline("1f1b"),
-            "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline("Interleaved1F1B", loop),
-            "PipelineTrainer, interleaved, 2 stages a rank": pipeline("interleaved", chunks=2),
-            "torch interleaved zero bubble, 2 stages a rank": torchs_pipeline(
-                "InterleavedZeroBubble", loop
-            ),
-            "torch ZBV zero bubble, 2 stages a rank": torchs_pipeline("ZBVZeroBubble", v_shape),
-            "PipelineTrainer, zb-h1": pipeline("zb-h1"),
-            "PipelineTrainer, zb-h2": pipeline("zb-h2"),
-        },
+        PIPELINE,
         {"/ GPipe": "torch GPipe", "/ 1F1B": "torch 1F1B"},
-        cut=False,
-    ),
-}
+    )
+]
