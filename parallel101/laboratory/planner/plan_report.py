@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from parallel101.cost.step_memory import PARTS, StageMemory
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
+from parallel101.cost.step_memory import PARTS
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, TrainingPlan
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
@@ -28,48 +27,33 @@ PART_WORDS = {
     "bubble": "bubble: waiting for other stages",
     "optimizer": "optimizer",
 }
-NOT_MODELLED = (
-    (
-        "allocator fragmentation",
-        "PyTorch's allocator reserves more than the tensors need. Leave some headroom, or plan "
-        "with a smaller --memory.",
-    ),
-    (
-        "throttling",
-        "At its power limit a GPU lowers its clock, and its products slow down.",
-    ),
-    (
-        "stragglers and failures",
-        "One slow GPU slows down all of them, and one that fails stops them.",
-    ),
-    ("congestion between jobs", "The network belongs to this job alone."),
-    ("data loading", "A batch is there when its step begins."),
-    ("framework overhead", "Each kernel costs one launch. Python is never slower than the GPU."),
-    (
-        "the start",
-        "HybridTrainer is given the whole model on each rank, and cuts it before the first step.",
-    ),
-    (
-        "kernel versions",
-        "Each GPU has one table of constants. Other versions of cuBLAS, NCCL or attention differ.",
-    ),
-    (
-        "imperfect overlap",
-        "A message and a computation that overlap don't slow each other down.",
-    ),
-    ("uneven routing", "Every expert gets the same number of tokens."),
-)
+NOT_MODELLED = {
+    "allocator fragmentation": "PyTorch's allocator reserves more than the tensors need. Leave "
+    "some headroom, or plan with a smaller --memory.",
+    "throttling": "At its power limit a GPU lowers its clock, and its products slow down.",
+    "stragglers and failures": "One slow GPU slows down all of them, and one that fails stops "
+    "them.",
+    "congestion between jobs": "The network belongs to this job alone.",
+    "data loading": "A batch is there when its step begins.",
+    "framework overhead": "Each kernel costs one launch. Python is never slower than the GPU.",
+    "the start": "HybridTrainer is given the whole model on each rank, and cuts it before the "
+    "first step.",
+    "kernel versions": "Each GPU has one table of constants. Other versions of cuBLAS, NCCL or "
+    "attention differ.",
+    "imperfect overlap": "A message and a computation that overlap don't slow each other down.",
+    "uneven routing": "Every expert gets the same number of tokens.",
+}
 
 
 # ── text ──
 
 
-def plan_text(plan: RankedLayouts) -> str:
+def plan_text(plan: TrainingPlan) -> str:
     """Return all tables, for a terminal of about 130 columns."""
     return quick_text(plan) + simulated_text(plan)
 
 
-def quick_text(plan: RankedLayouts) -> str:
+def quick_text(plan: TrainingPlan) -> str:
     """Return the tables of the quick model."""
     best = plan.best
     parts = [
@@ -86,7 +70,7 @@ def quick_text(plan: RankedLayouts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def simulated_text(plan: RankedLayouts) -> str:
+def simulated_text(plan: TrainingPlan) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     ran = [(number, of, of.simulated) for number, of in enumerate(plan, 1) if of.simulated]
     rows = [
@@ -118,7 +102,7 @@ def simulated_text(plan: RankedLayouts) -> str:
     return "".join(f"\n{part}\n" for part in parts)
 
 
-def heading(plan: RankedLayouts) -> str:
+def heading(plan: TrainingPlan) -> str:
     """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -133,11 +117,11 @@ def heading(plan: RankedLayouts) -> str:
     )
 
 
-def model_words(plan: RankedLayouts) -> str:
+def model_words(plan: TrainingPlan) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: RankedLayouts) -> TextTable:
+def layouts_table(plan: TrainingPlan) -> TextTable:
     """Return a table with one row for each of the best layouts."""
     meshes = len({of.layout.mesh for of in plan})
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
@@ -181,7 +165,7 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
     )
 
 
-def ring_note(plan: RankedLayouts) -> str:
+def ring_note(plan: TrainingPlan) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -232,22 +216,22 @@ def call_or_reason(of: PlannedLayout) -> str:
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: RankedLayouts) -> TextTable:
+def refused_table(plan: TrainingPlan) -> TextTable:
     rows = [
-        [f"{why.count:,}", why.what, why.reason, layout_text(why.example)] for why in plan.why_not
+        [f"{why.count:,}", why.of, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
     return TextTable("Refused", ["", "", "why", "for example"], rows, 1)
 
 
 def not_modelled_table() -> TextTable:
-    rows = [[what, text] for what, text in NOT_MODELLED]
+    rows = [[what, text] for what, text in NOT_MODELLED.items()]
     return TextTable("Not modelled", ["", "what the plan assumes, or leaves to you"], rows, 0)
 
 
 # ── JSON ──
 
 
-def plan_json(plan: RankedLayouts) -> str:
+def plan_json(plan: TrainingPlan) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {
@@ -262,47 +246,23 @@ def plan_json(plan: RankedLayouts) -> str:
         "fixed": dict(plan.fixed),
         "tried": plan.tried,
         "layouts": [as_json(of) for of in plan],
-        "why_not": [
-            {
-                "reason": why.reason,
-                "count": why.count,
-                "of": why.what,
-                "example": asdict(why.example),
-            }
-            for why in plan.why_not
-        ],
-        "not_modelled": dict(NOT_MODELLED),
+        "why_not": [asdict(why) for why in plan.why_not],
+        "not_modelled": NOT_MODELLED,
     }
     return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def as_json(of: PlannedLayout) -> dict[str, Any]:
-    simulated = None
-    if of.simulated is not None:
-        simulated = {
-            "seconds": of.simulated.seconds,
-            "difference": of.difference,
-            "mfu": of.simulated.mfu,
-            "hfu": of.simulated.hfu,
-            "peak_bytes": list(of.simulated.peak_bytes),
-        }
+    names = ["seconds", "low", "high", "tokens_per_second", "mfu", "hfu", "parts", "limit"]
+    names += ["headroom", "not_simulated"]
+    simulated = of.simulated and {
+        **{name: getattr(of.simulated, name) for name in ("seconds", "mfu", "hfu", "peak_bytes")},
+        "difference": of.difference,
+    }
     return {
         "layout": asdict(of.layout),
-        "seconds": of.seconds,
-        "low": of.low,
-        "high": of.high,
-        "tokens_per_second": of.tokens_per_second,
-        "mfu": of.mfu,
-        "hfu": of.hfu,
-        "parts": of.parts,
-        "limit": of.limit,
-        "memory": memory_json(of.memory),
-        "headroom": of.headroom,
+        **{name: getattr(of, name) for name in names},
+        "memory": [asdict(stage) for stage in of.memory],
         "simulated": simulated,
-        "not_simulated": of.not_simulated,
         "call": None if why_no_model(of.shape) else of.call,
     }
-
-
-def memory_json(stages: Sequence[StageMemory]) -> list[dict[str, float]]:
-    return [{**{n: getattr(s, n) for n in PARTS}, "total": s.total} for s in stages]

@@ -8,20 +8,17 @@ that layout_rules.py lists.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
-
-from tqdm import tqdm
+from typing import Any
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import TRAINERS, Software
-from parallel101.cost.step_memory import StageMemory, step_memory
-from parallel101.cost.step_time import StepTime, step_time
+from parallel101.cost.step_memory import step_memory
+from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.layout_rules import (
     Refusals,
     can_be_staged,
@@ -30,20 +27,8 @@ from parallel101.laboratory.planner.layout_rules import (
     meshes_of,
     why_not_mesh,
 )
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, bar, most_of
 from parallel101.laboratory.record.units import decimal_bytes
-
-
-class Evaluated(NamedTuple):
-    """A layout that fits, with what the quick model says of it."""
-
-    layout: ParallelLayout
-    time: StepTime
-    memory: tuple[StageMemory, ...]
-
-    @property
-    def most(self) -> float:
-        """The bytes on the fullest GPU."""
-        return most_of(self.memory)
 
 
 @dataclass
@@ -58,7 +43,7 @@ class Found:
         meshes, layouts: what was refused for other reasons.
     """
 
-    best: list[Evaluated] = field(default_factory=list)
+    best: list[PlannedLayout] = field(default_factory=list)
     tried: int = 0
     too_large: int = 0
     smallest: tuple[float, ParallelLayout] | None = None
@@ -108,7 +93,7 @@ def search(
     ]
     found.tried = len(timed)
     timed.sort(key=lambda pair: pair[0].seconds)
-    best: dict[Any, Evaluated] = {}  # by mesh
+    best: dict[Any, PlannedLayout] = {}  # by mesh
     slowest = 0.0
     for time, layout in bar(timed, "memory of each layout", progress):
         if len(best) >= top and time.seconds > slowest:
@@ -117,7 +102,7 @@ def search(
         if key in best and time.seconds > best[key].time.seconds:
             continue
         memory = step_memory(shape, layout, fused_ring=software.fused_ring)
-        evaluated = Evaluated(layout, time, memory)
+        evaluated = PlannedLayout(shape, cluster, layout, time, memory)
         if evaluated.most <= cluster.memory_bytes:
             slowest = time.seconds
             if key not in best or evaluated.most < best[key].most:
@@ -128,15 +113,6 @@ def search(
                 found.smallest = evaluated.most, layout
     found.best = sorted(best.values(), key=lambda one: (one.time.seconds, one.most))[:top]
     return found
-
-
-def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
-    """Return the items, with a progress bar if they take longer than a second."""
-    return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
-
-
-def most_of(memory: tuple[StageMemory, ...]) -> float:
-    return max(stage.total for stage in memory)
 
 
 # ── if nothing fits ──

@@ -37,14 +37,9 @@ def trainer_options(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]
     options: dict[str, Any] = {"precision": layout.precision}
     if layout.gradient_dtype:
         options["gradient_dtype"] = torch.float32
-    if layout.zero_stage:
-        options["zero_stage"] = layout.zero_stage
-    if layout.sequence_parallel:
-        options["sequence_parallel"] = True
-    if layout.recompute != "none":
-        options["recompute"] = layout.recompute
-    if not layout.overlap:
-        options["overlap"] = False
+    for name in ("zero_stage", "sequence_parallel", "recompute", "overlap"):
+        if (value := getattr(layout, name)) != getattr(ParallelLayout, name):
+            options[name] = value
     if layout.cp > 1 and layout.context != "zigzag":
         options["context"] = layout.context
     if layout.pp > 1:
