@@ -104,8 +104,13 @@ class Pipeline:
         self.messages.finish()
 
     def compute(self, action: Action) -> None:
+        self.arrived = self.receive(action) if self.sizes[action.microbatch] else None
+        self.perform(action)
+
+    def perform(self, action: Action) -> None:
+        """Carry out an action whose input has arrived."""
         stage, kind, i = action[:3]
-        arrived = self.receive(action) if self.sizes[i] else None
+        arrived, self.arrived = self.arrived, None
         with span(NAMES[kind], microbatch=i, stage=stage), self.synchronizing(action):
             if self.sizes[i] and kind == "F":
                 self.forward(stage, i, arrived)

@@ -176,9 +176,8 @@ class Accumulation:
         for i, (x, y) in enumerate(zip(split(inputs, sizes), split(targets, sizes))):
             with span("forward", microbatch=i):
                 loss = self.forward(x, y, losses)
-            with span("backward", microbatch=i), self.sync.backward(last=i + 1 == len(sizes)):
-                if loss is not None:
-                    loss.backward()
+            with span("backward", microbatch=i):
+                self.backward(loss, last=i + 1 == len(sizes))
 
     def forward(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
         samples = count_samples(inputs)
@@ -187,5 +186,10 @@ class Accumulation:
             if samples:
                 return losses.of(outputs, targets, samples)
             return losses.of_nothing(outputs, targets) if self.always else None
+
+    def backward(self, loss: Tensor | None, last: bool) -> None:
+        with self.sync.backward(last=last):
+            if loss is not None:
+                loss.backward()
 
     evaluate = forward

@@ -14,8 +14,9 @@ tape's seconds pass, which is the same. Real are, for each stage,
     a forward behind a backward   and any other pair the first time, since an action may free what
                                   the one before it has kept
 
-The hooks go around the runner of a trainer (trainers/pipeline_parallel.py, step.py), which
-does everything else itself: it posts, waits and sends as always.
+Each action of a runner (trainers/pipeline_parallel.py, step.py) is carried out by its `perform`, or
+by `forward` and `backward`, which are replaced. The runner does everything else itself: it posts,
+waits and sends as always.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,37 +34,15 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.clock import VirtualRank
 from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
 from parallel101.spans import Collective, current_collective, set_current_collective, span
-from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline
 from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.step import Accumulation, Trainer
-from parallel101.trainers.support.batches import Batch, count_samples
+from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.weight_gradients import WeightGradients
 
 Key = tuple[int, str]  # stage and kind of an action
-
-
-@dataclass
-class TapedPost:
-    """A message, posted `after` seconds of computing."""
-
-    after: float
-    post: Callable[..., Any]
-    peer: int
-    tag: int
-    like: Tensor
-    collective: Collective | None
-
-
-@dataclass
-class TapedWait:
-    """A wait for a message of this tape, or of one of `key` that was played or recorded before."""
-
-    after: float
-    key: Key
-    back: int  # that many tapes ago
-    number: int  # of the message on its tape
+Event = tuple[float, Callable[[], None]]  # a message or a wait, after so many seconds of computing
 
 
 @dataclass
@@ -79,7 +59,7 @@ class Tape:
         loss: the same of what it added to the losses. weights: of losses with a weight.
     """
 
-    events: list[TapedPost | TapedWait] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     rest: float = 0.0
     seconds: float = 0.0
     links: set[int] = field(default_factory=set)
@@ -91,14 +71,8 @@ class Tape:
     loss: Tensor | None = None
     weights: Sequence[float] = ()
 
-    def keep_loss(self, losses: Losses, parts: int, weights: int) -> None:
-        """Keep what was added to the losses, after `parts` parts and `weights` weights."""
-        if losses.parts[parts:]:
-            self.loss = torch_private.uncounted_like(losses.parts[-1])
-        self.weights = losses.weights[weights:]
-
     def loss_again(self, losses: Losses) -> Tensor | None:
-        """Add what `keep_loss` has kept once more, and return it."""
+        """Add the loss that it has added once more, and return it."""
         if self.loss is None:
             return None
         losses.parts.append(torch.empty_like(self.loss))
@@ -139,9 +113,8 @@ class TapeRecorder:
         self.outside: set[int] = set()
         self.alike: dict[tuple, Tensor] = {}
         self.tape: Tape | None = None  # that is being recorded
+        self.waited: list[tuple[Key, int, int]] = []  # for which messages, on it
         self.key: Key = (0, "")
-
-    # ── recording ──
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -151,53 +124,65 @@ class TapeRecorder:
         groups = [group for group in self.rank.groups if "send" not in vars(group)]
         for group in groups:
             for name in ("send", "recv"):
-                setattr(group, name, self.hook(group, getattr(group, name), name == "send"))
+                setattr(group, name, partial(self.post, group, getattr(group, name), name))
         try:
             yield
+            for key in list(self.loose):
+                self.settle(key)
         finally:
             for group in groups:
                 for name in ("send", "recv"):
                     vars(group).pop(name, None)
 
-    def hook(self, group: Any, post: Callable[..., Any], sends: bool) -> Callable[..., Any]:
-        route, me = self.rank.world.route, self.rank.number
+    def ways(self, key: Key) -> tuple[tuple, ...]:
+        return (key, self.way, self.before), (key, self.way), key
 
-        def posted(tensors: list[Tensor], position: int, tag: int) -> Any:
-            peer, tape = group.ranks[position], self.tape
-            hops = (route(me, peer) if sends else route(peer, me)).hops
-            links = {link for hop in hops for link in hop}
-            if tape is None:
-                self.outside |= links
-                return post(tensors, position, tag)
-            tape.links |= links
-            after = self.passed()
-            with torch_private.no_function_modes():
-                like = self.like(tensors[0])
-            tape.events.append(TapedPost(after, post, position, tag, like, current_collective()))
-            works = self.works.setdefault((self.key, self.played.get(self.key, 0)), [])
-            work = post(tensors, position, tag)
-            works.append(work)
-            self.at = self.rank.now()
-            return TapedWork(self, work, len(works) - 1)
+    def tape_of(self, key: Key) -> Tape:
+        return next(self.tapes[way] for way in self.ways(key) if way in self.tapes)
 
-        return posted
+    def works_of(self, key: Key, back: int = 0) -> list[Any]:
+        """Return the messages of this action's tape, or of one `back` tapes ago."""
+        return self.works.setdefault((key, self.played.get(key, 0) - back), [])
 
-    def like(self, x: Tensor) -> Tensor:
-        """Return a tensor to send in place of x, which doesn't count as memory."""
-        key = x.shape, x.dtype, x.device
-        if key not in self.alike:
-            self.alike[key] = torch_private.uncounted_like(x)
-        return self.alike[key]
+    def count(self, key: Key) -> None:
+        """Count one more tape: messages of the last two may still be waited for."""
+        self.before = key
+        self.played[key] = number = self.played.get(key, 0) + 1
+        self.works.pop((key, number - 4), None)
 
-    def passed(self) -> float:
-        """Return the seconds since the last event of the tape."""
-        return self.rank.now() - self.at
+    # ── recording ──
+
+    def post(
+        self, group: Any, post: Callable[..., Any], name: str, tensors: list[Tensor], *to: int
+    ) -> Any:
+        """Post a message for the group, to or from the rank at a position, and record it."""
+        ends = self.rank.number, group.ranks[to[0]]
+        hops = self.rank.world.route(*(ends if name == "send" else ends[::-1])).hops
+        links = {link for hop in hops for link in hop}
+        if self.tape is None:
+            self.outside |= links
+            return post(tensors, *to)
+        self.tape.links |= links
+        x = tensors[0]
+        with torch_private.no_function_modes():
+            if (like := (x.shape, x.dtype, x.device)) not in self.alike:
+                self.alike[like] = torch_private.uncounted_like(x)
+        again = partial(post, [self.alike[like]], *to)
+        self.record(partial(self.post_again, self.key, again, current_collective()))
+        works = self.works_of(self.key)
+        works.append(post(tensors, *to))
+        self.at = self.rank.now()
+        return TapedWork(self, works[-1], len(works) - 1)
+
+    def record(self, event: Callable[[], None]) -> None:
+        assert self.tape is not None
+        self.tape.events.append((self.rank.now() - self.at, event))
 
     def wait(self, message: TapedWork) -> bool:
         if self.tape is not None:
             back = self.played.get(message.key, 0) - message.count
-            wait = TapedWait(self.passed(), message.key, back, message.number)
-            self.tape.events.append(wait)
+            self.waited.append((message.key, back, message.number))
+            self.record(partial(self.wait_again, *self.waited[-1]))
         if not message.work.waited:  # a played tape may have waited for it
             message.work.wait()
         self.at = self.rank.now()
@@ -205,7 +190,7 @@ class TapeRecorder:
 
     def begin(self, key: Key) -> None:
         self.settle(key)
-        self.tape, self.key, self.at = Tape(), key, self.rank.now()
+        self.tape, self.waited, self.key, self.at = Tape(), [], key, self.rank.now()
         self.began, self.live, self.peak = self.at, self.gpu.live, self.gpu.peak
         self.gpu.peak = self.gpu.live
         self.counted = self.gpu.flops, self.gpu.busy, self.gpu.kernels
@@ -218,14 +203,13 @@ class TapeRecorder:
         tape, gpu, key = self.tape, self.gpu, self.key
         assert tape is not None
         self.tape = None
-        tape.rest, tape.seconds = self.passed(), self.rank.now() - self.began
+        tape.rest, tape.seconds = self.rank.now() - self.at, self.rank.now() - self.began
         tape.live, tape.peak = gpu.live - self.live, gpu.peak - self.live
         gpu.peak = max(gpu.peak, self.peak)
         now = gpu.flops, gpu.busy, gpu.kernels
         tape.counts = tuple(a - b for a, b in zip(now, self.counted))  # type: ignore[assignment]
-        waits = [event for event in tape.events if isinstance(event, TapedWait)]
-        here = {event.number for event in waits if (event.key, event.back) == (key, 0)}
-        tape.closed = len(here) == len(waits) == len(tape.events) - len(waits)
+        here = {number for of, back, number in self.waited if (of, back) == (key, 0)}
+        tape.closed = len(here) == len(self.waited) == len(tape.events) - len(self.waited)
         if final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
         else:
@@ -234,50 +218,40 @@ class TapeRecorder:
         self.count(key)
         return tape
 
-    def ways(self, key: Key) -> tuple[tuple, ...]:
-        return (key, self.way, self.before), (key, self.way), key
-
-    def tape_of(self, key: Key) -> Tape:
-        return next(self.tapes[way] for way in self.ways(key) if way in self.tapes)
-
-    def count(self, key: Key) -> None:
-        """Count one more tape: messages of the last two may still be waited for."""
-        self.before = key
-        self.played[key] = number = self.played.get(key, 0) + 1
-        self.works.pop((key, number - 4), None)
-
     # ── playing ──
 
-    def play(self, key: Key) -> Tape:
-        """Play the last tape of this action. `correct` corrects what is alive."""
+    @contextmanager
+    def play(self, key: Key) -> Iterator[Tape]:
+        """Play the last tape of this action; after the block, what is alive is corrected."""
         tape, rank, gpu = self.tape_of(key), self.rank, self.gpu
+        alive = gpu.live + tape.live
         gpu.peak = max(gpu.peak, gpu.live + tape.peak)
         flops, busy, kernels = tape.counts
         gpu.flops, gpu.busy, gpu.kernels = gpu.flops + flops, gpu.busy + busy, gpu.kernels + kernels
         if tape.closed and not tape.links & self.outside:
             rank.compute(tape.seconds)
         else:
-            self.send_again(key, tape)
+            for after, event in tape.events:
+                if after:
+                    rank.compute(after)
+                event()
+            if tape.rest:
+                rank.compute(tape.rest)
+            works = [work for work in self.works_of(key) if not work.waited]
+            self.loose.setdefault(key, []).extend(works)
         self.count(key)
-        return tape
+        yield tape
+        gpu.live = alive
 
-    def send_again(self, key: Key, tape: Tape) -> None:
-        number = self.played.get(key, 0)
-        works = self.works[key, number] = []
-        for event in tape.events:
-            if event.after:
-                self.rank.compute(event.after)
-            if isinstance(event, TapedPost):
-                set_current_collective(event.collective)
-                works.append(event.post([event.like], event.peer, event.tag))
-                set_current_collective(None)
-            else:
-                of = self.works.get((event.key, self.played.get(event.key, 0) - event.back), [])
-                if event.number < len(of) and not of[event.number].waited:
-                    of[event.number].wait()
-        if tape.rest:
-            self.rank.compute(tape.rest)
-        self.loose.setdefault(key, []).extend(work for work in works if not work.waited)
+    def post_again(self, key: Key, post: Callable[[], Any], within: Collective | None) -> None:
+        set_current_collective(within)
+        self.works_of(key).append(post())
+        set_current_collective(None)
+
+    def wait_again(self, key: Key, back: int, number: int) -> None:
+        works = self.works.get((key, self.played.get(key, 0) - back), [])
+        if number < len(works) and not works[number].waited:
+            works[number].wait()
 
     def settle(self, key: Key) -> None:
         """Wait for the messages that played tapes of this action have left in flight.
@@ -288,19 +262,8 @@ class TapeRecorder:
             if not work.waited:
                 work.wait()
 
-    def settle_all(self) -> None:
-        for key in list(self.loose):
-            self.settle(key)
 
-    @contextmanager
-    def correct(self, live: int) -> Iterator[None]:
-        """Correct the bytes alive after the block, which plays an action that adds `live` bytes."""
-        wanted = self.gpu.live + live
-        yield
-        self.gpu.live = wanted
-
-
-# ── the hooks on a trainer's runner ──
+# ── a trainer's runner ──
 
 
 def replay(trainer: Trainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
@@ -308,79 +271,59 @@ def replay(trainer: Trainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
     runner, recorder = trainer.runner, TapeRecorder(rank, gpu)
     first, last = (3, 2) if runner.sync.zero_stage >= 2 else (2, 1)
     if isinstance(runner, Pipeline):
-        PlayedPipeline(runner, recorder, first, last)
+        actions, replace = runner.actions, replace_in_pipeline
     else:
-        PlayedAccumulation(runner, recorder, first, last)
+        actions = [Action(0, kind, i) for i in range(runner.microbatches) for kind in "FB"]
+        replace = replace_in_accumulation  # type: ignore[assignment]
+    played, run = PlayedActions(recorder, actions, first, last), runner.run
+
+    def listen(inputs: Batch, targets: Batch, losses: Losses) -> None:
+        played.real, played.ways, played.losses = set(played.planned), {}, losses
+        with recorder.listening():
+            run(inputs, targets, losses)
+
+    runner.run = listen  # type: ignore[method-assign]
+    replace(runner, played)  # type: ignore[arg-type]
 
 
-class PlayedPipeline:
-    """Hooks on a Pipeline: `compute` and what it calls first, `receive`."""
+class PlayedActions:
+    """A runner's actions: which of them are real, and which are played.
 
-    def __init__(self, runner: Pipeline, recorder: TapeRecorder, first: int, last: int):
-        self.runner, self.recorder = runner, recorder
-        self.run, self.compute, self.receive = runner.run, runner.compute, runner.receive
-        self.planned, self.final = real_microbatches(runner.actions, first, last)
-        runner.run = self.listen  # type: ignore[assignment,method-assign]
-        runner.compute = self.compute_or_play  # type: ignore[method-assign]
-        runner.receive = self.receive_and_begin  # type: ignore[method-assign]
+    Attributes:
+        planned, final: see `real_microbatches`.
+        real: (stage, microbatch) of those that are run for real in this step.
+        ways: of each microbatch in this step, see TapeRecorder.
+        losses: of this step.
+    """
 
-    def listen(self, *batch: Any) -> None:
-        self.real = set(self.planned)
-        self.ways: dict[tuple[int, int], Key] = {}  # of each microbatch: see TapeRecorder
-        with self.recorder.listening():
-            self.run(*batch)
-            self.recorder.settle_all()
+    losses: Losses
 
-    def receive_and_begin(self, action: Action) -> Tensor | None:
-        arrived = self.receive(action)
-        if self.even:
-            self.recorder.begin(action[:2])
-        return arrived
+    def __init__(self, recorder: TapeRecorder, actions: Sequence[Action], first: int, last: int):
+        self.recorder = recorder
+        self.planned, self.final = real_microbatches(actions, first, last)
+        self.real: set[tuple[int, int]] = set()
+        self.ways: dict[tuple[int, int], Key] = {}
 
-    def compute_or_play(self, action: Action) -> None:
-        runner = self.runner
-        self.even = len(set(runner.sizes)) == 1
-        if not self.even:
-            self.compute(action)
-            return
+    def is_real(self, action: Action) -> bool:
         recorder, microbatch = self.recorder, action[::2]
         if action.kind == "F":
             recorder.way = self.ways[microbatch] = recorder.before
             if recorder.ways(action[:2])[0] not in recorder.tapes:
                 self.real.add(microbatch)
         recorder.way = self.ways[microbatch]
-        if action[::2] in self.real:
-            losses, weights = len(runner.losses.parts), len(runner.losses.weights)
-            self.compute(action)
-            tape = self.recorder.end(action in self.final)
-            made = runner.results.get(Action(action.stage, SENT.get(action.kind, ""), action[2]))
-            tape.sent = None if made is None else torch_private.uncounted_like(made)
-            tape.keep_loss(runner.losses, losses, weights)
-            return
-        arrived = self.receive(action)
-        with self.recorder.correct(self.recorder.tape_of(action[:2]).live):
-            self.play(action, arrived)
-            del arrived
+        return microbatch in self.real
 
-    def play(self, action: Action, arrived: Tensor | None) -> None:
-        stage, kind, i = action[:3]
-        runner = self.runner
-        with span(NAMES[kind], microbatch=i, stage=stage):
-            tape = self.recorder.play((stage, kind))
-        made = None if tape.sent is None else torch.empty_like(tape.sent)
-        if made is not None:
-            runner.results[Action(stage, SENT[kind], i)] = made
-        if kind == "F":
-            made = tape.loss_again(runner.losses) if made is None else made
-            x = runner.inputs[i] if arrived is None else arrived
-            split = WeightGradients(split=(stage, i) in runner.split)
-            runner.held[stage, i] = Held(x, made, split)  # type: ignore[arg-type]
-        elif kind == "W":
-            runner.later.pop((stage, i))
-        else:
-            held = runner.held.pop((stage, i))
-            if held.weights.split:
-                runner.later[stage, i] = held.weights
+    def record(self, action: Action, work: Callable[[], Any]) -> tuple[Any, Tape]:
+        """Do the work of an action, and return its result and its tape."""
+        losses = self.losses
+        parts, weights = len(losses.parts), len(losses.weights)
+        self.recorder.begin(action[:2])
+        result = work()
+        tape = self.recorder.end(action in self.final)
+        if losses.parts[parts:]:
+            tape.loss = torch_private.uncounted_like(losses.parts[-1])
+        tape.weights = losses.weights[weights:]
+        return result, tape
 
 
 # by kind of an action, what sends its result
@@ -407,71 +350,59 @@ def real_microbatches(
     return real, final
 
 
-class PlayedAccumulation:
-    """Hooks on an Accumulation: `forward`, and the `backward` of its sync."""
+def replace_in_pipeline(runner: Pipeline, played: PlayedActions) -> None:
+    """Replace how a pipeline carries out an action whose input has arrived."""
+    perform = runner.perform
 
-    def __init__(self, runner: Accumulation, recorder: TapeRecorder, first: int, last: int):
-        self.runner, self.recorder, self.first, self.last = runner, recorder, first, last
-        self.run, self.forward = runner.run, runner.forward
-        self.i = 0
-        runner.run = self.listen  # type: ignore[method-assign]
-        runner.forward = self.forward_or_play  # type: ignore[method-assign]
-        runner.sync = PlayedSync(self, runner.sync)  # type: ignore[assignment]
+    def perform_or_play(action: Action) -> None:
+        stage, kind, i = action[:3]
+        sends = Action(stage, SENT.get(kind, ""), i)
+        if played.is_real(action):
+            _, tape = played.record(action, partial(perform, action))
+            made = runner.results.get(sends)
+            tape.sent = None if made is None else torch_private.uncounted_like(made)
+            return
+        with (
+            span(NAMES[kind], microbatch=i, stage=stage),
+            played.recorder.play((stage, kind)) as tape,
+        ):
+            made = None if tape.sent is None else torch.empty_like(tape.sent)
+            if made is not None:
+                runner.results[sends] = made
+            if kind == "F":
+                made = tape.loss_again(runner.losses) if made is None else made
+                x = runner.inputs[i] if runner.arrived is None else runner.arrived
+                split = WeightGradients(split=(stage, i) in runner.split)
+                runner.held[stage, i] = Held(x, made, split)  # type: ignore[arg-type]
+            elif kind == "W":
+                runner.later.pop((stage, i))
+            else:
+                weights = runner.held.pop((stage, i)).weights
+                if weights.split:
+                    runner.later[stage, i] = weights
+            runner.arrived = None
 
-    def listen(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
-        self.i = 0
-        self.even = not count_samples(inputs) % self.runner.microbatches
-        with self.recorder.listening():
-            self.run(inputs, targets, losses)
-            self.recorder.settle_all()
-
-    @property
-    def real(self) -> bool:
-        left = self.runner.microbatches - self.i
-        return not self.even or self.i < self.first or left <= self.last
-
-    def forward_or_play(self, inputs: Batch, targets: Batch, losses: Losses) -> Any:
-        if self.real:
-            count, weights = len(losses.parts), len(losses.weights)
-            self.recorder.begin((0, "F"))
-            loss = self.forward(inputs, targets, losses)
-            tape = self.recorder.end(final=False)
-            tape.keep_loss(losses, count, weights)
-            return loss
-        with self.recorder.correct(self.recorder.tape_of((0, "F")).live):
-            tape = self.recorder.play((0, "F"))
-            return PlayedLoss(tape.loss_again(losses))
+    runner.perform = perform_or_play  # type: ignore[method-assign]
 
 
-class PlayedSync:
-    """Stands before the synchronization of gradients, in an Accumulation."""
+def replace_in_accumulation(runner: Accumulation, played: PlayedActions) -> None:
+    """Replace the forward of a microbatch, and its backward."""
+    forward, backward = runner.forward, runner.backward
 
-    def __init__(self, played: PlayedAccumulation, sync: GradientSync):
-        self.played, self.sync = played, sync
+    def forward_or_play(inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
+        action = Action(0, "F", len(played.ways))
+        if played.is_real(action):
+            return played.record(action, partial(forward, inputs, targets, losses))[0]
+        with played.recorder.play(action[:2]) as tape:
+            return tape.loss_again(losses)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sync, name)
-
-    @contextmanager
-    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
-        played, recorder = self.played, self.played.recorder
-        if played.real:
-            recorder.begin((0, "B"))
-            with self.sync.backward(kind, last):
-                yield
-            recorder.end(final=last)
+    def backward_or_play(loss: Tensor | None, last: bool) -> None:
+        action = Action(0, "B", len(played.ways) - 1)
+        if played.is_real(action):
+            played.record(action, partial(backward, loss, last))
         else:
-            with recorder.correct(recorder.tape_of((0, "B")).live):
-                recorder.play((0, "B"))
-                yield
-        played.i += 1
+            with played.recorder.play(action[:2]):
+                pass
 
-
-class PlayedLoss:
-    """The loss of a forward that was played."""
-
-    def __init__(self, loss: Tensor | None):
-        self.loss = loss
-
-    def backward(self) -> None:
-        """Do nothing: PlayedSync has played the backward."""
+    runner.forward = forward_or_play  # type: ignore[method-assign]
+    runner.backward = backward_or_play  # type: ignore[method-assign]
