@@ -30,8 +30,7 @@ from parallel101.cost.kernels import memory_seconds
 class AxisLinks(NamedTuple):
     """The links that a ring along an axis uses."""
 
-    ranks: int
-    inside: int  # of them in a node
+    inside: int  # how many of its ranks are in a node
     bandwidth: float  # bytes per second, of a rank
     latency: float  # seconds of all steps once round
 
@@ -42,12 +41,12 @@ def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
     has = cluster.kernels
     nodes = -(-ranks // inside)
     if nodes == 1:
-        return AxisLinks(ranks, ranks, cluster.inside_bandwidth, (ranks - 1) * has.nvlink_step)
+        return AxisLinks(ranks, cluster.inside_bandwidth, (ranks - 1) * has.nvlink_step)
     bandwidth = cluster.card_bandwidth * inside
     if inside > 1:
         bandwidth = min(bandwidth, cluster.inside_bandwidth)
     steps = (nodes - 1) * has.network_step + (ranks - nodes) * has.nvlink_step
-    return AxisLinks(ranks, inside, bandwidth, steps)
+    return AxisLinks(inside, bandwidth, steps)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import (
@@ -45,7 +46,7 @@ from parallel101.cost.update_seconds import (
     optimizer_seconds,
 )
 
-# name of a part → what limits the step if it takes most
+# name of a part → what takes its time, and limits the step if that is most
 LIMITS = {
     "matmul": "the tensor cores: products of matrices",
     "memory-bound": "memory bandwidth: norms, softmax, additions",
@@ -131,38 +132,32 @@ def step_time(
     embedding = embedding_seconds(shape, cluster, cut, software)
     head = head_seconds(shape, cluster, cut, software)
 
-    P, M, last = layout.pp, layout.microbatches, layout.pp - 1
+    P, M = layout.pp, layout.microbatches
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
-    mine = [sum(layers[rank::P]) for rank in range(P)]
-    kinds = [(mine[rank], rank == 0, rank == last) for rank in range(P)]
-    passes = {kind: together(layer, *kind, embedding, head) for kind in set(kinds)}
-    took = {kind: one.seconds for kind, one in passes.items()}
-    of_rank = [took[kind] for kind in kinds]
-    slowest = of_rank.index(max(of_rank))
-
-    stages = {kind: Stage(shape, *kind) for kind in passes}
-    sums = {
-        kind: accumulation_seconds(layout, cluster, software, stage)
-        for kind, stage in stages.items()
-    }
-    stage, one = stages[kinds[slowest]], passes[kinds[slowest]]
-    busy = one.both
-    added, moved = sums[kinds[slowest]]
+    stages = [Stage(shape, sum(layers[rank::P]), rank == 0, rank == P - 1) for rank in range(P)]
+    kinds: dict[Stage, RankSeconds] = {}  # most ranks are alike
+    for stage in stages:
+        if stage not in kinds:
+            one = together(layer, *stage[1:], embedding, head)
+            sums = accumulation_seconds(layout, cluster, software, stage)
+            kinds[stage] = RankSeconds(stage, one, one.seconds, *sums)
+    ranks = [kinds[stage] for stage in stages]
+    slowest = max(ranks, key=lambda rank: rank.seconds)
+    of_rank = [rank.seconds for rank in ranks]
+    busy = slowest.one.both
     sends = M if layout.zero_stage >= 2 else 1
-    dp, moved_elsewhere = waiting_for_gradients(
-        shape, layout, cluster, software, kinds, passes, sums, slowest
-    )
+    dp, moved_elsewhere = waiting_for_gradients(layout, cluster, software, ranks, slowest)
     # LIMITS has the parts in the order of Seconds' fields
     parts = {name: M * seconds for name, seconds in zip(LIMITS, busy)}
-    parts["memory-bound"] += added + sends * moved
+    parts["memory-bound"] += slowest.added + sends * slowest.moved
     if not busy.host:
         del parts["host"]
     parts["pp"] = pipeline_seconds(shape, layout, cluster, software, of_rank)
     parts["dp"] = dp
-    others = sum(of_rank) - of_rank[slowest]
-    parts["bubble"] = bubble_seconds(layout, others, one) + moved_elsewhere
-    parts["optimizer"] = optimizer_seconds(layout, cluster, software, stage)
+    others = sum(of_rank) - slowest.seconds
+    parts["bubble"] = bubble_seconds(layout, others, slowest.one) + moved_elsewhere
+    parts["optimizer"] = optimizer_seconds(layout, cluster, software, slowest.stage)
     return StepTime(
         parts,
         model_flops=model_flops(shape, layout.batch),
@@ -220,45 +215,46 @@ def together(
     return Pass(forward, backward)
 
 
+class RankSeconds(NamedTuple):
+    """The seconds of a microbatch on a rank, and of adding up and moving gradients."""
+
+    stage: Stage
+    one: Pass
+    seconds: float  # of both passes
+    added: float
+    moved: float
+
+
 def waiting_for_gradients(
-    shape: ModelShape,
     layout: ParallelLayout,
     cluster: Cluster,
     software: Software,
-    kinds: list[tuple[int, bool, bool]],
-    passes: dict[tuple[int, bool, bool], Pass],
-    sums: dict[tuple[int, bool, bool], tuple[float, float]],
-    slowest: int,
+    ranks: list[RankSeconds],
+    slowest: RankSeconds,
 ) -> tuple[float, float]:
     """Return the exposed seconds along dp, and those in which other stages fill buckets.
 
     The last microbatch's backward goes through one stage after the other, and on each it waits for
     messages of the stage's own gradients, which are first moved to buckets. The slowest rank waits
     for all of them.
-
-    Args:
-        kinds: of each rank's stage: its layers, and whether it is the first or the last one.
-        passes, sums: of a microbatch and of `accumulation_seconds`, of each kind.
-        slowest: the rank whose seconds these are.
     """
+
+    def found(rank: RankSeconds) -> GradientSeconds:
+        forward, backward = rank.one.forward.total, rank.one.backward.total + rank.moved
+        return gradient_seconds(layout, cluster, software, rank.stage, forward, backward)
 
     if layout.dp * layout.cp * layout.ep == 1:
         return 0.0, 0.0
-
-    def found(kind: tuple[int, bool, bool]) -> tuple[GradientSeconds, float]:
-        stage, one, moved = Stage(shape, *kind), passes[kind], sums[kind][1]
-        forward, backward = one.forward.total, one.backward.total + moved
-        return gradient_seconds(layout, cluster, software, stage, forward, backward), moved
-
-    if len(kinds) == 1 or not software.buckets:
-        return sum(found(kinds[slowest])[0]), 0.0
-    of = {kind: found(kind) for kind in passes}
-    mine, _ = of[kinds[slowest]]
-    others = [of[kind] for rank, kind in enumerate(kinds) if rank != slowest]
+    mine = found(slowest)
+    if len(ranks) == 1 or not software.buckets:
+        return sum(mine), 0.0
+    waits = {id(rank): found(rank) for rank in {id(rank): rank for rank in ranks}.values()}
+    others = [*ranks]
+    others.remove(slowest)
     parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
-    waited = sum(gradients.last for gradients, _ in others) / parts
-    after = of[kinds[0]][0].after  # its backward is the last one
-    moved = sum(moved for _, moved in others) / parts
+    waited = sum(waits[id(rank)].last for rank in others) / parts
+    after = waits[id(ranks[0])].after  # its backward is the last one
+    moved = sum(rank.moved for rank in others) / parts
     return mine.before + mine.last + waited + after, moved
 
 

@@ -8,25 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from parallel101.cost.step_memory import PARTS
+from parallel101.cost.step_time import LIMITS
 from parallel101.laboratory.planner.planned_layout import PlannedLayout, TrainingPlan
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
 from parallel101.laboratory.viz.run_table import TextTable, as_text
 
-# name of a part of StepTime → what it is
-PART_WORDS = {
-    "matmul": "products of matrices, and attention",
-    "memory-bound": "other kernels, bound by memory bandwidth",
-    "host": "waiting for the CPU to launch kernels",
-    "tp": "messages along tp that nothing hides",
-    "cp": "messages along cp that nothing hides",
-    "ep": "messages along ep that nothing hides",
-    "pp": "messages between stages that nothing hides",
-    "dp": "gradients and weights along dp that nothing hides",
-    "bubble": "bubble: waiting for other stages",
-    "optimizer": "optimizer",
-}
 NOT_MODELLED = {
     "allocator fragmentation": "PyTorch's allocator reserves more than the tensors need. Leave "
     "some headroom, or plan with a smaller --memory.",
@@ -179,7 +167,7 @@ def ring_note(plan: TrainingPlan) -> str:
 def time_table(of: PlannedLayout) -> TextTable:
     """Return a table that shows where the time of a step goes."""
     rows = [
-        [human_seconds(seconds), f"{seconds / of.seconds:.1%}", PART_WORDS[name]]
+        [human_seconds(seconds), f"{seconds / of.seconds:.1%}", LIMITS[name]]
         for name, seconds in of.parts.items()
         if seconds
     ]
@@ -189,7 +177,7 @@ def time_table(of: PlannedLayout) -> TextTable:
     note = f"What limits it{' besides the products' * besides}: {of.limit}."
     return TextTable(
         f"Time of layout 1: {layout_text(of.layout)}",
-        ["seconds", "share", "of a step"],
+        ["seconds", "share", "goes to"],
         rows,
         2,
         note,
