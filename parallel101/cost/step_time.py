@@ -245,11 +245,10 @@ def waiting_for_gradients(
 
     if layout.dp * layout.cp * layout.ep == 1:
         return 0.0, 0.0
-    mine = found(slowest)
     if len(ranks) == 1 or not software.buckets:
-        return sum(mine), 0.0
-    waits = {id(rank): found(rank) for rank in {id(rank): rank for rank in ranks}.values()}
-    others = [*ranks]
+        return sum(found(slowest)), 0.0
+    waits = {key: found(rank) for key, rank in {id(rank): rank for rank in ranks}.items()}
+    mine, others = waits[id(slowest)], [*ranks]
     others.remove(slowest)
     parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
     waited = sum(waits[id(rank)].last for rank in others) / parts

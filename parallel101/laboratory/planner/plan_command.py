@@ -41,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch-tokens",
-        type=_whole,
+        type=amount,
         metavar="N",
         help="tokens of a step, e.g. 4194304 or 4Mi (default: the model's own, or 4Mi)",
     )
     parser.add_argument(
-        "--time", type=_whole, metavar="N", help="tokens of a sample (default: the model's own)"
+        "--time", type=amount, metavar="N", help="tokens of a sample (default: the model's own)"
     )
     parser.add_argument(
         "--memory",
-        type=_memory,
+        type=memory,
         metavar="SIZE",
         help="of a GPU, e.g. 72GB (default: the device's)",
     )
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top",
-        type=_whole,
+        type=amount,
         default=10,
         metavar="N",
         help="how many layouts are shown, the fastest of each mesh (default: 10)",
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show several layouts of one mesh, too")
     parser.add_argument(
         "--simulate",
-        type=_count,
+        type=count,
         default=3,
         metavar="N",
         help="how many of them are then run on virtual GPUs (default: 3)",
@@ -174,31 +174,26 @@ def parse_layout(text: str) -> dict[str, Any]:
     return found
 
 
-def amount(text: str) -> float:
-    """Return an amount: "4Mi" → 4194304.0, "80G" → 8e10.
+def amount(text: str) -> int:
+    """Return a whole amount: "4Mi" → 4194304, "80G" → 80000000000.
 
     Raises ArgumentTypeError for anything else.
     """
     matched = AMOUNT.fullmatch(text.replace(",", "").replace("_", ""))
-    if matched is None or float(matched[1]) <= 0:
+    value = float(matched[1]) * UNITS[matched[2]] if matched else 0.0
+    if value <= 0 or value != int(value):
         raise argparse.ArgumentTypeError(
-            f"{text} is not an amount; expected a number, with k, M, G, Ki, Mi or Gi if you like"
+            f"{text} is not an amount; expected a whole number, with k, M, G, Ki, Mi or Gi if you "
+            "like"
         )
-    return float(matched[1]) * UNITS[matched[2]]
-
-
-def _whole(text: str) -> int:
-    value = amount(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
     return int(value)
 
 
-def _count(text: str) -> int:
-    return 0 if text == "0" else _whole(text)
+def count(text: str) -> int:
+    return 0 if text == "0" else amount(text)
 
 
-def _memory(text: str) -> float:
+def memory(text: str) -> int:
     value = amount(text.removesuffix("B"))
     if value < 1e6:
         raise argparse.ArgumentTypeError(
