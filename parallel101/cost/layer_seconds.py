@@ -157,25 +157,14 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: 
     cp = context_seconds(shape, cluster, cut, core + in_core, 2)
     cp_back = context_seconds(shape, cluster, cut, core_after + in_core_after, 4)
 
-    launches = len(linear) + len(memory.around) + len(memory.core) + 2
-    launches_back = 2 * len(linear) + len(memory.after) + len(memory.core_after) + 4
-    busy, busy_back = around + in_core, after + in_core_after
-    first = Seconds(
-        forward + core,
-        busy,
-        waiting_for_host(forward + core + busy, launches, software),
-        2 * tp,
-        cp,
-        ep,
-    )
-    second = Seconds(
-        backward + core_after,
-        busy_back,
-        waiting_for_host(backward + core_after + busy_back, launches_back, software),
-        tp_back,
-        cp_back,
-        ep,
-    )
+    kernels = len(linear) + len(memory.around) + len(memory.core) + 2
+    kernels_back = 2 * len(linear) + len(memory.after) + len(memory.core_after) + 4
+    busy, products = around + in_core, forward + core
+    host = waiting_for_host(products + busy, kernels, software)
+    first = Seconds(products, busy, host, 2 * tp, cp, ep)
+    busy, products = after + in_core_after, backward + core_after
+    host = waiting_for_host(products + busy, kernels_back, software)
+    second = Seconds(products, busy, host, tp_back, cp_back, ep)
     if cut.recompute == "full":
         second = second.plus(first)
         if not software.fused and not shape.dropout:  # torch stops before the last product

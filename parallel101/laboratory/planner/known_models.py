@@ -35,45 +35,29 @@ HERD = '"The Llama 3 Herd of Models" (arXiv 2407.21783), table 3; vocabulary: th
 HERD += " 128,000 tokens and 256 special ones; time: section 3.4.1, before the context is extended"
 
 
-def llama_3(name: str, width: int, layers: int, heads: int, feed_forward: int) -> KnownModel:
-    shape = ModelShape(
-        width=width,
-        layers=layers,
-        heads=heads,
-        vocabulary=128256,
-        time=8192,
-        kv_heads=8,
-        feed_forward=feed_forward,
-        gated=True,
-        norm="rms",
-        biases=False,
-        positions="rotary",
-        tied=False,
-        name=name,
-    )
-    return KnownModel(shape, None, HERD)
+# what LLaMAs have in common
+LLAMA: dict[str, Any] = {
+    "gated": True,
+    "norm": "rms",
+    "biases": False,
+    "positions": "rotary",
+    "tied": False,
+}
+LLAMA_3 = ModelShape(4096, 32, 32, 128256, 8192, 8, 14336, **LLAMA, name="llama-3-8b")
+LLAMA_3_70B = replace(
+    LLAMA_3, width=8192, layers=80, heads=64, feed_forward=28672, name="llama-3-70b"
+)
+LLAMA_3_405B = replace(
+    LLAMA_3, width=16384, layers=126, heads=128, feed_forward=53248, name="llama-3-405b"
+)
+GPT_3 = ModelShape(12288, 96, 96, 50257, 2048, name="gpt3-175b")
+GPT_3_PAPER = '"Language Models are Few-Shot Learners" (arXiv 2005.14165), table 2.1; vocabulary: '
+GPT_3_PAPER += "GPT-2's; batch: 1,536 samples, as in Narayanan et al. (arXiv 2104.04473), table 1"
 
 
-KNOWN_MODELS: dict[str, KnownModel] = {
-    known.shape.name: known
-    for known in (
-        llama_3("llama-3-8b", 4096, 32, 32, 14336),
-        llama_3("llama-3-70b", 8192, 80, 64, 28672),
-        llama_3("llama-3-405b", 16384, 126, 128, 53248),
-        KnownModel(
-            ModelShape(
-                width=12288,
-                layers=96,
-                heads=96,
-                vocabulary=50257,
-                time=2048,
-                name="gpt3-175b",
-            ),
-            1536,
-            '"Language Models are Few-Shot Learners" (arXiv 2005.14165), table 2.1; vocabulary: '
-            "GPT-2's; batch: 1,536 samples, as in Narayanan et al. (arXiv 2104.04473), table 1",
-        ),
-    )
+KNOWN_MODELS = {
+    **{shape.name: KnownModel(shape, None, HERD) for shape in (LLAMA_3, LLAMA_3_70B, LLAMA_3_405B)},
+    GPT_3.name: KnownModel(GPT_3, 1536, GPT_3_PAPER),
 }
 
 # Hugging Face's key → ModelShape's
@@ -204,30 +188,19 @@ def from_hugging_face(found: Mapping[str, Any], where: str) -> ModelShape:
             "fields of ModelShape (width, layers, heads, vocabulary, time, …)"
         )
     # what LlamaConfig has if a key is missing, apart from sizes, which every file has
-    values: dict[str, Any] = {"num_key_value_heads": None, "tie_word_embeddings": False}
-    values |= {key: found[key] for key in HUGGING_FACE if key in found}
+    values: dict[str, Any] = {"num_key_value_heads": None, "tie_word_embeddings": False, **found}
     missing = [key for key in HUGGING_FACE if key not in values]
     if missing:
         raise ValueError(
             f"{where} has no {missing[0]!r}: expected {', '.join(HUGGING_FACE)}, as in the "
             "config.json of a LLaMA"
         )
-    shape = made(
-        where,
-        **{HUGGING_FACE[key]: value for key, value in values.items()},
-        gated=True,
-        norm="rms",
-        biases=False,
-        positions="rotary",
-        name=str(found.get("_name_or_path", "")).rpartition("/")[2],
-    )
-    head_width = found.get("head_dim") or shape.width // shape.heads
-    for key, value, expected in (
-        ("head_dim", head_width, shape.width // shape.heads),
-        ("attention_bias", found.get("attention_bias", False), False),
-        ("mlp_bias", found.get("mlp_bias", False), False),
-    ):
-        if value != expected:
+    sizes = {ours: values[key] for key, ours in HUGGING_FACE.items()}
+    name = str(found.get("_name_or_path", "")).rpartition("/")[2]
+    shape = made(where, **{**LLAMA, **sizes, "name": name})
+    usual = {"head_dim": shape.head_width, "attention_bias": False, "mlp_bias": False}
+    for key, expected in usual.items():
+        if (value := found.get(key) or expected) != expected:
             raise ValueError(
                 f"{where} has {key}={value!r}: expected {expected!r}; other LLaMAs aren't modelled"
             )
