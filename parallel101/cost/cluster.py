@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from parallel101.cost.field_checks import check_whole
 from parallel101.cost.hardware import Chip, KernelFigures, Level, Torus, chip_of
 
 
@@ -40,9 +41,7 @@ class Cluster:
                 f"Cluster({self.chip.name!r}): expected a GPU with figures of its kernels, such as "
                 "'A100', 'H100' or 'B200'"
             )
-        for name in ("gpus", "nodes_of"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"Cluster({name}={value!r}): expected a whole number, 1 or more")
+        check_whole(self, "gpus", "nodes_of")
         for name in ("memory", "network"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel101.cost.field_checks import check_known, check_whole
+
 KNOWN = {
     "norm": ("layer", "rms"),
     "positions": ("learned", "rotary"),
@@ -53,11 +55,9 @@ class ModelShape:
         return hash((self.width, self.layers, self.heads))  # caches ask for it often
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "vocabulary", "time"):
-            self._whole(name, getattr(self, name))
-        for name in ("kv_heads", "feed_forward"):
-            if (value := getattr(self, name)) is not None:
-                self._whole(name, value)
+        check_whole(self, "width", "layers", "heads", "vocabulary", "time")
+        optional = ("kv_heads", "feed_forward")
+        check_whole(self, *(name for name in optional if getattr(self, name) is not None))
         if self.width % self.heads:
             raise ValueError(
                 f"width={self.width} isn't a multiple of heads={self.heads}: expected as many "
@@ -68,17 +68,11 @@ class ModelShape:
                 f"heads={self.heads} isn't a multiple of kv_heads={self.kv}: expected as many "
                 "heads for each pair of key and value"
             )
-        for name, known in KNOWN.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}")
+        check_known(self, KNOWN)
         if type(self.experts) is not int or self.experts < 0:
             raise ValueError(f"experts={self.experts!r}: expected a whole number, 0 for none")
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise ValueError(f"top_k={self.top_k}: expected 1 to experts={self.experts}")
-
-    def _whole(self, name: str, value: object) -> None:
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
 
     @property
     def head_width(self) -> int:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from parallel101.cost.field_checks import check_known, check_whole
+
 # how many running averages of the gradients an optimizer keeps, each as large as the weights
 AVERAGES = {"adamw": 2, "momentum": 1, "sgd": 0}
 KNOWN: dict[str, tuple[Any, ...]] = {
@@ -55,12 +57,8 @@ class ParallelLayout:
     context: str = "zigzag"
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "microbatches", "chunks"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
-        for name, known in KNOWN.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}")
+        check_whole(self, "dp", "tp", "pp", "cp", "ep", "microbatch", "microbatches", "chunks")
+        check_known(self, KNOWN)
         if self.chunks > 1 and self.pp == 1:
             raise ValueError(f"chunks={self.chunks} without a pipeline: expected pp of 2 or more")
         if self.chunks > 1 and self.microbatches % self.pp:
