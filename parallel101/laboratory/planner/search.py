@@ -8,10 +8,13 @@ that layout_rules.py lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
+
+from tqdm import tqdm
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
@@ -27,7 +30,7 @@ from parallel101.laboratory.planner.layout_rules import (
     meshes_of,
     why_not_mesh,
 )
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, bar, most_of
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, most_of
 from parallel101.laboratory.record.units import decimal_bytes
 
 
@@ -113,6 +116,11 @@ def search(
                 found.smallest = evaluated.most, layout
     found.best = sorted(best.values(), key=lambda one: (one.time.seconds, one.most))[:top]
     return found
+
+
+def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
+    """Return the items, with a progress bar if they take longer than a second."""
+    return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
 
 
 # ── if nothing fits ──
