@@ -115,10 +115,6 @@ def test_a_comparison_measures_every_side_in_every_round_and_divides_by_its_peer
     assert ratio(rounds, "a", "b") == ("**1.000**", "0.500 … 3.000")
 
 
-def counted(name: str):
-    return None if name == "nowhere" else lambda: dist.barrier()
-
-
 def test_the_interval_of_a_median_holds_the_true_one_in_95_of_100_cases() -> None:
     draws, held = random.Random(0), 0
     for _ in range(1000):
