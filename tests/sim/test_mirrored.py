@@ -138,7 +138,7 @@ def sums_numbers(sizes):
     ("program", "words"),
     [
         (tree, "waits forever.*trees and doubling need all ranks"),
-        (sums_numbers, "with numbers in all_reduce.*use the meta"),
+        (sums_numbers, "and numbers only in operations.*Use the meta"),
     ],
 )
 def test_what_is_not_the_same_at_all_positions_is_refused(program, words):

@@ -209,16 +209,6 @@ def test_an_eager_message_does_not_wait_for_its_receive(receive_at):
     )
 
 
-def test_two_ranks_that_both_send_first_do_not_deadlock_if_eager():
-    def program(rank):
-        x = torch.full((1,), float(rank))
-        dist.send(x, 1 - rank)
-        dist.recv(x, 1 - rank)
-        return x.item()
-
-    assert run(program, 2, Network(eager=4)).results == [1.0, 0.0]
-
-
 def test_a_message_to_oneself_takes_no_time():
     def program(rank):
         x = torch.zeros(3)

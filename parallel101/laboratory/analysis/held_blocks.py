@@ -9,14 +9,16 @@ sum_terms.py. `laboratory.viz.sharded_product` draws the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, einsum
 
 from parallel101.laboratory.analysis.sum_terms import term_counts
 from parallel101.laboratory.record.trace import Trace
+
+RecordedProduct = Any  # a parallel101.sharding.ShardedRun, whose module imports the picture
 
 
 class HeldRectangle(NamedTuple):
@@ -34,29 +36,6 @@ class BlockColumn(NamedTuple):
     title: str  # of the step that made it; "" for what the ranks began with
     array: Any  # its sharding
     state: int  # the number of the state in which the ranks hold it
-
-
-class RecordedProduct(Protocol):
-    """The attributes of a `parallel101.sharding.ShardedRun` that are read here."""
-
-    @property
-    def plan(self) -> Any: ...
-    @property
-    def operands(self) -> Sequence[Tensor]: ...
-    @property
-    def expected(self) -> Tensor: ...
-    @property
-    def held(self) -> Sequence[Sequence[Mapping[str, Tensor]]]: ...
-    @property
-    def run(self) -> Any: ...
-    @property
-    def program(self) -> bool: ...
-    @property
-    def found(self) -> Any: ...
-    @property
-    def wrong(self) -> Sequence[int]: ...
-    @property
-    def verdict(self) -> str: ...
 
 
 def columns_of(run: RecordedProduct) -> Iterator[BlockColumn]:

@@ -8,24 +8,11 @@ exactly, and its time on another machine is not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 MOST_POINTS = 400
-
-
-class CountedActivations(Protocol):
-    """The counts that `p101.count_activations` yields."""
-
-    @property
-    def kept(self) -> Sequence[Any]: ...
-    @property
-    def changes(self) -> Sequence[Any]: ...
-    @property
-    def phases(self) -> Sequence[Any]: ...
-    @property
-    def peak(self) -> int: ...
+CountedActivations = Any  # what `p101.count_activations` yields
 
 
 class HeldOverTime(NamedTuple):

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from parallel101.laboratory.analysis.overlap import (
     Interval,
@@ -33,29 +32,7 @@ from parallel101.laboratory.record.trace import Trace
 
 # a span's name → the kind of its slot
 KINDS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}
-
-
-class PlannedSlot(Protocol):
-    """A slot of `schedule(…).time(…)`.
-
-    Its action has stage, kind, microbatch; or it has parts, which are computed together.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def action(self) -> Any: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-
-
-class Planned(Protocol):
-    """The result of `schedule(…).time(…)`."""
-
-    @property
-    def slots(self) -> Sequence[PlannedSlot]: ...
+Planned = Any  # the result of `schedule(…).time(…)`, whose module imports the picture
 
 
 class TimedAction(NamedTuple):

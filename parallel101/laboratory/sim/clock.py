@@ -151,7 +151,6 @@ class World:
         self.links = Links(self.schedule, network.latency_overlaps)
         self.limits = TimeLimits(self)
         self.events: list[EventRow] = []
-        self.recording = True  # whether anybody will read them
         self.event_groups = EventGroups()
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None

@@ -99,9 +99,8 @@ class SharedState:
     def unfinished(self) -> list[EventRow]:
         """Return the events of all that has not ended, as if it ended now."""
         in_flight = self.world.in_flight()
-        sends = [getattr(item, "send", item) for item in in_flight]
         matched = [
-            send for send in sends if isinstance(send, SendWork) and send.receive is not None
+            send for send in in_flight if isinstance(send, SendWork) and send.receive is not None
         ]
         messages = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
         collectives = [

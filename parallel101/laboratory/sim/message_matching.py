@@ -349,6 +349,7 @@ class PointToPointGroup(torch_private.PythonGroup):
     """
 
     takes_meta = True
+    make_send: type[SendWork] = SendWork
 
     def __init__(
         self,
@@ -382,7 +383,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         if not 0 <= dst < self.count:
             rank_at(self.member.number, "send", dst, self.ranks)
         world, rank, tensor, unmatched = self.world, self.member, tensors[0], self.unmatched
-        work, peer = SendWork(), self.ranks[dst]
+        work, peer = self.make_send(), self.ranks[dst]
         self._fill_in(work, tensor, peer, tag, where_from(sys._getframe(1)))
         now, nbytes, pointer = work.posted, work.nbytes, work.pointer
         work.ended = False

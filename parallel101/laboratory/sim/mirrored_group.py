@@ -110,22 +110,18 @@ class MirroredMessages(UnmatchedMessages):
         if (send.peer, receive.peer) == (receive.rank.number, send.rank.number):
             super().match(send, channel, receive)
             return
-        problem = None
-        if send.dtype != receive.dtype or (not send.pointer) != (not receive.pointer):
-            problem = "of another dtype, or on another device, than the one that it sends there"
-        elif send.pointer:
-            operation = send.within[0] if send.within else ""
-            if send.nbytes != receive.nbytes:
-                problem = f"of {receive.nbytes} bytes, and sends {send.nbytes} bytes there"
-            elif send.within and operation not in GIVE:
-                problem = (
-                    f"with numbers in {operation}, to which each rank gives others: use the meta "
-                    "device, or a run with all ranks"
-                )
-        if problem:
+        differs = send.dtype != receive.dtype or bool(send.pointer) != bool(receive.pointer)
+        if send.pointer and not differs:  # with numbers, which must be those of the other ranks
+            differs = send.nbytes != receive.nbytes or bool(
+                send.within and send.within[0] not in GIVE
+            )
+        if differs:
             error = MisuseError(
-                f"rank {receive.rank.number} stands for ranks that have no thread, and receives a "
-                f"tensor {problem}\n  {receive.call().brief}\n  {send.call().brief}",
+                f"rank {receive.rank.number} stands for ranks that have no thread, and its message "
+                "isn't what they would send it: expected the dtype and device of its own message "
+                "to them, and numbers only in operations that give each rank the same. Use the "
+                f"meta device, or a run with all ranks\n  {receive.call().brief}\n  "
+                f"{send.call().brief}",
                 receive.rank.number,
             )
             send.world.fail(error, receive.rank)

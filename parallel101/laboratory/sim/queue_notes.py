@@ -15,7 +15,6 @@ from parallel101.laboratory.sim.queues import (
     Queue,
     QueuedCollective,
     QueuedState,
-    Queues,
 )
 
 Note = tuple[str, str]  # a sentence, and "file:line" or ""
@@ -29,72 +28,54 @@ MOST_BEHIND, MOST_OTHER_QUEUES = 5, 2  # notes of each sort: the error shows eig
 
 def queue_notes(shared: QueuedState) -> list[Note]:
     """Return the notes for the error of a run in which no rank can go on."""
-    queues = shared.queues
+    queues = shared.queues.of
     behind: list[Note] = []
     other_queues: list[Note] = []
-    for (communicator, _), queue in sorted(queues.of.items()):
+    for (communicator, _), queue in sorted(queues.items()):
         if not queue.operations:
             continue
         started = queue.operations[0]
         for message in started.to_meet:
-            if (behind_it := _other_side_behind(queues, communicator, message)) is not None:
-                behind.append(_behind(behind_it[0], behind_it[1].operations[0]))
-            elif (
-                other := _other_side_elsewhere(queues, communicator, started, message)
-            ) is not None:
+            others = list(_other_sides(queues, started.label, message))
+            here = [other for other in others if other[1].queue.communicator == communicator]
+            later = [(other, operation) for other, operation in here if not operation.started]
+            elsewhere = [o for o, operation in others if o in operation.to_meet]
+            if later:
+                behind.append(_behind(later[0][0], later[0][1].queue.operations[0]))
+            elif elsewhere:
                 other_queues.append(
-                    _in_another_queue(message, communicator == started.label, other)
+                    _in_another_queue(message, communicator == started.label, elsewhere[0])
                 )
         for collective in started.collectives:
             for rank in sorted(collective.absent()):
-                queue_of_rank = queues.of.get((communicator, rank))
-                if queue_of_rank is None or not queue_of_rank.operations:
-                    continue
-                if (same := _same_behind(queue_of_rank, collective)) is not None:
-                    behind.append(_behind(same, queue_of_rank.operations[0]))
-                elif rank > collective.rank.number and not other_queues:
+                theirs = queues.get((communicator, rank))
+                operations = list(theirs.operations) if theirs else []
+                same = [
+                    other
+                    for operation in operations
+                    for other in operation.collectives
+                    if not operation.started and other.collective is collective.collective
+                ]
+                if same:
+                    behind.append(_behind(same[0], operations[0]))
+                elif operations and rank > collective.rank.number and not other_queues:
                     other_queues += [
-                        _different(collective, other)
-                        for other in queue_of_rank.operations[0].collectives
+                        _different(collective, other) for other in operations[0].collectives
                     ]
     notes = [*sorted(set(behind))[:MOST_BEHIND], *dict.fromkeys(other_queues[:MOST_OTHER_QUEUES])]
     notes += [(text, "") for text in shared.warnings.texts()]
     return [*notes, (ADVICE, "")] if behind else notes
 
 
-def _not_started(queue: Queue) -> Iterator[Operation]:
-    return (operation for operation in queue.operations if not operation.started)
-
-
-def _other_side_behind(
-    queues: Queues, communicator: str, message: MessageWork
-) -> tuple[MessageWork, Queue] | None:
-    """Return a message's other side if it is behind another operation of the same communicator."""
-    queue = queues.of.get((communicator, message.peer or 0))
-    if queue is not None:
-        for operation in _not_started(queue):
-            for other in operation.messages:
+def _other_sides(
+    queues: dict[tuple[str, int], Queue], group: str, message: MessageWork
+) -> Iterator[tuple[MessageWork, Operation]]:
+    """Yield what a message could meet in the queues of its group, and the operation that has it."""
+    for (_, rank), queue in queues.items():
+        for operation in queue.operations if rank == message.peer else ():
+            for other in operation.messages if operation.label == group else ():
                 if other.kind != message.kind and other.peer == message.rank.number:
-                    return other, queue
-    return None
-
-
-def _other_side_elsewhere(
-    queues: Queues, communicator: str, started: Operation, message: MessageWork
-) -> MessageWork | None:
-    """Return a message's other side if it is in another communicator of the same group."""
-    for (name, rank), queue in queues.of.items():
-        if rank == message.peer and name != communicator:
-            for operation in queue.operations:
-                for other in operation.to_meet if operation.label == started.label else []:
-                    if other.kind != message.kind and other.peer == message.rank.number:
-                        return other
-    return None
-
-
-def _same_behind(queue: Queue, collective: QueuedCollective) -> QueuedCollective | None:
-    others = (other for operation in _not_started(queue) for other in operation.collectives)
-    return next((other for other in others if other.collective is collective.collective), None)
+                    yield other, operation
 
 
 def _text(one: MessageWork | QueuedCollective) -> str:

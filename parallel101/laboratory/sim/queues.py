@@ -71,11 +71,6 @@ class Operation(SimWork):
     All of it starts together.
     """
 
-    __slots__ = (
-        *("collectives", "done", "future", "in_queue", "label", "messages"),
-        *("queue", "rank", "started", "tensors", "to_end", "to_meet", "world"),
-    )
-
     def __init__(self, group: QueuedGroup):
         self.world = group.world
         self.rank = group.member
@@ -251,9 +246,7 @@ class Queues:
             operation.to_meet.remove(message)
 
     def request(self, send: SendWork) -> None:
-        self.world.links.request(
-            self.world.now, send.order, send.rank.number, send.number, Transfer(self, send)
-        )
+        self.world.links.request(self.world.now, send.order, send.rank.number, send.number, send)
 
     def end(self, message: MessageWork) -> None:
         self.operation_of.pop(message).one_ended()
@@ -302,28 +295,17 @@ class QueuedState(SharedState):
         return super().unwaited() + behind
 
 
-class Transfer:
-    """A message on the links of the network: both sides have started it, or it is eager.
+class QueuedSend(SendWork):
+    """A send under NCCL's rules: when it ends, the queues of both sides move on."""
 
-    When it ends, the queues move on.
-    """
-
-    __slots__ = ("duration", "hops", "latency", "queues", "send")
-
-    def __init__(self, queues: Queues, send: SendWork):
-        self.queues = queues
-        self.send = send
-        self.hops = send.hops
-        self.duration, self.latency = send.duration, send.latency
-
-    def start(self, now: float) -> None:
-        self.send.start(now)
+    __slots__ = ()
+    group: QueuedGroup
 
     def fire(self) -> None:
-        self.send.fire()
-        if self.send.receive is not None:
-            self.queues.end(self.send.receive)
-        self.queues.end(self.send)
+        super().fire()
+        if self.receive is not None:
+            self.group.queues.end(self.receive)
+        self.group.queues.end(self)
 
 
 class QueuedCollective(CollectiveWork):
@@ -372,6 +354,7 @@ class QueuedGroup(SimGroup):
     """One rank's view of a group under NCCL's rules. Its backend is called "sim_nccl"."""
 
     averages_integers = True
+    make_send = QueuedSend
 
     def __init__(self, shared: QueuedState, *args: Any):
         super().__init__(shared, *args)

@@ -32,6 +32,7 @@ import gc
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -61,13 +62,6 @@ from parallel101.laboratory.sim.stores import SimStore, SimStores
 from parallel101.laboratory.sim.work import poll_future, wait_for_future
 
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
-
-
-class NoEvents(list):
-    """The record of a run that is not recorded."""
-
-    def append(self, _: object) -> None:
-        """Forget an event."""
 
 
 @dataclass
@@ -125,7 +119,7 @@ def simulate(
     world = World(world_size, network, mirrors)
     world.limits.keep_waiting = keep_waiting
     if not recording:
-        world.events, world.recording = NoEvents(), False
+        world.events = deque(maxlen=0)  # type: ignore[assignment]
     torch_worlds = [torch_private.RankWorld() for _ in world.ranks]
     shared: SharedState
     new_group: Callable[..., SimGroup]
@@ -194,7 +188,7 @@ def simulate(
     of_one_rank = error is not None and not isinstance(error, DeadlockError | MisuseError)
     return SimResult(
         results,
-        world.events,
+        world.events if recording else [],
         unfinished,
         unwaited,
         error,

@@ -54,7 +54,7 @@ def activations_scene(
         ValueError: nothing to draw, or more than 16 ranks.
     """
     if hasattr(activations, "changes"):
-        activations = {"": activations}  # type: ignore[dict-item]
+        activations = {"": activations}
     elif not isinstance(activations, Mapping):
         activations = {f"rank {rank}": of for rank, of in enumerate(activations)}
     if not 0 < len(activations) <= MOST_RANKS:
