@@ -113,7 +113,7 @@ class MessageWork(SimWork):
     waited: bool  # on gloo, a program may wait for a message only once
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self.waited and self.future is None:
+        if self.waited and self.done and self.future is None:
             error = waited_twice(self.rank.number, self.kind)
             self.world.fail(error, self.rank)
             raise error
