@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 from tests.browser.lab import ROOT, jupyterlab
 from tests.lessons.lesson import read
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 
 CONTROLS = {
     "button",

@@ -20,7 +20,7 @@ from parallel101.laboratory.publish.tools.collectives_atlas_page import (
 )
 from parallel101.laboratory.publish.tools.recorded_collectives import LARGE, SMALL, Choice, record
 from parallel101.laboratory.record.units import human_bytes, human_seconds
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser

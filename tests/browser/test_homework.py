@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 from tests.browser.lab import ROOT, TOKEN
 
 pytestmark = pytest.mark.browser

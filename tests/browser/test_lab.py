@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from parallel101.laboratory.publish.page import WIDGET
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 from tests.browser.lab import TOKEN
 from tests.lessons.lesson import LESSONS
 

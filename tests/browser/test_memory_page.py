@@ -36,7 +36,7 @@ from parallel101.laboratory.publish.tools.memory_page import (
     memory_page,
 )
 from parallel101.laboratory.record.units import decimal_bytes
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser

@@ -28,11 +28,11 @@ from parallel101.laboratory.publish.page import (
 from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.tools import TOOL_PAGES
 from parallel101.laboratory.publish.tools.in_notebook import explore_memory, explore_schedule
-from parallel101.laboratory.viz.chromium import Browser
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.explore import explore_collective
 from parallel101.laboratory.viz.plots import sweep
 from parallel101.laboratory.viz.timeline import timeline_scene
+from tests.browser.browser import Browser
 from tests.browser.seen import (
     cut_off,
     out_of_reach,

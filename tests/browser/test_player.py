@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.laboratory.viz.chromium import Browser
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.timeline import timeline_scene
+from tests.browser.browser import Browser
 from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from parallel101.laboratory.viz.chromium import FLAGS, Browser
+from parallel101.laboratory.viz.chromium import FLAGS
 from parallel101.laboratory.viz.palette import THEMES
+from tests.browser.browser import Browser
 
 pytestmark = pytest.mark.browser
 PICTURE = Path(__file__).parents[2] / "docs" / "ring.svg"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.laboratory.publish import run_page as module
 from parallel101.laboratory.publish.run_page import run_page
-from parallel101.laboratory.viz.chromium import Browser
 from parallel101.spans import recorder, span
+from tests.browser.browser import Browser
 from tests.browser.seen import out_of_reach, too_pale, too_small, without_a_name
 
 pytestmark = pytest.mark.browser

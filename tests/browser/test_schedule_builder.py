@@ -22,8 +22,8 @@ from parallel101.laboratory.publish.tools.schedule_builder_page import (
     schedule_builder_page,
     score,
 )
-from parallel101.laboratory.viz.chromium import Browser
 from parallel101.trainers.schedules.with_messages import with_messages
+from tests.browser.browser import Browser
 from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser

@@ -15,7 +15,7 @@ from parallel101.laboratory.publish.index import index_page
 from parallel101.laboratory.publish.reference import ADDRESS, make_reference
 from parallel101.laboratory.publish.search_index import FILE, search_index
 from parallel101.laboratory.publish.write_site import search_entries
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 from tests.browser.seen import (
     cut_off,
     out_of_reach,

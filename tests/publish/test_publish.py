@@ -20,7 +20,7 @@ from parallel101.laboratory.publish.execute import run_notebook
 from parallel101.laboratory.publish.offline_page import POLICY
 from parallel101.laboratory.publish.page import Lesson, external_addresses, lesson_body, lesson_page
 from parallel101.laboratory.publish.tools import TOOL_PAGES
-from parallel101.laboratory.viz.chromium import Browser
+from tests.browser.browser import Browser
 
 PIXEL = (
     bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000")

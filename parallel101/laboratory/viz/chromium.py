@@ -1,14 +1,13 @@
 """Controls Chromium over DevTools with websocket-client.
 
-It opens a page, presses keys, runs JavaScript and takes screenshots. It saves scenes as PNG and GIF
-(raster.py), and the tests use lessons as a reader would.
+It opens a page and runs JavaScript. It saves scenes as PNG and GIF (raster.py), and benchmarks
+measure pages with it.
 
-with Browser(path) as browser: browser.open(url); browser.js("1 + 1"); browser.key("ArrowRight")
+with Browser(path) as browser: browser.open(url); browser.js("1 + 1")
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -169,66 +168,3 @@ class Browser:
             if time.monotonic() > end:
                 raise RuntimeError(f"{url} did not load within 60 s")
             time.sleep(0.02)
-
-    def emulate(self, media: str = "", **features: str) -> None:
-        """Set media features, e.g. emulate(prefers_color_scheme="dark").
-
-        `media`: "print" for the layout on paper.
-        """
-        settings = [
-            {"name": name.replace("_", "-"), "value": value} for name, value in features.items()
-        ]
-        self.call("Emulation.setEmulatedMedia", media=media, features=settings)
-
-    def resize(self, width: int, height: int = 900) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-
-    def key(self, key: str, text: str = "") -> None:
-        """Press and release a key."""
-        for kind in ("keyDown", "keyUp"):
-            extra: dict[str, object] = {"text": text} if text and kind == "keyDown" else {}
-            if key == "Tab":  # Chromium moves the focus only if it gets the key's number
-                extra["windowsVirtualKeyCode"] = 9
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code="Space" if key == " " else key,
-                **extra,
-            )
-
-    def click(self, element: str) -> None:
-        """Click with the mouse in the middle of an element, given as a JavaScript expression.
-
-        If another element covers it, that one gets the click.
-        """
-        x, y = self.js(f"""new Promise(done => {{
-            const place = () => {{
-                const box = ({element}).getBoundingClientRect();
-                return [box.x + box.width / 2, box.y + box.height / 2];
-            }};
-            const rest = was => requestAnimationFrame(() =>
-                place().join() === was.join() ? done(was) : rest(place()));
-            ({element}).scrollIntoView({{ block: "center" }});
-            rest([]); }})""")
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def picture(self, whole: bool = False) -> bytes:
-        """Take a screenshot, as PNG.
-
-        `whole`: of the whole page, also what is below the window.
-        """
-        area: dict[str, object] = {}
-        if whole:
-            area = {
-                "captureBeyondViewport": True,
-                "clip": {**self.call("Page.getLayoutMetrics")["cssContentSize"], "scale": 1},
-            }
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png", **area)["data"])
