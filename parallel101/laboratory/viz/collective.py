@@ -102,8 +102,7 @@ def collective_scene(
     scene.duration = timing.duration
     scene.narrow = (480, 842)
     scene.style += STYLE
-    scene.panel(narrow="translate(0,0)").write(scene.title, 28, 40, None, "h")
-    scene.panel(narrow="none").write(captions.size, 932, 40, 13, "m e")
+    scene.head(captions.size, "")
     _draw_captions(scene, timing, captions)
     if many:
         draw_many_ranks(scene, replay, timing, captions.phases)
@@ -153,19 +152,13 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
         show(text, fact, timing.start(step), timing.arrival(step) if error else until)
         if error:
             show(error, fact, timing.arrival(step), until, wrong=True)
-        label = [f"Step {step + 1} of {replay.steps}{', ' + phase if phase else ''}: {text}", error]
+        label = f"Step {step + 1} of {replay.steps}{', ' + phase if phase else ''}: {text} {error}"
         if last and captions.result:
-            label.append(captions.result)
-            show(
-                label[-1],
-                fact,
-                timing.reveal,
-                scene.duration + 1,
-                wrong=bool(captions.verdict.faults),
-            )
-        scene.stops.append(
-            Stop(timing.start(step), timing.end(step), " ".join(part for part in label if part))
-        )
+            label += f" {captions.result}"
+            wrong = bool(captions.verdict.faults)
+            show(captions.result, fact, timing.reveal, scene.duration + 1, wrong)
+        label = " ".join(label.split())
+        scene.stops.append(Stop(timing.start(step), timing.end(step), label))
 
 
 def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> None:
@@ -186,34 +179,25 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> Non
     paths: dict[str, str] = {"sum": "", "copy": ""}
     for i, m in enumerate(replay.messages if not many else ()):
         added = replay.known and any(landing.added for landing in replay.landings[i])
-        width = max(0.8, x(m.end) - x(m.start) - 1)
-        paths["sum" if added else "copy"] += box(
-            x(m.start) + 0.5, TOP + senders[m.src] * row, width, row * 0.72
-        )
+        width, y = max(0.8, x(m.end) - x(m.start) - 1), TOP + senders[m.src] * row
+        paths["sum" if added else "copy"] += box(x(m.start) + 0.5, y, width, row * 0.72)
     if many and span:
         tall, each = row * len(senders), WIDTH / BINS
-        shares = enumerate(sending_over_time(replay, begin, span))
-        paths["copy"] = "".join(
-            box(LEFT + k * each, TOP + tall * (1 - share), each, tall * share)
-            for k, share in shares
-        )
+        for k, share in enumerate(sending_over_time(replay, begin, span)):
+            paths["copy"] += box(LEFT + k * each, TOP + tall * (1 - share), each, tall * share)
     for name, path in paths.items():
         if path:
             bars.path(path, name)
     bottom = TOP + row * len(senders)
     cursor = bars.path(f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", "now")
-    cursor.key(
-        "translate",
-        *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())],
-    )
-    clock = (
-        "All sends, in virtual time."
-        if replay.trace.backend == "sim"
-        else "All sends, as recorded."
-    )
-    legend = f"{clock} Grey: added on arrival. Blue: copied." if all(paths.values()) else clock
+    frames = [(t, (x(recorded), 0.0)) for t, recorded in timing.cursor()]
+    cursor.key("translate", (0.0, (LEFT, 0.0)), *frames)
+    clock = "in virtual time." if replay.trace.backend == "sim" else "as recorded."
+    legend = f"All sends, {clock}"
+    if all(paths.values()):
+        legend += " Grey: added on arrival. Blue: copied."
     if many:
-        legend = f"How many of the {len(replay.ranks)} ranks are sending, {clock.split(', ')[1]}"
+        legend = f"How many of the {len(replay.ranks)} ranks are sending, {clock}"
     for text, place, anchor, narrow in (
         ("0", LEFT, "", "translate(0,334)"),
         (legend, LEFT + WIDTH / 2, " c", "translate(-240,348)"),  # on a phone, one line lower

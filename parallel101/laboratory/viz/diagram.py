@@ -32,12 +32,8 @@ def diagram_of(topology: LogicalTopology) -> Diagram:
     order, n = topology.order, len(topology.order)
     if topology.kind == "pair":
         shift = 110.0 if n == 2 else 0.0
-        return Diagram(
-            topology,
-            {rank: (ASIDE[0] + (2 * i - 1) * shift, ASIDE[1]) for i, rank in enumerate(order)},
-            25.0,
-            CORNER,
-        )
+        pair = {rank: (ASIDE[0] + (2 * i - 1) * shift, ASIDE[1]) for i, rank in enumerate(order)}
+        return Diagram(topology, pair, 25.0, CORNER)
     if topology.kind in ("ring", "chain"):
         radius = 138.0 if n <= 8 else 150.0
         return Diagram(topology, _circle(order, CENTRE, radius), _node(n, radius), (*CENTRE, 66.0))
@@ -90,26 +86,19 @@ def _tree(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
     down = min(92.0, 290.0 / max(depth, 1))
     left = ASIDE[0] - across * (leaves - 1) / 2
     top = CENTRE[1] - down * depth / 2
-    return {rank: (left + across * column[rank], top + down * level[rank]) for rank in column}, min(
-        25.0, 0.36 * across, 0.34 * down
-    )
+    at = {rank: (left + across * column[rank], top + down * level[rank]) for rank in column}
+    return at, min(25.0, 0.36 * across, 0.34 * down)
 
 
 def _grid(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
     """Place ranks in rows × columns, with room at the right for arcs if a column is closed."""
-    order, columns = topology.order, topology.columns
-    rows, beside = (
-        len(order) // columns,
-        any((order.index(a) - order.index(b)) % columns == 0 for a, b in topology.wrap_around),
-    )
-    across, down = (
-        min(104.0, (250.0 if beside else 300.0) / max(columns - 1, 1)),
-        min(100.0, 200.0 / max(rows - 1, 1)),
-    )
+    order, columns, rows = topology.order, topology.columns, len(topology.order) // topology.columns
+    place = order.index
+    beside = any((place(a) - place(b)) % columns == 0 for a, b in topology.wrap_around)
+    across = min(104.0, (250.0 if beside else 300.0) / max(columns - 1, 1))
+    down = min(100.0, 200.0 / max(rows - 1, 1))
     middle = 306.0 if rows < 4 else 298.0  # below the ring that counts the steps
     left, top = ASIDE[0] - 25 * beside - across * (columns - 1) / 2, middle - down * (rows - 1) / 2
-    at = {
-        rank: (left + across * (i % columns), top + down * (i // columns))
-        for i, rank in enumerate(order)
-    }
+    places = (divmod(i, columns) for i in range(len(order)))
+    at = {rank: (left + across * c, top + down * r) for rank, (r, c) in zip(order, places)}
     return at, min(25.0, 0.3 * across, 0.3 * down)

@@ -51,14 +51,10 @@ def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
         if back and a > b:
             continue  # one line for both directions
         points = _path(diagram, a, b, margin=4.0)
-        marks = (
-            {}
-            if many
-            else {"marker_end": "url(#tip)", "marker_start": "url(#tip)" if back else None}
-        )
+        tips = {"marker_end": "url(#tip)", "marker_start": "url(#tip)" if back else None}
         width = 1 if many else 1.5 if len(links) > 24 else 2
         d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        panel.add("path", d=d, class_="link", stroke_width=width, **marks)
+        panel.add("path", d=d, class_="link", stroke_width=width, **({} if many else tips))
 
 
 def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
@@ -74,15 +70,12 @@ def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
         return [(x0 + ux * reach, y0 + uy * reach), (x1 - ux * reach, y1 - uy * reach)]
     # arcs along a row bend upwards, arcs along a column to the right
     bow = 2.3 * diagram.node + 0.12 * math.hypot(x1 - x0, y1 - y0)
-    bow = (
-        max(bow, 4 * tile_size(diagram) + 12) if two_way_arcs(diagram) else bow
-    )  # four tiles side by side: both ways, straight and on the arc
-    mx, my = ((x0 + x1) / 2, y0 - bow) if abs(y1 - y0) < 1 else (x0 + bow, (y0 + y1) / 2)
-    return [
-        p
-        for p in _curve((x0, y0), (mx, my), (x1, y1))
-        if min(math.dist(p, (x0, y0)), math.dist(p, (x1, y1))) >= reach - 1
-    ]
+    if two_way_arcs(diagram):  # four tiles side by side: both ways, straight and on the arc
+        bow = max(bow, 4 * tile_size(diagram) + 12)
+    start, end = (x0, y0), (x1, y1)
+    middle = ((x0 + x1) / 2, y0 - bow) if abs(y1 - y0) < 1 else (x0 + bow, (y0 + y1) / 2)
+    curve = _curve(start, middle, end)
+    return [p for p in curve if min(math.dist(p, start), math.dist(p, end)) >= reach - 1]
 
 
 def _ranks(panel: Node, diagram: Diagram) -> None:
@@ -101,19 +94,13 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
 
     for name, vertical in zip(topology.axes, (False, True)):
         if name:  # of a mesh: below a rank of the lowest row, and along the first column
-            (x0, y0), (x1, y1) = (
-                diagram.at[topology.order[0]],
-                diagram.at[topology.order[-1 - topology.columns // 2]],
+            x0, y0 = diagram.at[topology.order[0]]
+            x, y = diagram.at[topology.order[-1 - topology.columns // 2]]
+            x, y = (
+                (x0 - diagram.node - 12, (y0 + y) / 2) if vertical else (x, y + diagram.node + 13)
             )
-            at = (
-                (x0 - diagram.node - 12, (y0 + y1) / 2)
-                if vertical
-                else (x1, y1 + diagram.node + 13)
-            )
-            turned = f"rotate(-90 {at[0]:.1f} {at[1]:.1f})" if vertical else None
-            panel.write(
-                f"← {name}" if vertical else f"{name} →", at[0], at[1], 13, "m c", transform=turned
-            )
+            turned = f"rotate(-90 {x:.1f} {y:.1f})" if vertical else None
+            panel.write(f"← {name}" if vertical else f"{name} →", x, y, 13, "m c", transform=turned)
 
 
 def draw_step_ring(
@@ -132,31 +119,22 @@ def draw_step_ring(
         a, b = s * turn + gap, (s + 1) * turn - gap
         if steps == 1:
             a, b = 0.05, 2 * math.pi - 0.05
-        large = int(b - a > math.pi)
-        d = (
-            f"M{x + radius * math.sin(a):.1f} {y - radius * math.cos(a):.1f}A{radius:.1f} "
-            f"{radius:.1f} 0 {large} 1 {x + radius * math.sin(b):.1f} "
-            f"{y - radius * math.cos(b):.1f}"
+        (x0, y0), (x1, y1) = (
+            (x + radius * math.sin(turn), y - radius * math.cos(turn)) for turn in (a, b)
         )
+        way = f"{radius:.1f} {radius:.1f} 0 {int(b - a > math.pi)} 1"
+        d = f"M{x0:.1f} {y0:.1f}A{way} {x1:.1f} {y1:.1f}"
         panel.path(d, "arc", style="stroke:var(--faint)")
         colour = "ink" if replay.adds(s) else "accent"
-        panel.path(d, "arc", style=f"stroke:var(--{colour})").show(
-            (timing.start(s), timing.duration + 1)
-        )
+        done = panel.path(d, "arc", style=f"stroke:var(--{colour})")
+        done.show((timing.start(s), timing.duration + 1))
         text = panel.add("g").show((timing.start(s), timing.start(s + 1)))
         text.write("step", x, y - 29 * big, 12 if central else 11, "m c")
-        text.write(
-            s + 1,
-            x,
-            y + 10 * big + (0 if central else 3),
-            max(22.0, 40 * big),
-            "c",
-            font_weight=650,
-        )
+        low = y + 10 * big + (0 if central else 3)
+        text.write(s + 1, x, low, max(22.0, 40 * big), "c", font_weight=650)
         if phases[s]:
-            text.write(
-                phases[s], x, y + 29 if central else y + radius + 18, 12.5 if central else 12, "b c"
-            )
+            low, size = (y + 29, 12.5) if central else (y + radius + 18, 12.0)
+            text.write(phases[s], x, low, size, "b c")
 
 
 def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> None:
@@ -169,22 +147,16 @@ def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> 
         sizes = [tile_box(replay, i, tile_size(diagram)) for i in indices]
         largest = max(width for width, _ in sizes), max(height for _, height in sizes)
         for rank in sorted({replay.messages[i].dst for i in indices}):
-            mine = [i for i in indices if replay.messages[i].dst == rank]
-            _flash(
-                flashes,
-                diagram,
-                rank,
-                [landing for i in mine for landing in replay.landings[i]] if replay.known else [],
-            )
+            own = [i for i in indices if replay.known and replay.messages[i].dst == rank]
+            _flash(flashes, diagram, rank, [x for i in own for x in replay.landings[i]])
         for i in indices:
             m = replay.messages[i]
             points = flight(diagram, m.src, m.dst, (m.dst, m.src) in pairs, largest)
             leaves, arrives = timing.flight(i)
             tile = _tile(tiles, replay, i, tile_size(diagram))
             last = len(points) - 1
-            frames = [
-                (leaves + (arrives - leaves) * k / last, point) for k, point in enumerate(points)
-            ]
+            times = (leaves + (arrives - leaves) * k / last for k in range(len(points)))
+            frames = list(zip(times, points))
             tile.key("translate", *frames, mode="ease" if last == 1 else "linear")
 
 
@@ -213,10 +185,9 @@ def flight(diagram: Diagram, src: int, dst: int, both_ways: bool, tile: Point) -
         middle = clear
     else:
         ux, uy = mx / near, my / near
-        outside = both_ways and ux * right[0] + uy * right[1] > 0
-        middle = min(near + both_ways * (large / 2 + 2), rim) - (
-            0 if outside or not both_ways else large + 4
-        )
+        outside = ux * right[0] + uy * right[1] > 0
+        middle = min(near + both_ways * (large / 2 + 2), rim)
+        middle -= large + 4 if both_ways and not outside else 0
     # so that the curve's middle is so far from the centre
     cx, cy = 2 * middle * ux - mx + ASIDE[0], 2 * middle * uy - my + ASIDE[1]
     return _curve((x0, y0), (cx, cy), (x1, y1))
@@ -264,12 +235,10 @@ def tile_size(diagram: Diagram) -> float:
     On a torus, four tiles can pass each other.
     """
     size = min(28.0, max(9.0, 1.15 * diagram.node))
+    if not two_way_arcs(diagram):
+        return size
     places = list(diagram.at.values())
-    return (
-        min(size, (math.dist(places[0], places[diagram.topology.columns]) - 10) / 4)
-        if two_way_arcs(diagram)
-        else size
-    )
+    return min(size, (math.dist(places[0], places[diagram.topology.columns]) - 10) / 4)
 
 
 def tile_box(replay: Replay, index: int, side: float) -> Point:
@@ -279,9 +248,8 @@ def tile_box(replay: Replay, index: int, side: float) -> Point:
         return max(side, _bytes_width(_bytes_text(replay, index, side), side)), 0.72 * side
     if len(landings) > MOST_TILES:
         return max(side, 0.35 * side * len(_pack_text(replay, landings, side)) + 12), side
-    return ((side, side), (1.44 * side, side), (1.24 * side, 1.24 * side))[
-        min(len(landings), 3) - 1
-    ]
+    boxes = (side, side), (1.44 * side, side), (1.24 * side, 1.24 * side)
+    return boxes[min(len(landings), 3) - 1]
 
 
 def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
@@ -289,11 +257,8 @@ def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
 
     If the contents are unknown, the tile shows the bytes.
     """
-    tile, landings, box = (
-        parent.add("g"),
-        replay.landings[index] if replay.known else [],
-        tile_box(replay, index, side),
-    )
+    tile, box = parent.add("g"), tile_box(replay, index, side)
+    landings = replay.landings[index] if replay.known else []
     if not landings:
         _bytes(tile, _bytes_text(replay, index, side), box)
     elif len(landings) > MOST_TILES:
@@ -310,10 +275,8 @@ def _bytes_text(replay: Replay, index: int, side: float) -> str:
     """
     nbytes = replay.messages[index].nbytes
     text = human_bytes(nbytes) if not replay.known or not nbytes else "–"
-    fits = side > LEGIBLE and (
-        replay.topology.kind != "circle" or _bytes_width(text, side) < 1.7 * side
-    )
-    return text if fits else ""
+    wide = replay.topology.kind == "circle" and _bytes_width(text, side) >= 1.7 * side
+    return text if side > LEGIBLE and not wide else ""
 
 
 def _bytes_width(text: str, side: float) -> float:
@@ -334,23 +297,17 @@ def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) ->
     font = min(0.57 * height, 0.8 * width)
     for k, landing in enumerate(landings):
         x, y = (k % columns - (columns - 1) / 2) * width, (k // columns - (rows - 1) / 2) * height
-        colour, rim = (
-            landing.chunk % 8,
-            "bad" if any(count > 1 for count in landing.carried) else "k",
-        )
-        # memory that was never written
-        look, ink = (
-            (f"f{colour} {rim}", f"b c o{colour}") if any(landing.carried) else ("gone", "b c")
-        )
+        colour, rim = landing.chunk % 8, "bad" if max(landing.carried) > 1 else "k"
+        look, ink = f"f{colour} {rim}", f"b c o{colour}"
+        if not any(landing.carried):  # memory that was never written
+            look, ink = "gone", "b c"
         tile.rect(x - width / 2, y - height / 2, width, height, look, rx=0.21 * min(width, height))
         tile.write(replay.chunks[landing.chunk].label, x, y + font * 0.32, font, ink)
 
 
 def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:
     text = chunk_letters([replay.chunks[landing.chunk].label for landing in landings])
-    return (
-        text if "–" in text else f"{len(landings)} chunks" if side > LEGIBLE else str(len(landings))
-    )
+    return text if "–" in text else f"{len(landings)}{' chunks' * (side > LEGIBLE)}"
 
 
 def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
@@ -362,7 +319,6 @@ def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
     each, font = (width - 8) / len(landings), 0.51 * height
     tile.rect(-width / 2, -height / 2, width, height, "pack", rx=6)
     for k, landing in enumerate(landings):
-        tile.rect(
-            -width / 2 + 4 + k * each, height * 0.2, each, height * 0.18, f"f{landing.chunk % 8}"
-        )
+        left = -width / 2 + 4 + k * each
+        tile.rect(left, height * 0.2, each, height * 0.18, f"f{landing.chunk % 8}")
     tile.add("text", text, y=font * 0.11, font_size=font, class_="b c")

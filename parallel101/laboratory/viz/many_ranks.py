@@ -33,9 +33,8 @@ def draw_many_ranks(scene: Scene, replay: Replay, timing: Timing, phases: list[s
     """Add a summary of each step and the matrix of messages."""
     scene.style += STYLE + ".before{fill:var(--accent);opacity:.35}.present{fill:var(--accent)}"
     panel = scene.panel(narrow="translate(18,-16)")
-    draw_step_ring(
-        panel, replay, Diagram(replay.topology, {}, 0.0, (*CENTRE, 66.0)), timing, phases
-    )
+    diagram = Diagram(replay.topology, {}, 0.0, (*CENTRE, 66.0))
+    draw_step_ring(panel, replay, diagram, timing, phases)
     for step in range(replay.steps):
         group = panel.add("g").show((timing.start(step), timing.start(step + 1)))
         for k, line in enumerate(step_facts(replay, step)):
@@ -47,20 +46,14 @@ def step_facts(replay: Replay, step: int) -> list[str]:
     """Return facts about a step: how many messages, of how many bytes, and how far they go."""
     messages = [replay.messages[i] for i in replay.in_step(step)]
     sizes = sorted({m.nbytes for m in messages})
-    size = (
-        human_bytes(sizes[0])
-        if len(sizes) == 1
-        else f"{human_bytes(sizes[0])} to {human_bytes(sizes[-1])}"
-    )
+    size = " to ".join(dict.fromkeys(map(human_bytes, (sizes[0], sizes[-1]))))
     n, place = len(replay.ranks), {rank: i for i, rank in enumerate(replay.ranks)}
     ways = {place[m.dst] - place[m.src] for m in messages}
     apart = sorted({min(way % n, -way % n) for way in ways})
     if len({way % n for way in ways}) == 1 and (len(ways) == 1 or 2 * apart[0] != n):
         up = min(ways, key=abs) > 0  # the others go around the end
-        far = (
-            f"each to the rank {apart[0]} "
-            f"{'higher' if up else 'lower'}{f', modulo {n}' * (len(ways) > 1)}"
-        )
+        far = f"each to the rank {apart[0]} {'higher' if up else 'lower'}"
+        far += f", modulo {n}" * (len(ways) > 1)
     elif len(apart) <= 4:
         far = f"between ranks that are {listed(apart)} apart"
     else:
@@ -82,28 +75,17 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
     grid.ground(panel)
     grid.names(panel, "from \\ to", every=4 if n <= 32 else 8 if n <= 64 else 16)
 
-    def cells(step: int, without: set[tuple[int, int]]) -> str:
-        pairs = sorted(
-            {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
-            - without
-        )
-        return "".join(
-            box(
-                LEFT + place[dst] * width,
-                TOP + place[src] * height,
-                max(width, 3.0),
-                max(height, 3.0),
-            )
-            for src, dst in pairs
-        )
+    def cells(pairs: set[tuple[int, int]]) -> str:
+        corners = (grid.inside(place[src], place[dst])[:2] for src, dst in sorted(pairs))
+        return "".join(box(*corner, max(width, 3.0), max(height, 3.0)) for corner in corners)
 
     past, now, seen = panel.add("g"), panel.add("g"), set[tuple[int, int]]()
     for step in range(replay.steps):
-        fresh, begin = cells(step, seen), timing.start(step)
-        seen |= {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
-        if fresh:
-            past.path(fresh, "before").show((timing.arrival(step), timing.duration + 1))
-        now.path(cells(step, set()), "present").show((begin, timing.start(step + 1)))
+        pairs = {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
+        if fresh := pairs - seen:
+            past.path(cells(fresh), "before").show((timing.arrival(step), timing.duration + 1))
+        now.path(cells(pairs), "present").show((timing.start(step), timing.start(step + 1)))
+        seen |= pairs
     note = "Dark: the messages of this step. Light: of the steps before."
     panel.write(note, LEFT + WIDTH / 2, TOP + HEIGHT + 20, 12, "m c")
 

@@ -29,7 +29,7 @@ from parallel101.laboratory.analysis.held_blocks import (
 )
 from parallel101.laboratory.record.units import human_bytes
 from parallel101.laboratory.viz.palette import CHUNK
-from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+from parallel101.laboratory.viz.scene import Node, Scene
 
 LEFT, RIGHT, TOP = 112.0, 948.0, 150.0
 WIDEST, LONG, SHORT = 280.0, 92.0, 20.0  # of a column; the longest side of a box, and the shortest
@@ -79,7 +79,6 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     scene = Scene(
         960, math.ceil(TOP + ranks * row + 30), title or text, description(run, columns, drawn)
     )
-    scene.definitions.append(HATCHING)
     scene.style += (
         ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}"
         ".lack{fill:url(#hatching)}.bad{fill:none;stroke:var(--warn);stroke-width:2}"

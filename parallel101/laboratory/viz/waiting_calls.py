@@ -14,7 +14,7 @@ from parallel101.laboratory.analysis.replay import Replay
 from parallel101.laboratory.record.events import Event, Message
 from parallel101.laboratory.record.units import human_seconds
 from parallel101.laboratory.viz.matrix import LEFT, MIDDLE, NARROW, WIDTH
-from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+from parallel101.laboratory.viz.scene import Node, Scene
 from parallel101.laboratory.viz.timing import Timing
 
 LEGEND = (
@@ -29,7 +29,6 @@ STYLE = ".waits{fill:url(#hatching);stroke:var(--hatch)}.takes{fill:var(--mute)}
 def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
     """Add a row for each rank with its sends and receives, and a cursor."""
     scene.style += STYLE + ".gives{fill:var(--accent)}"
-    scene.definitions.append(HATCHING)
     panel = scene.panel(narrow=NARROW)
     n, messages = len(replay.ranks), replay.messages
     row = min(TALL, ALL / n)
