@@ -68,18 +68,13 @@ class Captions:
         if self._barrier:
             return "Barrier" if n > 2 else "Barrier on two ranks"
         if self.operation is None:
-            shapes = {
-                "ring": f"a ring of {n} ranks",
-                "chain": f"a chain of {n} ranks",
-                "star": f"rank {topology.root} and {n - 1} others",
-                "tree": f"a tree of {n} ranks",
-                "grid": f"a grid of {n} ranks",
-            }
             if not self.replay.messages and self.replay.trace.unfinished:
                 return f"Unfinished calls on {n} ranks"
-            place = (
-                shapes.get(topology.kind, f"{n} ranks") if self.replay.messages else f"{n} ranks"
-            )
+            place = f"{n} ranks"
+            if self.replay.messages and topology.kind in ("ring", "chain", "tree", "grid"):
+                place = f"a {topology.kind} of {n} ranks"
+            elif self.replay.messages and topology.kind == "star":
+                place = f"rank {topology.root} and {n - 1} others"
             return f"Messages on {place}" if n > 2 else "Messages between two ranks"
         if not self.replay.messages:
             return self.operation.capitalize()
@@ -127,21 +122,13 @@ class Captions:
             )
         if not replay.known:
             return f"{_count(len(replay.messages), 'message')} between {len(replay.ranks)} ranks."
-        holders = [
-            r
-            for r in replay.ranks
-            if any(any(replay.cells[r, c][0][1]) for c in range(len(replay.chunks)))
-        ]
+        own = "Each rank starts with its own data."
         if self.operation == "all-to-all":
-            return (
-                "Each rank starts with its own data. A chunk's letter says where it goes: "
-                f"{self._destinations(4)}."
-            )
-        return (
-            f"Rank {holders[0]} starts with all the data."
-            if len(holders) == 1
-            else "Each rank starts with its own data."
-        )
+            return f"{own} A chunk's letter says where it goes: {self._destinations(4)}."
+        holders = {
+            rank for (rank, _), states in replay.cells.items() if states and any(states[0][1])
+        }
+        return f"Rank {min(holders)} starts with all the data." if len(holders) == 1 else own
 
     def _destinations(self, most: int) -> str:
         """Return the receiver of each chunk: "a to rank 0, b to rank 1, and so on"."""
@@ -154,17 +141,12 @@ class Captions:
         """The lines below the cells."""
         replay = self.replay
         if replay.sums:
-            return [
-                "Each stripe is one rank's data."
-                + (" A full cell is finished." if len(replay.chunks) > 1 else "")
-            ]
-        if self.operation == "all-to-all":
-            return [
-                f"Chunks go by letter: {self._destinations(2)}.",
-                "Each stripe is the part that came from one rank.",
-            ]
-        if any(len(chunk.stripes) > 1 for chunk in replay.chunks):
-            return ["Each stripe is the part that came from one rank."]
+            full = " A full cell is finished." * (len(replay.chunks) > 1)
+            return [f"Each stripe is one rank's data.{full}"]
+        by_letter = [f"Chunks go by letter: {self._destinations(2)}."]
+        by_letter *= self.operation == "all-to-all"
+        if by_letter or any(len(chunk.stripes) > 1 for chunk in replay.chunks):
+            return [*by_letter, "Each stripe is the part that came from one rank."]
         return ["A full cell: this rank has the chunk."]
 
     @cached_property
@@ -175,25 +157,17 @@ class Captions:
         """
         if self.verdict.replay.known:
             return self.verdict.sentence()
-        watched = (
-            self.replay.numel is not None
-            and any(m.payload for m in self.replay.messages)
-            and not self.replay.no_data
-        )
-        return (
-            "These values do not show which rank they came from, so the result is not judged."
-            if watched
-            else ""
-        )
+        watched = self.replay.numel is not None and not self.replay.no_data
+        if not watched or not any(m.payload for m in self.replay.messages):
+            return ""
+        return "These values do not show which rank they came from, so the result is not judged."
 
     @cached_property
     def size(self) -> str:
         """The fact at the top right: "4 ranks · gloo · 64 B in 4 chunks"."""
         replay, trace = self.replay, self.replay.trace
-        n = _count(trace.world_size, "rank")
-        head = (
-            f"{len(replay.ranks)} of {n}" if len(replay.ranks) != trace.world_size else n
-        ) + f" · {trace.backend}"
+        some = f"{len(replay.ranks)} of " * (len(replay.ranks) != trace.world_size)
+        head = f"{some}{_count(trace.world_size, 'rank')} · {trace.backend}"
         if not replay.known:
             unfinished = f" · {len(trace.unfinished)} unfinished" if trace.unfinished else ""
             return f"{head} · {_count(len(replay.messages), 'message')}{unfinished}"
@@ -215,9 +189,8 @@ class Captions:
             return f"{human_bytes(most)} sent by each rank so far"
         busiest = [rank for rank, nbytes in sent.items() if nbytes == most]
         who = f"rank {busiest[0]}" if len(busiest) == 1 else f"each of {len(busiest)} ranks"
-        return (
-            f"{human_bytes(most)} sent by {who} so far, {human_bytes(sum(sent.values()))} in total"
-        )
+        total = human_bytes(sum(sent.values()))
+        return f"{human_bytes(most)} sent by {who} so far, {total} in total"
 
     def step(self, step: int) -> str:
         """Return the sentence of a step: who sends what to whom, and what receivers do with it."""
@@ -225,41 +198,29 @@ class Captions:
         indices = replay.in_step(step)
         route = route_of(replay, indices)
         if not replay.known:
-            sizes = [replay.messages[i].nbytes for i in indices]
-            size = (
-                human_bytes(max(sizes))
-                if min(sizes) == max(sizes)
-                else f"up to {human_bytes(max(sizes))}"
-            )
+            sizes = {replay.messages[i].nbytes for i in indices}
+            size = "up to " * (len(sizes) > 1) + human_bytes(max(sizes))
             return sentence(f"{route.senders} {route.send} {size} to {route.receivers}")
         contents, plural = contents_of(replay, indices, route)
         modes = {landing.added for i in indices for landing in replay.landings[i]}
         if route.exchange:
-            who = "The ranks" if len(replay.ranks) > 2 else "The two ranks"
-            pairs = " in pairs" if len(replay.ranks) > 2 else ""
-            then = (
-                "adds what it receives to its own"
-                if modes == {True}
-                else "stores what it receives"
-                if modes <= {False}
-                else ""
-            )
-            return (
-                f"{who} exchange {contents}{pairs}, and "
-                f"{f'each {then}' if then else 'some of it is added, the rest is stored'}."
-            )
-        them = "them" if plural else "it"
+            who, pairs = "The two ranks", ""
+            if len(replay.ranks) > 2:
+                who, pairs = "The ranks", " in pairs"
+            then = "some of it is added, the rest is stored"
+            if len(modes) < 2:
+                then = "each stores what it receives"
+            if modes == {True}:
+                then = "each adds what it receives to its own"
+            return f"{who} exchange {contents}{pairs}, and {then}."
+        them, then = "them" if plural else "it", ""
         if modes == {True}:
-            then = (
-                ", which "
-                f"{f'add {them} to their' if route.many_receivers else f'adds {them} to its'} own"
-            )
+            add, whose = ("add", "their") if route.many_receivers else ("adds", "its")
+            then = f", which {add} {them} to {whose} own"
         elif len(modes) > 1:
             then = ", where some of it is added and the rest is stored"
         elif route.ring:
             then = f", which copies {them}"
-        else:
-            then = ""
         return sentence(f"{route.senders} {route.send} {contents} to {route.receivers}{then}")
 
     def new_error(self, step: int) -> str:
@@ -270,48 +231,35 @@ class Captions:
         """
         if any(self.replay.unwritten[i] for i in self.replay.in_step(step)):
             return self._unwritten(step)
-        found: dict[tuple[int, int], list[int]] = {}
         for (rank, chunk), states in sorted(self.replay.cells.items()):
-            for (_, before), (moment, after) in zip(states, states[1:], strict=False):
-                if not step <= moment < step + 1:
-                    continue
-                for origin, count in enumerate(after):
-                    if count > max(1, before[origin]) and count > self._most_before(
-                        chunk, origin, step
-                    ):
-                        found.setdefault((rank, chunk), []).append(origin)
-        if not found:
-            return ""
-        (rank, chunk), origins = next(iter(found.items()))
-        return (
-            f"On rank {rank}, {chunk_name(self.replay, chunk)} now contains {data_of(origins)} "
-            "more than once."
-        )
+            origins = [
+                origin
+                for (_, before), (moment, after) in zip(states, states[1:], strict=False)
+                for origin, count in enumerate(after)
+                if step <= moment < step + 1 and count > max(1, before[origin])
+                if count > self._most_before(chunk, origin, step)
+            ]
+            if origins:
+                what = f"{chunk_name(self.replay, chunk)} now contains {data_of(origins)}"
+                return f"On rank {rank}, {what} more than once."
+        return ""
 
     def _unwritten(self, step: int) -> str:
         named, others = [], []
         for i in self.replay.in_step(step):
             src = self.replay.messages[i].src
-            names = [
-                self.replay.chunks[x.chunk].label
-                for x in self.replay.landings[i]
-                if not any(x.carried)
-            ]
+            unknown = (x.chunk for x in self.replay.landings[i] if not any(x.carried))
+            names = [self.replay.chunks[chunk].label for chunk in unknown]
             if names:
-                it = "them" if len(names) > 1 else "it"
-                named.append(
-                    f"rank {src} sends chunk{'s' * (len(names) > 1)} {chunk_letters(names)} before "
-                    f"it has {it}"
-                )
+                chunks, it = ("chunks", "them") if len(names) > 1 else ("chunk", "it")
+                named.append(f"rank {src} sends {chunks} {chunk_letters(names)} before it has {it}")
             elif self.replay.unwritten[i]:
                 others.append(src)
         if len(named) > 4:
             named[3:] = [f"{len(named) - 3} more ranks do the same"]
         if others:
-            named.append(
-                f"{ranks_text(others)} send{'s' * (len(set(others)) == 1)} memory that was never "
-                "written"
-            )
+            send = "sends" if len(set(others)) == 1 else "send"
+            named.append(f"{ranks_text(others)} {send} memory that was never written")
         return sentence(", ".join(named))
 
     def _most_before(self, chunk: int, origin: int, step: int) -> int:
@@ -326,17 +274,13 @@ class Captions:
         That is the phase of an all-reduce, otherwise the operation, or what receivers do.
         """
         replay = self.replay
-        added = (
-            {landing.added for i in replay.in_step(step) for landing in replay.landings[i]}
-            if replay.known
-            else set()
-        )
+        of_step = replay.in_step(step) if replay.known else []
+        added = {landing.added for i in of_step for landing in replay.landings[i]}
         if not added:
             return ""
         if self.operation != "all-reduce":
-            return self.operation or (
-                "add, copy" if len(added) > 1 else "add" if True in added else "copy"
-            )
+            words = ["add"] * (True in added) + ["copy"] * (False in added)
+            return self.operation or ", ".join(words)
         if all(landing.added for message in replay.landings for landing in message):
             return "all-reduce"
         parts = len(replay.chunks) > 1
@@ -357,16 +301,11 @@ class Captions:
             return "Pairwise" if self._one_by_one else "Direct"
         if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
             return ""
-        if any(
-            len({replay.messages[i].src for i in replay.in_step(step)}) < n
-            for step in range(replay.steps)
-        ):
+        steps = [[replay.messages[i] for i in replay.in_step(s)] for s in range(replay.steps)]
+        if any(len({m.src for m in of_step}) < n for of_step in steps):
             # in doubling and halving every rank sends in every step; in a tree it does not
             return ""
-        sizes = [
-            max(replay.messages[i].nbytes for i in replay.in_step(step))
-            for step in range(replay.steps)
-        ]
+        sizes = [max(m.nbytes for m in of_step) for of_step in steps]
         grows = any(b > a for a, b in zip(sizes, sizes[1:], strict=False))
         shrinks = any(b < a for a, b in zip(sizes, sizes[1:], strict=False))
         if grows and shrinks:
@@ -393,9 +332,7 @@ class Captions:
         for rank in self.replay.ranks:
             posted = sorted(m.send.posted for m in self.replay.messages if m.src == rank)
             arrived = sorted(m.recv.end for m in self.replay.messages if m.dst == rank)
-            if any(
-                following < before for following, before in zip(posted[1:], arrived, strict=False)
-            ):
+            if any(after < before for after, before in zip(posted[1:], arrived, strict=False)):
                 return False
         return True
 
@@ -446,18 +383,14 @@ def route_of(replay: Replay, indices: list[int]) -> StepWords:
     who = "each rank" if everyone else ranks_text(senders)
     many = exchange or (not everyone and len(senders) > 1)
     if ring:
-        to = (
-            _neighbour(replay, pairs)
-            if len(pairs) == len(senders)
-            else "each of its two neighbours"
-        )
+        one = len(pairs) == len(senders)
+        to = _neighbour(replay, pairs) if one else "each of its two neighbours"
         return StepWords(who, "sends", to, True, False, False, False)
     if everyone and len(receivers) > 1:
         return StepWords(who, "sends", "another rank", False, exchange, many, False)
     to = ranks_text(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
-    return StepWords(
-        who, "send" if many else "sends", to, False, exchange, many, len(receivers) > 1
-    )
+    send = "send" if many else "sends"
+    return StepWords(who, send, to, False, exchange, many, len(receivers) > 1)
 
 
 def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
@@ -478,51 +411,35 @@ def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[s
     landings = [landing for i in indices for landing in replay.landings[i]]
     if not landings and any(replay.unwritten[i] for i in indices):
         return "memory that was never written", False
+    if not landings and route.many_senders:
+        return "messages without data", True
     if not landings:
-        return (
-            ("messages without data", True)
-            if route.many_senders
-            else ("a message without data", False)
-        )
+        return "a message without data", False
     whole = len(replay.chunks) == 1
     if len(indices) == 1 and not whole:
         names = [replay.chunks[landing.chunk].label for landing in landings]
         return f"chunk{'s' if len(names) > 1 else ''} {chunk_letters(names)}", len(names) > 1
     plural = route.many_senders or max(len(replay.landings[i]) for i in indices) > 1
     their = "their" if route.many_senders else "its"
-    own = all(
-        sum(x.carried) == 1 == x.carried[replay.messages[i].src]
-        for i in indices
-        for x in replay.landings[i]
-    )
+    carried = [(replay.messages[i].src, x) for i in indices for x in replay.landings[i]]
+    own = all(sum(x.carried) == 1 == x.carried[src] for src, x in carried)
     if not replay.sums:
-        fresh = own and all(
-            replay.chunks[x.chunk].stripes == (replay.messages[i].src,)
-            for i in indices
-            for x in replay.landings[i]
-        )
+        fresh = own and all(replay.chunks[x.chunk].stripes == (src,) for src, x in carried)
         if whole:
             return "the data", False
         if fresh and len(indices) > 1:
             return f"{their} own chunk{'s' if plural else ''}", plural
         counts = {len(replay.landings[i]) for i in indices}
-        several = (
-            f"{counts.pop()} chunks" if len(counts) == 1 and not route.many_senders else "chunks"
-        )
+        alike = len(counts) == 1 and not route.many_senders
+        several = f"{counts.pop()} chunks" if alike else "chunks"
         return (several if plural else "a chunk"), plural
     if any(landing.added for landing in landings):
         if not own:
             return ("partial sums" if plural else "a partial sum"), plural
-        return (
-            (f"{their} data", False)
-            if whole
-            else (f"{their} chunks" if plural else "a chunk", plural)
-        )
-    finished = all(
-        landing.carried[r] == 1
-        for landing in landings
-        for r in replay.chunks[landing.chunk].stripes
-    )
+        if whole:
+            return f"{their} data", False
+        return (f"{their} chunks" if plural else "a chunk"), plural
+    finished = all(x.carried[r] == 1 for x in landings for r in replay.chunks[x.chunk].stripes)
     kind = "finished " if finished else ""
     if whole:
         return f"the {kind}sum", False

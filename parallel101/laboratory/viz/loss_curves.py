@@ -23,7 +23,7 @@ import torch.distributed as dist
 from parallel101.laboratory.record.ipython import in_notebook
 from parallel101.laboratory.record.units import round_step
 from parallel101.laboratory.viz.palette import PLOTTED
-from parallel101.laboratory.viz.scene import Scene, data_uri
+from parallel101.laboratory.viz.scene import END, Scene, data_uri
 
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 INTERVAL = 0.25  # seconds between two drawings
@@ -82,17 +82,11 @@ def loss_scene(
     named = curves if isinstance(curves, Mapping) else {"loss": curves}
     lines = {name: points(curve) for name, curve in named.items()}
     if len(lines) > len(PLOTTED):
-        raise ValueError(
-            f"got {len(lines)} curves ({', '.join(lines)}): expected at most {len(PLOTTED)}"
-        )
-    scene = Scene(
-        960,
-        330,
-        title,
-        "; ".join(
-            f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line
-        ),
-    )
+        names = ", ".join(lines)
+        raise ValueError(f"got {len(lines)} curves ({names}): expected at most {len(PLOTTED)}")
+    ends_of = {name: (line[0][1], line[-1][1]) for name, line in lines.items() if line}
+    words = "; ".join(f"{name}: {a:.3g} to {b:.3g}" for name, (a, b) in ends_of.items())
+    scene = Scene(960, 330, title, words)
     scene.style += STYLE
     everything = [p for line in lines.values() for p in line] or [(0.0, 0.0)]
     last = until or max(step for step, _ in everything) or 1
@@ -106,9 +100,8 @@ def loss_scene(
     squeezed = (right - NARROW - LEFT) / (right - LEFT)
     if squeezed > 0.2:
         scene.narrow = (492, 330)
-    drawn = scene.panel(
-        narrow=f"translate({LEFT * (1 - squeezed):.1f},0) scale({squeezed:.3f},1)", class_="lines"
-    )
+    narrow = f"translate({LEFT * (1 - squeezed):.1f},0) scale({squeezed:.3f},1)"
+    drawn = scene.panel(narrow, class_="lines")
     ends = scene.panel(narrow=f"translate({-NARROW:g},0)")
     tick = round_step(high, 6)
     for k in range(int(high / tick) + 1):
@@ -117,39 +110,28 @@ def loss_scene(
         scene.write(f"{k * tick:.6g}", LEFT - 8, y + 4, 12, "m e")
     scene.write("0", LEFT, BOTTOM + 22, 12, "m")
     ends.write(f"step {last:g}", right, BOTTOM + 22, 12, "m e")
-    labels = sorted(
-        (at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line
-    )
-    for i, line in enumerate(lines.values()):
+    labels = []
+    for i, (name, line) in enumerate(lines.items()):
         if line:
             shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
             places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in shown))
-            drawn.add(
-                "polyline",
-                points=places,
-                fill="none",
-                class_=f"l{i}",
-                stroke_width=2.2,
-                stroke_dasharray=DASHES[i],
-            )
+            look = {"fill": "none", "stroke_width": 2.2, "stroke_dasharray": DASHES[i]}
+            drawn.add("polyline", points=places, class_=f"l{i}", **look)
+            x, y = at(*line[-1])
+            drawn.path(f"M{x:.1f} {y:.1f}h0", f"end l{i}")
+            labels.append((y, i, name))
     lowest = 0.0
-    for k, (y, i, name) in enumerate(labels):
+    for k, (y, i, name) in enumerate(sorted(labels)):
         # those that follow have room too
         lowest = max(min(y, BOTTOM - 18 * (len(labels) - 1 - k)), lowest + 18)
-        x, end = at(*list(lines.values())[i][-1])
-        drawn.path(f"M{x:.1f} {end:.1f}h0", f"end l{i}")
         ends.write(name, right + 12, lowest + 4, 13, f"b d{i}")
-        ends.write(f"{lines[name][-1][1]:.4f}", 932, lowest + 4, 13, "m e")
+        ends.write(f"{lines[name][-1][1]:.4f}", END, lowest + 4, 13, "m e")
     return scene
 
 
 def points(curve: LossHistory | Curve) -> list[tuple[float, float]]:
-    return [
-        (float(step), float(loss))
-        for step, loss in (
-            curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True)
-        )
-    ]
+    pairs = curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True)
+    return [(float(step), float(loss)) for step, loss in pairs]
 
 
 class LiveLoss:
@@ -247,7 +229,5 @@ class LiveLoss:
         from IPython.display import HTML
 
         source = data_uri(self.scene().svg())
-        return HTML(
-            f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" '
-            f'src="{source}">'
-        )
+        look = 'decoding="sync" style="width:100%;max-width:960px"'
+        return HTML(f'<img alt="{escape(self.title)}" {look} src="{source}">')

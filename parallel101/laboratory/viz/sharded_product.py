@@ -68,17 +68,10 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     side = min(across - 26, row - 16, LONG)
     text = f"{' · '.join(map(str, plan.operands))} → {plan.result}"
     drawn = [[parts_of(run, column, rank) for rank in range(ranks)] for column in columns]
-    counts = {
-        count
-        for of in drawn
-        for parts in of
-        for part in parts
-        if part.cell is not None
-        for count in part.counts
-    }
-    scene = Scene(
-        960, math.ceil(TOP + ranks * row + 30), title or text, description(run, columns, drawn)
-    )
+    known = [part for of in drawn for parts in of for part in parts if part.cell is not None]
+    counts = {count for part in known for count in part.counts}
+    words = description(run, columns, drawn)
+    scene = Scene(960, math.ceil(TOP + ranks * row + 30), title or text, words)
     scene.style += (
         ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}"
         ".lack{fill:url(#hatching)}.bad{fill:none;stroke:var(--warn);stroke-width:2}"
@@ -89,19 +82,16 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     )
     # on a phone, the columns move together, and the verdict is the caption below
     narrow = len(columns) <= MOST_NARROW
-    head, facts = (
-        scene.panel(narrow="translate(0,0)"),
-        " · ".join(f"{axis} = {p}" for axis, p in plan.mesh.items()),
-    )
+    head = scene.panel(narrow="translate(0,0)")
+    facts = " · ".join(f"{axis} = {p}" for axis, p in plan.mesh.items())
     if title:
         head.write(title, 28, 40, None, "h")
     else:
         subscripts(head, text, 28, 40, 19, class_="h")
     right = scene.panel(narrow="translate(-480,24)")
     right.write(f"{facts} · {run.run.backend}", 932, 40, 13, "m e")
-    subscripts(
-        scene.panel(narrow="none"), run.verdict, 28, 64, 13.5, class_="w" if run.wrong else "m"
-    )
+    wide, look = scene.panel(narrow="none"), "w" if run.wrong else "m"
+    subscripts(wide, run.verdict, 28, 64, 13.5, class_=look)
     sent = bytes_by_step(run.run.trace) if run.run.trace is not None else {}
     dashed = False
     for k, column in enumerate(columns):
@@ -111,23 +101,21 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
             panel.add("line", x1=x - 6, x2=x - 6, y1=84, y2=TOP + ranks * row - 8, class_="sep")
         heading(panel, column, x, sent.get(column.state - 1) if not run.program else None)
         for rank in range(ranks):
-            wrong = rank in run.wrong and k == len(columns) - 1
-            dashed |= box(
-                panel, run, column, drawn[k][rank], x, TOP + rank * row, side, rank, wrong
-            )
+            wrong, y = rank in run.wrong and k == len(columns) - 1, TOP + rank * row
+            dashed |= box(panel, run, column, drawn[k][rank], x, y, side, rank, wrong)
     for rank, at in enumerate(plan.coordinates()):
         y = TOP + rank * row + side / 2
         head.write(f"rank {rank}", 28, y, 13, "b")
         head.write(", ".join(f"{axis} {i}" for axis, i in at.items()), 28, y + 16, 11.5, "m")
-    words = ["Letter and colour: which block of the matrix."]
-    words += ["Stripes: the terms of its sum."] * bool(counts - {1})
-    words += ["Hatched: missing."] * (0 in counts)
-    words += ["×2: added twice."] * (max(counts, default=1) > 1)
-    words += ["Dashed: the block that the rank should hold."] * dashed
+    signs = "Letter and colour: which block of the matrix."
+    signs += " Stripes: the terms of its sum." * bool(counts - {1})
+    signs += " Hatched: missing." * (0 in counts)
+    signs += " ×2: added twice." * (max(counts, default=1) > 1)
+    signs += " Dashed: the block that the rank should hold." * dashed
     foot = scene.panel(narrow="none" if narrow else "translate(0,0)")
-    foot.write(" ".join(words), 28, scene.height - 18, 12.5, "m")
+    foot.write(signs, 28, scene.height - 18, 12.5, "m")
     if narrow:
-        scene.narrow, scene.intro = (480, scene.height - 20), f"{run.verdict} {' '.join(words)}"
+        scene.narrow, scene.intro = (480, scene.height - 20), f"{run.verdict} {signs}"
     return scene
 
 
@@ -154,20 +142,16 @@ def box(
 
     Returns whether the block that it should hold is outlined too.
     """
-    extents, longest = (
-        [run.plan.sizes[dim] for dim in column.array.dims],
-        max(run.plan.sizes.values()),
-    )
+    extents = [run.plan.sizes[dim] for dim in column.array.dims]
+    longest = max(run.plan.sizes.values())
     rows, columns = extents if len(extents) == 2 else (1, extents[0])
     height, width = (max(SHORT, side * math.sqrt(n / longest)) for n in (rows, columns))
     whole = scene.rect(x, y, width, height, "outline")
     block = run.held[rank][column.state].get(column.array.name)
     shape = tuple(getattr(block, "shape", ()))
     whole.add("title", f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}")
-    lowest, furthest = (
-        max((p.rows[1] for p in parts), default=rows),
-        max((p.columns[1] for p in parts), default=columns),
-    )
+    lowest = max((p.rows[1] for p in parts), default=rows)
+    furthest = max((p.columns[1] for p in parts), default=columns)
     scales = outline = height / rows, width / columns
     # larger than the matrix: draw it with its own proportions
     if lowest > rows or furthest > columns:
@@ -177,38 +161,22 @@ def box(
         )
         scales = height / lowest, width / furthest
     at = list(run.plan.coordinates())[rank]
-    due = [
-        (part.start, part.stop) for part in column.array.block(run.plan.sizes, run.plan.mesh, at)
-    ]
-    due = due if len(due) == 2 else [(0, 1), *due]
-    held = (
-        [
-            (min(getattr(p, d)[0] for p in parts), max(getattr(p, d)[1] for p in parts))
-            for d in ("rows", "columns")
-        ]
-        if parts
-        else due
-    )
+    block_due = column.array.block(run.plan.sizes, run.plan.mesh, at)
+    due = [(0, 1)] * (len(block_due) == 1) + [(part.start, part.stop) for part in block_due]
+    held = due
+    if parts:
+        both = [p.rows for p in parts], [p.columns for p in parts]
+        held = [(min(a for a, _ in of), max(b for _, b in of)) for of in both]
     if wrong and held != due:
         frame(scene, x, y, outline, due, "due")
     for part in parts:
-        down, across = scales
-        left, top = x + part.columns[0] * across, y + part.rows[0] * down
-        draw_part(
-            scene,
-            part,
-            left,
-            top,
-            (part.columns[1] - part.columns[0]) * across,
-            (part.rows[1] - part.rows[0]) * down,
-        )
+        draw_part(scene, part, *placed(x, y, scales, [part.rows, part.columns]))
     if wrong:
         frame(scene, x, y, scales, held, "bad", margin=3)
     counts = parts[0].counts if parts else (1,)
     if min(counts) < 1 and all(part.counts == counts for part in parts):
-        for line, words in enumerate(
-            (f"{sum(count > 0 for count in counts)} of {len(counts)}", "terms")
-        ):
+        terms = f"{sum(count > 0 for count in counts)} of {len(counts)}"
+        for line, words in enumerate((terms, "terms")):
             scene.write(words, x + width + 8, y + 11 + 14 * line, 11, "w" if wrong else "m")
     return wrong and held != due
 
@@ -223,13 +191,17 @@ def frame(
     margin: float = 0,
 ) -> None:
     """Draw an outline around some rows and columns of the matrix at (x, y)."""
+    left, top, width, height = placed(x, y, scales, part)
+    more = 2 * margin
+    scene.rect(left - margin, top - margin, width + more, height + more, class_, rx=margin)
+
+
+def placed(
+    x: float, y: float, scales: tuple[float, float], part: Sequence[tuple[int, int]]
+) -> tuple[float, float, float, float]:
+    """Return x, y, width and height of some rows and columns of the matrix at (x, y)."""
     (down, across), ((top, low), (left, right)) = scales, part
-    corner = {"x": x + left * across - margin, "y": y + top * down - margin}
-    size = {
-        "width": (right - left) * across + 2 * margin,
-        "height": (low - top) * down + 2 * margin,
-    }
-    scene.add("rect", **corner, **size, rx=margin, class_=class_)
+    return x + left * across, y + top * down, (right - left) * across, (low - top) * down
 
 
 def draw_part(
@@ -245,32 +217,19 @@ def draw_part(
         scene.rect(x, y, width, height, f"cut f{colour}")
     else:
         n, along = len(part.counts), width >= height
-        stripes = [
-            ((x + k * width / n, y), (width / n, height))
-            if along
-            else ((x, y + k * height / n), (width, height / n))
-            for k in range(n)
-        ]
-        for count, ((left, top), (wide, tall)) in zip(part.counts, stripes):
+        wide, tall = (width / n, height) if along else (width, height / n)
+        stripes = [(x + k * wide * along, y + k * tall * (not along)) for k in range(n)]
+        for count, (left, top) in zip(part.counts, stripes):
             scene.rect(left, top, wide, tall, f"cut f{colour}" if count else "lack")
             if count > 1 and min(wide, tall) >= 9:
-                scene.write(
-                    f"×{count}",
-                    left + wide / 2,
-                    top + (14 if along else tall / 2 + 4),
-                    11,
-                    "c many",
-                )
+                low = top + (14 if along else tall / 2 + 4)
+                scene.write(f"×{count}", left + wide / 2, low, 11, "c many")
         scene.rect(x, y, width, height, "outline")
         # the letter goes into the first
-        (x, y), (width, height) = stripes[
-            next((k for k, count in enumerate(part.counts) if count), 0)
-        ]
-    if (
-        min(width, height) >= 10
-        and width >= 7 * len(letter) + 3
-        and (whole or max(width, height) >= 34)
-    ):
+        first = next((k for k, count in enumerate(part.counts) if count), 0)
+        (x, y), width, height = stripes[first], wide, tall
+    large = min(width, height) >= 10 and (whole or max(width, height) >= 34)
+    if large and width >= 7 * len(letter) + 3:
         scene.write(letter, x + width / 2, y + height / 2 + 4, 12, f"c o{colour}")
 
 
@@ -286,14 +245,9 @@ def subscripts(scene: Node, text: str, x: float, y: float, size: float, class_: 
     for k, word in enumerate(re.split(r"_(\{[^}]*\}|[A-Za-z0-9]+)", text)):
         if word:
             below = bool(k % 2)
-            shift = size * 0.25 * (below - lowered)
-            line.add(
-                "tspan",
-                word.strip("{}") if below else word,
-                dy=shift,
-                font_size=size * (0.72 if below else 1),
-                style="white-space:pre",
-            )
+            look = {"dy": size * 0.25 * (below - lowered), "style": "white-space:pre"}
+            look["font_size"] = size * (0.72 if below else 1)
+            line.add("tspan", word.strip("{}") if below else word, **look)
             lowered = below
 
 
@@ -307,13 +261,9 @@ def description(
     for column, by_rank in zip(columns, drawn):
         held = []
         for rank, parts in enumerate(by_rank):
-            names = (
-                "".join("?" if part.cell is None else letters(part.cell) for part in parts)
-                or "nothing"
-            )
-            short = next(
-                (part.counts for part in parts if any(count != 1 for count in part.counts)), None
-            )
-            held.append(f"rank {rank} {names}" + (f" (terms {list(short)})" if short else ""))
+            names = ("?" if part.cell is None else letters(part.cell) for part in parts)
+            short = [part.counts for part in parts if set(part.counts) != {1}]
+            terms = f" (terms {list(short[0])})" if short else ""
+            held.append(f"rank {rank} {''.join(names) or 'nothing'}{terms}")
         sentences.append(f"{column.title or 'At first'}, {column.array}: {', '.join(held)}.")
     return " ".join(sentences)
