@@ -17,7 +17,6 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from parallel101.extras import needs_extra
@@ -43,6 +42,7 @@ APART = 19.0  # pixels between two labels
 # of what the player shows on phones only
 ONLY_NARROW = {"data-narrow": "translate(0,0)", "data-only-narrow": "", "style": "display:none"}
 MARKERS = "os^Dv"
+HOLLOW: dict[str, Any] = {"markerfacecolor": LIGHT["bg"], "markersize": 7, "markeredgewidth": 1.8}
 # of the distance between two sizes: so far apart are the points of one size, if they have bars
 BESIDE = 0.17
 LINE_POINTS = 61  # of a model that is a function
@@ -84,28 +84,14 @@ class Plot(Scene):
         narrow_head = self.add("g", **ONLY_NARROW)
         for k, line in enumerate(textwrap.wrap(title, 40)):
             narrow_head.write(line, 28, 36 + 22 * k, 17, "b")
-        self.drawing, self.narrow_drawing = (
-            _drawing(figures[WIDTH], "wide"),
-            _drawing(figures[NARROW], "narrow"),
-        )
+        wide, narrow = _drawing(figures[WIDTH], "wide"), _drawing(figures[NARROW], "narrow")
+        shown = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
+        self.drawing = f'<g data-narrow="none">{wide}</g><g {shown}>{narrow}</g>'
 
-    def svg(
-        self,
-        t: float | None = None,
-        smil: bool = False,
-        theme: str | None = None,
-        still: bool = False,
-    ) -> str:
-        """Return the picture as SVG. A plot does not move, so t, smil and still have no effect."""
-        narrow = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
-        drawing = f'<g data-narrow="none">{self.drawing}</g><g {narrow}>{self.narrow_drawing}</g>'
-        return (
-            super()
-            .svg(t, smil, theme, still)
-            .replace(
-                "</svg>", (drawing if theme is None else with_colours(drawing, theme)) + "</svg>"
-            )
-        )
+    def svg(self, *moment: Any, theme: str | None = None, **options: Any) -> str:
+        """Return the picture as SVG. A plot does not move, so other options have no effect."""
+        drawing = self.drawing if theme is None else with_colours(self.drawing, theme)
+        return super().svg(theme=theme).replace("</svg>", f"{drawing}</svg>")
 
 
 def _drawing(figure: Figure, salt: str) -> str:
@@ -113,10 +99,8 @@ def _drawing(figure: Figure, salt: str) -> str:
     written = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": salt}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    drawing = written.getvalue()
-    return _with_variables(
-        drawing[drawing.index("</defs>") + len("</defs>") : drawing.rindex("</svg>")]
-    )
+    drawing = written.getvalue().partition("</defs>")[2].rpartition("</svg>")[0]
+    return _with_variables(drawing)
 
 
 def sweep(
@@ -153,25 +137,18 @@ def sweep(
     known = [*measured.values(), *(of for of in model.values() if isinstance(of, Mapping))]
     swept = sorted({at for of in known for at in of})
     if not swept or not 1 <= len(names) <= len(MARKERS):
-        raise ValueError(
-            f"got {len(names)} labels ({', '.join(names)}): expected 1 to {len(MARKERS)}, with "
-            "points"
-        )
+        got = f"got {len(names)} labels ({', '.join(names)})"
+        raise ValueError(f"{got}: expected 1 to {len(MARKERS)}, with points")
     lines = {name: _line(of, swept[0], swept[-1]) for name, of in model.items()}
-    values = [
-        *swept,
-        *(v for series in (measured, lines) for of in series.values() for v in of.values()),
-    ]
+    values = swept + [v for of in (*measured.values(), *lines.values()) for v in of.values()]
     values += [v for bars in spread.values() for ends in bars.values() for v in ends]
     if not min(values) > 0:
         raise ValueError(
             f"the axes are logarithmic, and one value is {min(values)}: expected values above zero"
         )
     gap = min((b / a for a, b in itertools.pairwise(swept)), default=1.0)
-    beside = {
-        name: gap ** (BESIDE * (k - (len(measured) - 1) / 2)) if spread else 1.0
-        for k, name in enumerate(measured)
-    }
+    shift = BESIDE * bool(spread)
+    beside = {k: gap ** (shift * (i - (len(measured) - 1) / 2)) for i, k in enumerate(measured)}
 
     def figure_of(width: int) -> Figure:
         with matplotlib.rc_context(STYLE):
@@ -182,46 +159,19 @@ def sweep(
             for i, name in enumerate(names):
                 colour = LIGHT[PLOTTED[i]]
                 if name in lines:
-                    axes.plot(
-                        list(lines[name]), list(lines[name].values()), color=colour, linewidth=1.8
-                    )
+                    line = lines[name]
+                    axes.plot(list(line), list(line.values()), color=colour, linewidth=1.8)
                 if name in measured:
-                    hollow: dict[str, Any] = {
-                        "markerfacecolor": LIGHT["bg"],
-                        "markeredgecolor": colour,
-                        "markersize": 7,
-                        "markeredgewidth": 1.8,
-                    }
-                    axes.plot(
-                        [at * beside[name] for at in measured[name]],
-                        list(measured[name].values()),
-                        MARKERS[i],
-                        **hollow,
-                    )
-                for at, (low, high) in spread.get(name, {}).items():
-                    axes.plot(
-                        [at * beside[name]] * 2,
-                        [low, high],
-                        "_-",
-                        color=colour,
-                        linewidth=1.4,
-                        markersize=8,
-                        zorder=1,
-                    )
+                    at, of = [x * beside[name] for x in measured[name]], measured[name].values()
+                    axes.plot(at, list(of), MARKERS[i], markeredgecolor=colour, **HOLLOW)
+                for at, ends in spread.get(name, {}).items():
+                    look: dict[str, Any] = {"color": colour, "linewidth": 1.4, "markersize": 8}
+                    axes.plot([at * beside[name]] * 2, list(ends), "_-", zorder=1, **look)
             _ticks(axes, swept, x, y, 8 if width == WIDTH else 4)
             axes.set_xlabel(x_label, loc="right")
-            marks = {
-                name: {"marker": MARKERS[i], "color": LIGHT[PLOTTED[i]]}
-                for i, name in enumerate(names)
-                if name in measured
-            }
             ends = {name: max((lines.get(name) or measured[name]).items()) for name in names}
-            _labels(
-                axes,
-                ends,
-                marks if len(measured) > 1 else {},
-                swept[-1] * max(beside.values(), default=1.0),
-            )
+            marked = list(measured) if len(measured) > 1 else []
+            _labels(axes, ends, marked, swept[-1] * max(beside.values(), default=1.0))
             return figure
 
     return Plot({width: figure_of(width) for width in AREA}, title, subtitle)
@@ -258,8 +208,8 @@ def bandwidth(
     def rates(seconds: Mapping[float, float]) -> Mapping[float, float]:
         return {n: rate(n, t) for n, t in seconds.items()}
 
-    lines = {
-        name: rates(of) if isinstance(of, Mapping) else partial(_rate_of, rate, of)
+    lines: dict[str, Any] = {
+        name: rates(of) if isinstance(of, Mapping) else lambda n, of=of: rate(n, of(n))
         for name, of in (model or {}).items()
     }
     bars = {
@@ -268,12 +218,6 @@ def bandwidth(
     }
     points = {name: rates(of) for name, of in measured.items()}
     return sweep(points, lines, spread=bars, title=title, subtitle=subtitle, y="bytes/s")
-
-
-def _rate_of(
-    rate: Callable[[float, float], float], seconds: Callable[[float], float], nbytes: float
-) -> float:
-    return rate(nbytes, seconds(nbytes))
 
 
 def _line(
@@ -308,12 +252,9 @@ def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str, most: int) -> None:
 
 
 def _labels(
-    axes: Axes,
-    ends: Mapping[str, tuple[float, float]],
-    marks: Mapping[str, dict[str, Any]],
-    right: float,
+    axes: Axes, ends: Mapping[str, tuple[float, float]], marked: Sequence[str], right: float
 ) -> None:
-    """Draw each label at the end of its line, after the mark of its points.
+    """Draw each label at the end of its line, after the mark of its points if it is `marked`.
 
     Labels that would touch are pushed apart, around the middle.
     """
@@ -322,37 +263,22 @@ def _labels(
     groups: list[list[str]] = []
     for name in sorted(names, key=lambda name: heights[name]):
         groups.append([name])
-        while (
-            len(groups) > 1
-            and _middle(groups[-1], heights) - _middle(groups[-2], heights)
-            < APART * (len(groups[-1]) + len(groups[-2])) / 2
-        ):
-            groups[-2:] = [groups[-2] + groups[-1]]
+        while len(groups) > 1:
+            (*_, below, above), room = groups, APART * len(groups[-2] + groups[-1]) / 2
+            if _middle(above, heights) - _middle(below, heights) >= room:
+                break
+            groups[-2:] = [below + above]
     x = axes.transData.transform((right, 1))[0] + 14
     for group in groups:
         for k, name in enumerate(group):
             y = _middle(group, heights) + APART * (k - (len(group) - 1) / 2)
-            style: dict[str, Any] = {
-                "fontweight": "bold",
-                "fontsize": 13,
-                "color": LIGHT[PLOTTED[names.index(name)]],
-            }
-            if name in marks:
-                hollow: dict[str, Any] = {
-                    "markerfacecolor": LIGHT["bg"],
-                    "markersize": 7,
-                    "markeredgewidth": 1.8,
-                    "clip_on": False,
-                }
-                axes.plot([x + 4], [y], transform=None, **marks[name], **hollow)
-            axes.annotate(
-                name,
-                (x + (14 if marks else 0), y),
-                xycoords="figure pixels",
-                va="center",
-                annotation_clip=False,
-                **style,
-            )
+            colour, i = LIGHT[PLOTTED[names.index(name)]], names.index(name)
+            if name in marked:
+                look = {"marker": MARKERS[i], "color": colour, "clip_on": False, **HOLLOW}
+                axes.plot([x + 4], [y], transform=None, **look)
+            style: dict[str, Any] = {"fontweight": "bold", "fontsize": 13, "color": colour}
+            style |= {"xycoords": "figure pixels", "va": "center", "annotation_clip": False}
+            axes.annotate(name, (x + (14 if marked else 0), y), **style)
 
 
 def _middle(group: Sequence[str], heights: Mapping[str, float]) -> float:
@@ -366,10 +292,7 @@ def _with_variables(drawing: str) -> str:
     href.
     """
     names = {LIGHT[name].lower(): name for name in ("bg", "ink", "mute", "line", "faint", *PLOTTED)}
-    drawing = re.sub(
-        r"#[0-9a-f]{6}\b",
-        lambda match: f"var(--{names[match[0]]})" if match[0] in names else match[0],
-        drawing,
-    )
+    for colour, name in names.items():
+        drawing = re.sub(rf"{colour}\b", f"var(--{name})", drawing)
     drawing = drawing.replace("xlink:href", "href")
     return re.sub(r"'DejaVu Sans'[^;\"]*?sans-serif", FONT.replace('"', "'"), drawing)

@@ -147,20 +147,14 @@ def trace_facts(trace: Trace, whole_run: bool = False) -> str:
 
 def unfinished_text(trace: Trace) -> str:
     """Return a sentence about calls that had not finished at the run's end, or "" if all had."""
-    kinds = Counter(
-        {"send": "send", "recv": "receive"}.get(e.kind, e.kind) for e in trace.unfinished
-    )
+    kinds = Counter({"recv": "receive"}.get(e.kind, e.kind) for e in trace.unfinished)
     if not kinds:
         return ""
-    calls = listed(
-        f"{count} {kind}{'s' if count > 1 and kind in ('send', 'receive') else ''}"
-        for kind, count in sorted(kinds.items())
-    )
+    counted = sorted(kinds.items())
+    calls = listed(f"{n} {k}{'s' * (n > 1 and k in ('send', 'receive'))}" for k, n in counted)
     first = min(trace.unfinished, key=lambda e: (e.posted, e.rank))
-    return (
-        f"{calls} had not finished when the run ended; the first was posted by rank {first.rank} "
-        f"at {named(first.where)}."
-    )
+    by = f"rank {first.rank} at {named(first.where)}"
+    return f"{calls} had not finished when the run ended; the first was posted by {by}."
 
 
 def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
@@ -225,22 +219,13 @@ def notes_of(events: Sequence[Event]) -> list[str]:
     numbered: dict[str, list[str]] = defaultdict(list)
     for event in events:
         key, value = next(iter((event.args or {}).items()), ("", ""))
-        if (
-            event.kind == "span"
-            and not event.waiting
-            and str(value).isdigit()
-            and event.name not in numbered[key]
-        ):
+        if event.kind == "span" and not event.waiting and str(value).isdigit():
             numbered[key].append(event.name or "span")
-    parts = [f"{key} ({', '.join(names)})" for key, names in numbered.items() if names]
+    parts = [f"{key} ({', '.join(dict.fromkeys(names))})" for key, names in numbered.items()]
     notes = [f"A number in a bar is its {' or its '.join(parts)}."] if parts else []
     small = [e.nbytes for e in bookkeeping(events) if e.kind == "send"]
     if small:
-        size = (
-            human_bytes(min(small))
-            if min(small) == max(small)
-            else f"{human_bytes(min(small))} to {human_bytes(max(small))}"
-        )
+        size = " to ".join(dict.fromkeys(map(human_bytes, (min(small), max(small)))))
         names = {e.name for e in events if e.waiting}
         told = ["the number of samples, the loss and errors"] * ("agree" in names)
         told += ["lengths"] * ("lengths" in names)

@@ -10,7 +10,7 @@ terminal.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.run_window import recorded_from, run_times, script_marks
@@ -54,14 +54,8 @@ def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable
         waited: what `waits(trace)` returned, if that is known already.
     """
     waited = waits(trace) if waited is None else waited
-    every = (
-        _ranks(trace, waited),
-        _slower(trace),
-        _links(trace),
-        _collectives(trace),
-        _calls(trace, waited),
-    )
-    return [table for table in every if table.rows]
+    every = [_ranks(trace, waited), _slower(trace), _links(trace), _collectives(trace)]
+    return [table for table in [*every, _calls(trace, waited)] if table.rows]
 
 
 def heading(trace: Trace) -> str:
@@ -74,12 +68,10 @@ def heading(trace: Trace) -> str:
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
     begin, end = run_times(trace)
     started = min((mark.start for mark in script_marks(trace)), default=begin)
-    since = f" from the first call, {human_seconds(begin - started)} after the script's start"
-    kept = f". {kept_text(trace)}" if trace.earlier else ""
-    return (
-        f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}"
-        f"{since if started < begin else ''}{kept}"
-    )
+    text = f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}"
+    if started < begin:
+        text += f" from the first call, {human_seconds(begin - started)} after the script's start"
+    return f"{text}. {kept_text(trace)}" if trace.earlier else text
 
 
 def kept_text(trace: Trace) -> str:
@@ -101,73 +93,37 @@ def as_text(table: TextTable) -> str:
     """Return the table as lines of text, with its title above them."""
     columns = list(zip(table.head, *table.rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-
-    def line(cells: Sequence[str]) -> str:
-        return "  ".join(
-            c.rjust(w) if k < table.numbers else c.ljust(w)
-            for k, (c, w) in enumerate(zip(cells, widths))
-        ).rstrip()
-
-    note = [table.note] if table.note else []
-    return "\n".join(
-        [
-            table.title,
-            *("  " + line(cells) for cells in (table.head, *table.rows)),
-            *("  " + text for text in note),
-        ]
-    )
+    lines = [table.title]
+    for cells in (table.head, *table.rows):
+        pairs = list(zip(cells, widths))
+        numbers = [cell.rjust(width) for cell, width in pairs[: table.numbers]]
+        words = [cell.ljust(width) for cell, width in pairs[table.numbers :]]
+        lines.append(("  " + "  ".join(numbers + words)).rstrip())
+    return "\n".join(lines + [f"  {table.note}"] * bool(table.note))
 
 
 def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
     every = rank_times(trace, waited)
-    shown_rows = (
-        every
-        if len(every) <= MOST_RANKS
-        else sorted(every, key=lambda row: -row.waiting)[:MOST_RANKS]
-    )
-    has = [
-        True,
-        *(any(pick(row) for row in every) for pick in _COUNTS),
-        True,
-        True,
-        any(row.waited_for for row in every),
-    ]
-    head = [
-        "rank",
-        "messages",
-        "sent",
-        "collectives",
-        "their data",
-        "computing",
-        "waiting",
-        "of that, until others called",
-    ]
+    shown_rows, title = every, "Time of each rank"
+    if len(every) > MOST_RANKS:
+        shown_rows = sorted(every, key=lambda row: -row.waiting)[:MOST_RANKS]
+        title = f"Time of the {MOST_RANKS} ranks that waited longest"
+    messages, collectives = any(r.messages for r in every), any(r.collectives for r in every)
+    late = any(row.waited_for for row in every)
+    has = [True, messages, messages, collectives, collectives, True, True, late]
+    head = ["rank", "messages", "sent", "collectives", "their data", "computing", "waiting"]
+    head.append("of that, until others called")
     rows = [[cell for cell, keep in zip(_rank_cells(row), has) if keep] for row in shown_rows]
-    title = (
-        "Time of each rank"
-        if len(rows) == len(every)
-        else f"Time of the {MOST_RANKS} ranks that waited longest"
-    )
     head = [cell for cell, keep in zip(head, has) if keep]
     lost = [row.rank for row in every if not row.recorded]
-    note = _notes(
-        _of_kept(trace, "Until others called") if has[-1] else "",
-        f"–: the record of {ranks_text(lost)} is lost." if lost else "",
-    )
-    return TextTable(title, head, rows, len(head) - has[-1], note)
+    kept = _of_kept(trace, "Until others called") if late else ""
+    note = _notes(kept, f"–: the record of {ranks_text(lost)} is lost." if lost else "")
+    return TextTable(title, head, rows, len(head) - late, note)
 
 
 def _of_kept(trace: Trace, what: str) -> str:
     """Return a note for a column that covers only the record's events; "" if it has them all."""
     return f"{what}: in {trace.kept_text}." if trace.earlier else ""
-
-
-_COUNTS: tuple[Callable[[RankTimes], int], ...] = (
-    lambda row: row.messages,
-    lambda row: row.messages,
-    lambda row: row.collectives,
-    lambda row: row.collectives,
-)
 
 
 def _rank_cells(row: RankTimes) -> list[str]:
@@ -216,15 +172,10 @@ def _links(trace: Trace) -> TextTable:
         ]
         for link in links[:MOST_LINKS]
     ]
-    return TextTable(
-        "Slowest links",
-        ["link", "messages", "bytes", "in flight", "longest", "rate"],
-        rows,
-        6,
-        _notes(
-            _more(len(links), MOST_LINKS, "link"), _of_kept(trace, "In flight, longest and rate")
-        ),
-    )
+    head = ["link", "messages", "bytes", "in flight", "longest", "rate"]
+    kept = _of_kept(trace, "In flight, longest and rate")
+    note = _notes(_more(len(links), MOST_LINKS, "link"), kept)
+    return TextTable("Slowest links", head, rows, 6, note)
 
 
 def _notes(*notes: str) -> str:
@@ -243,14 +194,9 @@ def _collectives(trace: Trace) -> TextTable:
         ]
         for row in totals[:MOST_CALLS]
     ]
+    head = ["calls", "data", "per call", "operation", "among"]
     note = _more(len(totals), MOST_CALLS, "row")
-    return TextTable(
-        "Collectives, as each rank called them",
-        ["calls", "data", "per call", "operation", "among"],
-        rows,
-        3,
-        note,
-    )
+    return TextTable("Collectives, as each rank called them", head, rows, 3, note)
 
 
 def _among(row: CollectiveTotals, everyone: range) -> str:
@@ -272,13 +218,8 @@ def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
         for call in calls[:MOST_CALLS]
     ]
     head = ["waited", "times", "longest", "called last", "call", "line"]
-    return TextTable(
-        "Slowest calls, all ranks together",
-        head,
-        rows,
-        2,
-        _notes(_more(len(calls), MOST_CALLS, "line"), _of_kept(trace, "Called last")),
-    )
+    note = _notes(_more(len(calls), MOST_CALLS, "line"), _of_kept(trace, "Called last"))
+    return TextTable("Slowest calls, all ranks together", head, rows, 2, note)
 
 
 def _last(call: CallTimes) -> str:

@@ -60,21 +60,16 @@ def watch(
             values do not fit into the dtype.
     """
     if not callable(fn):
-        raise TypeError(
-            "watch() takes a function of a tensor, to run on each rank; got a "
-            f"{type(fn).__name__}: {fn!r}"
-        )
+        got = f"got a {type(fn).__name__}: {fn!r}"
+        raise TypeError(f"watch() takes a function of a tensor, to run on each rank; {got}")
     origin_tensor(0, world_size, 0, dtype)  # raises here, and not on every rank
     if shape is not None and not (
         isinstance(shape, Sequence) and all(isinstance(n, int) and n >= 0 for n in shape)
     ):
         raise ValueError(f"shape={shape!r}: expected a whole number for each dim, such as (2, 3)")
     if numel is None:
-        numel = (
-            math.prod(shape)
-            if shape is not None
-            else max(1, min(ELEMENTS_PER_CHUNK * world_size, most_elements(world_size, dtype)))
-        )
+        most = min(ELEMENTS_PER_CHUNK * world_size, most_elements(world_size, dtype))
+        numel = max(1, most) if shape is None else math.prod(shape)
     size = tuple(shape) if shape is not None else (numel,)
     if math.prod(size) != numel:
         raise ValueError(
@@ -86,26 +81,15 @@ def watch(
     def watched() -> tuple[Any, Places]:
         x = origin_tensor(dist.get_rank(), world_size, numel, dtype)
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        with (
-            _settings(keep=backend != "sim"),
-            MarkUnwritten(dist.get_rank(), world_size) as unwritten,
-        ):
+        marked = MarkUnwritten(dist.get_rank(), world_size)
+        with _settings(keep=backend != "sim"), marked as unwritten:
             result = fn(x.to(device).reshape(size))
         return result, unwritten.places(result)
 
-    run = launch(
-        watched,
-        world_size=world_size,
-        backend=backend,
-        trace="payload",
-        network=network,
-        rules=rules,
-    )
-    run.results, places = (
-        [result for result, _ in run.results],
-        tuple(found for _, found in run.results),
-    )
-    run.watched = Watched(size, places)
+    on: dict[str, Any] = {"backend": backend, "network": network, "rules": rules}
+    run = launch(watched, world_size=world_size, trace="payload", **on)
+    run.watched = Watched(size, tuple(found for _, found in run.results))
+    run.results = [result for result, _ in run.results]
     return run
 
 

@@ -32,16 +32,8 @@ from parallel101.laboratory.sim.simulate import simulate
 from parallel101.laboratory.viz.explore.explorer import Explorer, ExplorerResult, menu, slider
 from parallel101.laboratory.viz.watch import watch
 
-OPERATIONS = (
-    "broadcast",
-    "scatter",
-    "gather",
-    "reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
+OPERATIONS = tuple(
+    "broadcast scatter gather reduce all_gather reduce_scatter all_reduce all_to_all barrier".split()
 )
 # a rank's tensor is one block of the result; of the others, the ranks cut it into blocks
 BLOCKS = ("gather", "all_gather", "barrier")
@@ -144,28 +136,23 @@ def explore_collective(
         ValueError: an unknown setting, or a number outside its slider's range.
     """
     own = operation if callable(operation) else None
-    controls = {
-        **({} if own else {"operation": menu("operation", OPERATIONS, operation)}),
-        **(
-            {}
-            if own
-            else {"algorithm": menu("algorithm", autograd.algorithms(str(operation)), algorithm)}
-        ),
-        "world": menu("world", WORLDS, world),
-        "ranks": slider("ranks", 1, MOST_RANKS[world], ranks),
-        "numbers": slider("numbers", 1, most_numbers(ranks), numbers),
-        **({} if own else {"size": menu("size", (NUMBERS, *SIZES), size)}),
-        **({} if own else {"root": slider("root", 0, ranks - 1, root)}),
-        **({} if own else {"segments": slider("segments", 1, MOST_SEGMENTS, segments)}),
-        "network": menu("network", TOPOLOGIES, network),
-        "latency": menu("latency", LATENCIES, latency),
-        "bandwidth": menu("bandwidth", BANDWIDTHS, bandwidth),
-    }
-    if own is not None:
-        return Explorer(
-            controls, partial(run_own, own), adjust_world, quantities=QUANTITIES, predict=predict
-        )
-    return Explorer(controls, run, adjust, quantities=QUANTITIES, predict=predict)
+    controls = {}
+    if own is None:
+        controls["operation"] = menu("operation", OPERATIONS, operation)
+        known = autograd.algorithms(str(operation))
+        controls["algorithm"] = menu("algorithm", known, algorithm)
+    controls["world"] = menu("world", WORLDS, world)
+    controls["ranks"] = slider("ranks", 1, MOST_RANKS[world], ranks)
+    controls["numbers"] = slider("numbers", 1, most_numbers(ranks), numbers)
+    if own is None:
+        controls["size"] = menu("size", (NUMBERS, *SIZES), size)
+        controls["root"] = slider("root", 0, ranks - 1, root)
+        controls["segments"] = slider("segments", 1, MOST_SEGMENTS, segments)
+    controls["network"] = menu("network", TOPOLOGIES, network)
+    controls["latency"] = menu("latency", LATENCIES, latency)
+    controls["bandwidth"] = menu("bandwidth", BANDWIDTHS, bandwidth)
+    program = (run, adjust) if own is None else (partial(run_own, own), adjust_world)
+    return Explorer(controls, *program, quantities=QUANTITIES, predict=predict)
 
 
 def adjust(controls: Mapping[str, Any], changed: str) -> str:
@@ -186,9 +173,8 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
     controls["root"].disabled = operation not in ROOT
     numbers.disabled = operation == "barrier" or size.value != NUMBERS
     controls["segments"].disabled = algorithm.value != "pipelined_chain"
-    sentences = [f"{operation} has no root."] * (operation not in ROOT) + [
-        "A barrier sends no numbers."
-    ] * (operation == "barrier")
+    sentences = [f"{operation} has no root."] * (operation not in ROOT)
+    sentences += ["A barrier sends no numbers."] * (operation == "barrier")
     return " ".join([*sentences, why]).strip()
 
 
@@ -221,47 +207,29 @@ def run(
     """Run it once, and count."""
     numbers, each = blocks_of(operation, ranks, size) if size != NUMBERS else (numbers, 1)
     segment_bytes = 8 * -(-numbers // segments) if algorithm == "pipelined_chain" else None
-    function, links = (
-        program(operation, algorithm, root, segment_bytes),
-        links_of(world, ranks, network, latency, bandwidth, each),
-    )
+    function = program(operation, algorithm, root, segment_bytes)
+    links = links_of(world, ranks, network, latency, bandwidth, each)
     clock_only = ranks > MOST_WATCHED or size != NUMBERS
-    measure = clocked_run if clock_only else counted_run
-    ran, counted = measure(function, world, numbers, ranks, links)
+    ran, counted = counted_run(function, world, numbers, ranks, links, not clock_only)
     counted |= counts(ran.trace, network if links else None, function, numbers)
     if each > 1:
         for what in {"busiest rank sends", "bytes on the critical path"} & set(counted):
             counted[what] *= each
         ran.trace = enlarged(ran.trace, each)
-    expected, note = predicted(
-        operation,
-        algorithm,
-        ranks,
-        numbers * each,
-        root,
-        network if links else "switch",
-        links_of(world, ranks, network, latency, bandwidth),
-        segment_bytes and segment_bytes * each,
-    )
+    real = links_of(world, ranks, network, latency, bandwidth)
+    segment = segment_bytes and segment_bytes * each
+    of = (operation, algorithm, ranks, numbers * each, root)
+    expected, note = predicted(*of, network if links else "switch", real, segment)
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
-        note = (
-            f"{ranks} isn't a power of two: {algorithm} first lets ranks work in pairs, {more}. "
-            f"{note}"
-        ).strip()
+        pairs = f"{ranks} isn't a power of two: {algorithm} first lets ranks work in pairs, {more}."
+        note = f"{pairs} {note}"
     rows = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]
     if "NCCL" in world and any(this != form != "–" for _, this, form in rows):
-        note = (
-            "Under NCCL's rules, a message also waits for those before it in its rank's queue. "
-            f"The closed form has none. {note}"
-        ).strip()
-    return ExplorerResult(
-        ran.animate(f"{operation}, {algorithm}" if clock_only else None),
-        rows,
-        ("this run", "closed form"),
-        note,
-        counted,
-    )
+        queue = "Under NCCL's rules, a message also waits for those before it in its rank's queue."
+        note = f"{queue} The closed form has none. {note}"
+    picture = ran.animate(f"{operation}, {algorithm}" if clock_only else None)
+    return ExplorerResult(picture, rows, ("this run", "closed form"), note.strip(), counted)
 
 
 def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
@@ -295,8 +263,7 @@ def run_own(
 ) -> ExplorerResult:
     """Run a function of the reader's own, and count."""
     links = links_of(world, ranks, network, latency, bandwidth)
-    measure = clocked_run if ranks > MOST_WATCHED else counted_run
-    ran, counted = measure(function, world, numbers, ranks, links)
+    ran, counted = counted_run(function, world, numbers, ranks, links, ranks <= MOST_WATCHED)
     if links is None or network == "switch":
         counted |= counts(ran.trace, network if links else None, function, numbers)
     rows = [(what, shown(counted, what)) for what in QUANTITIES]
@@ -329,37 +296,24 @@ def counted_run(
     numbers: int,
     ranks: int,
     links: Network | None,
+    watched: bool,
 ) -> tuple[Run, dict[str, float]]:
-    """Run on watched values, and return the run with its bytes and its time.
+    """Run, and return the run with the bytes that the busiest rank sends and its time.
 
-    The bytes are those that the busiest rank sends.
+    The values show their origin if they are `watched`; otherwise no contents are recorded.
     """
-    ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
-    assert ran.trace is not None  # watch always records
-    return ran, {
-        "busiest rank sends": max(ran.trace.bytes_sent),
-        "time": round(ran.trace.makespan, 12),
-    }
+    if watched:
+        ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
+    else:
+        start = partial(_call_on_ones, function, numbers)
+        ran = launch(start, world_size=ranks, network=links, trace=True, **WORLDS[world])
+    assert ran.trace is not None  # both record
+    time = round(ran.trace.makespan, 12)
+    return ran, {"busiest rank sends": max(ran.trace.bytes_sent), "time": time}
 
 
-def clocked_run(
-    function: Callable[[torch.Tensor], Any],
-    world: str,
-    numbers: int,
-    ranks: int,
-    links: Network | None,
-) -> tuple[Run, dict[str, float]]:
-    """Run, recording messages and times but no contents; return the run with its bytes and time."""
-
-    def started() -> None:
-        function(torch.ones(numbers, dtype=torch.int64))
-
-    ran = launch(started, world_size=ranks, network=links, trace=True, **WORLDS[world])
-    assert ran.trace is not None
-    return ran, {
-        "busiest rank sends": max(ran.trace.bytes_sent),
-        "time": round(ran.trace.makespan, 12),
-    }
+def _call_on_ones(function: Callable[[torch.Tensor], Any], numbers: int) -> None:
+    function(torch.ones(numbers, dtype=torch.int64))
 
 
 def counts(
@@ -378,26 +332,14 @@ def counts(
         return {"steps": path.messages, "bytes on the critical path": path.nbytes}
     if network == "two nodes":  # has links of two speeds
         return {}
-    steps, nbytes = (
-        makespan(
-            function,
-            numbers,
-            trace.world_size,
-            TOPOLOGIES[network](trace.world_size, latency=latency, bandwidth=bandwidth),
-        )
-        for latency, bandwidth in ((1.0, math.inf), (0.0, 1.0))
-    )
-    return {"steps": steps, "bytes on the critical path": nbytes}
-
-
-def makespan(
-    function: Callable[[torch.Tensor], Any], numbers: int, ranks: int, network: Network
-) -> float:
-    """Return the virtual seconds of a run in this process, which needs no fork: 5 ms, not 50."""
-    events = simulate(
-        lambda _: function(torch.ones(numbers, dtype=torch.int64)), ranks, network
-    ).events
-    return Trace.from_rows(events, ranks, "sim").makespan
+    found = {}
+    clocks = {"steps": (1.0, math.inf), "bytes on the critical path": (0.0, 1.0)}
+    for what, (latency, bandwidth) in clocks.items():
+        links = TOPOLOGIES[network](trace.world_size, latency=latency, bandwidth=bandwidth)
+        # in this process, which needs no fork: 5 ms, not 50
+        ran = simulate(lambda _: _call_on_ones(function, numbers), trace.world_size, links)
+        found[what] = Trace.from_rows(ran.events, trace.world_size, "sim").makespan
+    return found
 
 
 def program(
@@ -426,10 +368,8 @@ def predicted(
     """Return the rows of the closed form, and a sentence that says why some are missing."""
     blocks = operation in BLOCKS
     if not blocks and numbers % ranks:
-        return (
-            {},
-            f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers.",
-        )
+        why = f"{ranks} ranks don't divide {numbers} numbers."
+        return {}, f"The closed forms are for equal blocks: {why}"
     nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
     form = partial(closed_form, operation, algorithm, ranks, nbytes, segment_bytes=segment_bytes)
     sent: dict[str, float] = {"busiest rank sends": form().sent}  # the same on every network
@@ -439,13 +379,8 @@ def predicted(
     except ValueError:  # this algorithm has none on these links
         cost = None
     if cost is None:
-        return (
-            sent,
-            (
-                f"On this network{' and for this root' * off_root}, only the bytes that a rank "
-                "sends have a simple closed form."
-            ),
-        )
+        on = f"On this network{' and for this root' * off_root}"
+        return sent, f"{on}, only the bytes that a rank sends have a simple closed form."
     rows = sent | {"steps": cost.steps, "bytes on the critical path": cost.path}
     if links is None:
         return rows, "On gloo the time is measured, and includes what the record costs."

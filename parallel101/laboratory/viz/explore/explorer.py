@@ -23,8 +23,10 @@ from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.viz.explore.prediction import readings, verdict, with_unit
 from parallel101.laboratory.viz.scene import Scene
 
-WIDE = {"width": "300px", "max_width": "100%"}
-STYLE = {"description_width": "110px"}
+LOOK: dict[str, Any] = {
+    "layout": {"width": "300px", "max_width": "100%"},
+    "style": {"description_width": "110px"},
+}
 IN_WORDS = "in words"  # a prediction of something that is not in the table
 # for screen readers only
 HIDDEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
@@ -95,29 +97,17 @@ class Explorer(ipywidgets.VBox):
         self.quantity = menu("I predict", (*quantities, IN_WORDS), first, argument="predict")
         self.prediction = ipywidgets.Text(layout={"width": "220px", "max_width": "100%"})
         self.prediction.add_class("p101-prediction")
-        self.run_button = ipywidgets.Button(
-            description="Run", tooltip="Run, and show the prediction beside the result"
-        )
-        self.hint, self.status, self.output = (
-            ipywidgets.HTML(),
-            ipywidgets.HTML(),
-            ipywidgets.Output(),
-        )
+        tip = "Run, and show the prediction beside the result"
+        self.run_button = ipywidgets.Button(description="Run", tooltip=tip)
+        self.hint, self.status = ipywidgets.HTML(), ipywidgets.HTML()
+        self.output = ipywidgets.Output()
         self.status.add_class("p101-status")
         self.html = ""
         self._adjusting = False
         row = {"flex_flow": "row wrap", "max_width": "960px"}
-        predicting = ipywidgets.HBox(
-            [self.quantity, self.prediction, self.run_button, self.status], layout=row
-        )
-        super().__init__(
-            [
-                ipywidgets.HBox(list(controls.values()), layout=row),
-                self.hint,
-                predicting,
-                self.output,
-            ]
-        )
+        asked = [self.quantity, self.prediction, self.run_button, self.status]
+        boxes = [ipywidgets.HBox(of, layout=row) for of in (list(controls.values()), asked)]
+        super().__init__([boxes[0], self.hint, boxes[1], self.output])
         self.add_class("p101-explorer")
         for control in controls.values():
             control.observe(self._changed, "value")
@@ -142,11 +132,10 @@ class Explorer(ipywidgets.VBox):
         """
         if self._adjusting:
             return
+        changed = [name for name, of in self.controls.items() if change and of is change["owner"]]
         self._adjusting = True
         try:
-            why = self.adjust(
-                self.controls, "" if change is None else self._name_of(change["owner"])
-            )
+            why = self.adjust(self.controls, "".join(changed))
         finally:
             self._adjusting = False
         self.hint.value = f"<small>{escape(why)}</small>" if why else ""
@@ -154,9 +143,6 @@ class Explorer(ipywidgets.VBox):
             self.status.value = "Press Run to see whether it holds."
         elif not self._asked:
             self._show()
-
-    def _name_of(self, changed: Any) -> str:
-        return next(name for name, control in self.controls.items() if control is changed)
 
     def _ask_for_unit(self, _: Any = None) -> None:
         """Say in the empty field what to write."""
@@ -171,19 +157,14 @@ class Explorer(ipywidgets.VBox):
         the field.
         """
         quantity, prediction = self.quantity.value, self.prediction.value.strip()
+        unit = self.quantities.get(quantity, "")
         if self._asked and not prediction and not self._reminded:
             self._reminded = True
-            self.status.value = (
-                "Write down a prediction first, or press Run again to see the result without one."
-            )
-        elif (
-            prediction
-            and quantity != IN_WORDS
-            and not readings(prediction, unit := self.quantities[quantity])
-        ):
-            self.status.value = (
-                f'Type a number, such as {f"12 {unit}".strip()}, or choose "{IN_WORDS}".'
-            )
+            first = "Write down a prediction first"
+            self.status.value = f"{first}, or press Run again to see the result without one."
+        elif prediction and quantity != IN_WORDS and not readings(prediction, unit):
+            example = f"12 {unit}".strip()
+            self.status.value = f'Type a number, such as {example}, or choose "{IN_WORDS}".'
         else:
             self._show()
 
@@ -205,10 +186,8 @@ class Explorer(ipywidgets.VBox):
             spoken = "This hangs." if waits else "This can't run."
             self.html, plain = f"<p><strong>{spoken}</strong></p>{text}{waits}", str(error)
         except KeyboardInterrupt:
-            self.status.value = (
-                "Interrupted. The result below is that of the last run that ended. Press Run to "
-                "try again."
-            )
+            last = "The result below is that of the last run that ended."
+            self.status.value = f"Interrupted. {last} Press Run to try again."
             raise
         self._asked, self.prediction.value = False, ""
         self.status.value = spoken if prediction else f'<span style="{HIDDEN}">{spoken}</span>'
@@ -225,9 +204,8 @@ class Explorer(ipywidgets.VBox):
         """
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        chosen = ", ".join(
-            f"{c.description} {c.value}" for c in self.controls.values() if not c.disabled
-        )
+        given = (c for c in self.controls.values() if not c.disabled)
+        chosen = ", ".join(f"{control.description} {control.value}" for control in given)
         return {**data, "text/html": f"<p>One run, with {escape(chosen)}.</p>{self.html}"}, metadata
 
 
@@ -235,28 +213,17 @@ def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> A
     """Return a menu. Raises ValueError if the value is not one of the options."""
     options = tuple(options)
     if value not in options:
-        raise ValueError(
-            f"{argument or name}={value!r} is unknown: expected one of "
-            f"{', '.join(map(repr, options))}"
-        )
-    return ipywidgets.Dropdown(
-        description=name, options=options, value=value, layout=WIDE, style=STYLE
-    )
+        known = ", ".join(map(repr, options))
+        raise ValueError(f"{argument or name}={value!r} is unknown: expected one of {known}")
+    return ipywidgets.Dropdown(description=name, options=options, value=value, **LOOK)
 
 
 def slider(name: str, low: int, high: int, value: int) -> Any:
     """Return a slider for whole numbers. Raises ValueError if the value is out of range."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name}={value!r}: expected a whole number from {low} to {high}")
-    return ipywidgets.IntSlider(
-        value,
-        description=name,
-        min=low,
-        max=high,
-        continuous_update=False,
-        layout=WIDE,
-        style=STYLE,
-    )
+    look = {"description": name, "continuous_update": False, **LOOK}
+    return ipywidgets.IntSlider(value, min=low, max=high, **look)
 
 
 def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
@@ -274,9 +241,7 @@ def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) ->
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     rows = []
     for what, *values in result.rows:
-        cells = [escape(value) for value in values] + (
-            [foretold[what]] if any(foretold.values()) else []
-        )
+        cells = [*map(escape, values), *([foretold[what]] if any(foretold.values()) else [])]
         data = "".join(f"<td>{cell}</td>" for cell in cells)
         rows.append(f'<tr><th scope="row">{escape(what)}</th>{data}</tr>')
     note = f"<p>{escape(result.note)}</p>" if result.note else ""
@@ -289,15 +254,12 @@ MARKS = {"right": "✓", "too low": "✗", "too high": "✗"}
 
 def _spoken(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
     """Return one sentence about the run, for the line beside the button and for screen readers."""
-    shown = {row[0]: row[1] for row in result.rows}
+    shown = {row[0]: row[1] for row in result.rows if row[1] != "–"}
+    text = ", ".join(f"{what} {value}" for what, value in shown.items())
     if quantity in shown and prediction:
-        return escape(
-            f"{quantity}: you predicted {prediction}, it is {shown[quantity]}"
-            + (f": {said}." if said else ".")
-        )
-    return escape(
-        ", ".join(f"{what} {value}" for what, value in shown.items() if value != "–") + "."
-    )
+        text = f"{quantity}: you predicted {prediction}, it is {shown[quantity]}"
+        text += f": {said}" if said else ""
+    return escape(f"{text}.")
 
 
 def _plain(result: ExplorerResult) -> str:
