@@ -164,9 +164,9 @@ def sweep(
                 if name in measured:
                     at, of = [x * beside[name] for x in measured[name]], measured[name].values()
                     axes.plot(at, list(of), MARKERS[i], markeredgecolor=colour, **HOLLOW)
-                for at, ends in spread.get(name, {}).items():
+                for x_bar, bar in spread.get(name, {}).items():
                     look: dict[str, Any] = {"color": colour, "linewidth": 1.4, "markersize": 8}
-                    axes.plot([at * beside[name]] * 2, list(ends), "_-", zorder=1, **look)
+                    axes.plot([x_bar * beside[name]] * 2, list(bar), "_-", zorder=1, **look)
             _ticks(axes, swept, x, y, 8 if width == WIDTH else 4)
             axes.set_xlabel(x_label, loc="right")
             ends = {name: max((lines.get(name) or measured[name]).items()) for name in names}

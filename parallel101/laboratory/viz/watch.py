@@ -60,8 +60,10 @@ def watch(
             values do not fit into the dtype.
     """
     if not callable(fn):
-        got = f"got a {type(fn).__name__}: {fn!r}"
-        raise TypeError(f"watch() takes a function of a tensor, to run on each rank; {got}")
+        raise TypeError(
+            "watch() takes a function of a tensor, to run on each rank; got a "
+            f"{type(fn).__name__}: {fn!r}"
+        )
     origin_tensor(0, world_size, 0, dtype)  # raises here, and not on every rank
     if shape is not None and not (
         isinstance(shape, Sequence) and all(isinstance(n, int) and n >= 0 for n in shape)

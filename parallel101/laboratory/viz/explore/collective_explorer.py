@@ -32,8 +32,16 @@ from parallel101.laboratory.sim.simulate import simulate
 from parallel101.laboratory.viz.explore.explorer import Explorer, ExplorerResult, menu, slider
 from parallel101.laboratory.viz.watch import watch
 
-OPERATIONS = tuple(
-    "broadcast scatter gather reduce all_gather reduce_scatter all_reduce all_to_all barrier".split()
+OPERATIONS = (
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
 )
 # a rank's tensor is one block of the result; of the others, the ranks cut it into blocks
 BLOCKS = ("gather", "all_gather", "barrier")
