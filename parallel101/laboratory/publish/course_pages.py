@@ -78,10 +78,8 @@ def course_pages(
         text = (root / file).read_text(encoding="utf-8")
         if file == CITATION:
             text = citation(text, repository)
-        soup = BeautifulSoup(
-            f'<div class="text_cell"><div class="text_cell_render">{to_html(text)}</div></div>',
-            "html.parser",
-        )
+        cell = '<div class="text_cell"><div class="text_cell_render">{}</div></div>'
+        soup = BeautifulSoup(cell.format(to_html(text)), "html.parser")
         if file == ERRORS:
             _show_messages(soup, text)
         contents, heading = name_headings(soup), soup.h1
@@ -92,9 +90,8 @@ def course_pages(
             first.insert_before(contents)
         for link in soup.select("a[href]:not([href^='#'])"):
             _lead_somewhere(link, posixpath.dirname(file), known, repository)
-        made.append(
-            CoursePage(ADDRESSES[file], heading.get_text(), TEXTS[file], str(soup), ALSO[file])
-        )
+        title = heading.get_text()
+        made.append(CoursePage(ADDRESSES[file], title, TEXTS[file], str(soup), ALSO[file]))
     return made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import nbformat
@@ -106,15 +107,10 @@ class _InterruptibleClient(NotebookClient):
 
 def read_notebook(path: Path) -> NotebookNode:
     """Read the notebook at `path`. Raises LessonFailed if the file is not a notebook."""
+    unreadable = (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError)
     try:
         return nbformat.read(path, as_version=4)
-    except (
-        nbformat.reader.NotJSONError,
-        nbformat.ValidationError,
-        UnicodeDecodeError,
-        AttributeError,
-        KeyError,
-    ) as error:
+    except (*unreadable, AttributeError, KeyError) as error:
         raise LessonFailed(path.stem, f"{path} cannot be read as a notebook: {error!r}") from error
 
 
@@ -159,14 +155,11 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
         except (CellControlSignal, DeadKernelError, RuntimeError) as error:
             if running is None:
                 raise LessonFailed(path.stem, f"the kernel did not start: {error}") from error
-            code = "\n".join(
-                f"    {line}" for line in notebook.cells[running].source.strip().splitlines()
-            )
+            cell = notebook.cells[running]
+            code = indent(cell.source.strip(), "    ")
             where = f"code cell {code_cells.index(running) + 1} of {len(code_cells)} failed"
-            raise LessonFailed(
-                path.stem,
-                f"{where}:\n\n{code}\n\n{_explain(error, notebook.cells[running], timeout)}",
-            ) from error
+            why = f"{where}:\n\n{code}\n\n{_explain(error, cell, timeout)}"
+            raise LessonFailed(path.stem, why) from error
     return notebook
 
 
@@ -179,11 +172,9 @@ def _explain(error: Exception, cell: NotebookNode, timeout: float) -> str:
         )
     if isinstance(error, CellExecutionError):
         raised = [output for output in cell.outputs if output.output_type == "error"]
-        return (
-            ANSI.sub("", "\n".join(raised[-1].traceback))
-            if raised
-            else f"{error.ename}: {error.evalue}"
-        )
+        if not raised:
+            return f"{error.ename}: {error.evalue}"
+        return ANSI.sub("", "\n".join(raised[-1].traceback))
     return (
         f"The kernel died ({error}). The machine may have run out of memory, or compiled code may "
         "have crashed."

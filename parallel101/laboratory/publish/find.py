@@ -74,10 +74,8 @@ def copy_notebooks(out: Path) -> list[Path]:
     copies = [out / "lessons", out / "homework"]
     for copy in copies:
         if copy.exists():
-            raise ValueError(
-                f"{copy} exists already, and nothing was copied; name another folder, e.g. "
-                "parallel101 notebooks course"
-            )
+            other = "name another folder, e.g. parallel101 notebooks course"
+            raise ValueError(f"{copy} exists already, and nothing was copied; {other}")
     for copy in copies:
         try:
             copytree(source / copy.name, copy, ignore=ignore_patterns(".*", "__pycache__"))
@@ -105,9 +103,8 @@ def select_lessons(folder: Path, names: Sequence[str] = ()) -> list[Path]:
         ]
         if len(matches) != 1:
             problem = "matches more than one lesson" if matches else "is not a lesson"
-            raise ValueError(
-                f"{name!r} {problem}; the lessons are: {', '.join(n.stem for n in notebooks)}"
-            )
+            known = ", ".join(n.stem for n in notebooks)
+            raise ValueError(f"{name!r} {problem}; the lessons are: {known}")
         chosen += matches
     return sorted(set(chosen)) or notebooks
 

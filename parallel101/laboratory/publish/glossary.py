@@ -19,22 +19,8 @@ from bs4 import BeautifulSoup, NavigableString
 from bs4.element import PageElement
 
 FILE, PAGE = "glossary.md", "glossary.html"
-NOT_LINKED = (
-    "a",
-    "code",
-    "pre",
-    "math",
-    "summary",
-    "button",
-    "h1",
-    "h2",
-    "h3",
-    "h4",
-    "th",
-    "em",
-    "script",
-    "style",
-)
+NOT_LINKED = ["a", "code", "pre", "math", "summary", "button", "th", "em", "script", "style"]
+NOT_LINKED += ["h1", "h2", "h3", "h4"]
 
 
 class Term(NamedTuple):
@@ -68,10 +54,8 @@ def read_terms(folder: Path) -> list[Term]:
         heading, _, definition = entry.partition("\n")
         forms = tuple(form.strip() for form in heading.split(","))
         if not definition.strip():
-            raise ValueError(
-                f"{folder / FILE}: {heading.strip()!r} has no definition; write one under its "
-                "heading"
-            )
+            what = f"{heading.strip()!r} has no definition"
+            raise ValueError(f"{folder / FILE}: {what}; write one under its heading")
         terms.append(Term(forms[0], forms, definition.strip()))
     names = [form.lower() for term in terms for form in term.forms]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -88,13 +72,9 @@ def link_first_uses(body: BeautifulSoup, terms: Sequence[Term]) -> None:
     if not by_form:
         return
     # a sentence may begin with a term, but a name is a name only as it is written: ZeRO is not zero
-    written = [
-        (form, re.escape(form) if form != form.lower() else f"(?i:{re.escape(form)})")
-        for term in terms
-        for form in term.forms
-    ]
+    forms = sorted((form for term in terms for form in term.forms), key=len, reverse=True)
     longest_first = "|".join(
-        pattern for _, pattern in sorted(written, key=lambda pair: len(pair[0]), reverse=True)
+        re.escape(form) if form != form.lower() else f"(?i:{re.escape(form)})" for form in forms
     )
     use = re.compile(rf"(?<![\w-])({longest_first})(?=(s|es)?(?![\w-]))")
     linked: set[str] = set()

@@ -72,16 +72,12 @@ class Lesson(NamedTuple):
             "html.parser",
         )
         heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
+        title = heading.get_text() if heading else name
+        summary = paragraph.get_text() if paragraph else ""
         numbers = sorted({int(number) for number in HOMEWORK.findall(prose.get_text())})
-        minutes, short = (said.search(prose.get_text()) for said in (MINUTES, SHORT))
-        return cls(
-            name,
-            heading.get_text() if heading else name,
-            paragraph.get_text() if paragraph else "",
-            tuple(numbers),
-            minutes[1] if minutes else "",
-            short[1] if short else "",
-        )
+        times = [said.search(prose.get_text()) for said in (MINUTES, SHORT)]
+        minutes, short = (found[1] if found else "" for found in times)
+        return cls(name, title, summary, tuple(numbers), minutes, short)
 
 
 class _OfflineExporter(HTMLExporter):
@@ -111,18 +107,14 @@ def lesson_body(
         ValueError: the page would load something, such as an image from the web, or a formula
             cannot be converted.
     """
-    exporter = _OfflineExporter(
-        template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
-    )
-    body, _ = exporter.from_notebook_node(
-        _without_kernel(notebook), {"metadata": {"path": str(folder)}}
-    )
+    no_prompts = {"exclude_input_prompt": True, "exclude_output_prompt": True}
+    exporter = _OfflineExporter(template_name="basic", **no_prompts)
+    place = {"metadata": {"path": str(folder)}}
+    body, _ = exporter.from_notebook_node(_without_kernel(notebook), place)
     soup = BeautifulSoup(body, "html.parser")
     if addresses := sorted(set(external_addresses(soup))):
-        raise ValueError(
-            f"the page would load {', '.join(addresses)}, but pages must work offline; put the "
-            "file in the notebook's folder"
-        )
+        would = f"the page would load {', '.join(addresses)}, but pages must work offline"
+        raise ValueError(f"{would}; put the file in the notebook's folder")
     for frame in soup.select("iframe.p101-tool"):  # the site has the tool's own page
         link = soup.new_tag("a", href=str(frame["data-page"]))
         link.string = str(frame["title"])
@@ -288,17 +280,12 @@ def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:
     """
     soup = BeautifulSoup(html, "html.parser") if isinstance(html, str) else html
     for tag in soup.find_all(True):
-        names = ["src", "srcset", "poster", "data"] + (
-            [] if tag.name in ("a", "area") else ["href", "xlink:href"]
-        )
+        names = ["src", "srcset", "poster", "data"]
+        names += [] if tag.name in ("a", "area") else ["href", "xlink:href"]
         addresses = [str(tag[name]) for name in names if tag.get(name)]
         css = str(tag.get("style", "")) + (tag.get_text() if tag.name == "style" else "")
-        addresses += [
-            a
-            for pair in re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", css)
-            for a in pair
-            if a
-        ]
+        loaded = re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", css)
+        addresses += [address for pair in loaded for address in pair if address]
         yield from (a for a in addresses if not a.startswith(("data:", "#")))
 
 
@@ -314,9 +301,8 @@ def _without_kernel(notebook: NotebookNode) -> NotebookNode:
             data.pop("application/javascript", None)
             # an explorer has its last picture as HTML beside it; a slider has none
             if data.pop(WIDGET, None):
-                data["text/html"] = (
-                    data.get("text/html", "") + f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
-                )
+                note = f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
+                data["text/html"] = data.get("text/html", "") + note
     return notebook
 
 
@@ -338,7 +324,5 @@ def short_title(lesson: Lesson) -> str:
 
 def machine() -> str:
     """Return in words what the lessons ran on."""
-    return (
-        f"Python {platform.python_version()} and torch {version('torch')} on {platform.system()} "
-        f"with {os.cpu_count()} cores"
-    )
+    python, system = platform.python_version(), platform.system()
+    return f"Python {python} and torch {version('torch')} on {system} with {os.cpu_count()} cores"

@@ -179,12 +179,10 @@ def is_documented(doc: pdoc.doc.Doc) -> bool:
 
 def _documented(member: pdoc.doc.Class) -> list[pdoc.doc.Doc]:
     own = member.own_members  # in the order of the source; what is inherited follows
-    return [
-        part
-        for part in [*own, *(part for part in member.members.values() if part not in own)]
-        if is_documented(part) and not part.name.startswith("_") and part.kind != "class"
-        if part in own or part.taken_from[0].startswith(PACKAGE)
-    ]
+    inherited = [part for part in member.members.values() if part not in own]
+    ours = [part for part in inherited if part.taken_from[0].startswith(PACKAGE)]
+    public = (p for p in [*own, *ours] if not p.name.startswith("_") and p.kind != "class")
+    return [part for part in public if is_documented(part)]
 
 
 def _names(module: pdoc.doc.Module, groups: list[tuple[str, list[str]]]) -> Iterator[SearchEntry]:

@@ -92,11 +92,9 @@ def _around_longest_wait(drawn: Trace, waited: list[Wait]) -> Scene | None:
             break
     if times * took > drawn.makespan / 2 or len(part.events) > MOST_EVENTS:
         return None
-    since = longest.start - min(event.start for event in drawn.events)
-    title = (
-        f"The longest wait of the later half: rank {longest.rank} in {longest.kind}, "
-        f"{human_seconds(took)}, from {human_seconds(since)} on"
-    )
+    since = human_seconds(longest.start - min(event.start for event in drawn.events))
+    title = f"The longest wait of the later half: rank {longest.rank} in {longest.kind}, "
+    title += f"{human_seconds(took)}, from {since} on"
     return timeline_scene(part, title=title)
 
 
@@ -114,12 +112,9 @@ def table_html(table: TextTable) -> str:
     """Return the table with its title as HTML."""
 
     def row(cells: list[str], tag: str) -> str:
-        kinds = [' class="number"' if k < table.numbers else "" for k in range(len(cells))]
-        return (
-            "<tr>"
-            + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds))
-            + "</tr>"
-        )
+        kinds = [' class="number"' * (k < table.numbers) for k in range(len(cells))]
+        html = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds))
+        return f"<tr>{''.join(html)}</tr>"
 
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
     body = "".join(row(cells, "td") for cells in table.rows)

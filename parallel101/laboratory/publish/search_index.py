@@ -48,13 +48,13 @@ class SearchEntry(NamedTuple):
 
 def notebook_entries(kind: str, lesson: Lesson, notebook: NotebookNode) -> Iterator[SearchEntry]:
     """Yield the sections of a lesson or a homework, with the anchors that `arrange` gives them."""
-    cells = [
-        f'<div class="text_cell_render">{to_html(cell.source)}</div>'
-        if cell.cell_type == "markdown"
-        else f'<pre class="cell">{escape(cell.source)}</pre>'
-        for cell in notebook.cells
-    ]
-    soup = BeautifulSoup("".join(cells), "html.parser")
+    html = ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            html += f'<div class="text_cell_render">{to_html(cell.source)}</div>'
+        else:
+            html += f'<pre class="cell">{escape(cell.source)}</pre>'
+    soup = BeautifulSoup(html, "html.parser")
     name_headings(soup)
     yield from _sections(kind, short_title(lesson), page_name(lesson), soup)
 
@@ -121,14 +121,9 @@ def search_index(entries: Sequence[SearchEntry], terms: Sequence[Term] = ()) -> 
             weights[word] = weights.get(word, 0) + IN_TITLE
         for word, weight in weights.items():
             words.setdefault(word, []).extend((at, weight))
-    shown = [
-        [e.kind, e.title, e.place, e.address, _shortened(e.text.replace("`", ""))] for e in entries
-    ]
-    given = {
-        "entries": shown,
-        "words": dict(sorted(words.items())),
-        "synonyms": [term.forms for term in terms if len(term.forms) > 1] + NUMBERS,
-    }
+    shown = [[*e[:2], e.place, e.address, _shortened(e.text.replace("`", ""))] for e in entries]
+    synonyms = [term.forms for term in terms if len(term.forms) > 1] + NUMBERS
+    given = {"entries": shown, "words": dict(sorted(words.items())), "synonyms": synonyms}
     packed = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
     return f"globalThis.SEARCH_INDEX = {packed};\n"
 

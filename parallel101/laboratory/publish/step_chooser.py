@@ -65,10 +65,8 @@ def step_chooser(
         begin, end = known.times[0][0], max(stop for _, stop in known.times)
         events = window(drawn, begin, end).events
         if len(events) > MOST_EVENTS:
-            raise ValueError(
-                f"steps {chosen[0]}:{chosen[1]} have {len(events):,} events, and a page can hold "
-                f"{MOST_EVENTS:,}: choose fewer steps"
-            )
+            too_many = f"steps {chosen[0]}:{chosen[1]} have {len(events):,} events"
+            raise ValueError(f"{too_many}, and a page can hold {MOST_EVENTS:,}: choose fewer steps")
     elif len(events) > MOST_EVENTS:
         after = sorted(e.end for e in events)[-MOST_EVENTS]
         events = [e for e in events if e.start >= after]
@@ -137,10 +135,8 @@ def _only(known: TrainingSteps, chosen: tuple[int, int]) -> TrainingSteps:
     last = known.first + len(known.times) - 1
     begin, end = max(chosen[0], known.first), min(chosen[1], last)
     if begin > end:
-        raise ValueError(
-            f"steps {chosen[0]}:{chosen[1]} are not in the record, which has steps {known.first} "
-            f"to {last}"
-        )
+        there = f"which has steps {known.first} to {last}"
+        raise ValueError(f"steps {chosen[0]}:{chosen[1]} are not in the record, {there}")
     times = known.times[begin - known.first : end - known.first + 1]
     return known._replace(first=begin, times=times)
 

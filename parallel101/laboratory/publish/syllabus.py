@@ -131,9 +131,8 @@ def _week(entries: Any, folder: Path) -> Week:
     there = homework_notebooks(folder)
     for number in week.homework:
         if number not in there:
-            raise ValueError(
-                f"there is no homework {number}; there are {', '.join(map(str, there)) or 'none'}"
-            )
+            known = ", ".join(map(str, there)) or "none"
+            raise ValueError(f"there is no homework {number}; there are {known}")
     if isinstance(week.date, date) and isinstance(week.due, date) and week.due < week.date:
         raise ValueError(f"its homework is due {week.due}, before the lecture of {week.date}")
     return week

@@ -82,10 +82,8 @@ def make_output_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise ValueError(
-            f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. --out "
-            "site"
-        ) from error
+        why = f"cannot write pages to {out} ({error.strerror})"
+        raise ValueError(f"{why}; give a writable folder, e.g. --out site") from error
 
 
 class Course(NamedTuple):
@@ -163,11 +161,9 @@ def publish(
                 body = lesson_body(notebook, path.parent, course.homework, names)
                 ran[path] = body, seconds, made_from
             except (LessonFailed, ValueError) as error:
-                failed.append(
-                    error
-                    if isinstance(error, LessonFailed)
-                    else LessonFailed(path.stem, str(error))
-                )
+                if not isinstance(error, LessonFailed):
+                    error = LessonFailed(path.stem, str(error))
+                failed.append(error)
                 page.unlink(missing_ok=True)
                 report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
             else:
@@ -226,11 +222,8 @@ def _course(
         for path in lessons:
             with suppress(LessonFailed):  # it is reported when it runs
                 wanted |= {*_lesson(path.stem, path).homework}
-    homework = {
-        number: _lesson(path.parent.name, path)
-        for number, path in found.items()
-        if number in wanted
-    }
+    chosen = {number: path for number, path in found.items() if number in wanted}
+    homework = {number: _lesson(path.parent.name, path) for number, path in chosen.items()}
     whole = not only and syllabus is None
     return Course(lessons, homework, whole, read_opening(folder), syllabus)
 
@@ -296,11 +289,9 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     """
     terms = read_terms(course.lessons[0].parent)
     if not course.whole:
-        homework = [
-            (out / f"{task.name}.html").read_text(encoding="utf-8")
-            for task in course.homework.values()
-        ]
-        links = re.findall(rf'"{re.escape(PAGE)}#([^"]+)"', "".join([*lessons, *homework]))
+        tasks = [out / f"{task.name}.html" for task in course.homework.values()]
+        pages = "".join([*lessons, *(page.read_text(encoding="utf-8") for page in tasks)])
+        links = re.findall(rf'"{re.escape(PAGE)}#([^"]+)"', pages)
         terms = [term for term in terms if term.anchor in links]
     if terms:
         _write(out / PAGE, course_page("Glossary", "", terms=terms))
@@ -319,9 +310,8 @@ def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
 
     If not `anew`, a page that is there stays.
     """
-    frame = [
-        file for file in Path(__file__).parent.rglob("*") if file.suffix in (".css", ".jinja2")
-    ]
+    beside = Path(__file__).parent.rglob("*")
+    frame = [file for file in beside if file.suffix in (".css", ".jinja2")]
     for tool in TOOL_PAGES:
         if (out / tool.address).exists() and not anew:
             continue
@@ -391,10 +381,8 @@ def search_entries(
     entries += glossary_entries(read_terms(folder))
     for page in course_pages(folder.parent):
         entries += page_entries(page)
-    return entries + [
-        SearchEntry("Tool", tool.title, tool.address, tool.text, also=tool.also)
-        for tool in TOOL_PAGES
-    ]
+    tools = (SearchEntry("Tool", t.title, t.address, t.text, also=t.also) for t in TOOL_PAGES)
+    return [*entries, *tools]
 
 
 def homework_body(path: Path) -> str:
