@@ -84,13 +84,14 @@ class Plot(Scene):
         narrow_head = self.add("g", **ONLY_NARROW)
         for k, line in enumerate(textwrap.wrap(title, 40)):
             narrow_head.write(line, 28, 36 + 22 * k, 17, "b")
-        wide, narrow = _drawing(figures[WIDTH], "wide"), _drawing(figures[NARROW], "narrow")
-        shown = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
-        self.drawing = f'<g data-narrow="none">{wide}</g><g {shown}>{narrow}</g>'
+        self.drawing = _drawing(figures[WIDTH], "wide")
+        self.narrow_drawing = _drawing(figures[NARROW], "narrow")
 
     def svg(self, *moment: Any, theme: str | None = None, **options: Any) -> str:
         """Return the picture as SVG. A plot does not move, so other options have no effect."""
-        drawing = self.drawing if theme is None else with_colours(self.drawing, theme)
+        narrow = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
+        drawing = f'<g data-narrow="none">{self.drawing}</g><g {narrow}>{self.narrow_drawing}</g>'
+        drawing = drawing if theme is None else with_colours(drawing, theme)
         return super().svg(theme=theme).replace("</svg>", f"{drawing}</svg>")
 
 
