@@ -60,13 +60,13 @@ LIBRARY = sysconfig.get_path("stdlib")
 OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
 
 
-def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
+def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
     """Serve one grader: a job, then one case after the other until the connection ends.
 
     The arguments are those of worker.main.
     """
     if channels:
-        control, _, status = inherited(channels)
+        control, status = inherited(channels)
     sock = socket.socket(fileno=control)
     if status >= 0 and hasattr(faulthandler, "register"):
         faulthandler.enable(status)

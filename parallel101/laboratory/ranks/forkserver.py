@@ -97,7 +97,7 @@ def _receive(server: socket.socket) -> tuple[list[str], list[int]]:
     fds: list[int] = []
     while not line.endswith(b"\n"):
         try:
-            part, received, _, _ = socket.recv_fds(server, 1 << 16, 5)
+            part, received, _, _ = socket.recv_fds(server, 1 << 16, 4)
         except ConnectionResetError:
             part = b""
         if not part:
@@ -113,19 +113,17 @@ def _answer(server: socket.socket, number: str, answer: int) -> None:
         server.send(f"{number} {answer}\n".encode())
 
 
-def _take_channels(control: int, out: int, err: int, calls: int, status: int) -> dict[str, Any]:
+def _take_channels(control: int, out: int, err: int, status: int) -> dict[str, Any]:
     """Make a new rank's pipes its standard streams, and close all other inherited files."""
     import fcntl  # not on Windows, where there is no fork either
 
     null = os.open(os.devnull, os.O_RDONLY)
-    # out of the way of 0 to 5
-    moved = [
-        fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, calls, status)
-    ]
+    # out of the way of 0 to 4
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, status)]
     for wanted, end in enumerate(moved):
         os.dup2(end, wanted)
-    os.closerange(6, max(int(name) for name in os.listdir("/dev/fd")) + 1)
-    return {"control": 3, "calls": 4, "status": 5}
+    os.closerange(5, max(int(name) for name in os.listdir("/dev/fd")) + 1)
+    return {"control": 3, "status": 4}
 
 
 def _reap(statuses: dict[int, int]) -> None:

@@ -10,7 +10,6 @@ rank r ──▶ printed lines ──────────────▶ thi
 from __future__ import annotations
 
 import contextlib
-import marshal
 import math
 import re
 import select
@@ -40,7 +39,7 @@ from parallel101.laboratory.ranks.stuck import REPORTS
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
-    CALL,
+    CALLS,
     EXIT,
     FAILURE,
     IMPORTED,
@@ -66,8 +65,6 @@ from parallel101.laboratory.record.errors import (
 WAIT_FOR_OTHERS = 1.0
 TO_FAIL = 0.3  # seconds for the other ranks to lose their connection to one that has died
 TO_ANSWER = 2.0  # seconds for a rank to say what it does, before a signal asks it
-# seconds between two readings of the calls that the ranks of a checked run have posted
-READ_CALLS = 0.05
 
 
 @dataclass
@@ -86,7 +83,6 @@ class MonitoredRank:
     exit_report: bytes = b""  # faulthandler's dump, if it crashed, and its exit code
     exitcode: int | None = None
     ended: bool = False
-    partial_call: bytes = b""  # the beginning of a call whose end has not come yet
 
 
 class Monitor:
@@ -130,7 +126,7 @@ class Monitor:
             for rank, process in enumerate(processes)
         ]
         self.timeout = timeout
-        self.checked = checked and all(process.calls is not None for process in processes)
+        self.checked = checked
         self.idle_detector = (
             IdleDetector([process.pid for process in processes]) if on_gloo else None
         )
@@ -179,11 +175,7 @@ class Monitor:
                 next_look.append(self.fail_at)
             if idle is not None and idle.idle_since is not None:
                 next_look.append(idle.due)
-            if self.checked:
-                next_look.append(now + READ_CALLS)
             self._listen(min(next_look) - now)
-            self._read_calls()
-        self._read_calls()
         if (misuse := self.diagnosis.calls.error()) is not None:
             raise misuse
 
@@ -240,8 +232,9 @@ class Monitor:
             ranks[rank.rank] = replace(status, returned=True, blocked=None, limit=None)
             return
         value = unpack(body, buffers)
-        if kind == CALL:
-            self.diagnosis.check(Call(*value))
+        if kind == CALLS:
+            for call in value:
+                self.diagnosis.check(Call(*call))
         elif kind == STATUS:
             if rank.result is None and rank.failure is None:
                 ranks[rank.rank] = value
@@ -260,19 +253,6 @@ class Monitor:
             others_may_fail = value.consequence and len(self.ranks) > 1
             self._fail_within(WAIT_FOR_OTHERS if others_may_fail else WAIT_FOR_CAUSE)
 
-    def _read_calls(self) -> None:
-        """Check what the ranks of a checked run have posted since the last time."""
-        for rank in self.ranks if self.checked else ():
-            assert rank.process.calls is not None
-            while data := read_available(rank.process.calls):
-                data, start = rank.partial_call + data, 0
-                while len(data) - start >= 4 and len(data) - start >= 4 + (
-                    size := int.from_bytes(data[start : start + 4], "little")
-                ):
-                    self.diagnosis.check(Call(*marshal.loads(data[start + 4 : start + 4 + size])))
-                    start += 4 + size
-                rank.partial_call = data[start:]
-
     def _fail_within(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
         self.fail_at = moment if self.fail_at is None else min(self.fail_at, moment)
@@ -285,7 +265,8 @@ class Monitor:
         It is the first of: a misuse, a rank's own exception, a death, an error that only says that
         another rank has failed.
         """
-        self._read_calls()
+        if self.checked:
+            self.ask_records()  # and with them, the newest calls
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         for failure in failures:  # a rank may have found the misuse before anything broke
             if isinstance(failure.error, MisuseError):

@@ -50,14 +50,10 @@ class RankProcess:
     # its exit code, a line of text, once it has ended; closed without one if its fork server ended
     # first
     status: Channel
-    # in a checked run, the calls that it posts, read now and then; None on Windows, where control
-    # carries them
-    calls: io.FileIO | None
 
     def close(self) -> None:
-        for channel in (self.control, self.out, self.err, self.status, self.calls):
-            if channel is not None:
-                channel.close()
+        for channel in (self.control, self.out, self.err, self.status):
+            channel.close()
 
 
 def start_ranks(
@@ -251,14 +247,9 @@ atexit.register(lambda: _server.stop())
 
 def _fork_one(module: str) -> RankProcess:
     control, their_control = socket.socketpair()
-    (out, their_out), (err, their_err), (status, their_status), (calls, their_calls) = (
-        _pipe(),
-        _pipe(),
-        _pipe(),
-        _calls_pipe(),
-    )
-    rank = RankProcess(0, control, out, err, status, calls)
-    theirs = (their_control, their_out, their_err, their_calls, their_status)
+    (out, their_out), (err, their_err), (status, their_status) = _pipe(), _pipe(), _pipe()
+    rank = RankProcess(0, control, out, err, status)
+    theirs = (their_control, their_out, their_err, their_status)
     try:
         rank.pid = _server.fork([end.fileno() for end in theirs], module)
     except BaseException:
@@ -276,23 +267,6 @@ def _pipe() -> tuple[io.FileIO, io.FileIO]:
     return io.FileIO(ours, "rb"), io.FileIO(theirs, "wb")
 
 
-def _calls_pipe() -> tuple[io.FileIO, io.FileIO]:
-    """Return a pipe that holds a few thousand calls before its writer must wait.
-
-    Its reader never waits.
-    """
-    ours, theirs = _pipe()
-    os.set_blocking(ours.fileno(), False)
-    if sys.platform == "linux":
-        import fcntl
-
-        try:
-            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
-        except OSError:
-            pass  # this user's pipes are at their limit: a smaller one works too
-    return ours, theirs
-
-
 # ---- a fresh interpreter for each rank ----
 
 
@@ -300,10 +274,7 @@ def _spawn_one(module: str) -> RankProcess:
     control, their_control = socket.socketpair()
     status, their_status = socket.socketpair()
     posix = os.name == "posix"
-    calls, their_calls = _calls_pipe() if posix else (None, None)
-    inherited = [
-        end.fileno() for end in (their_control, their_calls, their_status) if end is not None
-    ]
+    inherited = [their_control.fileno(), their_status.fileno()]
     channels = ",".join(map(str, inherited)) if posix else "stdin"
     process = subprocess.Popen(
         [sys.executable, "-c", _python_code(f"from {module} import main; main({channels!r})")],
@@ -319,8 +290,6 @@ def _spawn_one(module: str) -> RankProcess:
         shared = their_control.share(process.pid)  # type: ignore[attr-defined]
         process.stdin.write(json.dumps(shared.hex()).encode() + b"\n")
         process.stdin.close()
-    if their_calls is not None:
-        their_calls.close()
     their_control.close()
 
     def report_exit() -> None:
@@ -334,12 +303,7 @@ def _spawn_one(module: str) -> RankProcess:
     threading.Thread(target=report_exit, daemon=True).start()
     assert process.stdout is not None and process.stderr is not None
     return RankProcess(
-        process.pid,
-        control,
-        _selectable(process.stdout),
-        _selectable(process.stderr),
-        status,
-        calls,
+        process.pid, control, _selectable(process.stdout), _selectable(process.stderr), status
     )
 
 

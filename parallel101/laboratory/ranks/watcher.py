@@ -26,6 +26,7 @@ from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
+    CALLS,
     EXIT,
     RECORD,
     STACKS,
@@ -33,6 +34,7 @@ from parallel101.laboratory.ranks.wire import (
     RankRecord,
     Wire,
 )
+from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.program_lines import is_library, where
 from parallel101.laboratory.record.recorder import NEWEST, PostedCall, RankRecorder
 from parallel101.laboratory.record.wait_for import RankStatus
@@ -92,11 +94,17 @@ class ControlThread(threading.Thread):
 
 
 class Watcher(ControlThread):
-    """The watcher of a real rank, which reports what the rank is blocked in."""
+    """The watcher of a real rank, which reports what the rank is blocked in.
 
-    def __init__(self, recorder: RankRecorder, wire: Wire, uncaught: UncaughtInCpp):
+    `calls`: the list to which a checked run appends what this rank posts.
+    """
+
+    def __init__(
+        self, recorder: RankRecorder, wire: Wire, calls: list[Call], uncaught: UncaughtInCpp
+    ):
         super().__init__(wire)
-        self.recorder, self.uncaught = recorder, uncaught
+        self.recorder, self.calls, self.uncaught = recorder, calls, uncaught
+        self.sending_calls = threading.Lock()  # the program's thread sends the last ones
         self.detector = BlockedDetector(recorder)
         self.stack_reader = StackReader(recorder)
         # where the rank is, if not in the program; else ""
@@ -104,13 +112,22 @@ class Watcher(ControlThread):
 
     def look(self) -> None:
         self.stack_reader.look()
+        self.send_calls()
         if (status := self.detector.changed()) is not None:
             self.wire.send(STATUS, status)
         if self.uncaught.thrown.is_set() and not self.uncaught.may_abort.is_set():
             self.send_record()
             self.uncaught.may_abort.set()
 
+    def send_calls(self) -> None:
+        with self.sending_calls:
+            if new := [tuple(call) for call in self.calls]:
+                del self.calls[: len(new)]
+                self.wire.send(CALLS, new)
+
     def send_record(self) -> None:
+        """Send what was posted and recorded so far."""
+        self.send_calls()
         recorder = self.recorder
         self.wire.send(RECORD, (recorded(recorder), recorder.status(messages=NEWEST)))
 

@@ -39,9 +39,9 @@ from parallel101.laboratory.record.trace import collector_paused
 # Kinds of frames to a rank: its Job; the packed program; "what are you doing?"; "what have you
 # recorded?"; "you may exit".
 JOB, PROGRAM, ASK_STACKS, ASK_RECORD, EXIT = b"j", b"f", b"w", b"t", b"q"
-# And from a rank: a Call as it is posted; its RankStatus; its RankRecord and status; the slow
+# And from a rank: the Calls that it has posted; its RankStatus; its RankRecord and status; the slow
 # modules that it imported; its RankStack; what its function returned; its Failure.
-CALL, STATUS, RECORD, IMPORTED, STACKS, RESULT, FAILURE = b"c", b"b", b"e", b"p", b"w", b"r", b"x"
+CALLS, STATUS, RECORD, IMPORTED, STACKS, RESULT, FAILURE = b"c", b"b", b"e", b"p", b"w", b"r", b"x"
 
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")

@@ -3,7 +3,7 @@
 If the program fails, it sends the failure.
 
 control ◀── job, program           the launching process (see monitor.py)
-        ──▶ calls as they are posted (a checked run), blocked, unblocked, record, result or failure
+        ──▶ calls (a checked run), blocked, unblocked, record, result or failure
         ◀── exit                   no rank exits before all have returned: others may still need it
 
 On sim one such process runs all virtual ranks: see simworker.py.
@@ -18,13 +18,11 @@ import gc
 import io
 import json
 import linecache
-import marshal
 import os
 import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -43,7 +41,7 @@ from parallel101.laboratory.ranks.rank_stack import stack_on_signal
 from parallel101.laboratory.ranks.rendezvous import connect
 from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
-from parallel101.laboratory.ranks.wire import CALL, IMPORTED, JOB, RESULT, Job, Wire
+from parallel101.laboratory.ranks.wire import IMPORTED, JOB, RESULT, Job, Wire
 from parallel101.laboratory.record import process_groups
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.recorder import RankRecorder
@@ -52,13 +50,13 @@ from parallel101.spans import record_into
 SEND_BUFFER = 208 * 1024  # bytes, of which Linux makes twice as many; it allows so many everywhere
 
 
-def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
+def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
     """Serve one job, and exit.
 
     A forked rank is given its file descriptors, a spawned one a text that says where they are.
     """
     if channels:
-        control, calls, status = inherited(channels)
+        control, status = inherited(channels)
     wire = Wire(socket.socket(fileno=control))
     if status >= 0:
         # if C code kills this process, it writes there where the program was
@@ -80,7 +78,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 
             run_virtual_ranks(job, wire, loaded)
         else:
-            run_rank(job, wire, calls, status, loaded)
+            run_rank(job, wire, status, loaded)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  # the launching process is gone, or needs no more
     except BaseException:
@@ -94,20 +92,21 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
         exit_process(code)
 
 
-def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) -> None:
+def run_rank(job: Job, wire: Wire, status: int, loaded: set[str]) -> None:
     """Run the program as one real rank."""
     _, body, buffers = wire.receive_packed()
+    calls: list[Call] = []
     recorder = RankRecorder(
         job.rank,
         recording=job.recording,
         payload_bytes=job.payload_bytes,
-        on_call=_call_sender(wire, calls) if job.recording else None,
+        on_call=calls.append if job.recording else None,
         keep_waiting=job.keep_waiting,
     )
     if status >= 0:
         stack_on_signal(status, 2)
     uncaught = UncaughtInCpp()
-    watcher = Watcher(recorder, wire, uncaught)
+    watcher = Watcher(recorder, wire, calls, uncaught)
     watcher.start()
     if job.recording:
         record_into(recorder)
@@ -142,36 +141,19 @@ def run_rank(job: Job, wire: Wire, calls: int, status: int, loaded: set[str]) ->
     watcher.may_exit.wait()
 
 
-def _call_sender(wire: Wire, calls: int) -> Callable[[Call], None]:
-    """Return the function with which a checked run sends its calls.
-
-    Calls are sent at once, since a call may kill this process. Sending does not wake the
-    launching process.
-    """
-    if calls < 0:
-        return lambda call: wire.send(CALL, tuple(call))
-
-    def send(call: Call) -> None:
-        data = marshal.dumps(tuple(call))
-        # the pipe blocks, and this is below PIPE_BUF: it is written whole
-        os.write(calls, len(data).to_bytes(4, "little") + data)
-
-    return send
-
-
 # ---- a new process prepares itself ----
 
 
-def inherited(channels: str) -> tuple[int, int, int]:
-    """Return a spawned rank's file descriptors: control, calls and status.
+def inherited(channels: str) -> tuple[int, int]:
+    """Return a spawned rank's file descriptors: control and status.
 
     On Windows there is only a socket, which comes by stdin.
     """
     if channels != "stdin":
-        control, calls, status = (int(fd) for fd in channels.split(","))
-        return control, calls, status
+        control, status = (int(fd) for fd in channels.split(","))
+        return control, status
     shared = bytes.fromhex(json.loads(sys.stdin.readline()))
-    return socket.fromshare(shared).detach(), -1, -1  # type: ignore[attr-defined]
+    return socket.fromshare(shared).detach(), -1  # type: ignore[attr-defined]
 
 
 def open_streams() -> None:
