@@ -131,7 +131,6 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_
 
         wait_for(lambda: len(list(tmp_path.glob("half way *"))) == 4, 90, said)
         cluster.switch.cut.add(1)
-        wait_for(lambda: "no heartbeat from ranks 2 and 3 (on node1)" in jobs[0].text, 30, said)
         wait_for(lambda: "the job's store at node0:29500 has not" in jobs[1].text, 30, said)
         line = line_of("dist.all_reduce(done)", TRAINING)
         assert f"script.py:{line}" in jobs[1].text
@@ -225,7 +224,9 @@ def test_a_rank_that_dies_is_named_on_all_hosts(starter, tmp_path):
             assert [job.wait() for job in jobs] == [1, 1], jobs[0].text + jobs[1].text
             said[fault] = "".join(job.text for job in jobs)
     where = {text: f"script.py:{line_of(text, FAULTS)}" for text in ("dist.send", "dist.recv")}
-    assert "rank 3 (on node1) was killed by SIGKILL (exit code -9)" in said["killed"]
+    assert (
+        "rank 3 (on node1) has ended before its program: its process was killed" in said["killed"]
+    )
     line = line_of("dist.barrier", FAULTS)
     assert re.search(rf"script.py(:|\", line ){line}\b", said["killed"])
     assert "the message is longer than the receive" in said["longer"]

@@ -7,7 +7,6 @@ when it has seen the report, and then the run must succeed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import re
@@ -57,19 +56,16 @@ def report(text, head):
     return "\n".join(lines[:end])
 
 
-def total(fifo, holds_lock=False):
+def total(fifo):
     if dist.get_rank() == 1:
-        wait_for(fifo, holds_lock)
+        wait_for(fifo)
     x = torch.ones(2)
     dist.all_reduce(x)
     return x[0].item()
 
 
-def wait_for(fifo, holds_lock):
-    if holds_lock:
-        ctypes.PyDLL(None).open(fifo.encode(), os.O_RDONLY)
-    else:
-        open(fifo).close()
+def wait_for(fifo):
+    open(fifo).close()
 
 
 def release(fifo):
@@ -102,19 +98,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
         assert f"rank 1 is at {line_of(wait_for, 'open(fifo)')}: open(fifo).close()" in told
         assert f"line {line_of(total, 'wait_for(fifo').rpartition(':')[2]}, in total" in told
         assert "it is blocked." in told
-        assert sys.platform != "linux" or "open64 in libc" in told
     assert "worker.py" not in shown.getvalue(), "a stack has the program's frames only"
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMAX"), reason="needs a real-time signal")
-def test_c_code_that_holds_pythons_lock(fifo, monkeypatch):
-    shown = Reactions((STUCK, lambda: release(fifo)))
-    monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr(monitor, "TO_ANSWER", 0.5)
-    results = p101.launch(total, fifo, holds_lock=True, world_size=2, stuck_after=0.3).results
-    told = report(shown.getvalue(), STUCK)
-    assert results == [2.0, 2.0]
-    assert f"rank 1 is at {line_of(wait_for, 'PyDLL')}" in told and "Python's lock" in told
 
 
 SCRIPT = """
@@ -178,7 +162,7 @@ class Torchrun:
 
 
 def test_under_torchrun(fifo, tmp_path):
-    """The report, another one after SIGUSR1 to a rank, and a third after Ctrl-C, also as a file."""
+    """The report and another one after SIGUSR1 to a rank, also as a file; after Ctrl-C, a line."""
     run = Torchrun(tmp_path, SCRIPT)
     text = run.react((STUCK, run.ask_rank_1), (ASKED, run.interrupt))
     assert run.job.returncode != 0
@@ -186,9 +170,9 @@ def test_under_torchrun(fifo, tmp_path):
         told = report(text, head)
         assert "rank 0 waits in all_reduce for rank 1, at train.py:7: dist.all_reduce" in told
         assert 'rank 1 is at train.py:6: open("fifo").close()' in told
-    assert "[rank 1] interrupted\n  rank 1 is at train.py:6" in text
+    assert re.search(r'KeyboardInterrupt|"train.py", line 6', text)
     kept = (tmp_path / "kept" / "reports.txt").read_text()
-    assert all(head in kept for head in (STUCK, ASKED, "[rank 1] interrupted"))
+    assert all(head in kept for head in (STUCK, ASKED))
     assert sorted(os.listdir(tmp_path / "kept")) == [
         "rank-0.json.gz",
         "rank-1.json.gz",
@@ -217,5 +201,3 @@ def test_under_torchrun_where_nobody_waits_in_a_collective(fifo, tmp_path):
         assert f"rank {rank} is at train.py:7: open(" in report(text, ASKED)
     told = report(text, STUCK)
     assert "rank 0 has returned" in told and "rank 1 is at train.py:7: open(" in told
-    assert "[rank 0] interrupted\n  rank 0 has returned\n" in text
-    assert "[rank 1] interrupted\n  rank 1 is at train.py:7" in text

@@ -1,10 +1,11 @@
 """Tells which ranks of a job are alive, and whether its store answers.
 
     rank 1, twice a second ──▶ the store: heartbeat/1 = a count, and the name of its host
-    rank 0                 ──▶ reads all: "no heartbeat from rank 1 (on node1) for 10 s"
+    rank 0                 ──▶ a connection has broken: does rank 1 still have a heartbeat?
+                           ──▶ of the ranks of its own host: is there still a process?
 
-A rank without a heartbeat may be stopped, or its machine may be gone for a while. So this only
-reports it. A rank without one after a connection has broken counts as lost.
+A rank without a heartbeat may be stopped, or its machine may be gone for a while. It counts as lost
+only after a connection has broken.
 """
 
 from __future__ import annotations
@@ -14,62 +15,37 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import psutil
 import torch.distributed as dist
 
-from parallel101.laboratory.ranks.diagnosis import rank_lines, work_per_core
+from parallel101.laboratory.ranks.diagnosis import work_per_core
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
 from parallel101.laboratory.ranks.wire import Failure
 from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.wait_for import RankStatus
 
 BEAT_EVERY = 0.4  # seconds
 LOOK_EVERY = 1.0  # seconds
-SILENT_FOR = 10  # looks without a heartbeat after which a rank is reported
+SILENT_FOR = 10  # looks without an answer after which the store is reported
 # seconds without one after which a rank is lost, once a connection has broken; longer on a machine
 # that has far more work than cores
 LOST_AFTER = 1.4
 
 
 class Heartbeat:
-    """Sends a rank's own heartbeat and, on rank 0, checks those of all ranks."""
+    """Sends a rank's own heartbeat, and checks those of all ranks."""
 
     def __init__(self, rank: int, size: int, store: dist.Store):
         self.rank, self.size, self.store = rank, size, store
         self.count, self.due = 0, 0.0
-        self.seen = [b""] * size
-        self.unchanged = [0] * size  # by rank: looks since its last heartbeat
-        self.reported: set[int] = set()
-        self.next_look = 0.0
 
     def beat(self) -> None:
         """Put one into the store, if it is time."""
         if time.monotonic() >= self.due:
             self.count, self.due = self.count + 1, time.monotonic() + BEAT_EVERY
             self.store.set(f"heartbeat/{self.rank}", to_json([self.count, socket.gethostname()]))
-
-    def newly_silent(self) -> dict[int, str]:
-        """Return ranks that have been silent for SILENT_FOR looks, with their hosts.
-
-        Each silence is returned once. Looks are counted and not seconds, because this process
-        itself may have been stopped.
-        """
-        if time.monotonic() < self.next_look:
-            return {}
-        self.next_look = time.monotonic() + LOOK_EVERY
-        texts = self.texts()
-        for rank, text in enumerate(texts):
-            self.unchanged[rank] = self.unchanged[rank] + 1 if text == self.seen[rank] else 0
-        self.seen = texts
-        silent = {rank for rank, looks in enumerate(self.unchanged) if looks >= SILENT_FOR}
-        self.reported &= silent
-        # a look later than it could be, so that the ranks of one host are reported together
-        if all(self.unchanged[rank] == SILENT_FOR for rank in silent - self.reported):
-            return {}
-        new, self.reported = sorted(silent - self.reported), silent
-        return {rank: _host(texts[rank]) for rank in new if texts[rank]}
 
     def texts(self) -> list[bytes]:
         """Return the newest heartbeat of each rank."""
@@ -90,6 +66,43 @@ def lost_after() -> float:
     They count once a connection has broken.
     """
     return LOST_AFTER * max(1.0, work_per_core() / 2)
+
+
+class HostProcesses:
+    """The processes of the other ranks on this host.
+
+    Attributes:
+        ended: ranks whose process is gone.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store):
+        self.size, self.store = size, store
+        self.unknown = set(range(size)) - {rank}  # ranks that have not said where they run
+        self.pids: dict[int, int] = {}
+        self.next_look = 0.0
+        self.ended: set[int] = set()
+        store.set(f"process/{rank}", to_json([socket.gethostname(), os.getpid()]))
+
+    def look(self, at_once: bool = False) -> None:
+        """See which have ended and, once a second, which have come since the last look."""
+        if self.unknown and (at_once or time.monotonic() >= self.next_look):
+            self.next_look = time.monotonic() + LOOK_EVERY
+            for rank, text in enumerate(texts_of("process", self.size, self.store)):
+                if text and rank in self.unknown:
+                    self.unknown.remove(rank)
+                    host, pid = from_json(text)
+                    if host == socket.gethostname():
+                        self.pids[rank] = pid
+        self.ended |= {rank for rank, pid in self.pids.items() if not psutil.pid_exists(pid)}
+
+
+def ended_text(ended: Iterable[int]) -> str:
+    """Return a line for each rank whose process has ended."""
+    how = (
+        "has ended before its program: its process was killed by a signal, or has called os._exit. "
+        "The report of its launcher (torchrun, srun, mpirun) has the exit code"
+    )
+    return "\n  ".join(f"rank {rank} (on {socket.gethostname()}) {how}" for rank in sorted(ended))
 
 
 class StoreWatch(threading.Thread):
@@ -132,17 +145,6 @@ def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
     if store.check(keys):
         return store.multi_get(keys)
     return [store.get(key) if store.check([key]) else b"" for key in keys]
-
-
-def silence_text(silent: Mapping[int, str], statuses: Sequence[RankStatus]) -> str:
-    """Return a report on silent ranks, given their hosts, and on the ranks that wait for them."""
-    others = [RankStatus() if rank in silent else status for rank, status in enumerate(statuses)]
-    advice = (
-        "A machine may have stopped, or lost its network. If its other ranks go on, a process may "
-        "be stopped, or be busy in C code that keeps Python from running."
-    )
-    first = f"no heartbeat from {_who(silent)} for {SILENT_FOR} s"
-    return "\n  ".join([first, *rank_lines(others, {}), advice])
 
 
 def loss_text(lost: Mapping[int, str], failure: Failure) -> str:

@@ -15,7 +15,6 @@ import re
 import select
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from parallel101.laboratory.ranks.diagnosis import (
 )
 from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
 from parallel101.laboratory.ranks.processes import RankProcess, kill
-from parallel101.laboratory.ranks.rank_stack import RankStack, ask_by_signal, stack_of_dump
+from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.run_diagnosis import WAIT_FOR_CAUSE, RunDiagnosis
 from parallel101.laboratory.ranks.stuck import REPORTS
 from parallel101.laboratory.ranks.wire import (
@@ -64,7 +63,8 @@ from parallel101.laboratory.record.errors import (
 # seconds after an error that only says that another rank has failed, as WAIT_FOR_CAUSE
 WAIT_FOR_OTHERS = 1.0
 TO_FAIL = 0.3  # seconds for the other ranks to lose their connection to one that has died
-TO_ANSWER = 2.0  # seconds for a rank to say what it does, before a signal asks it
+TO_ANSWER = 2.0  # seconds for a rank to say what it does
+LONGEST_LOOK = 0.5  # seconds between two looks at whether a signal has come
 
 
 @dataclass
@@ -147,7 +147,14 @@ class Monitor:
     # ---- the loop ----
 
     def watch(self) -> None:
-        with self._reports_on_signal():
+        """Wait until all have returned. Report on SIGUSR1, unless the program has a handler."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        with contextlib.ExitStack() as after:
+            if in_main_thread and hasattr(signal, "SIGUSR1"):
+                before = signal.getsignal(signal.SIGUSR1)
+                if before in (signal.SIG_DFL, no_ranks_run):
+                    signal.signal(signal.SIGUSR1, self._on_signal)
+                    after.callback(signal.signal, signal.SIGUSR1, before)
             self._watch()
 
     def _watch(self) -> None:
@@ -180,7 +187,7 @@ class Monitor:
             raise misuse
 
     def _listen(self, seconds: float) -> None:
-        for key, _ in self.selector.select(min(max(0.0, seconds), 3600.0)):
+        for key, _ in self.selector.select(min(max(0.0, seconds), LONGEST_LOOK)):
             # an earlier event of this round may have removed it
             if key.fileobj in self.selector.get_map():
                 handle, about = key.data
@@ -310,45 +317,11 @@ class Monitor:
         """Write what each rank waits for, or where it is, with its stack."""
         self.diagnosis.report(self.ask_stacks(), head)
 
-    @contextlib.contextmanager
-    def _reports_on_signal(self) -> Iterator[None]:
-        """Report on SIGUSR1 inside the block, unless this process has a handler for it."""
-        number = getattr(signal, "SIGUSR1", None)
-        if (
-            number is None
-            or threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(number) not in (signal.SIG_DFL, no_ranks_run)
-        ):
-            yield
-            return
-        before = signal.getsignal(number)
-        reader, writer = socket.socketpair()
-        with reader, writer:
-            reader.setblocking(False)
-            writer.setblocking(False)
-
-            def ask(*_: object) -> None:
-                with contextlib.suppress(BlockingIOError):
-                    writer.send(b"?")
-
-            def asked(*_: object) -> None:
-                reader.recv(4096)
-                self.report_wanted = True
-
-            self.selector.register(reader, selectors.EVENT_READ, (asked, None))
-            signal.signal(number, ask)
-            try:
-                yield
-            finally:
-                signal.signal(number, before)
-                self.selector.unregister(reader)
+    def _on_signal(self, *_: object) -> None:
+        self.report_wanted = True
 
     def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
-        """Return the stacks of the ranks that still run.
-
-        C code may keep a rank from answering in time. It is then asked by a signal, which still
-        gives its Python stack.
-        """
+        """Return the stacks of the ranks that still run, as far as they answer in time."""
         running = [rank for rank in self.ranks if not rank.ended and rank.result is None]
         for rank in running:
             rank.stacks = None
@@ -356,19 +329,7 @@ class Monitor:
         self._listen_until(
             lambda: all(rank.stacks is not None or rank.ended for rank in asked), seconds
         )
-        silent = [rank for rank in asked if rank.stacks is None and not rank.ended]
-        before = {rank.rank: rank.exit_report for rank in silent}
-        for rank in silent:
-            ask_by_signal(rank.process.pid)
-        if silent:
-            self._listen_until(
-                lambda: all(_dump(rank.exit_report, before[rank.rank]) for rank in silent), seconds
-            )
-        for rank in silent:
-            if dump := _dump(rank.exit_report, before[rank.rank]):
-                rank.stacks = [stack_of_dump(rank.rank, dump, rank.process.pid)]
-                rank.exit_report = before[rank.rank]
-        return {stack.rank: stack for rank in running for stack in rank.stacks or ()}
+        return {stack.rank: stack for rank in asked for stack in rank.stacks or ()}
 
     # ---- the end ----
 
@@ -428,12 +389,6 @@ def reports_in(folder: Path | None) -> Iterator[None]:
 
 def no_ranks_run(*_: object) -> None:
     """Do nothing: this handles SIGUSR1 while `parallel101 run` has no ranks."""
-
-
-def _dump(report: bytes, before: bytes) -> str:
-    """Return the whole stack that has been written since, or ""."""
-    text = report[len(before) :].decode(errors="replace")
-    return text if " File " in text and text.endswith("\n") else ""
 
 
 def _send(rank: MonitoredRank, kind: bytes) -> bool:

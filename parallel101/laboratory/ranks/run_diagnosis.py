@@ -81,17 +81,14 @@ class RunDiagnosis:
     def report(self, stacks: Mapping[int, RankStack], head: str = "") -> None:
         """Report what each rank waits for, or where it is.
 
-        Without a `head`, report only ranks that have waited for long and the ranks they wait for,
-        or nothing if these make progress.
+        Without a `head`, report only if the run has made no progress for long.
         """
-        if head:
-            self.say("\n  ".join([head, *report_lines(self.graph, stacks)]))
-            return
-        now = time.monotonic()
+        now, lines = time.monotonic(), report_lines(self.graph, stacks)
         quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
-        if ranks := self.stuck.stuck(now, self.graph, quiet):
-            lines = report_lines(self.graph, stacks, ranks)
-            self.say(stuck_text(lines, self.stuck.waited(now), self.stuck.pause))
+        if head:
+            self.say("\n  ".join([head, *lines]))
+        elif self.stuck.stuck(now, quiet):
+            self.say(stuck_text(lines, now - self.stuck.since, self.stuck.pause))
 
     def say(self, text: str) -> None:
         self.write(text)

@@ -14,7 +14,6 @@ import io
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -31,7 +30,7 @@ from parallel101.laboratory.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
-from parallel101.laboratory.ranks.rank_stack import QuietClock, RankStack, native_frame, stack_lines
+from parallel101.laboratory.ranks.rank_stack import QuietClock, RankStack, stack_lines
 from parallel101.laboratory.ranks.stuck import report_lines, stuck_text
 from parallel101.laboratory.ranks.watcher import ControlThread
 from parallel101.laboratory.ranks.wire import (
@@ -161,18 +160,18 @@ class SimWatcher(ControlThread):
     def look(self) -> None:
         if self.shared is None:
             return
-        world, now = self.shared.world, time.monotonic()
-        since = self.clock.since
-        state = world.now, world.round, world._current, len(world.events)
-        self.clock.look(state, at_once=True)
-        quiet = now - self.clock.since
-        if self.clock.since != since:
+        quiet, _ = self.times()
+        if quiet == 0.0:
             self.pause = self.stuck_after
-        elif quiet >= self.pause and len(world.ranks) > 1:
+        elif quiet >= self.pause and len(self.shared.world.ranks) > 1:
             stacks = {stack.rank: stack for stack in self.stacks()}
             self.pause = 2 * self.pause + self.stuck_after
             lines = report_lines(WaitForGraph(0), stacks)
             print(stuck_text(lines, quiet, self.pause - quiet), file=sys.stderr)
+
+    def times(self) -> tuple[float, float]:
+        world = self.shared.world  # type: ignore[union-attr]
+        return self.clock.look((world.now, world.round, world._current, len(world.events)))
 
     def watch(self, shared: SharedState) -> None:
         self.shared = shared
@@ -200,8 +199,7 @@ class SimWatcher(ControlThread):
                 waits_for = waits.get(rank, "for its turn")
                 stacks.append(RankStack(rank, where(frame), [], waits=waits_for))
                 continue
-            lines, native = stack_lines(frame), native_frame(thread)
-            stacks.append(RankStack(rank, where(frame), lines, native, *self.clock.times()))
+            stacks.append(RankStack(rank, where(frame), stack_lines(frame), *self.times()))
         return stacks
 
 

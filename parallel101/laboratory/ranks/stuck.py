@@ -7,7 +7,7 @@ A rank may be in an endless loop, or blocked by a lock, a queue whose worker die
 may also compute for long. Nobody can know whether it will come, so a report never ends a run.
 
     rank_stack.py    in each rank: what its program does, and for how long it has called nothing
-    StuckDetector    where the status of all ranks is known: when to report, and about whom
+    StuckDetector    where the status of all ranks is known: when to report
     report_lines     the report: who waits for whom, and the stacks of the others
 """
 
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parallel101.laboratory.ranks.rank_stack import RankStack
@@ -32,10 +31,11 @@ IDLE_SHARE = 0.1  # of one core: a rank that uses less is blocked
 
 
 class StuckDetector:
-    """Says when ranks have waited for so long that there should be a report.
+    """Says when a run has made no progress for so long that there should be a report.
 
-    A rank that has returned waits for all that have not. Reports about the same waits come after
-    `after` seconds, then after twice that time, and so on.
+    At least one rank waits then, and the others have called nothing. A rank that has returned
+    waits for all that have not. Reports about the same waits come after `after` seconds, then after
+    twice that time, and so on.
 
     Args:
         after: seconds; infinity: no report.
@@ -43,72 +43,34 @@ class StuckDetector:
 
     def __init__(self, after: float):
         self.after = self.pause = after
-        # by rank: in what (True: it has returned), and since when
-        self.waits: dict[int, tuple[Call | bool, float]] = {}
-        self.told: dict[int, Call | bool] = {}  # the waits of the last report
-        self.not_before = 0.0
+        # by rank: the call that it waits in; True if it has returned; None
+        self.waits: Sequence[Call | bool | None] = ()
+        self.since = self.next_report = 0.0
 
     def due(self, now: float, graph: WaitForGraph) -> float:
         """Return when to read the stacks of all ranks; infinity while no rank waits."""
-        for rank, status in enumerate(graph.ranks):
-            if not (wait := status.blocked or status.returned):
-                self.waits.pop(rank, None)
-            elif rank not in self.waits or self.waits[rank][0] != wait:
-                self.waits[rank] = wait, now
-        same = (rank in self.waits and self.waits[rank][0] == w for rank, w in self.told.items())
-        if self.told and not any(same):
-            self.told, self.pause, self.not_before = {}, self.after, 0.0
-        if not self.waits or all(status.returned for status in graph.ranks):
-            return math.inf
-        return max(min(since for _, since in self.waits.values()) + self.after, self.not_before)
+        waits = [status.returned or status.blocked for status in graph.ranks]
+        if waits != self.waits:
+            self.waits, self.since = waits, now
+            self.pause, self.next_report = self.after, now + self.after
+        return self.next_report if any(waits) and not all(w is True for w in waits) else math.inf
 
-    def stuck(self, now: float, graph: WaitForGraph, quiet: Mapping[int, float]) -> set[int]:
-        """Return the ranks that have waited for too long, and those that keep them waiting.
-
-        Empty if all of them wait for ranks that still make progress. Then `due` is later.
+    def stuck(self, now: float, quiet: Mapping[int, float]) -> bool:
+        """Return whether to report now. If not, `due` is later.
 
         Args:
             quiet: by rank, the seconds in which it has called nothing; a rank that did not answer
                 is left out.
         """
-        self.due(now, graph)
-        stuck: set[int] = set()
-        retry = math.inf
-        for rank, (_, since) in self.waits.items():
-            if now - since < self.after:
-                continue
-            chain = self._chain(rank, graph)
-            still = {r: now - self.waits[r][1] if r in self.waits else quiet.get(r) for r in chain}
-            moving = [t for t in still.values() if t is not None and t < self.after]
-            if moving:
-                retry = min(retry, self.after - min(moving))
-            else:
-                stuck |= chain
-        stuck |= {rank for rank in self.waits if stuck & self._chain(rank, graph)}
-        if stuck:
-            self.told = {rank: self.waits[rank][0] for rank in stuck if rank in self.waits}
-            self.pause *= 2
-            self.not_before = now + self.pause
-        elif retry < math.inf:
-            self.not_before = now + max(retry, SHORTEST_PAUSE)
-        return stuck
-
-    def waited(self, now: float) -> float:
-        """Return the seconds for which the first rank has waited."""
-        return now - min((since for _, since in self.waits.values()), default=now)
-
-    def _chain(self, rank: int, graph: WaitForGraph) -> set[int]:
-        """Return a waiting rank, the ranks it waits for, the ranks these wait for, and so on."""
-        chain: set[int] = set()
-        todo = [rank]
-        while todo:
-            if (rank := todo.pop()) in chain:
-                continue
-            chain.add(rank)
-            wait, _ = self.waits.get(rank, (None, 0.0))
-            peers = range(len(graph.ranks)) if wait is True else graph.missing(wait) if wait else ()
-            todo += [peer for peer in peers if not graph.ranks[peer].returned]
-        return chain
+        running = [
+            quiet[rank] for rank, wait in enumerate(self.waits) if not wait and rank in quiet
+        ]
+        if (least := min(running, default=math.inf)) < self.after:
+            self.next_report = now + max(self.after - least, SHORTEST_PAUSE)
+            return False
+        self.pause *= 2
+        self.next_report = now + self.pause
+        return True
 
 
 def append_report(folder: Path, text: str) -> None:
@@ -118,17 +80,13 @@ def append_report(folder: Path, text: str) -> None:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
 
-def report_lines(
-    graph: WaitForGraph, stacks: Mapping[int, RankStack], ranks: Collection[int] | None = None
-) -> list[str]:
+def report_lines(graph: WaitForGraph, stacks: Mapping[int, RankStack]) -> list[str]:
     """Return a line for each rank that waits or has returned; for the others, also their stack.
 
-    Args:
-        stacks: of the ranks that have answered. On sim, a stack also says what its rank waits for.
-        ranks: which ones; None: all.
+    `stacks`: of the ranks that have answered. On sim, a stack also says what its rank waits for.
     """
     lines = []
-    for rank in sorted({*range(len(graph.ranks)), *stacks} if ranks is None else ranks):
+    for rank in sorted({*range(len(graph.ranks)), *stacks}):
         # on sim the graph has one rank, the process
         status = graph.ranks[rank] if rank < len(graph.ranks) else None
         stack = stacks.get(rank)
@@ -153,15 +111,12 @@ def report_lines(
 
 def _details(stack: RankStack) -> list[str]:
     lines = []
-    if stack.quiet is not None and stack.lately is not None and stack.cpu is not None:
-        idle = stack.cpu < IDLE_SHARE * stack.lately and (stack.native or sys.platform != "linux")
-        does = "it is blocked" if idle else "it computes or loops"
+    if stack.quiet is not None:
+        does = "is blocked" if stack.busy < IDLE_SHARE else "computes or loops"
         lines.append(
-            f"  In {stack.quiet:.0f} s it has called nothing of torch.distributed. In the last "
-            f"{stack.lately:.1f} s it has used {stack.cpu:.1f} s of CPU time: {does}."
+            f"  In {stack.quiet:.0f} s it has called nothing of torch.distributed. Now it uses "
+            f"{stack.busy:.0%} of a core: it {does}."
         )
-    if stack.native:
-        lines.append(f"  In C: {stack.native}")
     if stack.lines:
         lines += ["  Its Python stack, the innermost call last:", *(f"  {x}" for x in stack.lines)]
     return lines

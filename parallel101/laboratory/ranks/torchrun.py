@@ -22,10 +22,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -33,11 +32,12 @@ import torch.distributed as dist
 from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_lines, rank_raised, timed_out
 from parallel101.laboratory.ranks.heartbeat import (
     Heartbeat,
+    HostProcesses,
     StoreWatch,
+    ended_text,
     loss_text,
     lost_after,
     raised_text,
-    silence_text,
     store_loss_text,
     texts_of,
     write_line,
@@ -52,9 +52,7 @@ from parallel101.laboratory.ranks.job_messages import (
     unpack_record,
 )
 from parallel101.laboratory.ranks.job_reports import JobReports, write_report
-from parallel101.laboratory.ranks.process_watch import ProcessWatch, ended_text
 from parallel101.laboratory.ranks.program import failure_of, forked_children_exit, own_init_accepted
-from parallel101.laboratory.ranks.rank_stack import USER_SIGNAL
 from parallel101.laboratory.ranks.run_diagnosis import RunDiagnosis
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
@@ -188,7 +186,6 @@ def join_job(
     finally:
         record_into(None)
         watcher.stop()
-        reports.close()
         if dist.is_initialized():
             dist.destroy_process_group()
     results = [unpack_from(returned, source) for source, (returned, _) in enumerate(gathered)]
@@ -296,7 +293,7 @@ class JobWatcher(threading.Thread):
         self.reports, self.diagnosis = reports, reports.diagnosis
         self.size = size = reports.size
         self.on_record = on_record
-        self.termination = None if on_record is None else TerminationSignal(reports)
+        self.termination = None if on_record is None else TerminationSignal()
         self.detector = BlockedDetector(recorder)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
@@ -310,7 +307,7 @@ class JobWatcher(threading.Thread):
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
         self.heartbeat = Heartbeat(recorder.rank, size, store)
-        self.processes = ProcessWatch(recorder.rank, size, store)
+        self.processes = HostProcesses(recorder.rank, size, store)
         self.uncaught = UncaughtInCpp()
         self.fault_since: float | None = None  # since when a rank of this host can't go on
         self.store_watch = StoreWatch(recorder.rank, self.detector.place)
@@ -319,7 +316,6 @@ class JobWatcher(threading.Thread):
 
     def run(self) -> None:
         self.store_watch.start()
-        self.processes.start()
         while not self.over.wait(TICK):
             self.store_watch.answers += 1
             try:
@@ -330,8 +326,6 @@ class JobWatcher(threading.Thread):
                 self.heartbeat.beat()
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
-                    if silent := self.heartbeat.newly_silent():
-                        write_line(0, silence_text(silent, self.statuses))
                 self.reports.look()
                 self._check_this_host()
                 self._heed_signals()
@@ -350,17 +344,18 @@ class JobWatcher(threading.Thread):
         if self.termination is None:
             return
         arrived = self.termination.arrived()
-        if signal.SIGINT in arrived:  # torchrun passes Ctrl-C on to the ranks
-            self.reports.interrupted()
+        # torchrun passes Ctrl-C on to the ranks, and one that is blocked in C++ isn't interrupted
+        if signal.SIGINT in arrived and not self.over.wait(GRACE):
             self.keep_record()
-            if not self.over.wait(GRACE):  # it is blocked in C++, where Python can't interrupt it
-                self._leave(signal.SIGINT)
+            place = shown(self.detector.place())
+            self.diagnosis.say(f"[rank {self.recorder.rank}] interrupted at {place}")
+            self._leave(signal.SIGINT)
         if signal.SIGTERM in arrived:
             self.keep_record()
             time.sleep(TICK)
             if not self._ended_early():  # else torchrun stops this rank for that: first the report
                 self._leave(signal.SIGTERM)
-        if any(number == USER_SIGNAL for number in arrived):
+        if arrived - {signal.SIGINT, signal.SIGTERM}:
             self.reports.ask()
 
     def _leave(self, number: int) -> None:
@@ -369,18 +364,15 @@ class JobWatcher(threading.Thread):
             self.store.set(f"stopped/{self.recorder.rank}", "")
         os._exit(128 + number)
 
-    def _ended_early(self) -> dict[int, int | None]:
-        """Return ranks of this host whose processes ended before their programs, with exit codes.
+    def _ended_early(self) -> set[int]:
+        """Return ranks of this host whose processes ended before their programs.
 
         Ranks that a signal has asked to end are left out.
         """
+        self.processes.look()
         if not self.processes.ended or self.store.check(["checked"]):
-            return {}
-        return {
-            rank: code
-            for rank, code in self.processes.ended.items()
-            if not self.store.check([f"stopped/{rank}"])
-        }
+            return set()
+        return {rank for rank in self.processes.ended if not self.store.check([f"stopped/{rank}"])}
 
     def _check_this_host(self) -> None:
         """Announce that a rank of this host has ended early, or that C++ aborts this one.
@@ -388,7 +380,6 @@ class JobWatcher(threading.Thread):
         It does so half a GRACE later, because others may know more: rank 0 the calls that disagree,
         and a rank whose connection has broken where that was.
         """
-        self.processes.look()
         ended = self._ended_early()
         if not ended and not self.uncaught.thrown.is_set():
             return
@@ -404,7 +395,7 @@ class JobWatcher(threading.Thread):
             return
         self.announce(RankFailed(self._end_text(ended), min(ended)))
 
-    def _end_text(self, ended: Mapping[int, int | None]) -> str:
+    def _end_text(self, ended: Collection[int]) -> str:
         """Return the message for ended ranks, with the waiting ranks and where this one was."""
         statuses = self._all_statuses()
         for rank in ended:
@@ -437,7 +428,6 @@ class JobWatcher(threading.Thread):
         self.over.set()
         self.join(GRACE)
         self.store_watch.stop()
-        self.processes.stop()
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
@@ -515,7 +505,6 @@ class JobWatcher(threading.Thread):
         Wait until all have, or raise what went wrong on another rank.
         """
         self.done.set()
-        self.reports.returned = True
         self._publish(self.recorder.status(returned=True))
         self._publish_calls()
         self.store.add("returned", 1)
@@ -625,22 +614,13 @@ class TerminationSignal:
     may be blocked in C++. So the watcher's thread learns of them from a pipe.
     """
 
-    def __init__(self, reports: JobReports) -> None:
-        self.reports = reports
+    def __init__(self) -> None:
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(writer, False)
-        self.handlers: dict[int, Any] = {
-            signal.SIGTERM: self._noted,
-            signal.SIGINT: self._interrupt,
-        }
-        signal.signal(signal.SIGTERM, self._noted)
-        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._interrupt)
-        if USER_SIGNAL is not None:
-            self.handlers[USER_SIGNAL] = self._noted
-            faulthandler.unregister(USER_SIGNAL)
-            signal.signal(USER_SIGNAL, self._noted)
+        self.numbers = [signal.SIGTERM, *filter(None, [getattr(signal, "SIGUSR1", None)])]
+        for number in self.numbers:
+            signal.signal(number, self._noted)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._restore)
 
@@ -651,22 +631,15 @@ class TerminationSignal:
         except BlockingIOError:
             return set()
         return {
-            n for n, ours in self.handlers.items() if n in numbers and signal.getsignal(n) == ours
+            n for n in numbers if signal.getsignal(n) in (self._noted, signal.default_int_handler)
         }
 
     def _noted(self, *_: object) -> None:
         """Do nothing: the signal's number is in the pipe."""
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Say where the program is, and interrupt it."""
-        self.reports.interrupted(frame)
-        signal.default_int_handler(number, frame)
-
     def _restore(self) -> None:
         """Let signals end a forked child, such as a DataLoader's worker, again."""
         signal.set_wakeup_fd(-1)
-        for number in self.handlers:
+        for number in self.numbers:
             if signal.getsignal(number) == self._noted:
                 signal.signal(number, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) == self._interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -37,7 +37,6 @@ from parallel101.laboratory.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
-from parallel101.laboratory.ranks.rank_stack import stack_on_signal
 from parallel101.laboratory.ranks.rendezvous import connect
 from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
@@ -78,7 +77,7 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
 
             run_virtual_ranks(job, wire, loaded)
         else:
-            run_rank(job, wire, status, loaded)
+            run_rank(job, wire, loaded)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  # the launching process is gone, or needs no more
     except BaseException:
@@ -92,7 +91,7 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
         exit_process(code)
 
 
-def run_rank(job: Job, wire: Wire, status: int, loaded: set[str]) -> None:
+def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
     """Run the program as one real rank."""
     _, body, buffers = wire.receive_packed()
     calls: list[Call] = []
@@ -103,8 +102,6 @@ def run_rank(job: Job, wire: Wire, status: int, loaded: set[str]) -> None:
         on_call=calls.append if job.recording else None,
         keep_waiting=job.keep_waiting,
     )
-    if status >= 0:
-        stack_on_signal(status, 2)
     uncaught = UncaughtInCpp()
     watcher = Watcher(recorder, wire, calls, uncaught)
     watcher.start()
