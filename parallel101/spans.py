@@ -25,8 +25,6 @@ from typing import Any, NamedTuple, Protocol
 COLLECTIVE_TAG = 101_101
 # the span without length that `parallel101 run` records after each step of the script's optimizer
 OPTIMIZER_STEP = "optimizer step"
-# spans with what a rank did between its calls, in `parallel101 run` (host_time.py)
-HOST_TIME = "host time"
 
 
 class Collective(NamedTuple):

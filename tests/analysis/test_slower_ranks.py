@@ -16,21 +16,20 @@ from parallel101.laboratory.analysis.slower_ranks import (
 )
 from parallel101.laboratory.analysis.waiting import with_compute
 from parallel101.laboratory.record.events import span_event
-from parallel101.laboratory.record.host_time import LineSamples, StepWindow, labels_of
+from parallel101.laboratory.record.host_time import LineSamples, StepTime
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.run_table import tables
-from parallel101.spans import HOST_TIME
+from parallel101.spans import OPTIMIZER_STEP
 
 STEP = 0.29
 
 
-def trace(own, size=4, steps=40, width=1):
+def trace(own, size=4, steps=40):
     """A record in which `own(rank, step)` is what a rank did in a step: [what, line, seconds]."""
     events = []
     for rank in range(size):
-        wide = width(rank) if callable(width) else width
-        for first in range(1, steps + 1, wide):
-            doing = [row for step in range(first, first + wide) for row in own(rank, step)]
+        for step in range(1, steps + 1):
+            doing = own(rank, step)
 
             def seconds(*kinds, doing=doing):
                 return sum(seconds for what, _, seconds in doing if what in kinds)
@@ -41,27 +40,24 @@ def trace(own, size=4, steps=40, width=1):
                     samples = LineSamples(round(1e3 * took), 1e3 * took * (what == COMPUTING))
                     key = line, what == LOADING
                     lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(samples)
-            window = StepWindow(
-                first=first,
-                steps=wide,
-                start=STEP * (first - 1),
-                end=STEP * (first - 1 + wide),
+            time = StepTime(
+                step=step,
+                elapsed=STEP,
                 own=sum(took for *_, took in doing),
                 busy=seconds(COMPUTING, COLLECTING),
                 queued=seconds(QUEUED),
                 collecting=seconds(COLLECTING),
                 lines=lines,
             )
-            labels = labels_of(window)
             events.append(
                 span_event(
                     rank=rank,
-                    name=HOST_TIME,
-                    start=window.start,
-                    end=window.end,
+                    name=OPTIMIZER_STEP,
+                    start=STEP * step,
+                    end=STEP * step,
                     seq=0,
                     where="",
-                    labels=labels,
+                    labels=time.labels,
                 )
             )
     return Trace(events, size, "gloo")
@@ -86,8 +82,8 @@ def test_a_rank_that_is_slower_since_some_step():
     ((rank, more, what, steps, line),) = table.rows
     assert (rank, what, steps) == ("2", "computing", "30 of 39, from 11")
     assert more in ("200 ms", "201 ms") and line.startswith("train.py:5")
-    # the events are for this table only, and appear in no picture
-    assert not with_compute(trace(own)).spans(HOST_TIME)
+    # the marks appear in no picture
+    assert not with_compute(trace(own)).spans(OPTIMIZER_STEP)
 
 
 def test_ranks_that_are_alike_are_not_named():
@@ -99,38 +95,19 @@ def test_ranks_that_are_alike_are_not_named():
     assert slower_ranks(Trace([], 4, "gloo")) == []
 
 
-@pytest.mark.parametrize(("begin", "end"), [(201, 500), (97, 256), (250, 311), (33, 40)])
-def test_windows_of_many_steps_estimate_where_the_slower_ones_begin_and_end(begin, end):
-    def own(rank, step):
-        slow = rank == 2 and begin <= step <= end
-        return usual(rank, step) + [[COMPUTING, "train.py:5", 0.2]] * slow
-
-    whole = trace(own, steps=512, width=32)
-    rows = slower_ranks(whole)
-    if end - begin < 32:  # less than two windows
-        assert rows == []
-        return
-    (row,) = rows
-    for estimate, truth in ((row.first, begin), (row.last, end), (row.slower, end - begin + 1)):
-        assert abs(estimate - truth) <= 2
-    (table,) = [table for table in tables(whole) if table.title.startswith("Slower")]
-    assert table.rows[0][3] == f"about {row.slower / 480:.0%} of them, from {row.first}"
-
-
-def test_two_causes_in_some_steps_of_a_long_run_with_windows_of_unequal_width():
+def test_two_causes_in_some_steps():
     def own(rank, step):
         slow = rank == 0 and step % 2 == 0
         extra = [[COLLECTING, "", 0.15], [BLOCKED, "data.py:3", 0.1]]
         return usual(rank, step) + extra * slow
 
-    (row,) = slower_ranks(trace(own, steps=64, width=lambda rank: 4 if rank == 1 else 2))
-    assert (row.rank, row.first, row.last, row.steps) == (0, 5, 64, 60)
+    (row,) = slower_ranks(trace(own, steps=64))
+    assert (row.rank, row.slower, row.first, row.last, row.steps) == (0, 32, 2, 64, 63)
     assert [(cause.what, cause.where) for cause in row.causes] == [
         (COLLECTING, ""),
         (BLOCKED, "data.py:3"),
     ]
-    # 250 ms in every second step
-    assert row.seconds == pytest.approx(0.125, abs=0.003)
+    assert row.seconds == pytest.approx(0.25, abs=0.003)
 
 
 @pytest.mark.parametrize("what", [COMPUTING, LOADING, QUEUED, BLOCKED])
@@ -150,6 +127,6 @@ def test_a_run_without_steps_is_compared_as_a_whole():
 
     whole = trace(own, size=2, steps=1)
     for event in whole.events:
-        event.args.update(first=0, steps=0)
+        event.args.update(step=0)
     (row,) = slower_ranks(whole)
     assert (row.rank, row.first, row.seconds) == (1, 0, pytest.approx(2.0))

@@ -5,6 +5,7 @@ measured how long, and samples tell in which line.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -14,13 +15,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from parallel101.laboratory.record import host_time as module
-from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.host_time import (
     HostTime,
     host_time,
     own_line,
-    window_of,
+    step_time,
 )
 from parallel101.laboratory.record.recorder import RankRecorder
 
@@ -37,9 +36,9 @@ class Slow(Dataset):
 
 
 def measured(*steps):
-    """The windows of these steps, with a sample every 10 ms."""
+    """What was done in each of these steps, with a sample every 10 ms."""
     recorder = RankRecorder(0, recording=True)
-    over = threading.Event()
+    over, times = threading.Event(), []
     with host_time(recorder, "gloo") as measuring:
 
         def look():
@@ -51,16 +50,13 @@ def measured(*steps):
         try:
             for step in steps:
                 step()
-                measuring.step()
+                times.append(measuring.step())
         finally:
             over.set()
             watcher.join()
     assert measuring.collecting not in gc.callbacks
-    labels = [dict(zip(Event._fields, row))["args"] for row in measuring.rows()]
-    assert [window_of(said, w.start, w.end) for said, w in zip(labels, measuring.windows)] == (
-        measuring.windows
-    )
-    return measuring.windows
+    assert [step_time(json.loads(json.dumps(step.labels))) for step in times] == times
+    return times
 
 
 def compute():
@@ -85,7 +81,7 @@ def test_what_a_thread_did_and_in_which_line():
     code = compute.__code__
     assert most[0][0] in {f"{code.co_filename}:{line}" for *_, line in code.co_lines()}
     assert most[3][0].startswith(__file__), "the line of the dataset, not of torch"
-    assert [window.first for window in windows] == [1, 2, 3, 4]
+    assert [window.step for window in windows] == [1, 2, 3, 4]
 
 
 def test_garbage_collections_are_timed():
@@ -115,22 +111,16 @@ def test_time_in_a_call_does_not_count():
         measuring.sample()
         recorder.waited += time.perf_counter() - began
         recorder.waiting = None
-        measuring.step()
-    (window,) = measuring.windows
+        window = measuring.step()
     assert window.own < LONG / 2 and not window.lines
 
 
-def test_a_long_run_keeps_few_windows(monkeypatch):
-    monkeypatch.setattr(module, "MOST_WINDOWS", 8)
+def test_a_run_without_steps_is_one_step_with_number_0():
     sampler = HostTime(RankRecorder(0, recording=True))
-    for _ in range(100):
-        sampler.step()
-    assert sampler.width == 16
-    assert [(w.first, w.steps) for w in sampler.windows] == [(k, 16) for k in range(1, 97, 16)]
+    assert sampler.step(last=True).step == 0 and sampler.step().step == 1
 
 
 def test_lines_of_libraries_count_for_the_line_that_called_them():
-    import json
     import sys
 
     seen = []

@@ -11,15 +11,13 @@ needs the events that `parallel101 run` records on gloo (record/host_time.py).
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.laboratory.record.host_time import LineSamples, StepWindow, window_of
+from parallel101.laboratory.record.host_time import LineSamples, StepTime, step_time
 from parallel101.laboratory.record.trace import Trace
-from parallel101.spans import HOST_TIME
 
 LEAST_SHARE = 0.05  # of the time of all steps: a rank that is less slower is not reported
 LEAST_SECONDS = 1e-3  # in a step
@@ -57,8 +55,6 @@ class SlowerRank(NamedTuple):
         first, last: the first and the last of these. 0 if the run has no steps: then its whole
             time counts as one.
         steps: how many steps were compared. The first is left out.
-        width: how many steps were measured together. If more than one, `slower`, `first` and
-            `last` are estimates.
         causes: what it does meanwhile, the longest first.
     """
 
@@ -68,101 +64,53 @@ class SlowerRank(NamedTuple):
     first: int
     last: int
     steps: int
-    width: int
     causes: list[Cause]
 
 
 def slower_ranks(trace: Trace) -> list[SlowerRank]:
     """Return the ranks that are slower than the others, the one that costs most time first."""
-    windows = _windows(trace)
-    if len(windows) < 2:
+    ranks: dict[int, dict[int, StepTime]] = defaultdict(dict)
+    for span in trace.spans():
+        if span.args and "collecting" in span.args:
+            ranks[span.rank][span.args["step"]] = step_time(span.args)
+    if len(ranks) < 2:
         return []
-    common = sorted(set.intersection(*map(set, windows.values())))
+    common = sorted(set.intersection(*map(set, ranks.values())))
     # in the first step, memory is allocated and kernels are chosen
     compared = common[1:] if len(common) > 1 else common
-    rows = filter(None, (_compared(windows, rank, compared) for rank in windows))
+    rows = filter(None, (_compared(ranks, rank, compared) for rank in ranks))
     return sorted(rows, key=lambda row: (-row.seconds * row.slower, row.rank))
 
 
-def _windows(trace: Trace) -> dict[int, dict[int, StepWindow]]:
-    """Return the windows by rank and first step. On all ranks, a window has the same steps."""
-    by_rank: dict[int, list[StepWindow]] = defaultdict(list)
-    for span in trace.spans(HOST_TIME):
-        if (said := span.args) is not None:
-            by_rank[span.rank].append(window_of(said, span.start, span.end))
-    width = max((w.steps for row in by_rank.values() for w in row), default=1) or 1
-    windows: dict[int, dict[int, StepWindow]] = {}
-    for rank, row in by_rank.items():
-        measured = windows[rank] = {}
-        for w in row:
-            first = (w.first - 1) // width * width + 1 if w.steps else 0
-            measured[first] = measured[first].joined(w) if first in measured else w
-    return windows
-
-
 def _compared(
-    windows: dict[int, dict[int, StepWindow]], rank: int, compared: Sequence[int]
+    ranks: dict[int, dict[int, StepTime]], rank: int, compared: Sequence[int]
 ) -> SlowerRank | None:
-    measured, others = windows[rank], [row for other, row in windows.items() if other != rank]
+    measured, others = ranks[rank], [row for other, row in ranks.items() if other != rank]
     more = {k: measured[k].own - statistics.median(row[k].own for row in others) for k in compared}
-    elapsed = sum(measured[k].end - measured[k].start for k in compared)
+    elapsed = sum(measured[k].elapsed for k in compared)
     positive = [seconds for seconds in more.values() if seconds > 0]
     if not positive:
         return None
     # steps that are hardly slower don't count, whether most steps are or only some
     enough = max(statistics.median(positive) / 2, LEAST_SHARE * elapsed / len(compared))
     slower = [k for k in compared if more[k] > enough]
-    steps = sum(measured[k].steps for k in slower)
     total = sum(more[k] for k in slower)
-    least = max(LEAST_SHARE * elapsed, LEAST_SECONDS * steps)
+    least = max(LEAST_SHARE * elapsed, LEAST_SECONDS * len(slower))
     if not slower or len(slower) < min(LEAST_STEPS, len(compared)) or total < least:
         return None
-    causes = _causes(measured, others, slower, total)
-    per_step = 1 / max(1, steps)
-    counts = _slower_steps(measured, more, slower)
-    first, last = min(counts), max(counts)
-    return SlowerRank(
-        rank,
-        total * per_step,
-        sum(counts.values()),
-        measured[first].first + measured[first].steps - counts[first]
-        if measured[first].steps
-        else 0,
-        measured[last].first + counts[last] - 1 if measured[last].steps else 0,
-        sum(measured[k].steps for k in compared),
-        max(measured[k].steps for k in compared),
-        [
-            cause._replace(
-                seconds=cause.seconds * per_step, seconds_there=cause.seconds_there * per_step
-            )
-            for cause in causes
-        ],
-    )
-
-
-def _slower_steps(
-    measured: dict[int, StepWindow], more: dict[int, float], slower: Sequence[int]
-) -> dict[int, int]:
-    """Return how many steps of each window were slower.
-
-    A window of several steps can begin or end in the middle of the slower ones. Then its time
-    beyond the others' is a part of that of a whole window, and as large a part of its steps is
-    slower. These are at its end if it comes first, and else at its beginning.
-    """
-    windows, counts = list(more), {k: measured[k].steps for k in slower}
-    per_step = [more[k] / max(1, measured[k].steps) for k in slower]
-    usual = statistics.median(per_step[1:-1] or [max(per_step)])
-    first, last = windows.index(slower[0]), windows.index(slower[-1])
-    for k in windows[max(0, first - 1) : first + 1] + windows[last : last + 2]:
-        count = min(measured[k].steps, round(more[k] / usual))
-        if measured[k].steps > 1 and count > 0:
-            counts[k] = count
-    return counts
+    causes = [
+        cause._replace(
+            seconds=cause.seconds / len(slower), seconds_there=cause.seconds_there / len(slower)
+        )
+        for cause in _causes(measured, others, slower, total)
+    ]
+    per_step = total / len(slower)
+    return SlowerRank(rank, per_step, len(slower), slower[0], slower[-1], len(compared), causes)
 
 
 def _causes(
-    measured: dict[int, StepWindow],
-    others: Sequence[dict[int, StepWindow]],
+    measured: dict[int, StepTime],
+    others: Sequence[dict[int, StepTime]],
     slower: Sequence[int],
     total: float,
 ) -> list[Cause]:
@@ -180,25 +128,32 @@ def _causes(
     return [cause for cause in causes if cause.seconds > LEAST_CAUSE * total][:MOST_CAUSES]
 
 
-def _doing(windows: Sequence[StepWindow]) -> dict[tuple[str, str], float]:
+def _doing(steps: Sequence[StepTime]) -> dict[tuple[str, str], float]:
     """Return the seconds of each activity and line in a rank's own time.
 
     The seconds are measured. Which lines they belong to is known from samples.
     """
-    whole = functools.reduce(StepWindow.joined, windows)
-    samples = whole.lines or {("", False): LineSamples(1, 1.0)}
+    own, on_cpu, in_queue, collecting = (
+        sum(getattr(step, name) for step in steps)
+        for name in ("own", "busy", "queued", "collecting")
+    )
+    samples: dict[tuple[str, bool], LineSamples] = {}
+    for step in steps:
+        for key, sample in step.lines.items():
+            samples[key] = samples.get(key, LineSamples(0, 0.0)).plus(sample)
+    samples = samples or {("", False): LineSamples(1, 1.0)}
     count = sum(sample.number for sample in samples.values())
-    rest = max(0.0, whole.own - whole.collecting)
+    rest = max(0.0, own - collecting)
     doing: dict[tuple[str, str], float] = defaultdict(float)
-    doing[COLLECTING, ""] = whole.own - rest
+    doing[COLLECTING, ""] = own - rest
     loading = {where: sample.number for (where, loads), sample in samples.items() if loads}
     for where, many in loading.items():
         doing[LOADING, where] = rest * many / count
     rest *= 1 - sum(loading.values()) / count
     # of the loading, it is not known how much of it was on the CPU
-    computing = min(rest, max(0.0, whole.busy - whole.collecting))
+    computing = min(rest, max(0.0, on_cpu - collecting))
     # a time in the queue while it was blocked in a call is among the waits
-    queued = min(rest - computing, whole.queued)
+    queued = min(rest - computing, in_queue)
     others = {where: sample for (where, loads), sample in samples.items() if not loads}
     busy = {where: sample.busy for where, sample in others.items()}
     idle = {where: sample.number - sample.busy for where, sample in others.items()}

@@ -20,7 +20,7 @@ from parallel101.laboratory.analysis.run_window import first_call, run_times
 from parallel101.laboratory.record.events import P2P, Event, span_event
 from parallel101.laboratory.record.totals import NOTHING, WAIT, EarlierEvents, Sums
 from parallel101.laboratory.record.trace import Trace
-from parallel101.spans import HOST_TIME, OPTIMIZER_STEP
+from parallel101.spans import OPTIMIZER_STEP
 
 FROM_ROOT = ("broadcast", "scatter")  # collectives in which a rank needs the root only
 
@@ -240,8 +240,7 @@ def with_compute(trace: Trace) -> Trace:
     program has spans of its own, as parallel101's trainers have, they say more.
     """
     marks = [span for span in trace.spans() if "script" in (span.args or {})]
-    notes = [*trace.spans(OPTIMIZER_STEP), *trace.spans(HOST_TIME)]
-    left_out = {id(span) for span in [*marks, *notes]}
+    left_out = {id(span) for span in [*marks, *trace.spans(OPTIMIZER_STEP)]}
     if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
         left_out |= {
             id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})

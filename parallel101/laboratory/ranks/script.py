@@ -151,7 +151,7 @@ def run_script(script: Script, kept: KeptRecord = KeptRecord()) -> None:
             main.__dict__.clear()
             gc.collect()
         finally:
-            _mark("end", script)
+            _mark("end", script, own)
 
 
 def record_script(
@@ -185,9 +185,11 @@ def record_script(
     join_job(run_script, (script, kept), {}, recording=True, **options)
 
 
-def _mark(moment: str, script: Script) -> None:
+def _mark(moment: str, script: Script, own: HostTime | None = None) -> None:
     """Record the start of the script, before its first call, and its end, after its last one."""
-    labels = {"script": script.name, "host": socket.gethostname()}
+    labels: dict[str, Any] = {"script": script.name, "host": socket.gethostname()}
+    if own is not None and own.steps == 0:
+        labels |= own.step(last=True).labels
     if name := getattr(recorder(), "start_name", ""):
         labels["start_name"] = name
     with span(f"{moment} of the script", **labels):
@@ -209,10 +211,8 @@ def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
         if not first or first[0]() is None:
             first[:] = [weakref.ref(optimizer)]
         if first[0]() is optimizer:
-            with span(OPTIMIZER_STEP):
+            with span(OPTIMIZER_STEP, **({} if own is None else own.step().labels)):
                 pass
-            if own is not None:
-                own.step()
 
     handle = register_optimizer_step_post_hook(stepped)
     try:

@@ -6,12 +6,13 @@
 All ranks leave an all-reduce at the same time, so each of them takes as long for a step as the
 slowest one. Their own times differ, and `analysis/slower_ranks.py` compares them.
 
-The seconds are exact: at each step of an optimizer the thread reads the clock, its CPU time and, on
-Linux, how long it was ready to run without a core. That takes about 4 µs a step. A call costs one
-addition, and a garbage collection two clock reads. Only the lines come from samples, which the
-watcher of the rank takes when it looks what the program is blocked in. (A thread that sampled more
-often would slow the program: to look, it needs Python's lock, and on a machine with more ranks than
-cores the program waits until that thread has got a core.)
+The seconds are exact: at each step of an optimizer, the thread reads the clock, its CPU time and,
+on Linux, how long it was ready to run without a core. That takes about 4 µs a step. The mark of the
+step in the record has them as labels. A call costs one addition, and a garbage collection two clock
+reads. Only the lines come from samples, which the watcher of the rank takes when it looks what the
+program is blocked in. (A thread that sampled more often would slow the program: to look, it needs
+Python's lock, and on a machine with more ranks than cores the program waits until that thread has
+got a core.)
 
 A rank on a GPU only queues its work, so nothing is measured there. Nothing is measured on sim.
 """
@@ -30,12 +31,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.utils.data
 
-from parallel101.laboratory.record.events import EventRow, span_event
 from parallel101.laboratory.record.program_lines import is_library, where
-from parallel101.spans import HOST_TIME
 
-MOST_WINDOWS = 256  # of a rank, an even number; then two neighbours become one
-MOST_LINES = 12  # of a window
+MOST_LINES = 12  # of a step
 _DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
 
 
@@ -64,38 +62,27 @@ class LineSamples(NamedTuple):
 Lines = dict[tuple[str, bool], LineSamples]
 
 
-class StepWindow(NamedTuple):
-    """Some steps of one rank, one after the other. Times are in seconds."""
+class StepTime(NamedTuple):
+    """What one rank did in a step. Times are in seconds."""
 
-    first: int  # the first step, from 1; 0 for a run without steps
-    steps: int
-    start: float  # on the run's clock
-    end: float
+    step: int  # from 1; 0 for a run without steps
+    elapsed: float
     own: float  # in which it was not blocked in a call
     busy: float  # in which the thread used the CPU
     queued: float  # in which it was ready to run and had no core
     collecting: float  # in garbage collections
     lines: Lines
 
-    def joined(self, later: StepWindow) -> StepWindow:
-        lines = dict(self.lines)
-        for key, samples in dict(later.lines).items():
-            lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(samples)
-        return StepWindow(
-            self.first,
-            self.steps + later.steps,
-            self.start,
-            later.end,
-            self.own + later.own,
-            self.busy + later.busy,
-            self.queued + later.queued,
-            self.collecting + later.collecting,
-            dict(_longest(lines)),
-        )
+    @property
+    def labels(self) -> dict[str, Any]:
+        """Return the labels of the step's mark, from which `step_time` makes an equal value."""
+        lines = sorted(self.lines.items(), key=lambda entry: -entry[1].number)[:MOST_LINES]
+        return {**self._asdict(), "lines": [[*key, *samples] for key, samples in lines]}
 
 
-def _longest(lines: Lines) -> list[tuple[tuple[str, bool], LineSamples]]:
-    return sorted(dict(lines).items(), key=lambda entry: -entry[1].number)[:MOST_LINES]
+def step_time(labels: dict[str, Any]) -> StepTime:
+    lines = {(place, loads): LineSamples(*counts) for place, loads, *counts in labels["lines"]}
+    return StepTime(**{**{name: labels[name] for name in StepTime._fields}, "lines": lines})
 
 
 class Totals(NamedTuple):
@@ -109,21 +96,14 @@ class Totals(NamedTuple):
 
 
 class HostTime:
-    """Measures the program's thread of a rank.
-
-    It is made by that thread. A window ends with a step of an optimizer (see `step`); a run without
-    steps is one window.
-    """
+    """Measures the program's thread of a rank. It is made by that thread."""
 
     def __init__(self, recorder: MeasuredRank):
         self.recorder = recorder
         self.cpu = ThreadClock()
-        self.windows: list[StepWindow] = []
-        self.width = 1  # steps of a window
         self.steps = 0  # made so far
         self.collecting_since = self.collected = 0.0
-        # of the window that has not ended
-        self.first = 1
+        # of the step that has not ended
         self.before = self._totals()
         self.lines: Lines = {}
         # of the last sample: when, and the thread's CPU time
@@ -135,33 +115,17 @@ class HostTime:
 
     # ---- called by the program's thread ----
 
-    def step(self) -> None:
-        """Note that a step has ended."""
-        self.steps += 1
-        if self.steps % self.width == 0:
-            totals, lines, self.lines = self._totals(), self.lines, {}
-            self.windows.append(self._window(totals, lines))
-            self.first, self.before = self.steps + 1, totals
-            if len(self.windows) == MOST_WINDOWS:  # all ranks do this after the same step
-                pairs = zip(self.windows[::2], self.windows[1::2])
-                self.windows = [earlier.joined(later) for earlier, later in pairs]
-                self.width *= 2
+    def step(self, last: bool = False) -> StepTime:
+        """Return what it did since the last step.
 
-    def _window(self, totals: Totals, lines: Lines) -> StepWindow:
-        passed = [b - a for a, b in zip(self.before, totals)]
-        elapsed, waited, busy, queued, collecting = passed
-        steps = self.steps + 1 - self.first
-        return StepWindow(
-            self.first,
-            steps,
-            self.before.now,
-            totals.now,
-            elapsed - waited,
-            busy,
-            queued,
-            collecting,
-            lines,
-        )
+        `last`: the run is over, and no optimizer has made a step.
+        """
+        self.steps += not last
+        before, self.before = self.before, self._totals()
+        lines, self.lines = self.lines, {}
+        elapsed, waited, busy, queued, collecting = (b - a for a, b in zip(before, self.before))
+        own = elapsed - waited
+        return StepTime(self.steps, elapsed, own, busy, queued, collecting, lines)
 
     def collecting(self, phase: str, info: Any) -> None:
         """Note the start or the end of a garbage collection. Python calls it."""
@@ -184,46 +148,6 @@ class HostTime:
         key, lines = (own_line(frame), loads_data(frame)), self.lines
         share = min(1.0, max(0.0, busy - busy_then) / (now - last))
         lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(LineSamples(1, share))
-
-    # ---- the record ----
-
-    def rows(self) -> list[EventRow]:
-        """Return an event for each window. Its labels have the numbers."""
-        windows = list(self.windows)
-        if self.steps == 0:
-            windows = [self._window(self._totals(), self.lines)._replace(first=0, steps=0)]
-        return [
-            tuple(
-                span_event(
-                    rank=self.recorder.rank,
-                    name=HOST_TIME,
-                    start=window.start,
-                    end=window.end,
-                    seq=0,
-                    where="",
-                    labels=labels_of(window),
-                )
-            )
-            for window in windows
-        ]
-
-
-NUMBERS = ("first", "steps", "own", "busy", "queued", "collecting")
-
-
-def labels_of(window: StepWindow) -> dict[str, Any]:
-    """Return a window as the labels of its event. `window_of` reads them."""
-    labels: dict[str, Any] = {name: getattr(window, name) for name in NUMBERS}
-    labels["lines"] = [[*key, *samples] for key, samples in _longest(window.lines)]
-    return labels
-
-
-def window_of(labels: dict[str, Any], start: float, end: float) -> StepWindow:
-    lines = {
-        (place, loads): LineSamples(count, busy) for place, loads, count, busy in labels["lines"]
-    }
-    numbers = {name: labels[name] for name in NUMBERS}
-    return StepWindow(**numbers, start=start, end=end, lines=lines)
 
 
 def own_line(frame: FrameType) -> str:

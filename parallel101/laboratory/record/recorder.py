@@ -248,12 +248,11 @@ class RankRecorder:
         `earlier` then has the sums of the others. It is None if there are none.
         """
         self._end_dropped(run_is_over=False)
-        of_host: list[EventRow] = [] if self.host_time is None else self.host_time.rows()
         if self.last_events is None:
-            return self._rows(self.recorded) + of_host
+            return self._rows(self.recorded)
         rows, earlier = self.last_events.rows(lambda: self._rows(self.recorded))
         self.earlier = earlier if earlier.count else None
-        return rows + of_host
+        return rows
 
     @contextmanager
     def keeping_last(self, limit: int, files: RotatingFiles | None = None) -> Iterator[None]:

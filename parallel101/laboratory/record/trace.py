@@ -27,8 +27,7 @@ from typing import Any
 
 from parallel101.laboratory.record.chrome import chrome_events
 from parallel101.laboratory.record.events import Event, EventGroup, EventRow, Message, events_of
-from parallel101.laboratory.record.totals import EarlierEvents, SumKey, Sums
-from parallel101.spans import HOST_TIME
+from parallel101.laboratory.record.totals import EarlierEvents, SumKey, Sums, TimeBins
 
 FORMAT = "parallel101 trace 2"
 COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth
@@ -205,7 +204,7 @@ class Trace:
         """Return "the last 100,000 events of 3,400,000", or "" if the trace has all events."""
         if not self.earlier:
             return ""
-        kept = sum(event.name != HOST_TIME for event in self.events)
+        kept = len(self.events)
         return f"the last {kept:,} events of {kept + sum(e.count for e in self.earlier.values()):,}"
 
     def need_all_events(self, what: str) -> None:

@@ -148,15 +148,14 @@ def _slower(trace: Trace) -> TextTable:
     rows = []
     for row in slower_ranks(trace)[:MOST_RANKS]:
         share = f"{row.slower} of {row.steps}"
-        if row.width > 1:
-            share = f"about {row.slower / row.steps:.0%} of them"
         steps = f"{share}, from {row.first}" if row.first else "one run"
         for cause in row.causes:
             more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
             line = _place(cause.where) + more if cause.where else "–"
             rows.append([str(row.rank), human_seconds(cause.seconds), cause.what, steps, line])
     head = ["rank", "more per step", "what", "in steps", "line"]
-    return TextTable("Slower ranks, compared with the median of the others", head, rows, 2)
+    title = "Slower ranks, compared with the median of the others"
+    return TextTable(title, head, rows, 2, _notes(_of_kept(trace, "In steps")))
 
 
 def _links(trace: Trace) -> TextTable:
