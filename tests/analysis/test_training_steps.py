@@ -38,15 +38,16 @@ def record(name):
 
 
 def last_events(trace, limit):
-    rows, earlier = [], {}
+    rows, earlier = [], []
     for rank in range(SIZE):
         recorded = []
         last = LastEvents(limit, recorded, lambda events: events, list)
         for event in sorted((e for e in trace.events if e.rank == rank), key=lambda e: e.end):
             recorded.append(event)
             last.take_batches()
-        kept, earlier[rank] = last.rows(lambda recorded=recorded: [tuple(e) for e in recorded])
+        kept, sums = last.rows(lambda recorded=recorded: [tuple(e) for e in recorded])
         rows += kept
+        earlier += sums
     return Trace.from_rows(rows, SIZE, "sim", (), earlier)
 
 

@@ -70,7 +70,7 @@ def kept(trace, rank, limit, writer=None):
 def window(trace, limit):
     records = [kept(trace, rank, limit) for rank in range(trace.world_size)]
     rows = [row for events, _ in records for row in events]
-    earlier = {rank: of for rank, (_, of) in enumerate(records)}
+    earlier = [row for _, sums in records for row in sums]
     return Trace.from_rows(rows, trace.world_size, "gloo", (), earlier)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from parallel101.laboratory.analysis.overlap import time_windows
 from parallel101.laboratory.record.events import P2P, Event
-from parallel101.laboratory.record.totals import NOTHING, WAIT, EarlierEvents, SumKey, Sums, is_call
+from parallel101.laboratory.record.totals import NOTHING, WAIT, SumKey, Sums, add_to, is_call
 from parallel101.laboratory.record.trace import Trace
 
 RankSums = dict[int, dict[SumKey, Sums]]  # by rank
@@ -32,16 +32,15 @@ def rank_sums(trace: Trace, within: str | None = None, unfinished: bool = False)
     """
     events = [*trace.events, *trace.unfinished] if unfinished else trace.events
     inside = posted_within(trace, within)
-    calls: dict[int, list[Event]] = defaultdict(list)
+    counted: dict[int, list[Event]] = defaultdict(list)
+    for event in trace.earlier if within is None else ():
+        counted[event.rank].append(event)
     for event in events:
         if is_call(event) and inside(event):
-            calls[event.rank].append(event)
-    sums: RankSums = {}
-    for rank in range(trace.world_size):
-        earlier = trace.earlier.get(rank) if within is None else None
-        whole = EarlierEvents() if earlier is None else earlier.copy()
-        whole.add(calls[rank])
-        sums[rank] = whole.sums
+            counted[event.rank].append(event)
+    sums: RankSums = {rank: {} for rank in range(trace.world_size)}
+    for rank in sums:
+        add_to(sums[rank], counted[rank])
     return sums
 
 

@@ -12,8 +12,7 @@ def script_marks(trace: Trace) -> list[Event]:
 
     `parallel101 run` makes them.
     """
-    earlier = [mark for sums in trace.earlier.values() for mark in sums.marks]
-    return [span for span in [*earlier, *trace.spans()] if "script" in (span.args or {})]
+    return [e for e in [*trace.earlier, *trace.spans()] if "script" in (e.args or {})]
 
 
 def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
@@ -22,12 +21,11 @@ def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
     Calls that never ended count. A script on real ranks starts with the first call (see
     first_call). (0, 0) if nothing is recorded.
     """
-    events = [event for event in [*trace.events, *trace.unfinished] if rank in (None, event.rank)]
-    earlier = [sums for number, sums in trace.earlier.items() if rank in (None, number)]
-    starts = [event.start for event in events] + [sums.begin for sums in earlier]
-    ends = [event.end for event in events] + [sums.until for sums in earlier]
-    end = max(ends, default=0.0)
-    return min(max(min(starts, default=0.0), first_call(trace)), end), end
+    every = [*trace.events, *trace.unfinished, *trace.earlier]
+    events = [event for event in every if rank in (None, event.rank)]
+    start = min((event.start for event in events), default=0.0)
+    end = max((event.end for event in events), default=0.0)
+    return min(max(start, first_call(trace)), end), end
 
 
 def first_call(trace: Trace) -> float:
@@ -38,14 +36,13 @@ def first_call(trace: Trace) -> float:
     """
     if trace.backend == "sim" or not script_marks(trace):
         return 0.0
-    earlier = [mark for sums in trace.earlier.values() for mark in sums.marks]
-    events = [*trace.events, *trace.unfinished, *earlier]
+    events = [*trace.events, *trace.unfinished, *trace.earlier]
     return min((event.posted for event in events if is_call(event)), default=0.0)
 
 
 def recorded_from(trace: Trace) -> float:
     """Return the time from which the record has all events: 0 unless it has only the last ones."""
-    return max((of.until for of in trace.earlier.values()), default=0.0)
+    return max((event.end for event in trace.earlier), default=0.0)
 
 
 def window(trace: Trace, begin: float, end: float) -> Trace:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from parallel101.laboratory.analysis.run_window import run_times
 from parallel101.laboratory.record.events import Event
+from parallel101.laboratory.record.totals import sums_of
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import OPTIMIZER_STEP
 
@@ -60,15 +61,12 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
     times: dict[int, list[tuple[float, float]]] = defaultdict(list)
     number: dict[int, int] = {}
     begin: dict[int, float] = {}
-    recorded = {event.rank for event in trace.events}
+    recorded, partly = ({e.rank for e in events} for events in (trace.events, trace.earlier))
     for rank in range(trace.world_size):
-        number[rank] = 0
-        if rank in trace.earlier:  # what it began before is not in the record
-            sums = trace.earlier[rank].sums.items()
-            number[rank] = sum(
-                s.events for key, s in sums if (key.kind, key.name) == ("span", name)
-            )
-        elif rank in recorded:
+        # what it began before is not in the record
+        earlier = [e for e in trace.earlier if (e.rank, e.kind, e.name) == (rank, "span", name)]
+        number[rank] = sum(sums_of(e).events for e in earlier)
+        if rank in recorded - partly:
             begin[rank] = run_times(trace, rank)[0]
     for span in sorted(spans, key=lambda span: span.end):
         rank = span.rank

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import seconds, union
 from parallel101.laboratory.analysis.rank_sums import is_collective, rank_sums, total
 from parallel101.laboratory.analysis.run_window import first_call, run_times
 from parallel101.laboratory.record.events import P2P, Event, span_event
-from parallel101.laboratory.record.totals import NOTHING, WAIT, EarlierEvents, Sums
+from parallel101.laboratory.record.totals import NOTHING, WAIT, Sums, sums_of
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import OPTIMIZER_STEP
 
@@ -123,7 +122,11 @@ def _never_ended(trace: Trace) -> list[Event]:
 
 def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     """Return how each rank spent the run, and what it sent."""
-    recorded = {event.rank for event in [*trace.events, *trace.unfinished]} | trace.earlier.keys()
+    recorded = {event.rank for event in [*trace.events, *trace.unfinished, *trace.earlier]}
+    earlier: dict[int, float] = defaultdict(float)
+    for event in trace.earlier:
+        if event.kind == WAIT:
+            earlier[event.rank] += sums_of(event).seconds
     own_waits: dict[int, list[Wait]] = defaultdict(list)
     for wait in waited:
         own_waits[wait.rank].append(wait)
@@ -132,8 +135,7 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
         sends = total(sums, lambda key: key.kind == "send")
         collectives = total(sums, is_collective)
         waiting = seconds(union((wait.start, wait.end) for wait in own_waits[rank]))
-        if rank in trace.earlier:
-            waiting += trace.earlier[rank].waited
+        waiting += earlier[rank]
         waited_for: dict[int, float] = defaultdict(float)
         for wait in own_waits[rank]:
             if wait.last is not None and wait.late > 0:
@@ -287,9 +289,7 @@ def _compute_spans(events: Sequence[Event], begin: float) -> list[Event]:
     ]
 
 
-def slowest_calls(
-    waited: Sequence[Wait], earlier: Mapping[int, EarlierEvents] = MappingProxyType({})
-) -> list[CallTimes]:
+def slowest_calls(waited: Sequence[Wait], earlier: Sequence[Event] = ()) -> list[CallTimes]:
     """Return the lines at which ranks waited, the one that took most time first.
 
     `earlier`: the trace's. Which rank called last is known only for the waits in `waited`.
@@ -297,10 +297,10 @@ def slowest_calls(
     by_rank: dict[tuple[str, str], dict[int, Sums]]
     by_rank = defaultdict(lambda: defaultdict(lambda: NOTHING))
     last: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    for rank, of_rank in earlier.items():
-        for key, sums in of_rank.sums.items():
-            if key.kind == WAIT:
-                by_rank[key.where, key.name or "?"][rank] = sums
+    for event in earlier:
+        if event.kind == WAIT:
+            at_line = by_rank[event.where, event.name or "?"]
+            at_line[event.rank] = at_line[event.rank].plus(sums_of(event))
     for wait in waited:
         line, took = (wait.where, wait.kind), wait.end - wait.start
         by_rank[line][wait.rank] = by_rank[line][wait.rank].plus(Sums(1, 0, took, took))

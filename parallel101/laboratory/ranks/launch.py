@@ -335,11 +335,10 @@ def _check_waits(records: Sequence[RankRecord]) -> None:
 
 
 def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
-    events = [event for record in records for event in record.events]
-    unfinished = [event for record in records for event in record.unfinished]
-    earlier = {
-        rank: record.earlier for rank, record in enumerate(records) if record.earlier is not None
-    }
+    events, unfinished, earlier = (
+        [event for record in records for event in getattr(record, name)]
+        for name in ("events", "unfinished", "earlier")
+    )
     return Trace.from_rows(events, size, backend, unfinished, earlier)
 
 

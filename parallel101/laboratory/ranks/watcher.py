@@ -48,7 +48,7 @@ def recorded(recorder: RankRecorder) -> RankRecord:
     """Return the record of a rank so far."""
     events = recorder.events  # and with it the sums of earlier ones
     unfinished, unwaited = recorder.unfinished, recorder.unwaited
-    return RankRecord(events, unfinished, unwaited, earlier=recorder.earlier)
+    return RankRecord(events, unfinished, unwaited, earlier=[*map(tuple, recorder.earlier)])
 
 
 class ControlThread(threading.Thread):

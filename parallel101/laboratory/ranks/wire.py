@@ -33,7 +33,6 @@ import torch
 from parallel101.laboratory.ranks.rendezvous import Address
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
-from parallel101.laboratory.record.totals import EarlierEvents
 from parallel101.laboratory.record.trace import collector_paused
 
 # Kinds of frames to a rank: its Job; the packed program; "what are you doing?"; "what have you
@@ -91,7 +90,7 @@ class RankRecord(NamedTuple):
     gpus: Sequence[Any] | None = None
     warnings: Sequence[str] = ()  # on sim, under NCCL's rules: what may hang on GPUs
     # sums of the rank's events before `events`, if only the newest were kept
-    earlier: EarlierEvents | None = None
+    earlier: Sequence[EventRow] = ()
 
 
 class Failure(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from parallel101.laboratory.record.events import Event, EventRow
 from parallel101.laboratory.record.rank_files import RotatingFiles
-from parallel101.laboratory.record.totals import EarlierEvents
+from parallel101.laboratory.record.totals import EventSums
 
 LAST_EVENTS = 100_000  # of a rank, which `parallel101 run` keeps by default
 BATCHES = 10  # in which they are
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
     number: int  # from 1
     packed: bytes  # the pickled rows
-    earlier: EarlierEvents  # all events before them
+    earlier: list[Event]  # sums of all events before them
 
 
 class LastEvents(threading.Thread):
@@ -64,7 +64,7 @@ class LastEvents(threading.Thread):
         self.files = files
         self.batches: deque[Batch] = deque()
         self.taken = 0  # how many events have left `recorded`
-        self.summed = EarlierEvents()  # these
+        self.summed = EventSums()  # these
         # who reads or changes them holds it; what a garbage collection runs never does
         self.lock = threading.Lock()
         self.over = threading.Event()
@@ -93,7 +93,7 @@ class LastEvents(threading.Thread):
                 rows: list[EventRow] = [tuple(event) for event in events]
                 number = self.taken // self.size + 1
                 packed = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
-                batch = Batch(number, packed, self.summed.copy())
+                batch = Batch(number, packed, self.summed.events())
                 self.batches.append(batch)
                 # one step each, so that nothing is lost that the program appends meanwhile
                 del self.recorded[: self.size]
@@ -119,11 +119,11 @@ class LastEvents(threading.Thread):
             if count > self.written_count:
                 rows = [tuple(event) for event in self.in_seconds(list(self.recorded))]
                 number = self.taken // self.size + 1
-                self.files.write(number, rows, unfinished, self.summed.copy())
+                self.files.write(number, rows, unfinished, self.summed.events())
                 self.written_count = count
             self.written = time.monotonic()
 
-    def rows(self, newest: Callable[[], list[EventRow]]) -> tuple[list[EventRow], EarlierEvents]:
+    def rows(self, newest: Callable[[], list[EventRow]]) -> tuple[list[EventRow], list[Event]]:
         """Return all events that are kept, and the sums of those before them.
 
         `newest` returns the rows of `recorded`.
@@ -131,5 +131,5 @@ class LastEvents(threading.Thread):
         self.take_batches()
         with self.lock:
             rows = [row for batch in self.batches for row in pickle.loads(batch.packed)]
-            earlier = self.batches[0].earlier if self.batches else self.summed
-            return rows + newest(), earlier.copy()
+            earlier = self.batches[0].earlier if self.batches else self.summed.events()
+            return rows + newest(), earlier

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.laboratory.record.events import Event, EventRow, events_of
-from parallel101.laboratory.record.totals import EarlierEvents
-from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.trace import Trace, shifted
 
 NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json\.gz")
 
@@ -43,7 +42,7 @@ def write_rank_file(
     backend: str,
     events: Iterable[EventRow],
     unfinished: Iterable[EventRow],
-    earlier: EarlierEvents | None = None,
+    earlier: Iterable[EventRow] = (),
     number: int | None = None,
 ) -> None:
     """Write the record of one rank, or one batch of it.
@@ -52,8 +51,8 @@ def write_rank_file(
     """
     path = rank_file(directory, rank, number)
     written = path.with_name(f"writing-{path.name}")
-    sums = {} if earlier is None else {rank: earlier}
-    Trace(events_of(events), world_size, backend, events_of(unfinished), sums).save(written)
+    kept = (events_of(rows) for rows in (unfinished, earlier))
+    Trace(events_of(events), world_size, backend, *kept).save(written)
     written.replace(path)
     if number is None:
         for batch in _files(directory, rank):
@@ -86,7 +85,7 @@ class RotatingFiles:
         number: int,
         events: Sequence[EventRow],
         unfinished: Sequence[EventRow],
-        earlier: EarlierEvents,
+        earlier: Sequence[EventRow],
     ) -> None:
         """Write a batch, again if it has grown."""
         try:
@@ -161,22 +160,10 @@ def join_rank_files(directory: Path) -> JoinedFiles:
     ((size, backend),) = kinds
     missing = [rank for rank in range(size) if rank not in parts]
     zeros = _zeros(list(parts.values()))
-
-    def aligned(events: Iterable[Event], zero: float) -> list[EventRow]:
-        return [
-            e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero)
-            for e in events
-        ]
-
-    rows = [row for part, zero in zip(parts.values(), zeros) for row in aligned(part.events, zero)]
-    unfinished = [
-        row for part, zero in zip(parts.values(), zeros) for row in aligned(part.unfinished, zero)
-    ]
-    earlier = {
-        rank: sums.shifted(zero)
-        for part, zero in zip(parts.values(), zeros)
-        for rank, sums in part.earlier.items()
-    }
+    rows, unfinished, earlier = (
+        [e for part, zero in zip(parts.values(), zeros) for e in shifted(getattr(part, name), zero)]
+        for name in ("events", "unfinished", "earlier")
+    )
     joined = Trace.from_rows(rows, size, backend, unfinished, earlier)
     return JoinedFiles(joined, missing, left_out)
 
@@ -241,6 +228,4 @@ def _zeros(parts: list[Trace]) -> list[float]:
 
 
 def _first_spans(part: Trace) -> Iterable[Event]:
-    for earlier in part.earlier.values():
-        yield from earlier.marks
-    yield from part.spans()
+    return [*part.earlier, *part.spans()]

@@ -47,7 +47,6 @@ from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.rank_files import RotatingFiles
 from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
-from parallel101.laboratory.record.totals import EarlierEvents
 from parallel101.laboratory.record.wait_for import RankStatus
 
 SHORTEST_WAIT = 50e-6  # seconds
@@ -110,7 +109,7 @@ class RankRecorder:
         self.recorded: list[Event] = []
         # takes events away from `recorded`, if only the newest are kept; and sums of the others
         self.last_events: LastEvents | None = None
-        self.earlier: EarlierEvents | None = None
+        self.earlier: list[Event] = []
         self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
         # torch's own work, if it is a collective, and the event
         self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
@@ -245,13 +244,12 @@ class RankRecorder:
     def events(self) -> list[EventRow]:
         """Return the events recorded so far, or the newest of them.
 
-        `earlier` then has the sums of the others. It is None if there are none.
+        `earlier` then has the sums of the others.
         """
         self._end_dropped(run_is_over=False)
         if self.last_events is None:
             return self._rows(self.recorded)
-        rows, earlier = self.last_events.rows(lambda: self._rows(self.recorded))
-        self.earlier = earlier if earlier.count else None
+        rows, self.earlier = self.last_events.rows(lambda: self._rows(self.recorded))
         return rows
 
     @contextmanager

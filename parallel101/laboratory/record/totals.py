@@ -1,11 +1,14 @@
 """Sums of events that a record no longer keeps, for each rank.
 
     all events of a rank:  ▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▪▪▪▪▪▪▪▪▪▪
-                           └── EarlierEvents ──────┘└ kept ──┘
+                           └── EventSums ──────────┘└ kept ──┘
 
 Sums are by line, kind, peer and group, so that counts, bytes and seconds of the whole run stay
 known. What needs both sides of a call, such as how late another rank was, is known for the kept
 events only.
+
+A sum is an Event too, which stands for many: its `nbytes` are theirs, its start and end are those
+of all that were summed, and its labels have their number, seconds and longest.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from parallel101.laboratory.record.events import NO_GROUP, Event, EventGroup
 MOST_KEYS = 4096
 OTHER = "(other lines)"
 WAIT = "wait"  # the kind under which times in which the program was blocked in a call are summed
+COUNT = "events summed"  # the label of a sum with the number of its events
 
 
 class SumKey(NamedTuple):
@@ -53,99 +57,87 @@ class Sums(NamedTuple):
 NOTHING = Sums(0, 0, 0.0, 0.0)
 
 
-class EarlierEvents:
-    """Sums over the events of one rank that its record no longer keeps.
+class EventSums:
+    """Sums over the events of one rank.
 
     Attributes:
-        count: how many events.
-        begin: the earliest start of one of them, in seconds.
-        until: the latest end of one of them. From then on the record lacks nothing.
-        waited: seconds in which the program was blocked in a call. Overlapping times count once.
         sums: by line, kind, peer and group.
-        marks: of those that are among them, the start and the end of the script and the first call.
+        marks: the start and the end of the script and the first call, which are not summed.
+        begin, until: the earliest start and the latest end of all these events, in seconds.
     """
 
-    def __init__(
-        self,
-        count: int = 0,
-        begin: float = 0.0,
-        until: float = 0.0,
-        waited: float = 0.0,
-        sums: dict[SumKey, Sums] | None = None,
-        marks: Iterable[Event] = (),
-    ):
-        self.count, self.begin, self.until, self.waited = count, begin, until, waited
-        self.sums = {} if sums is None else sums
-        self.marks = list(marks)
-        self.blocked_until = 0.0  # times of waiting until then are in `waited`
-
-    def __repr__(self) -> str:
-        return f"<{self.count} earlier events in {self.until - self.begin:.3g} s>"
-
-    def copy(self) -> EarlierEvents:
-        same = EarlierEvents(
-            self.count,
-            self.begin,
-            self.until,
-            self.waited,
-            dict(self.sums),
-            self.marks,
-        )
-        same.blocked_until = self.blocked_until
-        return same
+    def __init__(self) -> None:
+        self.sums: dict[SumKey, Sums] = {}
+        self.marks: list[Event] = []
+        self.begin, self.until, self.rank = float("inf"), float("-inf"), 0
 
     def add(self, events: Sequence[Event]) -> None:
-        """Add events of this rank, whose times are in seconds."""
-        if not events:
-            return
-        begin, until = min(e.start for e in events), max(e.end for e in events)
-        self.begin = min(self.begin, begin) if self.count else begin
-        self.until = max(self.until, until) if self.count else until
-        self.count += len(events)
-        # equal groups are one object in a run, and to compare their ranks would take longer
-        alike: dict[tuple, list[Event]] = defaultdict(list)
-        for e in events:
-            alike[WAIT if is_wait(e) else e.kind, e.name, e.where, e.peer, id(e.group)].append(e)
-        for (kind, name, where, peer, _), same in alike.items():
-            self._add_to(SumKey(kind, name, where, peer, same[0].group), same)
-        for e in sorted((e for e in events if is_wait(e)), key=lambda e: e.start):
-            start = max(e.start, self.blocked_until)
-            if e.end > start:
-                self.waited += e.end - start
-                self.blocked_until = e.end
-        self.marks += [e for e in events if e.args and "script" in e.args]
-        calls = [e for e in events if is_call(e)]
+        """Add events of the rank, and sums. Times are in seconds."""
+        marks = [e for e in events if e.args and "script" in e.args]
+        calls = [e for e in events if is_call(e) and not is_wait(e)]
         if calls and not any(map(is_call, self.marks)):
-            self.marks.append(min(calls, key=lambda e: e.posted))
+            marks.append(min(calls, key=lambda e: e.posted))
+        self.marks += marks
+        left_out = set(map(id, marks))
+        add_to(self.sums, (e for e in events if id(e) not in left_out))
+        for e in events:
+            self.rank = e.rank
+            self.begin, self.until = min(self.begin, e.start), max(self.until, e.end)
 
-    def _add_to(self, key: SumKey, events: Sequence[Event]) -> None:
-        if key not in self.sums and len(self.sums) >= MOST_KEYS:
-            key = SumKey(key.kind, None, OTHER, key.peer, NO_GROUP)
-        seconds = [e.end - e.start for e in events]
-        sums = Sums(len(events), sum(e.nbytes for e in events), sum(seconds), max(seconds))
-        self.sums[key] = self.sums.get(key, NOTHING).plus(sums)
-
-    def shifted(self, seconds: float) -> EarlierEvents:
-        """Return a copy with all times earlier by this many seconds."""
-        marks = [
-            e._replace(start=e.start - seconds, end=e.end - seconds, posted=e.posted - seconds)
-            for e in self.marks
+    def events(self) -> list[Event]:
+        """Return the marks, and an event for each sum."""
+        return self.marks + [
+            Event(
+                rank=self.rank,
+                kind=key.kind,
+                peer=key.peer,
+                tag=0,
+                nbytes=sums.nbytes,
+                start=self.begin,
+                end=self.until,
+                where=key.where,
+                posted=self.begin,
+                group=key.group,
+                seq=0,
+                shape=(),
+                dtype="",
+                name=key.name,
+                args={COUNT: sums.events, "seconds": sums.seconds, "longest": sums.longest},
+            )
+            for key, sums in self.sums.items()
         ]
-        begin, until = self.begin - seconds, self.until - seconds
-        return EarlierEvents(self.count, begin, until, self.waited, self.sums, marks)
 
-    def sum_of(self, *kinds: str) -> Sums:
-        """Return the sums over all events of some kinds."""
-        total = NOTHING
-        for key, sums in self.sums.items():
-            if key.kind in kinds:
-                total = total.plus(sums)
-        return total
+
+def add_to(sums: dict[SumKey, Sums], events: Iterable[Event]) -> None:
+    """Add events, of which some may be sums, to the sums by key."""
+    # equal groups are one object in a run, and to compare their ranks would take longer
+    alike: dict[tuple, list[Event]] = defaultdict(list)
+    for e in events:
+        alike[WAIT if is_wait(e) else e.kind, e.name, e.where, e.peer, id(e.group)].append(e)
+    for (kind, name, where, peer, _), same in alike.items():
+        key = SumKey(kind, name, where, peer, same[0].group)
+        if key not in sums and len(sums) >= MOST_KEYS:
+            key = SumKey(kind, None, OTHER, peer, NO_GROUP)
+        for e in same:
+            sums[key] = sums.get(key, NOTHING).plus(sums_of(e))
+
+
+def sums_of(event: Event) -> Sums:
+    """Return what an event, or a sum, adds to sums."""
+    if is_sum(event):
+        said = event.args or {}
+        return Sums(said[COUNT], event.nbytes, said["seconds"], said["longest"])
+    seconds = event.end - event.start
+    return Sums(1, event.nbytes, seconds, seconds)
+
+
+def is_sum(event: Event) -> bool:
+    return event.args is not None and COUNT in event.args
 
 
 def is_call(event: Event) -> bool:
     """Return whether an event is a call of another rank: any event but the program's own spans."""
-    return event.kind != "span" or is_wait(event)
+    return (event.kind != "span" or is_wait(event)) and not is_sum(event)
 
 
 def is_wait(event: Event) -> bool:

@@ -20,18 +20,18 @@ import operator
 import os
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from parallel101.laboratory.record.chrome import chrome_events
 from parallel101.laboratory.record.events import Event, EventGroup, EventRow, Message, events_of
-from parallel101.laboratory.record.totals import EarlierEvents, SumKey, Sums, TimeBins
+from parallel101.laboratory.record.totals import EventSums, sums_of
 
 FORMAT = "parallel101 trace 2"
 COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth
-WITH_EARLIER = "parallel101 trace 3"  # of a trace that lacks its earlier events
+WITH_EARLIER = "parallel101 trace 4"  # of a trace that lacks its earlier events
 
 BY_TIME = operator.attrgetter("start", "rank", "seq")
 BY_ARRIVAL = operator.attrgetter("end", "start", "src", "dst")
@@ -47,7 +47,8 @@ class Trace:
         unfinished: calls that were posted and not seen to end, because the run failed or nobody
             waited for them. Their `end` is the end of the run. They are not in `events`, the counts
             and the pictures.
-        earlier: by rank, sums over the events that the record of a long run no longer keeps.
+        earlier: sums over the events that the record of a long run no longer keeps, and marks of
+            the script (see totals.py).
 
     Attributes:
         earlier: as given. If it is empty, `events` are all events of the run. Else they are the
@@ -70,10 +71,10 @@ class Trace:
         world_size: int,
         backend: str,
         unfinished: Iterable[Event] = (),
-        earlier: Mapping[int, EarlierEvents] | None = None,
+        earlier: Iterable[Event] = (),
     ):
         self.unfinished: list[Event] = sorted(unfinished, key=BY_TIME)
-        self.earlier = {rank: sums for rank, sums in (earlier or {}).items() if sums.count}
+        self.earlier = list(earlier)
         self._rows: list[EventRow] = list(events)
         self.world_size = world_size
         self.backend = backend
@@ -85,13 +86,13 @@ class Trace:
         world_size: int,
         backend: str,
         unfinished: Iterable[EventRow] = (),
-        earlier: Mapping[int, EarlierEvents] | None = None,
+        earlier: Iterable[EventRow] = (),
     ) -> Trace:
         """Make a trace from the rows that ranks send (see events.py).
 
         On real ranks, time 0 is the start of the first event.
         """
-        trace = cls((), world_size, backend, events_of(unfinished), earlier)
+        trace = cls((), world_size, backend, events_of(unfinished), events_of(earlier))
         trace._rows = list(rows)
         if trace.earlier:
             trace._keep_what_all_ranks_kept()
@@ -100,14 +101,9 @@ class Trace:
         if backend != "sim" and trace.unfinished:
             trace._end_sends_with_their_receives()
         if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
-            zero = min([event.start for event in first] + trace._begins())
-            trace.earlier = {rank: sums.shifted(zero) for rank, sums in trace.earlier.items()}
-            trace.events, trace.unfinished = (
-                [
-                    e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero)
-                    for e in events
-                ]
-                for events in (trace.events, trace.unfinished)
+            zero = min(event.start for event in [*first, *trace.earlier])
+            trace.events, trace.unfinished, trace.earlier = (
+                shifted(events, zero) for events in (trace.events, trace.unfinished, trace.earlier)
             )
         return trace
 
@@ -116,18 +112,14 @@ class Trace:
 
         Otherwise one rank's part of a call would be there, and another's not.
         """
-        whole_from = max(sums.until for sums in self.earlier.values())
-        old: dict[int, list[Event]] = defaultdict(list)
-        for e in self.events:
-            if e.end <= whole_from:
-                old[e.rank].append(e)
+        whole_from = max(e.end for e in self.earlier)
+        old = [e for e in self.events if e.end <= whole_from]
         self.events = [e for e in self.events if e.end > whole_from]
-        for rank, events in old.items():
-            self.earlier[rank] = self.earlier.get(rank, EarlierEvents()).copy()
-            self.earlier[rank].add(events)
-
-    def _begins(self) -> list[float]:
-        return [sums.begin for sums in self.earlier.values()]
+        sums: dict[int, EventSums] = defaultdict(EventSums)
+        for rank in {e.rank for e in [*self.earlier, *old]}:
+            for events in (self.earlier, old):
+                sums[rank].add([e for e in events if e.rank == rank])
+        self.earlier = [e for of_rank in sums.values() for e in of_rank.events()]
 
     def _number_receives_from_anyone(self) -> None:
         """Number receives from any rank (seq < 0) together with the other receives.
@@ -205,7 +197,8 @@ class Trace:
         if not self.earlier:
             return ""
         kept = len(self.events)
-        return f"the last {kept:,} events of {kept + sum(e.count for e in self.earlier.values()):,}"
+        earlier = sum(sums_of(e).events for e in self.earlier)
+        return f"the last {kept:,} events of {kept + earlier:,}"
 
     def need_all_events(self, what: str) -> None:
         """Raise ValueError if the record has the last events of its run only.
@@ -224,17 +217,17 @@ class Trace:
 
         torch's own collectives, which are one event a rank, are not counted.
         """
-        return self._total("send", lambda e: e.nbytes, lambda sums: sums.nbytes)
+        return self._total("send", lambda e: e.nbytes)
 
     @property
     def bytes_received(self) -> list[int]:
         """Return the bytes that each rank received point to point, by rank."""
-        return self._total("recv", lambda e: e.nbytes, lambda sums: sums.nbytes)
+        return self._total("recv", lambda e: e.nbytes)
 
     @property
     def messages_sent(self) -> list[int]:
         """Count the point-to-point messages that each rank sent, by rank."""
-        return self._total("send", lambda e: 1, lambda sums: sums.events)
+        return self._total("send", lambda e: sums_of(e).events)
 
     @property
     def makespan(self) -> float:
@@ -242,9 +235,8 @@ class Trace:
 
         On sim the seconds are virtual.
         """
-        starts = [e.start for e in self.events] + self._begins()
-        ends = [e.end for e in self.events] + [sums.until for sums in self.earlier.values()]
-        return max(ends) - min(starts) if starts else 0.0
+        every = [*self.earlier, *self.events]
+        return max(e.end for e in every) - min(e.start for e in every) if every else 0.0
 
     def messages(self) -> list[Message]:
         """Return the point-to-point messages, each with both sides, in order of arrival."""
@@ -298,8 +290,9 @@ class Trace:
                 *event[GROUP + 1 :],
             )
 
-        events, unfinished = (
-            [fields(event) for event in events] for events in (self.events, self.unfinished)
+        events, unfinished, earlier = (
+            [fields(event) for event in events]
+            for events in (self.events, self.unfinished, self.earlier)
         )
         head: dict[str, Any] = {
             "format": WITH_EARLIER if self.earlier else FORMAT,
@@ -307,10 +300,8 @@ class Trace:
             "backend": self.backend,
             "fields": Event._fields,
         }
-        if self.earlier:
-            head["earlier"] = [
-                _earlier_entry(rank, sums, groups, fields) for rank, sums in self.earlier.items()
-            ]
+        if earlier:
+            head["earlier"] = earlier
         return {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
 
     @classmethod
@@ -343,16 +334,20 @@ class Trace:
         slices = chrome_events(self.world_size, self.events, self.unfinished, self.messages())
         Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ns"}))
 
-    def _total(
-        self, kind: str, amount: Callable[[Event], int], summed: Callable[[Sums], int]
-    ) -> list[int]:
+    def _total(self, kind: str, amount: Callable[[Event], int]) -> list[int]:
         totals = [0] * self.world_size
-        for rank, earlier in self.earlier.items():
-            totals[rank] += summed(earlier.sum_of(kind))
-        for event in self.events:
+        for event in [*self.earlier, *self.events]:
             if event.kind == kind:
                 totals[event.rank] += amount(event)
         return totals
+
+
+def shifted(events: Iterable[Event], seconds: float) -> list[Event]:
+    """Return events with all times earlier by this many seconds."""
+    return [
+        e._replace(start=e.start - seconds, end=e.end - seconds, posted=e.posted - seconds)
+        for e in events
+    ]
 
 
 def _message(send: Event, recv: Event) -> Message:
@@ -402,16 +397,16 @@ def trace_in(content: dict[str, Any]) -> Trace:
         raise ValueError(f"its world_size is {world_size}, and it must be at least 1")
     groups = [_group(entry, world_size) for entry in _entry(content, "groups", list)]
     with collector_paused():
-        events, unfinished = (
+        events, unfinished, earlier = (
             [_event(row, groups, world_size) for row in _entry(content, name, list)]
-            for name in ("events", "unfinished")
+            for name in ("events", "unfinished", "earlier")
         )
-    entries = content.get("earlier", [])
-    earlier = dict(_earlier(entry, groups, world_size) for entry in entries)
     return Trace(events, world_size, backend, unfinished, earlier)
 
 
 def _entry(content: dict[str, Any], name: str, kind: type) -> Any:
+    if name == "earlier" and name not in content:
+        return []
     if not isinstance(content.get(name), kind):
         what = (
             f"its {name!r} is {content[name]!r:.80}" if name in content else f"it has no {name!r}"
@@ -456,57 +451,6 @@ def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
         if rank is not None and not 0 <= rank < world_size:
             raise ValueError(f"one of its events has {name} {rank}, in a world of {world_size}")
     return event
-
-
-# ── The sums of earlier events in a file: a rank, its numbers, its marks, and a row for each sum
-
-EARLIER: dict[str, Any] = {
-    "rank": int,
-    "count": int,
-    "begin": NUMBER,
-    "until": NUMBER,
-    "waited": NUMBER,
-    "marks": list,
-    "sums": list,
-}
-# the JSON type of each field of a SumKey, and of its Sums
-SUM_TYPES: tuple[Any, ...] = (str, (str, NONE), str, (int, NONE), int, int, int, NUMBER, NUMBER)
-
-
-def _earlier_entry(
-    rank: int,
-    earlier: EarlierEvents,
-    groups: dict[EventGroup, int],
-    fields: Callable[[Event], tuple],
-) -> dict[str, Any]:
-    sums = [
-        [*key[:-1], groups.setdefault(key.group, len(groups)), *sums]
-        for key, sums in earlier.sums.items()
-    ]
-    marks = [fields(mark) for mark in earlier.marks]
-    numbers = (rank, earlier.count, earlier.begin, earlier.until, earlier.waited)
-    return dict(zip(EARLIER, (*numbers, marks, sums), strict=True))
-
-
-def _earlier(entry: Any, groups: list[EventGroup], size: int) -> tuple[int, EarlierEvents]:
-    for name, kind in EARLIER.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
-            raise ValueError(f"its sums of earlier events have no {name!r}: {entry!r:.80}")
-    sums = {}
-    for row in entry["sums"]:
-        if not isinstance(row, list) or len(row) != len(SUM_TYPES):
-            raise ValueError(f"a sum is a list of {len(SUM_TYPES)} fields, and one is {row!r:.80}")
-        if not all(map(isinstance, row, SUM_TYPES)) or not 0 <= row[4] < len(groups):
-            raise ValueError(f"one of its sums is {row!r:.80}")
-        if row[3] is not None and not 0 <= row[3] < size:
-            raise ValueError(f"one of its sums has peer {row[3]}, in a world of {size}")
-        kind, name, where, peer, group, *numbers = row
-        sums[SumKey(kind, name, where, peer, groups[group])] = Sums(*numbers)
-    if not 0 <= entry["rank"] < size:
-        raise ValueError(f"its earlier events are of rank {entry['rank']}, in a world of {size}")
-    marks = [_event(row, groups, size) for row in entry["marks"]]
-    count, begin, until, waited = (entry[name] for name in tuple(EARLIER)[1:5])
-    return entry["rank"], EarlierEvents(count, begin, until, waited, sums, marks)
 
 
 @contextmanager
