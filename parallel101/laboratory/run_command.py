@@ -252,9 +252,9 @@ def _kept_record(args: argparse.Namespace) -> KeptRecord:
 
 def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
-    from parallel101.laboratory.ranks.script import record_script
-    from parallel101.laboratory.ranks.torchrun import rank_and_size
-    from parallel101.laboratory.record.rank_files import remove_rank_files, write_rank_file
+    from parallel101.laboratory.ranks.script import run_script
+    from parallel101.laboratory.ranks.torchrun import join_job, rank_and_size
+    from parallel101.laboratory.record.rank_files import RankFiles, remove_rank_files
 
     rank, size = rank_and_size()
     wrong = next(
@@ -274,19 +274,22 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     args.record.mkdir(parents=True, exist_ok=True)
     remove_rank_files(args.record, rank)  # of an earlier run
     backend = args.backend or "gloo"
+    files = RankFiles(args.record, rank, size, backend)
     try:
-        record_script(
-            script,
+        join_job(
+            run_script,
+            (script, _kept_record(args)),
+            {},
+            recording=True,
             backend=backend,
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
             keep_waiting=args.keep_waiting,
             stuck_after=args.stuck_after,
             folder=args.record,
-            keep=lambda record: write_rank_file(
-                args.record, rank, size, backend, record.events, record.unfinished, record.earlier
+            keep_record=lambda record: files.write(
+                record.events, record.unfinished, record.earlier
             ),
-            kept=_kept_record(args),
         )
     except RuntimeError as error:
         # it is raised on every rank; one that has died is reported by the rank that found it

@@ -19,10 +19,9 @@ from parallel101.laboratory.analysis.waiting import (
 )
 from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.rank_files import (
-    RotatingFiles,
+    RankFiles,
     join_rank_files,
     ranks_cut_short,
-    write_rank_file,
 )
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import recorder, span
@@ -119,12 +118,12 @@ def test_what_counts_steps_refuses_a_part_of_a_record(whole):
 def test_files_rotate_and_those_of_a_killed_rank_are_read(whole, dies, tmp_path):
     limit = 40
     for rank in range(SIZE):
-        files = RotatingFiles(tmp_path, rank, SIZE, "gloo")
+        files = RankFiles(tmp_path, rank, SIZE, "gloo")
         rows, earlier = kept(whole, rank, limit, files)
         # the batches that are kept, those that are not taken yet, and none of those before
         assert 10 <= len(list(tmp_path.glob(f"rank-{rank}.*"))) <= 12
         if not (dies and rank == 1):
-            write_rank_file(tmp_path, rank, SIZE, "gloo", rows, [], earlier)
+            files.write(rows, (), earlier)
             assert len(list(tmp_path.glob(f"rank-{rank}.*"))) == 1
     joined, missing, _ = join_rank_files(tmp_path)
     assert missing == [] and ranks_cut_short(tmp_path) == [1] * dies

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.cli import main
-from parallel101.laboratory.record.rank_files import join_rank_files, write_rank_file
+from parallel101.laboratory.record.rank_files import RankFiles, join_rank_files
 from parallel101.spans import span
 
 SIZE = 4
@@ -51,7 +51,7 @@ def write(trace, directory, ranks=range(SIZE), size=SIZE, zero=lambda rank: 0.0,
             for e in trace.events
             if e.rank == rank
         ]
-        write_rank_file(directory, rank, size, "gloo", rows, [])
+        RankFiles(directory, rank, size, "gloo").write(rows)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_field_of_another_type_is_named(saved, where, field):
     )
     path.write_text(json.dumps(content))
     with pytest.raises(
-        ValueError, match=rf"trace\.json.* one of its events has .* as its {field}$"
+        ValueError, match=rf"trace\.json.* an event is a list of .*{field}.*; one is"
     ):
         Trace.load(path)
 
@@ -93,16 +93,16 @@ def test_a_field_of_another_type_is_named(saved, where, field):
     [
         (
             lambda c: c["events"][0].pop(),
-            r"a list of 17 fields, and one of its events is \[0, 'send'",
+            r"a list of 17 fields .* one is \[0, 'send'",
         ),
         (lambda c: c["events"][0].append(1), "a list of 17 fields"),
-        (lambda c: c["events"].append(None), "a list of 17 fields, and one of its events is None"),
-        (lambda c: c["events"][0].__setitem__(0, 2), "rank 2, in a world of 2"),
-        (lambda c: c["events"][0].__setitem__(0, -1), "rank -1, in a world of 2"),
-        (lambda c: c["events"][0].__setitem__(2, 5), "peer 5, in a world of 2"),
+        (lambda c: c["events"].append(None), "a list of 17 fields .* one is None"),
+        (lambda c: c["events"][0].__setitem__(0, 2), "ranks of a world of 2; one is"),
+        (lambda c: c["events"][0].__setitem__(0, -1), "ranks of a world of 2; one is"),
+        (lambda c: c["events"][0].__setitem__(2, 5), "ranks of a world of 2; one is"),
         (lambda c: c.update(world_size=0), "its world_size is 0"),
-        (lambda c: c["events"][0].__setitem__(9, 1), "group 1, and the file has 1 groups"),
-        (lambda c: c["events"][0].__setitem__(9, -1), "group -1, and the file has 1 groups"),
+        (lambda c: c["events"][0].__setitem__(9, 1), "one of 1 groups"),
+        (lambda c: c["events"][0].__setitem__(9, -1), "one of 1 groups"),
         (
             lambda c: c["groups"].append(["world", [0, 2], None]),
             r"one of its groups is \['world', \[0, 2\]",

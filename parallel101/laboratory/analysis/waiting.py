@@ -250,18 +250,7 @@ def with_compute(trace: Trace) -> Trace:
     events = [event for event in trace.events if id(event) not in left_out]
     for e in _never_ended(trace):
         name = f"{e.kind}, never ended"
-        events.append(
-            span_event(
-                rank=e.rank,
-                name=name,
-                start=e.start,
-                end=e.end,
-                seq=0,
-                where=e.where,
-                labels={},
-                waiting=True,
-            )
-        )
+        events.append(span_event(e.rank, name, e.start, e.end, where=e.where, waiting=True))
     if not any(event.kind == "span" and not event.waiting for event in events):
         of_rank: dict[int, list[Event]] = defaultdict(list)
         for event in [*events, *marks]:
@@ -281,9 +270,7 @@ def _compute_spans(events: Sequence[Event], begin: float) -> list[Event]:
     starts = [max(begin, min(event.start for event in events)), *(end for _, end in waits)]
     ends = [*(start for start, _ in waits), max(event.end for event in events)]
     return [
-        span_event(
-            rank=events[0].rank, name="compute", start=start, end=end, seq=0, where="", labels={}
-        )
+        span_event(events[0].rank, "compute", start, end)
         for start, end in zip(starts, ends)
         if end > start
     ]

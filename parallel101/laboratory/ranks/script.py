@@ -4,7 +4,7 @@ It is `__main__`, with torchrun's environment.
 
     parallel101 run train.py --lr 0.1 ──▶ launch(run_script, script)
         ──▶ each rank: sys.argv, sys.path, __main__, then train.py's code
-    torchrun … -m parallel101 run --record DIR train.py ──▶ record_script
+    torchrun … -m parallel101 run --record DIR train.py ──▶ join_job(run_script)
         ──▶ the same in a rank of torchrun's job
 
 The process group exists before the script starts. Its own init_process_group only says so if it
@@ -25,7 +25,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -35,11 +35,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
-from parallel101.laboratory.ranks.wire import RankRecord
+from parallel101.laboratory.ranks.torchrun import in_a_job
 from parallel101.laboratory.record.host_time import HostTime, host_time
 from parallel101.laboratory.record.last_events import LAST_EVENTS
-from parallel101.laboratory.record.rank_files import RotatingFiles
+from parallel101.laboratory.record.rank_files import RankFiles
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.spans import OPTIMIZER_STEP, recorder, span
 
@@ -126,7 +125,7 @@ class KeptRecord:
         files = None
         if self.directory is not None:
             backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-            files = RotatingFiles(self.directory, target.rank, dist.get_world_size(), backend)
+            files = RankFiles(self.directory, target.rank, dist.get_world_size(), backend)
         return target.keeping_last(self.last_events, files)
 
 
@@ -152,37 +151,6 @@ def run_script(script: Script, kept: KeptRecord = KeptRecord()) -> None:
             gc.collect()
         finally:
             _mark("end", script, own)
-
-
-def record_script(
-    script: Script,
-    *,
-    backend: str,
-    world_size: int | None,
-    timeout: float,
-    keep_waiting: bool,
-    stuck_after: float,
-    folder: Path,
-    keep: Callable[[RankRecord], None],
-    kept: KeptRecord = KeptRecord(),
-) -> None:
-    """Run a script as this process's rank of torchrun's job.
-
-    `keep` gets what the rank recorded, also if the script fails. Reports of stuck ranks are also
-    written to the folder.
-
-    Raises what `launch` raises.
-    """
-    options: dict[str, Any] = {
-        "world_size": world_size,
-        "backend": backend,
-        "timeout": timeout,
-        "keep_waiting": keep_waiting,
-        "stuck_after": stuck_after,
-        "folder": folder,
-        "keep_record": keep,
-    }
-    join_job(run_script, (script, kept), {}, recording=True, **options)
 
 
 def _mark(moment: str, script: Script, own: HostTime | None = None) -> None:

@@ -105,7 +105,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     record = RankRecord(run.events, run.unfinished, run.unwaited, of_gpus, run.warnings)
     wire.send(RECORD, (record, RankStatus()))
     if run.error is None:
-        wire.send_packed(RESULT, *pack(run.results), release=True)
+        wire.send_packed(RESULT, *pack(run.results))
     else:
         rank = run.failed_rank
         failure = failures.get(rank) if rank is not None else None

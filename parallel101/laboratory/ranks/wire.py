@@ -5,9 +5,8 @@ Tensors travel beside them.
     | kind | length of body | number of buffers | their lengths | body (pickle) | buffers, raw |
 
 Functions are pickled by cloudpickle, so a lambda or a notebook cell's function works. A tensor's
-memory is written to the socket from where it is, and read into where it will stay. On Linux the
-sender releases its pages as they are sent: to hand over a gigabyte takes one gigabyte of memory,
-not two. (The messages of the program itself do not come here: torch.distributed sends them.)
+memory is written to the socket from where it is, and read into where it will stay. (The messages of
+the program itself do not come here: torch.distributed sends them.)
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import io
-import mmap
 import pickle
 import random
 import socket
@@ -44,11 +42,7 @@ CALLS, STATUS, RECORD, IMPORTED, STACKS, RESULT, FAILURE = b"c", b"b", b"e", b"p
 
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")
-CHUNK = 4 << 20  # bytes written, and then released, at a time
 SMALL = 1 << 16  # bytes of a storage that is sent whole, so that views of it stay views of it
-# bytes of the smallest buffer whose pages are released: one system call a chunk
-RELEASE_FROM = 32 << 20
-MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", 4)
 
 
 @dataclass
@@ -134,14 +128,8 @@ class Wire:
         """Pickle a value and send it as one frame."""
         self.send_packed(kind, *pack(value))
 
-    def send_packed(
-        self, kind: bytes, body: bytes, buffers: list[pickle.PickleBuffer], *, release: bool = False
-    ) -> None:
-        """Send what `pack` returned.
-
-        With `release`, large buffers lose their content as they are sent: the sender needs them no
-        more.
-        """
+    def send_packed(self, kind: bytes, body: bytes, buffers: list[pickle.PickleBuffer]) -> None:
+        """Send what `pack` returned."""
         views = [memoryview(buffer.raw()).cast("B") for buffer in buffers]
         head = HEAD.pack(kind, len(body), len(views)) + b"".join(
             LENGTH.pack(len(view)) for view in views
@@ -149,10 +137,7 @@ class Wire:
         with self._sending:
             self.sock.sendall(head + body)
             for view in views:
-                for start in range(0, len(view), CHUNK):
-                    self.sock.sendall(view[start : start + CHUNK])
-                    if release and len(view) >= RELEASE_FROM:
-                        _release_pages(view, start, min(start + CHUNK, len(view)))
+                self.sock.sendall(view)
 
     def receive(self) -> tuple[bytes, Any]:
         """Read one frame: its kind and its value. Raises EOFError when the other end is gone."""
@@ -190,22 +175,6 @@ class Wire:
             if not got:
                 raise EOFError
             done += got
-
-
-def _release_pages(view: memoryview, start: int, stop: int) -> None:
-    """Return the whole pages of view[start:stop] to the system.
-
-    Linux only: elsewhere they stay until the process ends.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    base = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    first = -(-(base + start) // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (base + stop) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last > first:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED
-        )
 
 
 # ---- pickling ----

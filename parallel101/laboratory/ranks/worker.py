@@ -130,7 +130,7 @@ def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
         recorder.close()
         watcher.send_record()
         wire.send(IMPORTED, slow_imports(loaded))
-        wire.send_packed(RESULT, *packed, release=True)
+        wire.send_packed(RESULT, *packed)
     else:
         with contextlib.suppress(Exception):
             watcher.send_record()

@@ -37,67 +37,37 @@ def chrome_events(
     everything = [*events, *unfinished]
     lane = _lanes(everything)
     for rank in range(world_size):
-        out.append(
-            {
-                "ph": "M",
-                "pid": _process(rank),
-                "name": "process_name",
-                "args": {"name": f"rank {rank}"},
-            }
-        )
-        out.append(
-            {
-                "ph": "M",
-                "pid": _process(rank),
-                "name": "process_sort_index",
-                "args": {"sort_index": rank},
-            }
-        )
+        out.append(_name("process_name", rank, name=f"rank {rank}"))
+        out.append(_name("process_sort_index", rank, sort_index=rank))
     for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
-        out.append(
-            {
-                "ph": "M",
-                "pid": _process(rank),
-                "tid": thread,
-                "name": "thread_name",
-                "args": {"name": ROWS[thread // 1000]},
-            }
-        )
+        out.append({**_name("thread_name", rank, name=ROWS[thread // 1000]), "tid": thread})
     for number, event in enumerate(everything):
-        label = (
-            event.name or event.kind if event.kind == "span" else event.kind
-        ) + " (never ended)" * (number >= len(events))
-        about = {
-            "where": event.where,
-            "bytes": event.nbytes,
-            "shape": list(event.shape),
-            "dtype": event.dtype,
-            "peer": event.peer,
-            "tag": event.tag,
-            "group": list(event.group.ranks),
-            "axis": event.group.axis,
-        }
-        track = {"pid": _process(event.rank), "tid": lane[id(event)]}
-        time = {"ts": event.start * MICRO, "dur": (_end(event) - event.start) * MICRO}
+        label = event.name or event.kind if event.kind == "span" else event.kind
+        about = {name: getattr(event, name) for name in ("where", "shape", "dtype", "peer", "tag")}
+        group = {"group": event.group.ranks, "axis": event.group.axis, "bytes": event.nbytes}
         out.append(
             {
                 "ph": "X",
-                **track,
-                **time,
-                "name": label,
+                "pid": _process(event.rank),
+                "tid": lane[id(event)],
+                "ts": event.start * MICRO,
+                "dur": (_end(event) - event.start) * MICRO,
+                "name": label + " (never ended)" * (number >= len(events)),
                 "cat": event.kind,
-                "args": event.args or about,
+                "args": event.args or about | group,
             }
         )
     for number, message in enumerate(messages):
-        arrow = {"name": "message", "cat": "message", "id": number}
-        send, recv = (
-            {"pid": _process(event.rank), "tid": lane[id(event)]}
-            for event in (message.send, message.recv)
-        )
-        out.append({**arrow, "ph": "s", **send, "ts": message.send.start * MICRO})
-        out.append({**arrow, "ph": "f", "bp": "e", **recv, "ts": _arrival(message) * MICRO})
+        sides = (("s", message.send, message.send.start), ("f", message.recv, _arrival(message)))
+        for phase, event, time in sides:
+            place = {"pid": _process(event.rank), "tid": lane[id(event)], "ts": time * MICRO}
+            arrow = {"ph": phase, "name": "message", "cat": "message", "id": number, **place}
+            out.append(arrow if phase == "s" else {**arrow, "bp": "e"})
     return out
+
+
+def _name(kind: str, rank: int, **named: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": _process(rank), "name": kind, "args": named}
 
 
 def _process(rank: int) -> int:

@@ -76,23 +76,23 @@ class Event(NamedTuple):
     kind: str  # "send", "recv", a collective's name ("all_reduce", …), or "span"
     # the other rank of a message, or the root of a rooted collective; numbered in the world, not in
     # the group
-    peer: int | None
-    tag: int
+    peer: int | None = None
+    tag: int = 0
     # of the message; of a collective: its payload on this rank (the larger of its input and its
     # output)
-    nbytes: int
+    nbytes: int = 0
     # when it began: on sim when its links were free, on gloo when it was called, on NCCL when the
     # GPU reached it
-    start: float
-    end: float  # when it was complete, as far as this rank could see
-    where: str  # "file:line" of the first caller outside torch and parallel101
-    posted: float  # when the program called it (equal to start on gloo and NCCL)
-    group: EventGroup
+    start: float = 0.0
+    end: float = 0.0  # when it was complete, as far as this rank could see
+    where: str = ""  # "file:line" of the first caller outside torch and parallel101
+    posted: float = 0.0  # when the program called it (equal to start on gloo and NCCL)
+    group: EventGroup = NO_GROUP
     # sequence number, which pairs the k-th send with the k-th receive of the same ranks, tag and
     # group name
-    seq: int
-    shape: tuple[int, ...]
-    dtype: str
+    seq: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
     # the values, flattened, if the run was asked to keep them and they are few
     payload: list | None = None
     name: str | None = None  # of a span: its name; of a reducing collective: its operation
@@ -137,35 +137,19 @@ class MessageRow(NamedTuple):
 
 
 def span_event(
-    *,
     rank: int,
     name: str,
     start: Any,
     end: Any,
-    seq: int,
-    where: str,
-    labels: dict[str, Any],
+    labels: dict[str, Any] | None = None,
+    *,
+    where: str = "",
+    seq: int = 0,
     waiting: bool = False,
 ) -> Event:
     """Return the event of a named span. On NCCL its times are moments of the GPU's clock."""
-    return Event(
-        rank=rank,
-        kind="span",
-        peer=None,
-        tag=0,
-        nbytes=0,
-        start=start,
-        end=end,
-        where=where,
-        posted=start,
-        group=NO_GROUP,
-        seq=seq,
-        shape=(),
-        dtype="",
-        name=name,
-        args=labels,
-        waiting=waiting,
-    )
+    about: dict[str, Any] = {"where": where, "seq": seq, "args": labels or {}, "waiting": waiting}
+    return Event(rank, "span", start=start, end=end, posted=start, name=name, **about)
 
 
 def events_of(rows: Iterable[EventRow]) -> list[Event]:

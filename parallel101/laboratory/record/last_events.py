@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.record.events import Event, EventRow
-from parallel101.laboratory.record.rank_files import RotatingFiles
+from parallel101.laboratory.record.rank_files import RankFiles
 from parallel101.laboratory.record.totals import EventSums
 
 LAST_EVENTS = 100_000  # of a rank, which `parallel101 run` keeps by default
@@ -54,7 +54,7 @@ class LastEvents(threading.Thread):
         recorded: list[Event],
         in_seconds: Callable[[list[Event]], list[Event]],
         unfinished: Callable[[], Sequence[EventRow]],
-        files: RotatingFiles | None = None,
+        files: RankFiles | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 last events")
         if limit < 1:
@@ -100,7 +100,7 @@ class LastEvents(threading.Thread):
                 self.taken += self.size
                 self.summed.add(events)
                 if self.files is not None:
-                    self.files.write(number, rows, (), batch.earlier)
+                    self.files.write_batch(number, rows, (), batch.earlier)
                 while self.batches and self._kept() - self.size >= self.limit:
                     oldest = self.batches.popleft()
                     if self.files is not None:
@@ -119,7 +119,7 @@ class LastEvents(threading.Thread):
             if count > self.written_count:
                 rows = [tuple(event) for event in self.in_seconds(list(self.recorded))]
                 number = self.taken // self.size + 1
-                self.files.write(number, rows, unfinished, self.summed.events())
+                self.files.write_batch(number, rows, unfinished, self.summed.events())
                 self.written_count = count
             self.written = time.monotonic()
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,70 +35,45 @@ def rank_file(directory: Path, rank: int, number: int | None = None) -> Path:
     return directory / f"rank-{rank}{batch}.json.gz"
 
 
-def write_rank_file(
-    directory: Path,
-    rank: int,
-    world_size: int,
-    backend: str,
-    events: Iterable[EventRow],
-    unfinished: Iterable[EventRow],
-    earlier: Iterable[EventRow] = (),
-    number: int | None = None,
-) -> None:
-    """Write the record of one rank, or one batch of it.
-
-    The file appears whole or not at all. A rank's own file replaces those of its batches.
-    """
-    path = rank_file(directory, rank, number)
-    written = path.with_name(f"writing-{path.name}")
-    kept = (events_of(rows) for rows in (unfinished, earlier))
-    Trace(events_of(events), world_size, backend, *kept).save(written)
-    written.replace(path)
-    if number is None:
-        for batch in _files(directory, rank):
-            if batch != path:
-                batch.unlink(missing_ok=True)
-
-
-def remove_rank_files(directory: Path, rank: int | None = None) -> None:
-    """Delete the files that a rank of an earlier run wrote, or those of all its ranks."""
-    number = "*" if rank is None else rank
-    for path in [*directory.glob(f"rank-{number}.*"), *directory.glob(f"writing-rank-{number}.*")]:
-        if NAME.fullmatch(path.name.removeprefix("writing-")):
-            path.unlink(missing_ok=True)
-
-
-class RotatingFiles:
-    """Writes each batch of a rank's last events to a file, and deletes those of older events."""
+class RankFiles:
+    """The files that one rank writes: its own, and while it runs those of its batches."""
 
     def __init__(self, directory: Path, rank: int, world_size: int, backend: str):
-        self.directory, self.rank, self.world_size, self.backend = (
-            directory,
-            rank,
-            world_size,
-            backend,
-        )
+        self.directory, self.rank = directory, rank
+        self.world_size, self.backend = world_size, backend
         self.failed = False  # the folder can't be written to: the program goes on
 
     def write(
         self,
+        events: Iterable[EventRow],
+        unfinished: Iterable[EventRow] = (),
+        earlier: Iterable[EventRow] = (),
+        number: int | None = None,
+    ) -> None:
+        """Write the record of the rank, or one batch of it.
+
+        The file appears whole or not at all. A rank's own file replaces those of its batches.
+        """
+        path = rank_file(self.directory, self.rank, number)
+        written = path.with_name(f"writing-{path.name}")
+        kept, *others = (events_of(rows) for rows in (events, unfinished, earlier))
+        Trace(kept, self.world_size, self.backend, *others).save(written)
+        written.replace(path)
+        if number is None:
+            for batch in _files(self.directory, self.rank):
+                if batch != path:
+                    batch.unlink(missing_ok=True)
+
+    def write_batch(
+        self,
         number: int,
-        events: Sequence[EventRow],
-        unfinished: Sequence[EventRow],
-        earlier: Sequence[EventRow],
+        events: Iterable[EventRow],
+        unfinished: Iterable[EventRow],
+        earlier: Iterable[EventRow],
     ) -> None:
         """Write a batch, again if it has grown."""
         try:
-            write_rank_file(
-                self.directory,
-                self.rank,
-                self.world_size,
-                self.backend,
-                events,
-                unfinished,
-                earlier,
-                number,
-            )
+            self.write(events, unfinished, earlier, number)
         except OSError as error:
             if not self.failed:
                 print(
@@ -110,6 +85,14 @@ class RotatingFiles:
 
     def delete(self, number: int) -> None:
         rank_file(self.directory, self.rank, number).unlink(missing_ok=True)
+
+
+def remove_rank_files(directory: Path, rank: int | None = None) -> None:
+    """Delete the files that a rank of an earlier run wrote, or those of all its ranks."""
+    number = "*" if rank is None else rank
+    for path in [*directory.glob(f"rank-{number}.*"), *directory.glob(f"writing-rank-{number}.*")]:
+        if NAME.fullmatch(path.name.removeprefix("writing-")):
+            path.unlink(missing_ok=True)
 
 
 class JoinedFiles(NamedTuple):

@@ -45,7 +45,7 @@ from parallel101.laboratory.record.events import (
 from parallel101.laboratory.record.host_time import HostTime
 from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.program_lines import caller
-from parallel101.laboratory.record.rank_files import RotatingFiles
+from parallel101.laboratory.record.rank_files import RankFiles
 from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
 from parallel101.laboratory.record.wait_for import RankStatus
 
@@ -131,17 +131,9 @@ class RankRecorder:
             return
         taken = 0 if self.last_events is None else self.last_events.taken
         seq = taken + len(self.recorded)
+        where = caller()
         self.recorded.append(
-            span_event(
-                rank=self.rank,
-                name=name,
-                start=start,
-                end=end,
-                seq=seq,
-                where=caller(),
-                labels=args,
-                waiting=waiting,
-            )
+            span_event(self.rank, name, start, end, args, where=where, seq=seq, waiting=waiting)
         )
 
     def add_wait(self, posted: PostedCall, began: Any) -> None:
@@ -253,7 +245,7 @@ class RankRecorder:
         return rows
 
     @contextmanager
-    def keeping_last(self, limit: int, files: RotatingFiles | None = None) -> Iterator[None]:
+    def keeping_last(self, limit: int, files: RankFiles | None = None) -> Iterator[None]:
         """Keep the newest events only, and sums of the others, inside the block.
 
         Args:

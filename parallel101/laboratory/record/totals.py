@@ -88,21 +88,13 @@ class EventSums:
         """Return the marks, and an event for each sum."""
         return self.marks + [
             Event(
-                rank=self.rank,
-                kind=key.kind,
-                peer=key.peer,
-                tag=0,
+                self.rank,
                 nbytes=sums.nbytes,
                 start=self.begin,
                 end=self.until,
-                where=key.where,
                 posted=self.begin,
-                group=key.group,
-                seq=0,
-                shape=(),
-                dtype="",
-                name=key.name,
                 args={COUNT: sums.events, "seconds": sums.seconds, "longest": sums.longest},
+                **key._asdict(),
             )
             for key, sums in self.sums.items()
         ]

@@ -126,19 +126,14 @@ class Trace:
 
         The others are those from the rank whose message was received.
         """
-        mixed = {
-            (e.peer, e.rank, e.tag, e.group.name)
-            for e in self.events
-            if e.kind == "recv" and e.seq < 0
-        }
+        mixed = {channel(e) for e in self.events if e.kind == "recv" and e.seq < 0}
         if not mixed:
             return
         counts: dict[tuple, int] = defaultdict(int)
         for place, e in sorted(
             enumerate(self.events), key=lambda entry: (entry[1].posted, abs(entry[1].seq))
         ):
-            key = (e.peer, e.rank, e.tag, e.group.name)
-            if e.kind == "recv" and key in mixed:
+            if e.kind == "recv" and (key := channel(e)) in mixed:
                 counts[key] += 1
                 self.events[place] = e._replace(seq=counts[key])
 
@@ -147,28 +142,15 @@ class Trace:
 
         A send for which nobody waited has ended if its receive has.
         """
-        ends: dict[tuple, float] = {
-            (e.peer, e.rank, e.tag, e.group.name, e.seq): e.end
-            for e in self.events
-            if e.kind == "recv"
-        }
-        known = [
-            (
-                e,
-                ends.get((e.rank, e.peer, e.tag, e.group.name, e.seq))
-                if e.kind == "send"
-                else None,
-            )
-            for e in self.unfinished
-        ]
-        self.unfinished = [e for e, end in known if end is None]
-        self.events = sorted(
-            [
-                *self.events,
-                *(e._replace(end=max(e.start, end)) for e, end in known if end is not None),
-            ],
-            key=BY_TIME,
-        )
+        ends = {(channel(e), e.seq): e.end for e in self.events if e.kind == "recv"}
+        still, ended = [], []
+        for e in self.unfinished:
+            end = ends.get((channel(e), e.seq)) if e.kind == "send" else None
+            if end is None:
+                still.append(e)
+            else:
+                ended.append(e._replace(end=max(e.start, end)))
+        self.unfinished, self.events = still, sorted([*self.events, *ended], key=BY_TIME)
 
     @functools.cached_property
     def events(self) -> list[Event]:
@@ -244,11 +226,10 @@ class Trace:
             return self._messages_by_number()
         waiting: dict[tuple, deque[Event]] = defaultdict(deque)
         for event in sorted((e for e in self.events if e.kind == "send"), key=lambda e: e.seq):
-            waiting[event.rank, event.peer, event.tag, event.group.name].append(event)
+            waiting[channel(event)].append(event)
         paired = []
         for recv in sorted((e for e in self.events if e.kind == "recv"), key=lambda e: e.seq):
-            queue = waiting[recv.peer, recv.rank, recv.tag, recv.group.name]
-            if queue:
+            if queue := waiting[channel(recv)]:
                 paired.append(_message(queue.popleft(), recv))
         return sorted(paired, key=BY_ARRIVAL)
 
@@ -257,15 +238,12 @@ class Trace:
 
         A receive from any rank has no number that its send has, and is left out.
         """
-        sends: dict[tuple, Event] = {
-            (e.rank, e.peer, e.tag, e.group.name, e.seq): e for e in self.events if e.kind == "send"
-        }
-        pairs = [
-            (sends.get((e.peer, e.rank, e.tag, e.group.name, e.seq)), e)
+        sends = {(channel(e), e.seq): e for e in self.events if e.kind == "send"}
+        paired = [
+            _message(send, e)
             for e in self.events
-            if e.kind == "recv"
+            if e.kind == "recv" and (send := sends.get((channel(e), e.seq))) is not None
         ]
-        paired = [_message(send, recv) for send, recv in pairs if send is not None]
         return sorted(paired, key=BY_ARRIVAL)
 
     def spans(self, name: str | None = None) -> list[Event]:
@@ -342,6 +320,12 @@ class Trace:
         return totals
 
 
+def channel(e: Event) -> tuple:
+    """Return what a send and its receive have in common, but for their sequence number."""
+    src, dst = (e.rank, e.peer) if e.kind == "send" else (e.peer, e.rank)
+    return src, dst, e.tag, e.group.name
+
+
 def shifted(events: Iterable[Event], seconds: float) -> list[Event]:
     """Return events with all times earlier by this many seconds."""
     return [
@@ -383,7 +367,7 @@ FIELDS: dict[str, Any] = {
     "waiting": bool,
 }
 TYPES = tuple(FIELDS.values())
-GROUP, SHAPE = Event._fields.index("group"), Event._fields.index("shape")
+RANK, PEER, GROUP, SHAPE = (Event._fields.index(x) for x in ("rank", "peer", "group", "shape"))
 
 
 def trace_in(content: dict[str, Any]) -> Trace:
@@ -392,6 +376,7 @@ def trace_in(content: dict[str, Any]) -> Trace:
     Raises ValueError for an entry that is missing, has another type, or names a rank outside the
     world.
     """
+    content = {"earlier": [], **content}  # which most traces lack
     world_size, backend = _entry(content, "world_size", int), _entry(content, "backend", str)
     if world_size < 1:
         raise ValueError(f"its world_size is {world_size}, and it must be at least 1")
@@ -405,8 +390,6 @@ def trace_in(content: dict[str, Any]) -> Trace:
 
 
 def _entry(content: dict[str, Any], name: str, kind: type) -> Any:
-    if name == "earlier" and name not in content:
-        return []
     if not isinstance(content.get(name), kind):
         what = (
             f"its {name!r} is {content[name]!r:.80}" if name in content else f"it has no {name!r}"
@@ -416,12 +399,10 @@ def _entry(content: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def _group(entry: Any, world_size: int) -> EventGroup:
-    if isinstance(entry, list) and len(entry) == 3:
-        name, ranks, axis = entry
-        known = isinstance(ranks, list) and all(
+    match entry:
+        case [str(name), list(ranks), str() | None as axis] if all(
             isinstance(rank, int) and 0 <= rank < world_size for rank in ranks
-        )
-        if isinstance(name, str) and known and isinstance(axis, str | NONE):
+        ):
             return EventGroup(name, tuple(ranks), axis)
     raise ValueError(
         f"a group is a name, ranks of a world of {world_size}, and an axis or null; one of its "
@@ -430,27 +411,19 @@ def _group(entry: Any, world_size: int) -> EventGroup:
 
 
 def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
-    if not isinstance(row, list) or len(row) != len(FIELDS):
-        raise ValueError(
-            f"an event is a list of {len(FIELDS)} fields, and one of its events is {row!r:.80}"
-        )
-    if not all(map(isinstance, row, TYPES)):
-        name, value = next(
-            (name, value)
-            for (name, kind), value in zip(FIELDS.items(), row, strict=True)
-            if not isinstance(value, kind)
-        )
-        raise ValueError(f"one of its events has {value!r:.80} as its {name}")
-    if not 0 <= row[GROUP] < len(groups):
-        raise ValueError(
-            f"one of its events has group {row[GROUP]}, and the file has {len(groups)} groups"
-        )
-    row[GROUP], row[SHAPE] = groups[row[GROUP]], tuple(row[SHAPE])
-    event = Event._make(row)
-    for name, rank in (("rank", event.rank), ("peer", event.peer)):
-        if rank is not None and not 0 <= rank < world_size:
-            raise ValueError(f"one of its events has {name} {rank}, in a world of {world_size}")
-    return event
+    if (
+        isinstance(row, list)
+        and len(row) == len(FIELDS)
+        and all(map(isinstance, row, TYPES))
+        and 0 <= row[GROUP] < len(groups)
+        and all(rank is None or 0 <= rank < world_size for rank in (row[RANK], row[PEER]))
+    ):
+        row[GROUP], row[SHAPE] = groups[row[GROUP]], tuple(row[SHAPE])
+        return Event._make(row)
+    raise ValueError(
+        f"an event is a list of {len(FIELDS)} fields ({', '.join(FIELDS)}), with one of "
+        f"{len(groups)} groups and ranks of a world of {world_size}; one is {row!r:.200}"
+    )
 
 
 @contextmanager
