@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -170,7 +171,8 @@ def test_ranks_that_call_collectives_in_different_orders(order, backend):
             calls[name]()
 
     error = fails(p101.DeadlockError, program, world_size=3, backend=backend)
-    assert f"{order[0]} on ranks 0 and 2, {order[1]} on rank 1" in str(error)
+    # on real ranks with the bytes
+    assert re.search(f"{order[0]}.* on ranks 0 and 2, {order[1]}.* on rank 1", str(error))
     assert isinstance(
         fails(p101.MisuseError, program, world_size=3, backend=backend, trace=True), p101.RankFailed
     )
@@ -188,10 +190,7 @@ def test_a_send_and_a_receive_with_different_tags(world):
 
 
 def test_sizes_with_which_gloo_waits_for_ever():
-    """Every rank has posted its part.
-
-    Some have returned, and the others wait for bytes that nobody sends.
-    """
+    """Some have returned, and the others wait for bytes that nobody sends."""
 
     def program():
         dist.all_reduce(torch.ones(2 + dist.get_rank()))
@@ -199,7 +198,7 @@ def test_sizes_with_which_gloo_waits_for_ever():
     error = fails(p101.DeadlockError, program, world_size=3)
     assert error.waiting[1][0] == "all_reduce"
     assert error.returned == [0]
-    assert "the sizes do not match" in str(error)
+    assert "different collectives: all_reduce of 8 bytes on rank 0, all_reduce of 12" in str(error)
     assert "different shapes" in str(fails(p101.MisuseError, program, world_size=3, trace=True))
 
 

@@ -191,7 +191,7 @@ def line_of(text):
 FAILURES = {
     "deadlock": "rank 0 waits in recv from rank 1",
     "sizes": "different shapes: (2,) and (3,)",
-    "order": "all_reduce on rank 1",
+    "order": "all_reduce of 4 bytes on rank 1",
     "absent": "rank 0 had not reached this launch",
     "abort": f'script.py", line {line_of("os.abort") + 1} in <lambda>',
     "killed": "rank 1 (on ",

@@ -106,30 +106,6 @@ def test_a_dropped_message_counts_only_if_nothing_else_explains_the_wait():
     assert "there.py:3" in str(waits.confirmed_deadlock(1.1 * CONFIRM_DROPPED_AFTER))
 
 
-def test_ranks_that_are_stuck_after_a_dropped_receive_are_told_so():
-    dropped = {
-        (("recv", None, 0, "world"), 1): "there.py:3",
-        (("send", 1, 0, "world"), 1): "there.py:4",
-    }
-    barrier = {"collectives": {"world": 1}, "recent": {"world": ["barrier"]}}
-    waits = graph(*(RankStatus(call(rank, "barrier", 1 - rank), **barrier) for rank in range(2)))
-    assert not waits.receive_dropped and "Most likely the sizes do not match" in str(
-        waits.stall_error(checked=True)
-    )
-    waits.ranks[1].dropped = dropped
-    assert waits.receive_dropped
-    error = str(waits.stall_error(checked=True))
-    assert "sizes" not in error and "posted, and still nothing moves" in error
-    assert (
-        "rank 1 posted a recv from any rank and dropped its work object without a wait(), at "
-        "there.py:3"
-    ) in error
-    assert (
-        "rank 1 posted a send to rank 1 and dropped its work object without a wait(), at there.py:4"
-        in error
-    )
-
-
 def test_collectives_with_the_same_number_must_be_the_same():
     blocked = call(0, "all_reduce", 1, seq=2)
     for recent, lost in (

@@ -1,9 +1,8 @@
-"""Makes the errors for ranks that raised, died or ran out of time, and detects idle ranks.
+"""Makes the errors for ranks that raised, died or ran out of time.
 
     exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
     exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
     time limit ───────────▶ timed_out       where each rank was
-    CPU time of the ranks ▶ IdleDetector    all wait for what has been posted, and none computes
 
 Deadlocks and misuse are found elsewhere: see record/wait_for.py and record/calls.py.
 """
@@ -13,8 +12,6 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-
-import psutil
 
 from parallel101.laboratory.ranks.output import GLOO_ABORT
 from parallel101.laboratory.ranks.wire import Failure
@@ -134,70 +131,3 @@ def rank_lines(statuses: Sequence[RankStatus], places: Mapping[int, str]) -> lis
         f"{ranks_text(ranks)} {text if len(ranks) == 1 else re.sub('^was ', 'were ', text)}"
         for text, ranks in ranks_at.items()
     ]
-
-
-SAMPLE = 0.25  # seconds between two looks at the CPU times
-# seconds without work after which the ranks count as stuck; longer on a machine that has far more
-# work than cores
-IDLE_FOR = 1.0
-# seconds of CPU time in these that an idle rank spends: its watcher looks about ten times a second
-IDLE_CPU = 0.03
-# the same, whatever they spend, if a rank has dropped a receive: then a thread of gloo may spin
-BUSY_FOR = 3.0
-
-
-def work_per_core() -> float:
-    """Return the machine's runnable threads per core, as the mean of the last minute."""
-    return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
-
-
-class IdleDetector:
-    """Tells ranks that are stuck from ranks that still work, by the CPU time of their processes.
-
-    gloo waits forever, without an error, when the sizes of a collective do not fit, although every
-    rank has posted its part.
-    """
-
-    def __init__(self, pids: Sequence[int]):
-        self.pids = pids
-        self.waiting_since: float | None = None
-        self.idle_since: float | None = None
-        self.cpu_then: list[float] = []
-        self.due = 0.0
-
-    def stuck(self, now: float, all_wait: bool, dropped_receive: bool = False) -> bool:
-        """Return whether all ranks have waited, and none has worked, for IDLE_FOR seconds.
-
-        Call it again at `due`.
-
-        On a machine with k times as much work as cores, and k > 2, it takes k / 2 times as long:
-        there a rank that works waits for a core.
-
-        If a rank has dropped a receive that it did not wait for, it is enough that all have waited
-        for BUSY_FOR seconds.
-        """
-        if not all_wait:
-            self.idle_since = self.waiting_since = None
-            return False
-        if self.waiting_since is None:
-            self.waiting_since = now
-        if dropped_receive and now - self.waiting_since >= BUSY_FOR:
-            return True
-        if self.idle_since is not None and now < self.due:
-            return False
-        cpu = self._cpu_seconds()
-        if (
-            self.idle_since is None
-            or cpu is None
-            or any(after - before > IDLE_CPU for before, after in zip(self.cpu_then, cpu))
-        ):
-            self.idle_since, self.cpu_then = now, cpu or []
-        self.due = now + SAMPLE
-        return cpu is not None and now - self.idle_since >= IDLE_FOR * max(1.0, work_per_core() / 2)
-
-    def _cpu_seconds(self) -> list[float] | None:
-        """Return the CPU seconds that each rank has used; None if the system does not tell."""
-        try:
-            return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in self.pids]
-        except psutil.Error:
-            return None

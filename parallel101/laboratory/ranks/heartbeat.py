@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import psutil
 import torch.distributed as dist
 
-from parallel101.laboratory.ranks.diagnosis import work_per_core
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
 from parallel101.laboratory.ranks.wire import Failure
 from parallel101.laboratory.record.program_lines import shown
@@ -65,7 +64,8 @@ def lost_after() -> float:
 
     They count once a connection has broken.
     """
-    return LOST_AFTER * max(1.0, work_per_core() / 2)
+    work_per_core = psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
+    return LOST_AFTER * max(1.0, work_per_core / 2)
 
 
 class HostProcesses:

@@ -257,7 +257,6 @@ def launch(
         timeout,
         prefixes,
         checked=recording,
-        on_gloo=backend == "gloo",
         stuck_after=stuck_after,
     )
     explained = False

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 from parallel101.laboratory.ranks.diagnosis import (
     TOO_LONG,
-    IdleDetector,
     rank_died,
     rank_lines,
     rank_raised,
@@ -103,7 +102,6 @@ class Monitor:
         prefixes: Sequence[str],
         *,
         checked: bool = False,
-        on_gloo: bool = False,
         stuck_after: float = math.inf,
     ):
         self.screen = Screen()
@@ -127,9 +125,6 @@ class Monitor:
         ]
         self.timeout = timeout
         self.checked = checked
-        self.idle_detector = (
-            IdleDetector([process.pid for process in processes]) if on_gloo else None
-        )
         self.report_wanted = False  # somebody has sent this process SIGUSR1
         self.fail_at: float | None = None  # the moment when the cause of a failure is chosen
         self.imported: set[str] = set()  # slow modules that ranks had to import
@@ -159,16 +154,12 @@ class Monitor:
 
     def _watch(self) -> None:
         deadline = time.monotonic() + self.timeout
-        idle = self.idle_detector
         while not all(rank.result is not None for rank in self.ranks):
             now = time.monotonic()
             if self.fail_at is not None and now >= self.fail_at:
                 raise self._root_cause()
             if (fault := self.diagnosis.fault(now)) is not None:
                 raise self._root_cause() if isinstance(fault, MisuseError) else fault
-            all_wait = all(status.stuck or status.returned for status in self.diagnosis.graph.ranks)
-            if idle is not None and idle.stuck(now, all_wait, self.diagnosis.graph.receive_dropped):
-                raise self.diagnosis.calls.error() or self.diagnosis.graph.stall_error(self.checked)
             if self.report_wanted:
                 self.report_wanted = False
                 self.report("parallel101: what the ranks do now (SIGUSR1)")
@@ -180,8 +171,6 @@ class Monitor:
             next_look = [deadline, self.diagnosis.next_look(now)]
             if self.fail_at is not None:
                 next_look.append(self.fail_at)
-            if idle is not None and idle.idle_since is not None:
-                next_look.append(idle.due)
             self._listen(min(next_look) - now)
         if (misuse := self.diagnosis.calls.error()) is not None:
             raise misuse

@@ -57,11 +57,6 @@ class Call(NamedTuple):
     layout: str = ""
 
     @property
-    def operation(self) -> str:
-        """Return the operation that every rank must call here, as an unchecked run knows it."""
-        return operation_name(self.kind, (self.rank, *self.peers))
-
-    @property
     def from_anyone(self) -> bool:
         """Return whether any of the peers can end the call.
 
@@ -140,14 +135,6 @@ class Call(NamedTuple):
             payload=payload,
             name=self.op,
         )
-
-
-def operation_name(kind: str, members: Sequence[int]) -> str:
-    """Return the name of a collective, which all ranks must agree on.
-
-    For new_group it includes the members.
-    """
-    return f"new_group({sorted(members)})" if kind == "new_group" else kind
 
 
 def operation_on_ranks(collective: Collective | None) -> OperationOnRanks | None:

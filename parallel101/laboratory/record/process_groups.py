@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.record import torch_private
-from parallel101.laboratory.record.calls import operation_name
 from parallel101.laboratory.record.clocks import GpuClock
 from parallel101.laboratory.record.recorded_group import RecordedGroup
 from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
@@ -85,7 +84,7 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
     world = dist.group.WORLD
     assert isinstance(world, RecordedGroup)
     members = sorted(world.ranks if ranks is None else ranks)
-    operation = operation_name("new_group", members)
+    operation = f"new_group({members})"
     # torch numbers the groups that all ranks make, and names others by their members
     label = operation if members_only else "new_group"
     others = tuple(rank for rank in members if rank != recorder.rank)

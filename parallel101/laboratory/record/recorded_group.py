@@ -192,7 +192,7 @@ class RecordedGroup(torch_private.PythonGroup):
         run = next(
             (getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None
         ) or getattr(self.whole, method)
-        seq = self.recorder.count_collective(self.label, spec.kind)
+        seq = self.recorder.count_collective(self.label, spec.operation(args))
         options = args[-1] if args else None
         limit = own_limit(
             options if isinstance(options, timedelta) else getattr(options, "timeout", None)

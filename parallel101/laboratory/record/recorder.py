@@ -183,7 +183,7 @@ class RankRecorder:
     def count_collective(self, group: str, operation: str) -> int:
         """Count a collective of a group.
 
-        `operation` is what all its ranks must call (see Call.operation).
+        `operation` is what all its ranks must call (see CollectiveSpec.operation).
         """
         if group not in self.recent:
             self.recent[group] = collections.deque(maxlen=RECENT)

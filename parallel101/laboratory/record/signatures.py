@@ -29,6 +29,8 @@ SAMPLE = 1024
 # what may be passed instead of options, and its name in them
 OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+# with as many bytes on all ranks: gloo waits for ever for those that are missing
+SAME_BYTES = frozenset({"broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter"})
 
 
 class CollectiveArguments(NamedTuple):
@@ -86,6 +88,15 @@ class CollectiveSpec(NamedTuple):
             op=None if op is None else op_name(op),
             root=getattr(options, "rootRank", None) if self.kind in ROOTED else None,
         )
+
+    def operation(self, args: tuple) -> str:
+        """Return what all ranks of a collective must call: "all_reduce of 8 bytes"."""
+        if self.kind not in SAME_BYTES:
+            return self.kind
+        tensors = flat(args[1 if self.kind == "reduce_scatter" else 0])
+        if any(tensor.is_sparse for tensor in tensors):
+            return self.kind
+        return f"{self.kind} of {sum(tensor.nbytes for tensor in tensors)} bytes"
 
     def unwritten_inputs(self, args: tuple, at_root: bool) -> list[torch.Tensor]:
         """Return the inputs that an asynchronous call only reads.

@@ -137,7 +137,7 @@ class RankStatus:
     collectives: Mapping[str, int] = field(default_factory=dict)  # by group
     # messages whose work object was dropped, and where it was posted
     dropped: Mapping[tuple[CallKey, int], str] = field(default_factory=dict)
-    # by group, its last collectives (Call.operation), the newest last
+    # by group, its last collectives, the newest last: what all ranks must call, and how many bytes
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # the newest messages with a key, the newest last
     newest: Mapping[CallKey, Sequence[PostedMessage]] = field(default_factory=dict)
@@ -264,35 +264,6 @@ class WaitForGraph:
             notes,
         )
 
-    def stall_error(self, checked: bool) -> DeadlockError:
-        """Return the error for ranks without progress although all they wait for was posted."""
-        waiting = {}
-        for rank, status in enumerate(self.ranks):
-            if (call := status.blocked) is not None:
-                waiting[rank] = (
-                    call.kind,
-                    call.peers[0] if len(call.peers) == 1 else call.peers or None,
-                    call.where,
-                )
-        advice = (
-            ""
-            if checked
-            else (
-                " Run it again with trace=True: this compares all calls and names those that do "
-                "not match."
-            )
-        )
-        sizes = "" if self.receive_dropped else f". Most likely the sizes do not match.{advice}"
-        note = f"everything that the ranks wait for was posted, and still nothing moves{sizes}"
-        notes = self._different_collectives(range(len(self.ranks))) or [(note, "")]
-        returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
-        return DeadlockError(
-            waiting,
-            returned=returned,
-            dropped=self.dropped_works() if self.receive_dropped else (),
-            notes=notes,
-        )
-
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
         """Return the ranks that have not posted their part of a call, according to the reports.
 
@@ -322,11 +293,10 @@ class WaitForGraph:
                 count(call.rank, "recv", peer) for peer in call.peers
             )
             return [] if sent >= wanted else list(call.peers)
-        return [
-            peer
-            for peer in call.peers
-            if self.ranks[peer].operation(call.group, call.seq) not in (call.operation, "")
-        ]
+        ours = self.ranks[call.rank].operation(call.group, call.seq)
+        alike = ("", ours)  # "" is too long ago to be known
+        theirs = {peer: self.ranks[peer].operation(call.group, call.seq) for peer in call.peers}
+        return [rank for rank, op in theirs.items() if op is None or (ours and op not in alike)]
 
     def _different_collectives(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
         """Return notes on collectives in which the ranks of a group call different operations."""
@@ -418,11 +388,6 @@ class WaitForGraph:
                 f"rank {rank} expected {expected} bytes, at {shown(where)}",
             )
         ]
-
-    @property
-    def receive_dropped(self) -> bool:
-        """Return whether a rank has dropped the work of a receive without a wait()."""
-        return any(kind == "recv" for status in self.ranks for (kind, *_), _ in status.dropped)
 
     def dropped_works(self) -> list[str]:
         """Describe the messages whose work was dropped without a wait()."""
