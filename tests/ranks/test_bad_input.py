@@ -37,7 +37,7 @@ def ok():
         pytest.param(
             {"network": p101.Network()},
             ValueError,
-            "network works with backend='sim' only",
+            "works with backend='sim' only",
             id="network without sim",
         ),
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),

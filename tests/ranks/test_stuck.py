@@ -7,7 +7,7 @@ import math
 import pytest
 
 from parallel101.laboratory.ranks.rank_stack import RankStack
-from parallel101.laboratory.ranks.stuck import StuckDetector, report_lines, stuck_text
+from parallel101.laboratory.ranks.stuck import SILENT, StuckDetector, rank_lines, stuck_text
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 from tests.record.test_calls import call
 
@@ -76,7 +76,7 @@ def test_nothing_is_due_without_a_limit_or_a_wait():
 @pytest.mark.parametrize(("busy", "does"), [(0.02, "is blocked"), (0.98, "computes or loops")])
 def test_a_report_has_who_waits_for_whom_and_the_stack_of_the_rank_that_does_not_come(busy, does):
     stack = RankStack(1, "train.py:7", ['  File "train.py", line 7'], 31.0, busy)
-    lines = report_lines(one_is_missing(), {1: stack})
+    lines = rank_lines(one_is_missing(), {1: stack}, details=True)
     assert lines[0] == "rank 0 waits in all_reduce for rank 1, at here.py:0"
     assert lines[1] == "rank 1 is at train.py:7"
     assert "In 31 s it has called nothing of torch.distributed." in lines[2]
@@ -88,5 +88,6 @@ def test_a_report_has_who_waits_for_whom_and_the_stack_of_the_rank_that_does_not
 
 
 def test_ranks_that_have_returned_and_that_do_not_answer_are_named():
-    lines = report_lines(graph(RankStatus(returned=True), RankStatus()), {})
-    assert lines[0] == "rank 0 has returned" and lines[1].startswith("rank 1 does not answer")
+    returned = RankStatus(returned=True)
+    lines = rank_lines(graph(returned, RankStatus(), returned), {}, SILENT)
+    assert lines[0] == "ranks 0 and 2 have returned" and lines[1].startswith("rank 1 does not")

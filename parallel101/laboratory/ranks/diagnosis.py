@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from parallel101.laboratory.ranks.output import GLOO_ABORT
 from parallel101.laboratory.ranks.wire import Failure
 from parallel101.laboratory.record.calls import Call, places_of
 from parallel101.laboratory.record.errors import LaunchTimeout, RankFailed, dropped_lines
 from parallel101.laboratory.record.program_lines import is_inside, is_library, shown
-from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.wait_for import RankStatus
 
 # gloo's words: bytes that arrived, bytes expected
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
@@ -104,30 +102,3 @@ def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ())
         f"{how}."
     )
     return LaunchTimeout("\n  ".join([summary, *ranks, *dropped_lines(dropped)]))
-
-
-def rank_lines(statuses: Sequence[RankStatus], places: Mapping[int, str]) -> list[str]:
-    """Return lines that say where the ranks were. Ranks at the same place share a line.
-
-    `places`: the "file:line" of ranks that were not blocked. Ranks of which nothing is known are
-    left out.
-    """
-    ranks_at: dict[str, list[int]] = {}
-    for rank in sorted({*range(len(statuses)), *places}):
-        # on sim there is one status, the process's, and a place for each virtual rank
-        status = statuses[rank] if rank < len(statuses) else RankStatus()
-        if status.returned:
-            text = "had returned"
-        elif (call := status.blocked) is not None:
-            peer = f"rank {call.peers[0]}" if call.peers else "any rank"
-            whom = "" if len(call.peers) > 1 else f" for {peer}"
-            text = f"waited in {call.kind}{whom}, at {shown(call.where)}"
-        elif place := places.get(rank):
-            text = f"was at {shown(place)}"
-        else:
-            continue
-        ranks_at.setdefault(text, []).append(rank)
-    return [
-        f"{ranks_text(ranks)} {text if len(ranks) == 1 else re.sub('^was ', 'were ', text)}"
-        for text, ranks in ranks_at.items()
-    ]

@@ -9,6 +9,7 @@ Under torchrun this process is already a rank: see torchrun.py.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import operator
 import os
@@ -34,7 +35,6 @@ from parallel101.laboratory.record.calls import never_waited, sends_never_waited
 from parallel101.laboratory.record.errors import (
     DeadlockError,
     LaunchTimeout,
-    MisuseError,
     RankFailed,
 )
 from parallel101.laboratory.record.trace import Trace
@@ -210,26 +210,19 @@ def launch(
         world_size = _mirrored_size(mirrors, world_size, backend, rules)
     timeout, stuck_after = min(timeout, MAX_TIMEOUT), min(stuck_after, MAX_TIMEOUT)
     recording = bool(trace) or (backend == "sim" and mirrors is None)
-    payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
+    options: dict[str, Any] = {
+        "backend": backend,
+        "recording": recording,
+        "payload_bytes": PAYLOAD_BYTES if trace == "payload" else 0,
+        "keep_waiting": keep_waiting,
+        "stuck_after": stuck_after,
+    }
     if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
         results, records = join_job(
-            fn,
-            args,
-            kwargs,
-            world_size=world_size,
-            backend=backend,
-            recording=recording,
-            timeout=timeout,
-            payload_bytes=payload_bytes,
-            keep_waiting=keep_waiting,
-            stuck_after=stuck_after,
+            fn, args, kwargs, world_size=world_size, timeout=timeout, **options
         )
-        run = Run(
-            results,
-            _trace(records, len(results), backend) if recording else None,
-            backend,
-            len(results),
-        )
+        size = len(results)
+        run = Run(results, _trace(records, size, backend) if recording else None, backend, size)
         _check_waits(records)
         return run
     if "PARALLEL101_RANK" in os.environ:
@@ -252,43 +245,33 @@ def launch(
     rendezvous = Rendezvous(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
     prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
-    monitor = Monitor(
-        processes,
-        timeout,
-        prefixes,
-        checked=recording,
-        stuck_after=stuck_after,
-    )
+    monitor = Monitor(processes, timeout, prefixes, checked=recording, stuck_after=stuck_after)
+    cells = {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
     explained = False
     try:
         for rank in monitor.ranks:
             job = Job(
                 rank=rank.rank,
                 world_size=size,
-                backend=backend,
                 rendezvous=None if rendezvous is None else rendezvous.address,
-                recording=recording,
-                payload_bytes=payload_bytes,
                 network=network,
                 rules=rules,
                 device=device,
                 mirrors=mirrors,
-                keep_waiting=keep_waiting,
-                stuck_after=stuck_after,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
-                sources={
-                    name: entry
-                    for name, entry in linecache.cache.items()
-                    if len(entry) == 4 and entry[1] is None
-                },
+                sources=cells,
+                **options,
             )
-            try:
+            # if the process has died already, the monitor reports it
+            with contextlib.suppress(OSError):
                 rank.wire.send(JOB, job)
                 rank.wire.send_packed(PROGRAM, *program)
-            except OSError:
-                pass  # the process has died already: the monitor reports it
         monitor.watch()
         _check_waits(monitor.records())
         for warning in (text for record in monitor.records() for text in record.warnings):
@@ -298,20 +281,17 @@ def launch(
             results = [unpack(*packed) for packed in results[0]]
         monitor.let_exit()
         preload(monitor.imported)
-    except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
+    except (DeadlockError, RankFailed, LaunchTimeout, KeyboardInterrupt) as error:
+        explained = not isinstance(error, KeyboardInterrupt)
+        if not explained:
+            monitor.report("interrupted: what the ranks did")
         if recording:
             monitor.ask_records(TO_SEND_A_RECORD)
-        error.trace = _trace(monitor.records(), size, backend)  # type: ignore[union-attr]
+        if recording or explained:
+            error.trace = _trace(monitor.records(), size, backend)  # type: ignore[union-attr]
         # IPython and pytest then leave out this frame, which explains nothing
-        explained = __tracebackhide__ = True
-        raise error.with_traceback(None) from error.__cause__
-    except KeyboardInterrupt as interrupt:
-        monitor.report("interrupted: what the ranks did")
-        if recording:
-            monitor.ask_records(TO_SEND_A_RECORD)
-            interrupt.trace = _trace(monitor.records(), size, backend)  # type: ignore[attr-defined]
         __tracebackhide__ = True
-        raise interrupt.with_traceback(None) from None
+        raise error.with_traceback(None) from error.__cause__
     finally:
         monitor.close(explained)
         if rendezvous is not None:
@@ -386,30 +366,23 @@ def _check_arguments(
             f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
             "bandwidth=…)"
         )
-    if network is not None and backend != "sim":
-        raise ValueError(
-            f"network works with backend='sim' only, and backend is {backend!r}: leave network "
-            "out, or use backend='sim'"
-        )
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(map(repr, RULES))}")
-    if rules != "gloo" and backend != "sim":
-        raise ValueError(
-            f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real "
-            "ranks follow their own backend's rules. Leave rules out, or use backend='sim'"
-        )
-    if device is None:
-        return
-    if str(device).casefold() not in map(str.casefold, GPUS):
+    if device is not None and str(device).casefold() not in map(str.casefold, GPUS):
         raise ValueError(
             f"device is {device!r}; it must be one of {', '.join(map(repr, GPUS))}, or None for "
             "the CPU"
         )
-    if backend != "sim":
-        raise ValueError(
-            f"device={device!r} is a virtual GPU, which works with backend='sim' only, and backend "
-            f"is {backend!r}: leave device out, or use backend='sim'"
-        )
+    for name, value, default in (
+        ("network", network, None),
+        ("rules", rules, "gloo"),
+        ("device", device, None),
+    ):
+        if value != default and backend != "sim":
+            raise ValueError(
+                f"{name}={value!r} works with backend='sim' only, and backend is {backend!r}: "
+                f"leave {name} out, or use backend='sim'"
+            )
 
 
 def _check_seconds(name: str, value: Any) -> None:

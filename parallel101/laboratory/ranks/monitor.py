@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 from parallel101.laboratory.ranks.diagnosis import (
     TOO_LONG,
     rank_died,
-    rank_lines,
     rank_raised,
     timed_out,
 )
@@ -33,7 +32,7 @@ from parallel101.laboratory.ranks.output import RankOutput, Screen, read_availab
 from parallel101.laboratory.ranks.processes import RankProcess, kill
 from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.run_diagnosis import WAIT_FOR_CAUSE, RunDiagnosis
-from parallel101.laboratory.ranks.stuck import REPORTS
+from parallel101.laboratory.ranks.stuck import REPORTS, SILENT, rank_lines
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
@@ -289,16 +288,16 @@ class Monitor:
             lambda: all(r.ended or r.failure or statuses[r.rank].stuck for r in self.ranks), TO_FAIL
         )
         failed = [other.failure for other in self.ranks if other.failure is not None]
-        others = rank_lines(statuses, {f.rank: f.place for f in failed})
+        others = rank_lines(
+            self.diagnosis.graph, {f.rank: RankStack(f.rank, f.place, []) for f in failed}
+        )
         if TOO_LONG.search(stderr):
             self.ask_records()
             others = self.diagnosis.graph.longer_messages(rank.rank) or others
         return rank_died(rank.rank, rank.exitcode, crash_dump, stderr, self.checked, others)
 
     def _timed_out(self) -> LaunchTimeout:
-        places = dict.fromkeys(range(len(self.ranks)), "an unknown place")
-        places |= {rank: stack.place for rank, stack in self.ask_stacks().items()}
-        lines = rank_lines(self.diagnosis.graph.ranks, places)
+        lines = rank_lines(self.diagnosis.graph, self.ask_stacks(), SILENT)
         self.ask_records()
         return timed_out(self.timeout, lines, self.diagnosis.graph.dropped_works())
 

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.stuck import (
+    SILENT,
     StuckDetector,
     append_report,
-    report_lines,
+    rank_lines,
     stuck_text,
 )
 from parallel101.laboratory.record.calls import Call, CallChecker
@@ -83,7 +84,7 @@ class RunDiagnosis:
 
         Without a `head`, report only if the run has made no progress for long.
         """
-        now, lines = time.monotonic(), report_lines(self.graph, stacks)
+        now, lines = time.monotonic(), rank_lines(self.graph, stacks, SILENT, details=True)
         quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
         if head:
             self.say("\n  ".join([head, *lines]))

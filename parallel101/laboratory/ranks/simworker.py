@@ -31,7 +31,7 @@ from parallel101.laboratory.ranks.program import (
     unpack_program,
 )
 from parallel101.laboratory.ranks.rank_stack import QuietClock, RankStack, stack_lines
-from parallel101.laboratory.ranks.stuck import report_lines, stuck_text
+from parallel101.laboratory.ranks.stuck import rank_lines, stuck_text
 from parallel101.laboratory.ranks.watcher import ControlThread
 from parallel101.laboratory.ranks.wire import (
     FAILURE,
@@ -166,7 +166,7 @@ class SimWatcher(ControlThread):
         elif quiet >= self.pause and len(self.shared.world.ranks) > 1:
             stacks = {stack.rank: stack for stack in self.stacks()}
             self.pause = 2 * self.pause + self.stuck_after
-            lines = report_lines(WaitForGraph(0), stacks)
+            lines = rank_lines(WaitForGraph(0), stacks, details=True)
             print(stuck_text(lines, quiet, self.pause - quiet), file=sys.stderr)
 
     def times(self) -> tuple[float, float]:

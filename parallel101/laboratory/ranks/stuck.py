@@ -8,7 +8,7 @@ may also compute for long. Nobody can know whether it will come, so a report nev
 
     rank_stack.py    in each rank: what its program does, and for how long it has called nothing
     StuckDetector    where the status of all ranks is known: when to report
-    report_lines     the report: who waits for whom, and the stacks of the others
+    rank_lines       the report: who waits for whom, and the stacks of the others
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.wait_for import WaitForGraph
+from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 
 SHORTEST_PAUSE = 0.5  # seconds between two looks at ranks that still make progress
 REPORTS = "reports.txt"
@@ -80,33 +80,48 @@ def append_report(folder: Path, text: str) -> None:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
 
-def report_lines(graph: WaitForGraph, stacks: Mapping[int, RankStack]) -> list[str]:
-    """Return a line for each rank that waits or has returned; for the others, also their stack.
+SILENT = "does not answer: its process is stopped, or C code in it holds Python's lock"
+PLURAL = {"waits": "wait", "has": "have", "is": "are", "does": "do"}
 
-    `stacks`: of the ranks that have answered. On sim, a stack also says what its rank waits for.
+
+def rank_lines(
+    graph: WaitForGraph, stacks: Mapping[int, RankStack], unknown: str = "", details: bool = False
+) -> list[str]:
+    """Return lines that say what each rank waits for, or where it is.
+
+    Ranks of which the same is true share a line.
+
+    Args:
+        graph: with the status of the ranks; on sim, that of its one process.
+        stacks: of the ranks that have answered. On sim, a stack also says what its rank waits for.
+        unknown: what to say about the others. "": nothing.
+        details: also what each of the ranks does that don't wait, and its Python stack.
     """
-    lines = []
+    ranks_with: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted({*range(len(graph.ranks)), *stacks}):
-        # on sim the graph has one rank, the process
-        status = graph.ranks[rank] if rank < len(graph.ranks) else None
+        status = graph.ranks[rank] if rank < len(graph.ranks) else RankStatus()
         stack = stacks.get(rank)
-        if status is not None and status.blocked is not None:
-            missing = graph.missing(status.blocked)
+        lines = [unknown]
+        if (call := status.blocked) is not None:
+            missing = graph.missing(call)
             whom = f"for {ranks_text(missing)}" if missing else "though all its peers have called"
-            call = status.blocked
-            lines.append(f"rank {rank} waits in {call.kind} {whom}, at {shown(call.where)}")
-        elif status is not None and status.returned:
-            lines.append(f"rank {rank} has returned")
-        elif stack is None:
-            lines.append(
-                f"rank {rank} does not answer: its process is stopped, or C code in it holds "
-                "Python's lock"
-            )
-        elif stack.waits:
-            lines.append(f"rank {rank} waits {stack.waits}, at {shown(stack.place)}")
-        else:
-            lines += [f"rank {rank} is at {shown(stack.place)}", *_details(stack)]
-    return lines
+            lines = [f"waits in {call.kind} {whom}, at {shown(call.where)}"]
+        elif status.returned:
+            lines = ["has returned"]
+        elif stack is not None and stack.waits:
+            lines = [f"waits {stack.waits}, at {shown(stack.place)}"]
+        elif stack is not None and stack.place:
+            lines = [f"is at {shown(stack.place)}", *(_details(stack) if details else [])]
+        if lines != [""]:
+            ranks_with.setdefault(tuple(lines), []).append(rank)
+    return [line for lines, ranks in ranks_with.items() for line in _of_ranks(lines, ranks)]
+
+
+def _of_ranks(lines: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    verb, _, rest = lines[0].partition(" ")
+    if len(ranks) > 1:
+        verb = PLURAL[verb]
+    return [f"{ranks_text(ranks)} {verb} {rest}", *lines[1:]]
 
 
 def _details(stack: RankStack) -> list[str]:
@@ -126,7 +141,7 @@ def stuck_text(lines: list[str], seconds: float, pause: float) -> str:
     """Return the whole report.
 
     Args:
-        lines: what `report_lines` returns.
+        lines: what `rank_lines` returns.
         seconds: without progress.
         pause: seconds until the next report.
     """

@@ -23,13 +23,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_lines, rank_raised, timed_out
+from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out
 from parallel101.laboratory.ranks.heartbeat import (
     Heartbeat,
     HostProcesses,
@@ -53,8 +54,10 @@ from parallel101.laboratory.ranks.job_messages import (
 )
 from parallel101.laboratory.ranks.job_reports import JobReports, write_report
 from parallel101.laboratory.ranks.program import failure_of, forked_children_exit, own_init_accepted
+from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.run_diagnosis import RunDiagnosis
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
+from parallel101.laboratory.ranks.stuck import rank_lines
 from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.watcher import TICK, BlockedDetector, recorded
 from parallel101.laboratory.ranks.wire import Failure, RankRecord
@@ -397,10 +400,12 @@ class JobWatcher(threading.Thread):
 
     def _end_text(self, ended: Collection[int]) -> str:
         """Return the message for ended ranks, with the waiting ranks and where this one was."""
-        statuses = self._all_statuses()
+        graph = self.diagnosis.graph
+        graph.ranks = self._all_statuses()
+        here = RankStack(self.recorder.rank, self.detector.place(), [])
         for rank in ended:
-            statuses[rank] = RankStatus()
-        return "\n  ".join([ended_text(ended), *rank_lines(statuses, self._own_place())])
+            graph.ranks[rank] = replace(graph.ranks[rank], blocked=None)
+        return "\n  ".join([ended_text(ended), *rank_lines(graph, {here.rank: here})])
 
     def _abort_text(self) -> str:
         """Return the message for this rank, which C++ is about to abort."""
@@ -413,7 +418,7 @@ class JobWatcher(threading.Thread):
             "catches. Its text is in the rank's output. The program is at "
             f"{shown(self.detector.place())}",
             "gloo does so if more bytes arrive than a rank expects.",
-            *(graph.longer_messages(rank) or rank_lines(graph.ranks, {})),
+            *(graph.longer_messages(rank) or rank_lines(graph, {})),
         ]
         if self.recorder.on_call is None:
             lines.append(RUN_CHECKED)
@@ -562,7 +567,7 @@ class JobWatcher(threading.Thread):
 
     def _timed_out(self) -> LaunchTimeout:
         self.diagnosis.graph.ranks = self._all_statuses()
-        lines = rank_lines(self.diagnosis.graph.ranks, {}) + [
+        lines = rank_lines(self.diagnosis.graph, {}) + [
             f"rank {rank} had not reached this launch: every process of the job must make the same "
             "launches"
             for rank, text in enumerate(self.status_texts)
@@ -586,9 +591,6 @@ class JobWatcher(threading.Thread):
             sys.stderr.write(f"[rank {rank}] was at {shown(self.detector.place())}\n")
         sys.stderr.flush()
         os._exit(1)
-
-    def _own_place(self) -> dict[int, str]:
-        return {self.recorder.rank: self.detector.place()}
 
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""
