@@ -198,15 +198,7 @@ def call_to_compare(
     others, label = tuple(r for r in ranks if r != rank), f"collectives on {sorted(ranks)} {within}"
     seq = counts[label] = counts.get(label, 0) + 1
     same = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
-    return Call(
-        rank=rank,
-        kind=kind,
-        peers=others,
-        group=label,
-        seq=seq,
-        where=caller(),
-        alike=same,
-    )
+    return Call(rank, kind, others, label, seq, caller(), alike=same)
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:

@@ -137,21 +137,11 @@ class RecordedGroup(torch_private.PythonGroup):
         if not recorder.recording:
             return WatchedWork(start(tensors, *args), posted)
         tensor = tensors[0]
-        peers = self.others if peer is None else (peer,)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         collective = current_collective()
-        call = Call(
-            rank=self.recorder.rank,
-            kind=kind,
-            peers=peers,
-            tag=tag,
-            group=self.label,
-            seq=posted.seq,
-            nbytes=size(tensor),
-            shape=shape,
-            dtype=dtype,
-            where=where,
-            within=operation_on_ranks(collective),
+        within = operation_on_ranks(collective)
+        call = posted.call(where)._replace(
+            nbytes=size(tensor), shape=shape, dtype=dtype, within=within
         )
         # the text of the call takes longer than the rest, and is rarely needed
         self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
@@ -214,20 +204,9 @@ class RecordedGroup(torch_private.PythonGroup):
             if arguments.root is None
             else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
         )
-        call = Call(
-            rank=self.recorder.rank,
-            kind=spec.kind,
-            peers=self.others,
-            group=self.label,
-            seq=seq,
-            nbytes=arguments.nbytes,
-            shape=arguments.shape,
-            dtype=arguments.dtype,
-            op=arguments.op,
-            root=root,
-            where=caller(),
-            layout=arguments.layout,
-        )
+        names = ("nbytes", "shape", "dtype", "op", "layout")
+        facts: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+        call = posted.call(caller())._replace(root=root, **facts)
         if spec.kind == "all_to_all":
             gives, takes = bytes_by_rank(args, self.ranks)
             call = call._replace(

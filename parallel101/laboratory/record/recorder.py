@@ -360,15 +360,7 @@ class PostedCall:
     def call(self, where: str) -> Call:
         kind, peer, tag, label = self.key
         peers = self.others if peer is None else (peer,)
-        return Call(
-            rank=self.group.recorder.rank,
-            kind=kind,
-            peers=peers,
-            tag=tag,
-            group=label,
-            seq=self.seq,
-            where=where,
-        )
+        return Call(self.group.recorder.rank, kind, peers, label, self.seq, where, tag)
 
 
 class Ended(dist.Work):

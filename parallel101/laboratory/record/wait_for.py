@@ -165,6 +165,24 @@ class RankStatus:
         return None if back < 0 else recent[-1 - back] if back < len(recent) else ""
 
 
+class SuspectedDeadlock:
+    """A deadlock that counts once it has lasted for a while. It does at the time `due`."""
+
+    def __init__(self) -> None:
+        self.deadlock: DeadlockError | None = None
+        self.due = math.inf
+
+    def confirmed(
+        self, deadlock: DeadlockError | None, now: float, patience: float
+    ) -> DeadlockError | None:
+        """Return the present deadlock if there has been the same one for `patience` seconds."""
+        if deadlock is None:
+            self.deadlock, self.due = None, math.inf
+        elif self.deadlock is None or self.deadlock.waiting != deadlock.waiting:
+            self.deadlock, self.due = deadlock, now + patience
+        return self.deadlock if now >= self.due else None
+
+
 class WaitForGraph:
     """The newest reports of all ranks, and the deadlock among them.
 
@@ -173,25 +191,19 @@ class WaitForGraph:
 
     def __init__(self, world_size: int):
         self.ranks = [RankStatus() for _ in range(world_size)]
-        self.suspected: DeadlockError | None = None
-        self.due = 0.0
-        self.limited: DeadlockError | None = None  # the same, of waits that a time limit ends
-        self.limited_due = 0.0
+        self.suspected = SuspectedDeadlock()
+        self.limited = SuspectedDeadlock()  # of waits that a time limit ends
         self.told: list[Waiting] = []  # the waits of which `report_of_limits` has told
 
     def confirmed_deadlock(self, now: float) -> DeadlockError | None:
         """Return the deadlock among the ranks, once it has lasted long enough.
 
-        If one is only `suspected`, ask again at the time `due`.
+        If one is only suspected, ask again at `next_look`.
         """
         deadlock, patience = self.deadlock(), CONFIRM_AFTER
         if deadlock is None:
             deadlock, patience = self.deadlock(without_dropped=True), CONFIRM_DROPPED_AFTER
-        if deadlock is None:
-            self.suspected = None
-        elif self.suspected is None or self.suspected.waiting != deadlock.waiting:
-            self.suspected, self.due = deadlock, now + patience
-        return self.suspected if self.suspected is not None and now >= self.due else None
+        return self.suspected.confirmed(deadlock, now, patience)
 
     def report_of_limits(self, now: float) -> str | None:
         """Return a report of ranks that wait for each other until the program's own time limit.
@@ -199,16 +211,11 @@ class WaitForGraph:
         It comes once for the same lines, when they have waited as long as for a deadlock. None: no
         news. The run goes on.
         """
-        if all(status.limit is None for status in self.ranks):
-            self.limited = None
-            return None
-        deadlock = self.deadlock(with_limits=True)
-        if deadlock is None or deadlock.waiting in self.told:
-            self.limited = None
-            return None
-        if self.limited is None or self.limited.waiting != deadlock.waiting:
-            self.limited, self.limited_due = deadlock, now + CONFIRM_AFTER
-        if now < self.limited_due:
+        limits = any(status.limit is not None for status in self.ranks)
+        deadlock = self.deadlock(with_limits=True) if limits else None
+        if deadlock is not None and deadlock.waiting in self.told:
+            deadlock = None
+        if (deadlock := self.limited.confirmed(deadlock, now, CONFIRM_AFTER)) is None:
             return None
         self.told.append(deadlock.waiting)
         first = min(self.ranks[rank].limit or math.inf for rank in deadlock.waiting)
@@ -221,10 +228,7 @@ class WaitForGraph:
     @property
     def next_look(self) -> float:
         """Return when to ask again, if nothing changes before."""
-        return min(
-            self.due if self.suspected is not None else math.inf,
-            self.limited_due if self.limited is not None else math.inf,
-        )
+        return min(self.suspected.due, self.limited.due)
 
     def deadlock(
         self, without_dropped: bool = False, with_limits: bool = False
