@@ -178,14 +178,7 @@ def _record_of(directory: Path, rank: int) -> Trace:
     whole = rank_file(directory, rank)
     if whole.exists():
         return Trace.load(whole)
-    paths = _files(directory, rank)
-    first, last = (int(NAME.fullmatch(path.name)[2]) for path in (paths[0], paths[-1]))  # type: ignore[index]
-    if last - first + 1 != len(paths):
-        raise ValueError(
-            f"{directory} lacks some of the files of rank {rank} from {paths[0].name} to "
-            f"{paths[-1].name}"
-        )
-    parts = [Trace.load(path) for path in paths]
+    parts = [Trace.load(path) for path in _files(directory, rank)]
     events = [event for part in parts for event in part.events]
     newest = parts[-1]
     return Trace(events, newest.world_size, newest.backend, newest.unfinished, parts[0].earlier)

@@ -102,26 +102,20 @@ def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
     notes = []
     for send in waits.values():
         receive = waits.get(send.peers[0]) if send.kind == "send" else None
-        if receive is not None and receive.kind == "recv" and receive.peers in ((send.rank,), ()):
-            pair = f"rank {send.rank} sends to rank {receive.rank}"
-            if send.group != receive.group:
-                notes.append(
-                    (
-                        f"{pair} in one group, and rank {receive.rank} receives in another. Use "
-                        "the same group on both sides",
-                        "",
-                    )
-                )
-            elif send.tag != receive.tag:
-                theirs = f"rank {receive.rank} receives with {tag_text(receive.tag)}"
-                notes.append(
-                    (
-                        f"{pair} with {tag_text(send.tag)}, and {theirs}. Use the same tag on both "
-                        "sides",
-                        "",
-                    )
-                )
-    return notes
+        if receive is None or receive.kind != "recv" or receive.peers not in ((send.rank,), ()):
+            continue
+        sends, receives = f"rank {send.rank} sends to rank", f"rank {receive.rank} receives"
+        if send.group != receive.group:
+            notes.append(
+                f"{sends} {receive.rank} in one group, and {receives} in another. Use the same "
+                "group on both sides"
+            )
+        elif send.tag != receive.tag:
+            notes.append(
+                f"{sends} {receive.rank} with {tag_text(send.tag)}, and {receives} with "
+                f"{tag_text(receive.tag)}. Use the same tag on both sides"
+            )
+    return [(note, "") for note in notes]
 
 
 @dataclass
@@ -323,13 +317,10 @@ class WaitForGraph:
                     f"{operation} on {ranks_text(who)}" for operation, who in operations.items()
                 )
                 notes.append(
-                    (
-                        f"the ranks call different collectives: {called}. All must call the same "
-                        "ones in the same order",
-                        "",
-                    )
+                    f"the ranks call different collectives: {called}. All must call the same ones "
+                    "in the same order"
                 )
-        return notes
+        return [(note, "") for note in notes]
 
     def _unmatched_messages(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
         """Return notes on messages that one side posted and the other never will.
