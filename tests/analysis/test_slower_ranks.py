@@ -16,7 +16,7 @@ from parallel101.laboratory.analysis.slower_ranks import (
 )
 from parallel101.laboratory.analysis.waiting import with_compute
 from parallel101.laboratory.record.events import span_event
-from parallel101.laboratory.record.host_time import LineSamples, StepTime
+from parallel101.laboratory.record.host_time import LineSamples, RankStep
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.run_table import tables
 from parallel101.spans import OPTIMIZER_STEP
@@ -40,7 +40,7 @@ def trace(own, size=4, steps=40):
                     samples = LineSamples(round(1e3 * took), 1e3 * took * (what == COMPUTING))
                     key = line, what == LOADING
                     lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(samples)
-            time = StepTime(
+            time = RankStep(
                 step=step,
                 elapsed=STEP,
                 own=sum(took for *_, took in doing),

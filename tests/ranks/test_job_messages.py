@@ -150,5 +150,5 @@ def test_a_record_arrives_as_it_was():
     assert len(record.unfinished) == 1 and record.unwaited == [CALL]
     content = json.loads(pack_record(record, 2, "gloo"))
     content[1]["events"][0][0] = 9  # a rank that does not exist
-    with pytest.raises(ValueError, match="its events"):
+    with pytest.raises(ValueError, match="an event is a list"):
         unpack_record(json.dumps(content).encode())

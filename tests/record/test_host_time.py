@@ -19,7 +19,7 @@ from parallel101.laboratory.record.host_time import (
     HostTime,
     host_time,
     own_line,
-    step_time,
+    rank_step,
 )
 from parallel101.laboratory.record.recorder import RankRecorder
 
@@ -55,7 +55,7 @@ def measured(*steps):
             over.set()
             watcher.join()
     assert measuring.collecting not in gc.callbacks
-    assert [step_time(json.loads(json.dumps(step.labels))) for step in times] == times
+    assert [rank_step(json.loads(json.dumps(step.labels))) for step in times] == times
     return times
 
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.laboratory.record.host_time import LineSamples, StepTime, step_time
+from parallel101.laboratory.record.host_time import LineSamples, RankStep, rank_step
 from parallel101.laboratory.record.trace import Trace
 
 LEAST_SHARE = 0.05  # of the time of all steps: a rank that is less slower is not reported
@@ -69,10 +69,10 @@ class SlowerRank(NamedTuple):
 
 def slower_ranks(trace: Trace) -> list[SlowerRank]:
     """Return the ranks that are slower than the others, the one that costs most time first."""
-    ranks: dict[int, dict[int, StepTime]] = defaultdict(dict)
+    ranks: dict[int, dict[int, RankStep]] = defaultdict(dict)
     for span in trace.spans():
         if span.args and "collecting" in span.args:
-            ranks[span.rank][span.args["step"]] = step_time(span.args)
+            ranks[span.rank][span.args["step"]] = rank_step(span.args)
     if len(ranks) < 2:
         return []
     common = sorted(set.intersection(*map(set, ranks.values())))
@@ -83,7 +83,7 @@ def slower_ranks(trace: Trace) -> list[SlowerRank]:
 
 
 def _compared(
-    ranks: dict[int, dict[int, StepTime]], rank: int, compared: Sequence[int]
+    ranks: dict[int, dict[int, RankStep]], rank: int, compared: Sequence[int]
 ) -> SlowerRank | None:
     measured, others = ranks[rank], [row for other, row in ranks.items() if other != rank]
     more = {k: measured[k].own - statistics.median(row[k].own for row in others) for k in compared}
@@ -109,8 +109,8 @@ def _compared(
 
 
 def _causes(
-    measured: dict[int, StepTime],
-    others: Sequence[dict[int, StepTime]],
+    measured: dict[int, RankStep],
+    others: Sequence[dict[int, RankStep]],
     slower: Sequence[int],
     total: float,
 ) -> list[Cause]:
@@ -128,7 +128,7 @@ def _causes(
     return [cause for cause in causes if cause.seconds > LEAST_CAUSE * total][:MOST_CAUSES]
 
 
-def _doing(steps: Sequence[StepTime]) -> dict[tuple[str, str], float]:
+def _doing(steps: Sequence[RankStep]) -> dict[tuple[str, str], float]:
     """Return the seconds of each activity and line in a rank's own time.
 
     The seconds are measured. Which lines they belong to is known from samples.

@@ -19,7 +19,6 @@ from parallel101.laboratory.ranks.job_messages import from_json, to_json
 from parallel101.laboratory.ranks.rank_stack import StackReader
 from parallel101.laboratory.ranks.run_diagnosis import RunDiagnosis
 from parallel101.laboratory.ranks.stuck import REPORTS
-from parallel101.laboratory.record.recorder import RankRecorder
 
 LOOK = 1.0  # seconds between two looks at whether a rank has asked
 TO_ANSWER = 2.5  # seconds for all ranks to answer
@@ -29,15 +28,14 @@ class JobReports:
     """Answers for one rank, and on rank 0 writes the reports. One thread uses it.
 
     Args:
-        recorder: of the rank.
+        stacks: reads the rank's.
         store: of the launch.
         diagnosis: on rank 0, with the status of all ranks.
     """
 
-    def __init__(self, recorder: RankRecorder, store: dist.Store, diagnosis: RunDiagnosis):
-        self.store, self.diagnosis = store, diagnosis
-        self.rank, self.size = recorder.rank, len(diagnosis.graph.ranks)
-        self.reader = StackReader(recorder)
+    def __init__(self, stacks: StackReader, store: dist.Store, diagnosis: RunDiagnosis):
+        self.stacks, self.store, self.diagnosis = stacks, store, diagnosis
+        self.rank, self.size = stacks.recorder.rank, len(diagnosis.graph.ranks)
         self.answered = self.reported = 0  # requests, by number
         self.no_progress = False  # rank 0 has asked, and no user
         self.next_look = self.until = 0.0
@@ -46,7 +44,6 @@ class JobReports:
 
     def look(self) -> None:
         """Answer requests and, on rank 0, write the reports. Call it ten times a second."""
-        self.reader.look()
         now = time.monotonic()
         if now >= self.next_look:
             self.next_look = now + LOOK
@@ -68,7 +65,7 @@ class JobReports:
     def _answer(self) -> None:
         if (asked := self.store.add("stacks/asked", 0)) > self.answered:
             self.answered = asked
-            self.store.set(f"stacks/{asked}/{self.rank}", to_json(self.reader.read()))
+            self.store.set(f"stacks/{asked}/{self.rank}", to_json(self.stacks.read()))
             self.until = time.monotonic() + TO_ANSWER
 
     def _collect(self, now: float) -> None:

@@ -50,7 +50,6 @@ from parallel101.laboratory.ranks.wire import (
     Wire,
     unpack,
 )
-from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.errors import (
     DeadlockError,
     LaunchTimeout,
@@ -229,7 +228,7 @@ class Monitor:
         value = unpack(body, buffers)
         if kind == CALLS:
             for call in value:
-                self.diagnosis.check(Call(*call))
+                self.diagnosis.check(call)
         elif kind == STATUS:
             if rank.result is None and rank.failure is None:
                 ranks[rank.rank] = value

@@ -58,11 +58,9 @@ from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.run_diagnosis import RunDiagnosis
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.laboratory.ranks.stuck import rank_lines
-from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
-from parallel101.laboratory.ranks.watcher import TICK, BlockedDetector, recorded
-from parallel101.laboratory.ranks.wire import Failure, RankRecord
+from parallel101.laboratory.ranks.watcher import TICK, RankObserver, recorded
+from parallel101.laboratory.ranks.wire import CALLS, STATUS, Failure, RankRecord
 from parallel101.laboratory.record import process_groups
-from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.errors import (
     DeadlockError,
     LaunchTimeout,
@@ -131,19 +129,13 @@ def join_job(
     # after torchrun has restarted the ranks, the store may still have what the earlier ones wrote
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"parallel101/{attempt}/{_launches}", _job_store(timeout))
-    calls: list[Call] = []
     recorder = RankRecorder(
-        rank,
-        recording=recording,
-        payload_bytes=payload_bytes,
-        on_call=calls.append if recording else None,
-        keep_waiting=keep_waiting,
+        rank, recording=recording, payload_bytes=payload_bytes, keep_waiting=keep_waiting
     )
     # a call blocks its connection, so the watcher needs its own
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
     diagnosis = RunDiagnosis(size, stuck_after, write_report, folder)
-    reports = JobReports(recorder, watcher_store, diagnosis)
-    watcher = JobWatcher(recorder, watcher_store, timeout, calls, reports, keep_record)
+    watcher = JobWatcher(recorder, watcher_store, timeout, diagnosis, keep_record)
     watcher.start()
     if recording:
         record_into(recorder)
@@ -160,7 +152,7 @@ def join_job(
                 own_init_accepted(),
                 forked_children_exit(),
                 _crashes_reported(),
-                watcher.uncaught.held(),
+                watcher.observer.uncaught.held(),
             ):
                 recorder.start_name = _start_name(store, rank)
                 process_groups.start_together()
@@ -276,8 +268,7 @@ class JobWatcher(threading.Thread):
         recorder: of the rank that it watches.
         store: a connection of its own to the store of this launch.
         timeout: seconds the launch may take.
-        calls: the list to which a checked run appends what this rank posts.
-        reports: writes the reports of stuck ranks.
+        diagnosis: on rank 0, judges the run.
         on_record: takes this rank's record, once, when its program has ended or is about to be
             stopped.
     """
@@ -287,34 +278,33 @@ class JobWatcher(threading.Thread):
         recorder: RankRecorder,
         store: dist.Store,
         timeout: float,
-        calls: list[Call],
-        reports: JobReports,
+        diagnosis: RunDiagnosis,
         on_record: Callable[[RankRecord], None] | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 job watcher")
-        self.recorder, self.store, self.timeout, self.calls = recorder, store, timeout, calls
-        self.reports, self.diagnosis = reports, reports.diagnosis
-        self.size = size = reports.size
+        self.recorder, self.store, self.timeout = recorder, store, timeout
+        self.diagnosis, self.size = diagnosis, (size := len(diagnosis.graph.ranks))
         self.on_record = on_record
         self.termination = None if on_record is None else TerminationSignal()
-        self.detector = BlockedDetector(recorder)
+        self.observer = RankObserver(recorder, self._publish)
+        self.reports = JobReports(self.observer.stacks, store, diagnosis)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
         self.done = threading.Event()  # this rank's function has returned
         self.over = threading.Event()  # so is the launch
         self.batches_published = 0
         self.batches_read = [0] * size  # by rank
-        self.batches = threading.Lock()  # of calls: the program's thread passes on the last ones
+        self.checking = threading.Lock()  # calls: the program's thread checks the last ones
         self.announced_here = False  # the failure that all ranks raise was found here
         self.status_texts = [b""] * size
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
         self.heartbeat = Heartbeat(recorder.rank, size, store)
         self.processes = HostProcesses(recorder.rank, size, store)
-        self.uncaught = UncaughtInCpp()
+        self.uncaught = self.observer.uncaught
         self.fault_since: float | None = None  # since when a rank of this host can't go on
-        self.store_watch = StoreWatch(recorder.rank, self.detector.place)
-        self._publish(RankStatus())
+        self.store_watch = StoreWatch(recorder.rank, self.observer.detector.place)
+        self._publish(STATUS, RankStatus())
         self.heartbeat.beat()
 
     def run(self) -> None:
@@ -322,10 +312,7 @@ class JobWatcher(threading.Thread):
         while not self.over.wait(TICK):
             self.store_watch.answers += 1
             try:
-                status = self.detector.changed()
-                if status is not None and not self.done.is_set():
-                    self._publish(status)
-                self._publish_calls()
+                self.observer.look()
                 self.heartbeat.beat()
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
@@ -350,7 +337,7 @@ class JobWatcher(threading.Thread):
         # torchrun passes Ctrl-C on to the ranks, and one that is blocked in C++ isn't interrupted
         if signal.SIGINT in arrived and not self.over.wait(GRACE):
             self.keep_record()
-            place = shown(self.detector.place())
+            place = shown(self.observer.detector.place())
             self.diagnosis.say(f"[rank {self.recorder.rank}] interrupted at {place}")
             self._leave(signal.SIGINT)
         if signal.SIGTERM in arrived:
@@ -402,7 +389,7 @@ class JobWatcher(threading.Thread):
         """Return the message for ended ranks, with the waiting ranks and where this one was."""
         graph = self.diagnosis.graph
         graph.ranks = self._all_statuses()
-        here = RankStack(self.recorder.rank, self.detector.place(), [])
+        here = RankStack(self.recorder.rank, self.observer.detector.place(), [])
         for rank in ended:
             graph.ranks[rank] = replace(graph.ranks[rank], blocked=None)
         return "\n  ".join([ended_text(ended), *rank_lines(graph, {here.rank: here})])
@@ -416,7 +403,7 @@ class JobWatcher(threading.Thread):
         lines = [
             f"C++ aborts rank {rank}: one of its threads has thrown an exception that nothing "
             "catches. Its text is in the rank's output. The program is at "
-            f"{shown(self.detector.place())}",
+            f"{shown(self.observer.detector.place())}",
             "gloo does so if more bytes arrive than a rank expects.",
             *(graph.longer_messages(rank) or rank_lines(graph, {})),
         ]
@@ -510,8 +497,8 @@ class JobWatcher(threading.Thread):
         Wait until all have, or raise what went wrong on another rank.
         """
         self.done.set()
-        self._publish(self.recorder.status(returned=True))
-        self._publish_calls()
+        self._publish(STATUS, self.recorder.status(returned=True))
+        self.observer.send_calls()
         self.store.add("returned", 1)
         self._wait_for(lambda: self.store.add("returned", 0) >= self.size)
         if self.recorder.rank == 0:
@@ -529,20 +516,17 @@ class JobWatcher(threading.Thread):
             if (failure := self.announced(within=0.0 if holds else 0.001)) is not None:
                 raise failure
 
-    def _publish(self, status: RankStatus) -> None:
-        self.store.set(f"status/{self.recorder.rank}", to_json(status))
-
-    def _publish_calls(self) -> None:
-        with self.batches:
-            if new := self.calls[:]:
-                del self.calls[: len(new)]
-                key = f"calls/{self.recorder.rank}/{self.batches_published}"
-                self.store.set(key, to_json(new))
-                self.batches_published += 1
+    def _publish(self, kind: bytes, value: Any) -> None:
+        rank = self.recorder.rank
+        if kind == CALLS:
+            self.store.set(f"calls/{rank}/{self.batches_published}", to_json(value))
+            self.batches_published += 1
+        elif value.returned or not self.done.is_set():
+            self.store.set(f"status/{rank}", to_json(value))
 
     def _check_calls(self) -> None:
         """Compare, on rank 0, the calls that were published since the last time."""
-        with self.batches:
+        with self.checking:
             for rank in range(self.size) if self.recorder.on_call is not None else ():
                 while self.store.check([key := f"calls/{rank}/{self.batches_read[rank]}"]):
                     for call in from_json(self.store.get(key)):
@@ -588,7 +572,7 @@ class JobWatcher(threading.Thread):
             sys.stderr.write(f"[rank {rank}] {one_line(error)}\n")
         self._let_others_hear()
         if isinstance(error, LaunchTimeout):
-            sys.stderr.write(f"[rank {rank}] was at {shown(self.detector.place())}\n")
+            sys.stderr.write(f"[rank {rank}] was at {shown(self.observer.detector.place())}\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -596,7 +580,7 @@ class JobWatcher(threading.Thread):
         """End this rank, unless the launch is ending: without the store the job can't go on."""
         if self.over.wait(STORE_ENDS_LATER):
             return
-        text = f"This rank was at {shown(self.detector.place())}"
+        text = f"This rank was at {shown(self.observer.detector.place())}"
         write_line(self.recorder.rank, store_loss_text(text))
         if not self.over.wait(2 * GRACE):
             self.keep_record()

@@ -17,7 +17,9 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -93,46 +95,61 @@ class ControlThread(threading.Thread):
         return []
 
 
-class Watcher(ControlThread):
-    """The watcher of a real rank, which reports what the rank is blocked in.
+class RankObserver:
+    """Observes a real rank, and reports what it posts and what it is blocked in.
 
-    `calls`: the list to which a checked run appends what this rank posts.
+    Args:
+        recorder: of the rank.
+        send: takes the reports: STATUS and a RankStatus, or in a checked run CALLS and a list.
     """
 
-    def __init__(
-        self, recorder: RankRecorder, wire: Wire, calls: list[Call], uncaught: UncaughtInCpp
-    ):
+    def __init__(self, recorder: RankRecorder, send: Callable[[bytes, Any], None]):
+        self.recorder, self.send = recorder, send
+        self.calls: list[Call] = []  # that have been posted, and not reported yet
+        if recorder.recording:
+            recorder.on_call = self.calls.append
+        self.sending_calls = threading.Lock()  # the program's thread reports the last ones
+        self.detector, self.stacks = BlockedDetector(recorder), StackReader(recorder)
+        self.uncaught = UncaughtInCpp()
+
+    def look(self) -> None:
+        """Report what has changed. Call it ten times a second."""
+        self.stacks.look()
+        self.send_calls()
+        if (status := self.detector.changed()) is not None:
+            self.send(STATUS, status)
+
+    def send_calls(self) -> None:
+        with self.sending_calls:
+            if new := self.calls[:]:
+                del self.calls[: len(new)]
+                self.send(CALLS, new)
+
+
+class Watcher(ControlThread):
+    """The watcher of a real rank."""
+
+    def __init__(self, recorder: RankRecorder, wire: Wire):
         super().__init__(wire)
-        self.recorder, self.calls, self.uncaught = recorder, calls, uncaught
-        self.sending_calls = threading.Lock()  # the program's thread sends the last ones
-        self.detector = BlockedDetector(recorder)
-        self.stack_reader = StackReader(recorder)
+        self.observer = RankObserver(recorder, wire.send)
         # where the rank is, if not in the program; else ""
         self.outside = "its start, before the program"
 
     def look(self) -> None:
-        self.stack_reader.look()
-        self.send_calls()
-        if (status := self.detector.changed()) is not None:
-            self.wire.send(STATUS, status)
-        if self.uncaught.thrown.is_set() and not self.uncaught.may_abort.is_set():
+        self.observer.look()
+        uncaught = self.observer.uncaught
+        if uncaught.thrown.is_set() and not uncaught.may_abort.is_set():
             self.send_record()
-            self.uncaught.may_abort.set()
-
-    def send_calls(self) -> None:
-        with self.sending_calls:
-            if new := [tuple(call) for call in self.calls]:
-                del self.calls[: len(new)]
-                self.wire.send(CALLS, new)
+            uncaught.may_abort.set()
 
     def send_record(self) -> None:
         """Send what was posted and recorded so far."""
-        self.send_calls()
-        recorder = self.recorder
+        self.observer.send_calls()
+        recorder = self.observer.recorder
         self.wire.send(RECORD, (recorded(recorder), recorder.status(messages=NEWEST)))
 
     def stacks(self) -> list[RankStack]:
-        return [self.stack_reader.read(self.outside)]
+        return [self.observer.stacks.read(self.outside)]
 
 
 # ---- what the program's thread is blocked in, as another thread of the process sees it ----

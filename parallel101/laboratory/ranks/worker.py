@@ -38,11 +38,9 @@ from parallel101.laboratory.ranks.program import (
     unpack_program,
 )
 from parallel101.laboratory.ranks.rendezvous import connect
-from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
 from parallel101.laboratory.ranks.wire import IMPORTED, JOB, RESULT, Job, Wire
 from parallel101.laboratory.record import process_groups
-from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.spans import record_into
 
@@ -94,16 +92,13 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
 def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
     """Run the program as one real rank."""
     _, body, buffers = wire.receive_packed()
-    calls: list[Call] = []
     recorder = RankRecorder(
         job.rank,
         recording=job.recording,
         payload_bytes=job.payload_bytes,
-        on_call=calls.append if job.recording else None,
         keep_waiting=job.keep_waiting,
     )
-    uncaught = UncaughtInCpp()
-    watcher = Watcher(recorder, wire, calls, uncaught)
+    watcher = Watcher(recorder, wire)
     watcher.start()
     if job.recording:
         record_into(recorder)
@@ -118,7 +113,7 @@ def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
         del body, buffers
         process_groups.start_together()
         watcher.outside = ""
-        with own_init_accepted(), forked_children_exit(), uncaught.held():
+        with own_init_accepted(), forked_children_exit(), watcher.observer.uncaught.held():
             value = function(*args, **kwargs)
         watcher.outside = "its end, sending back what it returned"
         packed = pack_result(value, job.rank)

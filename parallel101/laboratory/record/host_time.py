@@ -62,7 +62,7 @@ class LineSamples(NamedTuple):
 Lines = dict[tuple[str, bool], LineSamples]
 
 
-class StepTime(NamedTuple):
+class RankStep(NamedTuple):
     """What one rank did in a step. Times are in seconds."""
 
     step: int  # from 1; 0 for a run without steps
@@ -75,14 +75,14 @@ class StepTime(NamedTuple):
 
     @property
     def labels(self) -> dict[str, Any]:
-        """Return the labels of the step's mark, from which `step_time` makes an equal value."""
+        """Return the labels of the step's mark, from which `rank_step` makes an equal value."""
         lines = sorted(self.lines.items(), key=lambda entry: -entry[1].number)[:MOST_LINES]
         return {**self._asdict(), "lines": [[*key, *samples] for key, samples in lines]}
 
 
-def step_time(labels: dict[str, Any]) -> StepTime:
+def rank_step(labels: dict[str, Any]) -> RankStep:
     lines = {(place, loads): LineSamples(*counts) for place, loads, *counts in labels["lines"]}
-    return StepTime(**{**{name: labels[name] for name in StepTime._fields}, "lines": lines})
+    return RankStep(**{**{name: labels[name] for name in RankStep._fields}, "lines": lines})
 
 
 class Totals(NamedTuple):
@@ -115,7 +115,7 @@ class HostTime:
 
     # ---- called by the program's thread ----
 
-    def step(self, last: bool = False) -> StepTime:
+    def step(self, last: bool = False) -> RankStep:
         """Return what it did since the last step.
 
         `last`: the run is over, and no optimizer has made a step.
@@ -125,7 +125,7 @@ class HostTime:
         lines, self.lines = self.lines, {}
         elapsed, waited, busy, queued, collecting = (b - a for a, b in zip(before, self.before))
         own = elapsed - waited
-        return StepTime(self.steps, elapsed, own, busy, queued, collecting, lines)
+        return RankStep(self.steps, elapsed, own, busy, queued, collecting, lines)
 
     def collecting(self, phase: str, info: Any) -> None:
         """Note the start or the end of a garbage collection. Python calls it."""
