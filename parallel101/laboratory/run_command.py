@@ -244,10 +244,9 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
 
 def _kept_record(args: argparse.Namespace) -> KeptRecord:
     from parallel101.laboratory.ranks.script import KeptRecord
+    from parallel101.laboratory.record.last_events import LAST_EVENTS
 
-    if args.last_events is None:
-        return KeptRecord(directory=args.record)
-    return KeptRecord(args.last_events, args.record)
+    return KeptRecord(args.last_events or LAST_EVENTS, args.record)
 
 
 def _run_in_job(args: argparse.Namespace, script: Script) -> int:

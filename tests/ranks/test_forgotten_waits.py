@@ -4,22 +4,15 @@ hangs; such a send is a warning.
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from tests.ranks.failing import line_of
 
 BACKENDS = ["gloo", "sim"]
 KEPT: list[object] = []
-
-
-def line_of(function, text: str) -> str:
-    """The place of a line of a function, as errors name it."""
-    lines, first = inspect.getsourcelines(function)
-    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 
 
 def pass_right(x, wait_for=("send",)):

@@ -37,23 +37,6 @@ def test_each_rank_runs_the_function_in_one_group(backend, world_size):
     assert (run.world_size, run.backend) == (world_size, backend)
 
 
-def test_lambdas_closures_and_callables():
-    captured = torch.arange(3)
-
-    class Adder:
-        def __init__(self, amount):
-            self.amount = amount
-
-        def __call__(self, x):
-            return x + self.amount + dist.get_rank()
-
-    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
-    assert [
-        r.tolist() for r in p101.launch(lambda: captured + dist.get_rank(), world_size=2).results
-    ] == [[0, 1, 2], [1, 2, 3]]
-    assert p101.launch(Adder(5), 1, world_size=2).results == [6, 7]
-
-
 def test_each_rank_has_its_own_copy_of_the_program():
     seen = [0]
 

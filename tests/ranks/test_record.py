@@ -5,10 +5,8 @@ lines and, if asked for, values.
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -143,25 +141,6 @@ def test_subgroups_are_named_with_their_ranks():
     assert (message.src, message.dst) == (0, 2)
     assert message.send.group == message.recv.group and message.send.group.ranks == (0, 2)
     assert {e.group.ranks for e in trace.events if e.kind == "all_reduce"} == {(0, 2)}
-
-
-def test_saved_and_loaded_is_the_same(tmp_path):
-    trace = p101.launch(lambda: ring(), world_size=2, trace="payload").trace
-    for name in ("trace.json", "trace.json.gz"):
-        trace.save(tmp_path / name)
-        loaded = p101.Trace.load(tmp_path / name)
-        assert loaded.events == trace.events
-        assert (loaded.world_size, loaded.backend) == (2, "gloo")
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a trace"):
-        p101.Trace.load(tmp_path / "other.json")
-    trace.to_chrome(tmp_path / "chrome.json")
-    slices = [
-        e
-        for e in json.loads(Path(tmp_path / "chrome.json").read_text())["traceEvents"]
-        if e["ph"] == "X"
-    ]
-    assert len(slices) == len(trace.events)
 
 
 def unwaited(what: str) -> None:

@@ -83,9 +83,9 @@ class HostProcesses:
         self.ended: set[int] = set()
         store.set(f"process/{rank}", to_json([socket.gethostname(), os.getpid()]))
 
-    def look(self, at_once: bool = False) -> None:
-        """See which have ended and, once a second, which have come since the last look."""
-        if self.unknown and (at_once or time.monotonic() >= self.next_look):
+    def look(self) -> None:
+        """See which have ended and, at `next_look`, which have come since the last one."""
+        if self.unknown and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + LOOK_EVERY
             for rank, text in enumerate(texts_of("process", self.size, self.store)):
                 if text and rank in self.unknown:

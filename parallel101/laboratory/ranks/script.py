@@ -108,11 +108,10 @@ class KeptRecord:
 
     Attributes:
         last_events: the record has at least this many of the newest events, and sums of the others.
-            None: it has all.
         directory: where it is written while the script runs, or None.
     """
 
-    last_events: int | None = LAST_EVENTS
+    last_events: int = LAST_EVENTS
     directory: Path | None = None
 
     def of(self, target: Any) -> contextlib.AbstractContextManager[None]:
@@ -120,7 +119,7 @@ class KeptRecord:
 
         On sim all events are kept.
         """
-        if self.last_events is None or not isinstance(target, RankRecorder):
+        if not isinstance(target, RankRecorder):
             return contextlib.nullcontext()
         files = None
         if self.directory is not None:

@@ -156,7 +156,7 @@ def join_job(
             ):
                 recorder.start_name = _start_name(store, rank)
                 process_groups.start_together()
-                watcher.processes.look(at_once=True)  # on gloo all ranks have come
+                watcher.processes.next_look = 0.0  # on gloo all ranks have come
                 value = fn(*args, **kwargs)
             result = pack_for_all(value, rank)
         except BaseException as error:

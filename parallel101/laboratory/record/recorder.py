@@ -65,7 +65,6 @@ class RankRecorder:
         recording: whether to write events and check calls. Counts of what was posted are kept in
             any case.
         payload_bytes: events of up to this many bytes keep their values.
-        on_call: in a checked run, called with every call when it is posted, before torch gets it.
         keep_waiting: whether the program handles the time limits of its groups itself (see
             PostedCall.caught_after).
     """
@@ -76,7 +75,6 @@ class RankRecorder:
         *,
         recording: bool,
         payload_bytes: int = 0,
-        on_call: Callable[[Call], None] | None = None,
         keep_waiting: bool = False,
     ):
         self.rank = rank
@@ -90,7 +88,8 @@ class RankRecorder:
         # their numbers
         self.counted_apart = ""
         self.payload_bytes = payload_bytes
-        self.on_call = on_call
+        # in a checked run, called with every call when it is posted, before torch gets it
+        self.on_call: Callable[[Call], None] | None = None
         self.thread = threading.get_ident()  # the program's own
         self.clock: Any = CpuClock()
         # who waits for whom
