@@ -380,7 +380,7 @@ def _check_arguments(
     ):
         if value != default and backend != "sim":
             raise ValueError(
-                f"{name}={value!r} works with backend='sim' only, and backend is {backend!r}: "
+                f"{name} works with backend='sim' only, and backend is {backend!r}: "
                 f"leave {name} out, or use backend='sim'"
             )
 
