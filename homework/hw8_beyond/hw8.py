@@ -271,8 +271,8 @@ def find_hang(record: list[list[dict[str, Any]]]) -> tuple[int, int, str]:
         "missing call": it left out a send, or the all-reduce of the loss; the line is that of the
             call;
         "different order": it made the all-reduces of two buckets in the other order, and the line
-            is theirs. (The record of a left-out bucket would look the same: that doesn't occur.)
-        "wrong peer": it sent to another rank than it should, and the line is that of the send.
+            is theirs. (The record of a left-out bucket would look the same, so no program has one.)
+        "wrong peer": it sent to the wrong rank, and the line is that of the send.
     """
     raise NotImplementedError("find_hang is not written yet")
 

@@ -100,7 +100,7 @@ def memory(shape: Shape, layout: Layout) -> dict[str, float]:
     Returns:
         "weights", "gradients", "optimizer", "activations": bytes.
 
-    Points: two fifths for "activations", a fifth for each of the others.
+    Points: two fifths for "activations", one fifth for each of the others.
     """
     raise NotImplementedError("memory is not written yet")
 
@@ -115,14 +115,13 @@ def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, fl
 
     Only these parts take time, and none of them overlaps with another:
 
-    1. Matrix products of the layers. The weight matrices of a layer have 12h² numbers
-       together. In attention, queries are multiplied by keys, and weights by values: all s²
-       pairs, although
-       half of them are masked. A backward pass takes twice the operations of its forward pass.
-       Products run at `efficiency` of the peak, and tp divides each of them evenly.
-    2. All-reduces along tp, of a microbatch's activations in bf16, (b, s, h). Attention has
-       one in the forward pass and one in the backward pass, and so does the MLP. A
-       second forward pass repeats those of the first.
+    1. Matrix products of the layers. The weight matrices of a layer have 12h² numbers together. In
+       attention, queries are multiplied by keys, and weights by values: all s² pairs, although half
+       of them are masked. A backward pass takes twice the operations of its forward pass. Products
+       run at `efficiency` of the peak, and tp divides each of them evenly.
+    2. All-reduces along tp, of a microbatch's activations in bf16, (b, s, h). Attention has one in
+       the forward pass and one in the backward pass, and so does the MLP. A second forward pass
+       repeats those of the first.
     3. The bubble of 1F1B, or of the interleaved schedule if v > 1: how long a GPU waits in a step
        for other stages.
     4. One all-reduce along dp of the GPU's gradients, once a step, in fp32.
@@ -138,7 +137,7 @@ def step_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> dict[str, fl
     L is a multiple of P · v, and the heads are a multiple of t. Leave out the embedding, the output
     layer and everything smaller.
 
-    Points: a fifth for each of the five numbers.
+    Points: one fifth for each of the five numbers.
     """
     raise NotImplementedError("step_seconds is not written yet")
 

@@ -246,8 +246,8 @@ EXERCISES = [
         questions=(
             Question(
                 "mfu",
-                "80 layers of 8,192 features on 1,024 H100s: how many percent MFU will your "
-                "layout have? (A whole number.)",
+                "80 layers of 8,192 features on 1,024 H100s: what MFU will your layout have, "
+                "in percent? (A whole number.)",
                 lambda: choice_case("H100", 1024, 80e9, 512, shape_of(8192, 80, 8192)),
                 lambda trial: round(100 * Chosen(trial).time.mfu),
                 "%",

@@ -163,7 +163,7 @@ CHECKPOINT = Exercise(
         Question(
             "lost",
             "16,384 GPUs, 50,000 hours between failures of one, 60 s to write, 600 s to restart: "
-            "how many percent of the time are lost? (A whole number.)",
+            "what percentage of the time is lost? (A whole number.)",
             lambda: checkpoint_case(16_384, 50_000.0, 60.0, 600.0),
             lambda trial: round(100 * trial.results[0]["lost"]),
             "%",
@@ -280,7 +280,7 @@ STRAGGLERS = Exercise(
     questions=(
         Question(
             "slow",
-            "1,024 GPUs, and each is slow in one step of a thousand: in how many percent of the "
+            "1,024 GPUs, and each is slow in one step of a thousand: in what percentage of the "
             "steps is one of them slow? (A whole number.)",
             lambda: straggler_case(1024, 0.001, 1.5),
             lambda trial: round(100 * trial.results[0]["slow"]),

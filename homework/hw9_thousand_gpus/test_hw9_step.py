@@ -367,8 +367,8 @@ STEP = Exercise(
     questions=(
         Question(
             "bubble",
-            "GPT-3, 12 stages, 96 microbatches: how many percent longer does the bubble make a "
-            "step that consists of products and all-reduces? (One decimal.)",
+            "GPT-3, 12 stages, 96 microbatches: by what percentage does the bubble lengthen a step "
+            "that consists of products and all-reduces? (One decimal.)",
             lambda: given_case(GPT3 | A100 | EXAMPLE | {"recompute": "full"}),
             lambda trial: round(
                 100

@@ -12,8 +12,6 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from parallel101.laboratory.publish.glossary import read_terms
-
 LESSONS = Path(__file__).parents[2] / "lessons"
 INSTALL = "install"  # the cell with %pip, which isn't Python
 
@@ -28,14 +26,9 @@ def prose(name: str) -> str:
     return "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
 
 
-def glossary_terms(text: str) -> set[str]:
-    """The glossary's terms that occur in a text, in one of their forms."""
-
-    def occurs(form: str) -> bool:
-        ignore_case = re.IGNORECASE if form == form.lower() else 0
-        return bool(re.search(rf"(?<![\w-]){re.escape(form)}(s|es)?(?![\w-])", text, ignore_case))
-
-    return {term.name for term in read_terms(LESSONS) if any(map(occurs, term.forms))}
+def source(name: str, cell_id: str) -> str:
+    """The source of a cell."""
+    return next(cell.source for cell in read(name).cells if cell.id == cell_id)
 
 
 def definitions(name: str, *values: str) -> dict[str, Any]:
@@ -59,8 +52,7 @@ def _wanted(node: ast.stmt, values: tuple[str, ...]) -> bool:
 
 def answer_text(name: str, cell_id: str) -> str:
     """The code in the answer to something that the lesson lets the reader write."""
-    (source,) = (cell.source for cell in read(name).cells if cell.id == cell_id)
-    (code,) = re.findall(r"```python\n(.*?)```", source, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", source(name, cell_id), re.DOTALL)
     return code
 
 

@@ -5,28 +5,21 @@ are right, and so are the formulas and the numbers in the text and in the exerci
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
 
 import parallel101 as p101
-from tests.lessons.lesson import answer, definitions, read
+from tests.lessons.lesson import answer, definitions, source
 
 NAME = "10_sequences_and_experts"
-LESSON = definitions(NAME)
-LESSON |= {"E": 4, "RANKS": 8, "POSITIONS": 16}
+LESSON = definitions(NAME) | {"E": 4}
 attend, random, off = LESSON["attend"], LESSON["random"], LESSON["off"]
 LESSON["tokens"] = random(4, 64, 32) + 1.5 * random(32, seed=1)
 HOT = random(4, 32, seed=2) / math.sqrt(32)
 
 
-def text_of(cell_id: str) -> str:
-    (source,) = (cell.source for cell in read(NAME).cells if cell.id == cell_id)
-    return source
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 3, 4])
 def test_ring_attention_by_hand_equals_one_process(n):
     q, k, v = random(3, 12 * n, 8, seed=n)
     run = p101.launch(LESSON["cut_and_run"], q, k, v, world_size=n, backend="sim")
@@ -46,45 +39,37 @@ def test_the_readers_merge_is_exact_in_any_order(parts):
         for block in rest:
             out = my_merge(*out, *block)
         assert all(off(mine, right) < 1e-12 for mine, right in zip(out, whole))
-        wrong = LESSON["my_merge"](*order[0], *order[1])
-        assert off(wrong[0], my_merge(*order[0], *order[1])[0]) > 1e-3
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("c", [2, 16])
 def test_the_part_of_the_time_that_a_rank_is_busy(n, c):
     LESSON.update(RANKS=n, POSITIONS=c)
-    contiguous, zigzag = (LESSON["on_clock"](layout) for layout in ("contiguous", "zigzag"))
-    expected = (n * c + 1) / ((2 * n - 1) * c + 1)
-    assert LESSON["busy"](contiguous) == pytest.approx(expected, rel=1e-3)
-    assert LESSON["busy"](zigzag) == pytest.approx(1, rel=1e-3)
-    assert r"\frac{nc+1}{(2n-1)c+1}" in text_of("triangle-after")
+    expected = {"contiguous": (n * c + 1) / ((2 * n - 1) * c + 1), "zigzag": 1}
+    for layout, busy in expected.items():
+        assert LESSON["busy"](LESSON["on_clock"](layout)) == pytest.approx(busy, rel=1e-3)
+    assert r"\frac{nc+1}{(2n-1)c+1}" in source(NAME, "triangle-after")
 
 
-@pytest.mark.parametrize("kv_heads", [4, 8, 16])
-def test_what_the_ring_and_ulysses_send(kv_heads):
-    h, k, n, td = 16, kv_heads, 4, 8 * 4
-    ring, ulysses = (
-        LESSON["sends"](attention, kv_heads)
-        for attention in (p101.ring_attention, p101.ulysses_attention)
-    )
+@pytest.mark.parametrize("k", [4, 8, 16])
+def test_what_the_ring_and_ulysses_send(k):
+    h, n, td = 16, 4, 8 * 4
+    ring = LESSON["sends"](p101.ring_attention, k)
+    ulysses = LESSON["sends"](p101.ulysses_attention, k)
     assert ring == 4 * (n - 1) * 2 * k * td
     assert ulysses == 4 * (n - 1) / n * (2 * h + 2 * k) * td
     assert (ulysses < ring) is (n > h / k + 1)
 
 
 def test_what_a_whole_step_sends():
-    h, k, n, td = 16, 4, 4, 8 * 4
-
     def program(attention):
-        q, kv = torch.zeros(1, h, 8, 4), torch.zeros(1, k, 8, 4)
-        q, kv = q.requires_grad_(), kv.requires_grad_()
-        attention(q, kv, kv, sizes=[8] * n).sum().backward()
+        q, kv = (torch.zeros(1, h, 8, 4).requires_grad_() for h in (16, 4))
+        attention(q, kv, kv, sizes=[8] * 4).sum().backward()
 
     for attention, numbers in ((p101.ring_attention, 80), (p101.ulysses_attention, 60)):
-        run = p101.launch(program, attention, world_size=n, backend="sim")
-        assert run.trace.bytes_sent[0] == 4 * numbers * td
-        assert rf"{numbers}\,td" in text_of("ulysses-after")
+        run = p101.launch(program, attention, world_size=4, backend="sim")
+        assert run.trace.bytes_sent[0] == 4 * numbers * 8 * 4
+        assert rf"{numbers}\,td" in source(NAME, "ulysses-after")
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 64])
@@ -102,25 +87,21 @@ def test_the_readers_layer_equals_one_process_even_with_few_tokens(tokens):
     assert y.shape == right.shape and torch.allclose(y, right, atol=1e-12)
 
 
-def test_exercise_1_long_sequences():
-    busy = {n: n / (2 * n - 1) for n in (2, 4, 10**6)}
-    assert busy == pytest.approx({2: 2 / 3, 4: 4 / 7, 10**6: 1 / 2}, rel=1e-5)
-
-
 def test_exercise_2_the_next_block_arrives_in_time():
     positions = 131_072 // 16
     message = 2 * positions * 128 * 2
-    assert message == pytest.approx(4.2e6, rel=0.01)
-    assert message / 50e9 == pytest.approx(0.08e-3, rel=0.05)
     flop = positions**2 / 2 * 4 * 16 * 128
-    assert flop == pytest.approx(275e9, rel=0.01)
-    assert flop / 400e12 == pytest.approx(0.69e-3, rel=0.01)
-    ring, ulysses = 15 * 2 * 1, 15 / 16 * (2 * 16 + 2 * 16)  # with its head repeated 16 times
-    assert (ring, ulysses) == (30, 60)
+    for number, said in (
+        (message, 4.2e6),
+        (message / 50e9, 0.084e-3),
+        (flop, 275e9),
+        (flop / 400e12, 0.69e-3),
+    ):
+        assert number == pytest.approx(said, rel=0.01)
 
 
 def test_exercise_3_what_a_capacity_drops():
     counts = torch.stack([choice.bincount(minlength=4) for choice in LESSON["choices"](HOT)])
     kept = counts.clamp(max=20).sum(0).tolist()
     assert kept == [24, 80, 69, 15] and counts.sum() - sum(kept) == 68
-    assert re.search(r"24, 80, 69 and 15 tokens, and 68 skip", text_of("exercises"))
+    assert "24, 80, 69 and 15 tokens, and 68 skip" in source(NAME, "exercises")
