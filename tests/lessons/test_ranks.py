@@ -44,7 +44,7 @@ def test_a_cell_whose_error_the_reader_has_mended_prints_one_line_and_the_next_c
         exec(cells["attempt"], names)
         exec(cells[cell_id], names)
         assert len(capsys.readouterr().out.splitlines()) == 1
-        exec(cells.get(cell_id.replace("-run", "-picture"), ""), names)
+        exec(cells.get(cell_id.removesuffix("-run") + "-picture", ""), names)
     assert len(attempts) == 5
 
 

@@ -13,7 +13,8 @@ import parallel101 as p101
 from tests.lessons.lesson import answer, definitions, source
 
 NAME = "10_sequences_and_experts"
-LESSON = definitions(NAME) | {"E": 4}
+LESSON = definitions(NAME)
+LESSON["E"] = 4
 attend, random, off = LESSON["attend"], LESSON["random"], LESSON["off"]
 LESSON["tokens"] = random(4, 64, 32) + 1.5 * random(32, seed=1)
 HOT = random(4, 32, seed=2) / math.sqrt(32)
