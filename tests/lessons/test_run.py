@@ -108,7 +108,7 @@ SHOWN = {
         "train-run": "1 rank: 5. … 2 ranks: 5.",
         "train-check": f"{EQUAL} … a step on 1 rank median",
         "scaling-run": "strong: … measured 10.# times … weak: … measured 2#.# times",
-        "accumulate-run": "{'accumulate=1': 66560, 'accumulate=4': 66560} … 14.0 s … 15.5 s",
+        "accumulate-run": "{'accumulate=1': 66592, 'accumulate=4': 66592} … 14.0 s … 15.5 s",
         "break-adamw-run": "always four times too long: #e-0# … from step 25 on: #e-0",
         "break-start-error": "layers.0.weight … sync=True",
         "break-uneven-check": "10 samples: not right yet, #.#e-0# from one rank 12 samples: right,",
@@ -175,9 +175,9 @@ SHOWN = {
         "mesh-run": "rank 5 = dp 1, pp 0, tp 1: dp [1, 5] pp [5, 7] tp [4, 5]",
         "file-held": "1.qkv.weight 48 32 cut",
         "file-run": "step 2: loss #.####, apart by TINY; norm #.####, apart by TINY",
-        "trainer-run": f"{EQUAL} … norm TINY TINY",
+        "trainer-run": "equal to one process … norm TINY TINY … gradient … update",
         "describe-run": "embedding.token.weight: on stages 0, 1 over pp",
-        "bytes-theory": "dp theory: 54,528 the run: 54,528",
+        "bytes-theory": "36,480 the run: 36,480 … 39,424 the run: 39,424 … 163,840 the run: 163,840",
         "tp-check": "tp 2 … right: True tp 4 … right: False",
         "zero-run": "counted: 4.0# bytes … ZeRO-1 … 3.0# bytes … ZeRO-3 … 2.0# bytes",
         "links-run": "14.9 s … 18.1 s … 38.4 s",
@@ -206,7 +206,7 @@ SHOWN = {
         "sums-run": "2 ranks: 2.4e-03 … 32 ranks: 7.1e-03 … thousand ones in bfloat16: 256",
         "sums-bytes": "0.79 MB … 1.58 MB",
         "fp8-run": "2.6%, MXFP8 2.6%, NVFP4 9.#% … MXFP8 2.6%, NVFP4 9.#%",
-        "fp8-sum-run": "16 ranks: packed by every rank 5.#%, packed once 1.#% packed_once: 224,730 "
+        "fp8-sum-run": "16 ranks: packed by every rank #.#%, packed once 1.#% packed_once: 224,730 "
         "bytes, in bfloat16 435,840 gathered: 224,730",
         "breaks-fp16": "0.0] [ … 9.9",
         "breaks-norm-run": "'blocks.0.1' is a BatchNorm1d",
@@ -241,7 +241,7 @@ SHOWN = {
         "layout-run": "5.## s, MFU 3#%, 6# GB … 2# GB … matmul 3.0# … tp 0.8# … bubble 0.8",
         "layout-simulate": "virtual GPUs: 5.## s, … 0.#%",
         "planner-best": "4.7# s, MFU 4#% … matmul 3.5# … tp 0.4# … (256, 4), … zero_stage=3, … "
-        'recompute="full" … 0.8# s less: 3# days',
+        'recompute="full" … 0.## s less: 3# days',
         "domain-run": "8 GPUs: 0.9 ms, 16 GPUs: 5.# ms",
         "published-run": "0.#% … 0.#% … 0.#%",
         "llama-run": "+12%; … -10% 16384 GPUs … +11%; … -26%",
@@ -255,7 +255,7 @@ SHOWN = {
         "background-run": "988 GB in all, 0.97 GB … copy 15 ms, write 494 ms",
         "notice-run": "rank 2 exited with code 7 … noticed after #.# s, … 5.4% of 54 days",
         "spares-run": "0.5 nodes in repair, 3 spares … 7.8 nodes in repair, 15 spares",
-        "replicas-run": "['#e-02', '#e-02', '#e-01', '#e-02'] 12.# s … ['TINY', 'TINY', 'TINY', 'T",
+        "replicas-run": "['#e-02', '#e-02', '#e-01', '#e-02'] 12.# s … ['TINY', 'TINY', 'TINY', 'TINY'] 12",
         "together-run": "70.2% … 83.2% … 88.3% … 95.8%",
     },
 }
