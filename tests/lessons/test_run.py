@@ -177,7 +177,8 @@ SHOWN = {
         "file-run": "step 2: loss #.####, apart by TINY; norm #.####, apart by TINY",
         "trainer-run": "equal to one process … norm TINY TINY … gradient … update",
         "describe-run": "embedding.token.weight: on stages 0, 1 over pp",
-        "bytes-theory": "36,480 the run: 36,480 … 39,424 the run: 39,424 … 163,840 the run: 163,840",
+        "bytes-theory": "36,480 the run: 36,480 … 39,424 the run: 39,424 … "
+        "163,840 the run: 163,840",
         "tp-check": "tp 2 … right: True tp 4 … right: False",
         "zero-run": "counted: 4.0# bytes … ZeRO-1 … 3.0# bytes … ZeRO-3 … 2.0# bytes",
         "links-run": "14.9 s … 18.1 s … 38.4 s",
@@ -255,7 +256,7 @@ SHOWN = {
         "background-run": "988 GB in all, 0.97 GB … copy 15 ms, write 494 ms",
         "notice-run": "rank 2 exited with code 7 … noticed after #.# s, … 5.4% of 54 days",
         "spares-run": "0.5 nodes in repair, 3 spares … 7.8 nodes in repair, 15 spares",
-        "replicas-run": "['#e-02', '#e-02', '#e-01', '#e-02'] 12.# s … ['TINY', 'TINY', 'TINY', 'TINY'] 12",
+        "replicas-run": "'#e-02', '#e-01', '#e-02'] 12.# s … ['TINY', 'TINY', 'TINY', 'TINY'] 12.# s",
         "together-run": "70.2% … 83.2% … 88.3% … 95.8%",
     },
 }
