@@ -256,7 +256,7 @@ SHOWN = {
         "background-run": "988 GB in all, 0.97 GB … copy 15 ms, write 494 ms",
         "notice-run": "rank 2 exited with code 7 … noticed after #.# s, … 5.4% of 54 days",
         "spares-run": "0.5 nodes in repair, 3 spares … 7.8 nodes in repair, 15 spares",
-        "replicas-run": "'#e-02', '#e-01', '#e-02'] 12.# s … ['TINY', 'TINY', 'TINY', 'TINY'] 12.# s",
+        "replicas-run": "'#e-02', '#e-01', '#e-02'] 12.# s … ['TINY', 'TINY', 'TINY', 'TINY'] 12",
         "together-run": "70.2% … 83.2% … 88.3% … 95.8%",
     },
 }
