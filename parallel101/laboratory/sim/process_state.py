@@ -18,7 +18,7 @@ first is put away, and the state of the second is put in its place:
       print, sys.stdout, sys.stderr
                         if a rank replaces them, as programs do to silence all ranks but one
       accelerate        the dict that all instances of PartialState and two other classes have in a
-                        process: the rank, the device, whether gradients are synchronised, …
+                        process: the rank, the device, whether gradients are synchronized, …
 
 A thread has its own no_grad, autocast and default device anyway, and ranks are threads.
 
