@@ -22,7 +22,7 @@ def on_sim(function, *args, n=4):
 
 
 def ratio(forward, backward=None, n=4):
-    left, right = LESSON["adjoint_test"](forward, backward, n, backend="sim", shape=(n, 3))
+    left, right = LESSON["adjoint_test"](forward, backward, n, shape=(n, 3))
     return right / left
 
 
