@@ -415,6 +415,7 @@ def test_a_report_is_a_table_the_same_on_all_ranks():
         "loss",
         "gradient",
         "gradient",
+        "update",
         "update:",
         "evaluate",
     ]

@@ -15,64 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.arguments import LossFn, loss_and_weight
-from parallel101.trainers.support.batches import map_tensors, split, tensors_of
-from parallel101.trainers.support.losses import Losses
-from parallel101.trainers.verify.deterministic import deterministic
-from parallel101.trainers.verify.one_process import Share, WholeModel
-from parallel101.trainers.verify.snapshot import Snapshot
+from parallel101.trainers.support.batches import Batch, map_tensors, split, tensors_of
+from parallel101.trainers.verify.one_process import WholeModel
 
 EXACT = 1e-9  # relative; rounding in float64 is less
-
-
-class LossCheck:
-    """Checks in steps 2, 4, 8, 16, … that the loss is a mean over samples.
-
-    Args:
-        loss_fn: as the user gave it.
-
-    Attributes:
-        always: check in the next step, whatever its number.
-    """
-
-    def __init__(self, trainer: Trainer, loss_fn: LossFn | None):
-        self.trainer, self.loss_fn, self.always, self.checks = trainer, loss_fn, False, 0
-        self.losses: Losses | None = None
-
-    def watch(self, losses: Losses) -> None:
-        """Let a step that begins keep the outputs of a microbatch if they are to be checked."""
-        self.losses = None
-        if self.always or checked_again(self.trainer):
-            losses.keep, self.losses = self.checks % self.trainer.runner.microbatches, losses
-            self.checks += 1
-
-    def check(self) -> str:
-        """Return what is wrong with the loss of the kept outputs on any rank, or "". Collective."""
-        if self.losses is None:
-            return ""
-        trainer, kept, words = self.trainer, self.losses.kept, ""
-        self.losses, snapshot = None, self.snapshot()
-        try:
-            if kept is not None:
-                eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
-                with deterministic(trainer.model, []):
-                    words = of_the_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
-        finally:
-            snapshot.restore()
-        if not any(trainer.agree.numbers(bool(words))[0]):
-            return ""
-        return next(filter(None, trainer.agree.texts(words)))
-
-    def snapshot(self) -> Snapshot:
-        """Return a Snapshot of everything that a call of loss_fn can change."""
-        return Snapshot(self.loss_fn, skip=(self.trainer.model, self))
-
-
-def checked_again(trainer: Trainer) -> bool:
-    """Return whether the step that the trainer is taking is step 2, 4, 8, 16, …"""
-    step = trainer.steps + 1
-    return step > 1 and step & (step - 1) == 0
 
 
 def of_the_loss(
@@ -94,31 +41,26 @@ def of_the_loss(
     if loss_fn is None or samples < 2 or not per_sample(outputs, samples):
         return ""
 
-    def in_parts(y: Any, t: Any) -> tuple[float, list[float]]:
-        means = []
-        for sizes in two_parts(samples):
-            with suppress(RuntimeError, ValueError, IndexError):
-                means.append(mean_loss(loss_fn, y, t, sizes, restore))
-        return mean_loss(loss_fn, y, t, [samples], restore), means
-
-    try:  # exactly, if loss_fn can; then nothing is rounding
-        exactly = map_tensors(in_float64, (outputs, targets))
-        whole, of_parts = in_parts(*exactly)
-        bound = EXACT
-    except Exception:
-        try:
-            whole, of_parts = in_parts(outputs, targets)
-        except Exception:  # as loss_fn may raise for some of the samples
+    exactly = map_tensors(in_float64, (outputs, targets))  # if loss_fn can
+    for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
+        with suppress(Exception):  # as loss_fn may raise for some of the samples
+            whole, of_parts = mean_loss(loss_fn, y, t, [samples], restore), []
+            for sizes in two_parts(samples):
+                with suppress(RuntimeError, ValueError, IndexError):
+                    of_parts.append(mean_loss(loss_fn, y, t, sizes, restore))
+            # samples that belong together may stay together in one of two ways
+            if of_parts and all(far(whole, mean, most) for mean in of_parts):
+                return NO_MEAN.format(whole, of_parts[0])
             return ""
-    # samples that belong together may stay together in one of two ways
-    if not of_parts or not all(far(whole, mean, bound) for mean in of_parts):
-        return ""
-    return (
-        f"loss_fn isn't a mean over samples: of the same outputs it gives {whole:.6g}, and on "
-        f"average of two parts of them {of_parts[0]:.6g}. Return (sum of losses, their weight) "
-        "from loss_fn, such as the number of targets that count, and each is divided by the whole "
-        "batch's weight. A loss that compares samples with each other can't be cut along them."
-    )
+    return ""
+
+
+NO_MEAN = (
+    "loss_fn isn't a mean over samples: of the same outputs it gives {:.6g}, and on average of two "
+    "parts of them {:.6g}. Return (sum of losses, their weight) from loss_fn, such as the number "
+    "of targets that count, and each is divided by the whole batch's weight. A loss that compares "
+    "samples with each other can't be cut along them."
+)
 
 
 @torch.no_grad()
@@ -143,17 +85,16 @@ def mean_loss(
 
 @torch.no_grad()
 def of_the_model(
-    whole: WholeModel, share: Share, outputs: Any, bound: float, repeated: bool
+    whole: WholeModel, inputs: Batch, outputs: Any, bound: float, repeated: bool
 ) -> str:
     """Return what is wrong with cutting the model's inputs along the samples; "" if nothing is.
 
     Args:
         whole: inside of its `whole`.
-        outputs: of the share.
+        outputs: of these inputs.
         bound: how much of the largest output may be rounding.
         repeated: whether a step has several forwards.
     """
-    inputs, targets = share
     samples = len(tensors_of(inputs)[0])
     sizes = two_parts(samples)[0] if samples > 1 else [samples]
     if repeated and differ(tensors_of(whole.outputs(inputs)), tensors_of(outputs), bound):
@@ -170,18 +111,8 @@ def of_the_model(
         how = f"it can't compute some of them alone ({type(error).__name__}: {error})"
     else:
         how = "its outputs for some of the samples change if they come without the others"
-        if per_sample(outputs, samples):
-            joined = [torch.cat(of_parts) for of_parts in zip(*map(tensors_of, parts))]
-            mixes = differ(joined, tensors_of(outputs), bound)
-        else:
-            total, weights = 0.0, 0.0
-            for y, t, size in zip(parts, split(targets, sizes), sizes):
-                loss, weight = loss_and_weight(whole.loss_fn, y, t)
-                total += loss.item() * (size if weight is None else 1)
-                weights += size if weight is None else weight
-            loss, weight = loss_and_weight(whole.loss_fn, outputs, targets)
-            mixes = far(loss.item() / (weight or 1.0), total / weights, bound)
-        if not mixes:
+        joined = [torch.cat(of_parts) for of_parts in zip(*map(tensors_of, parts))]
+        if not per_sample(outputs, samples) or not differ(joined, tensors_of(outputs), bound):
             return ""
     return (
         f"Something in the model mixes samples: {how}. It may look at statistics of the batch, or "

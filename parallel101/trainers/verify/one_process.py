@@ -39,15 +39,15 @@ class Outcome(NamedTuple):
         loss: of the batch, before the update.
         gradients: None for parameters that the loss does not depend on.
         norm: of all gradients together.
-        updated: the trained parameters after the optimizer's step.
         buffers: after the forward.
+        updated: the trained parameters after the optimizer's step.
     """
 
     loss: float
     gradients: dict[str, Tensor | None]
     norm: float
-    updated: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    updated: dict[str, Tensor]
 
 
 class WholeModel:
@@ -90,11 +90,9 @@ class WholeModel:
                 p.data = p.data.new_empty(0)
 
     @contextmanager
-    def whole(
-        self, values: Mapping[str, Tensor], dtype: torch.dtype | None = None
-    ) -> Iterator[dict[str, nn.Parameter]]:
-        """Make the model whole inside, with copies of these parameters and buffers (in this dtype,
-        if they are floating-point). Yields its parameters.
+    def whole(self, values: Mapping[str, Tensor]) -> Iterator[dict[str, nn.Parameter]]:
+        """Make the model whole inside, with copies of these parameters and buffers. Yields its
+        parameters.
         """
         dicts = {module: module.__dict__ for module in self.changed}
         classes = {module: type(module) for module in self.changed}
@@ -107,8 +105,7 @@ class WholeModel:
         try:
             for name, t in tensors:
                 value = values.get(name, t.data if t.numel() else self.unsaved.get(name, t.data))
-                value = value.to(t.dtype, copy=True)
-                t.data = value.to(dtype) if dtype and value.is_floating_point() else value
+                t.data = value.to(t.dtype, copy=True)
                 t.grad = None
             yield dict(self.model.named_parameters())
         finally:
@@ -122,20 +119,17 @@ class WholeModel:
     def bytes_of_a_sample(self, values: Mapping[str, Tensor], share: Share) -> float:
         """Return the bytes one sample's forward keeps for backward; 0 if it can't run alone."""
         kept: dict[int, int] = {}
-
-        def pack(t: Tensor) -> Tensor:
-            kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-            return t
-
         with self.whole(values) as parameters, suppress(Exception):
-            for p in parameters.values():
-                kept[p.untyped_storage()._cdata] = 0
-            weights = set(kept)
+            weights = {p.untyped_storage()._cdata for p in parameters.values()}
+
+            def pack(t: Tensor) -> Tensor:
+                storage = t.untyped_storage()
+                kept[storage._cdata] = 0 if storage._cdata in weights else storage.nbytes()
+                return t
+
             with saved_tensors_hooks(pack, lambda t: t):
-                outputs = self.outputs(map_tensors(lambda t: t[:1].clone(), share[0]))
-            del outputs
-            return float(sum(size for at, size in kept.items() if at not in weights))
-        return 0.0
+                self.outputs(map_tensors(lambda t: t[:1].clone(), share[0]))
+        return float(sum(kept.values()))
 
     # ── inside of `whole` ──
 
@@ -156,9 +150,8 @@ class WholeModel:
     def losses(self, shares: Sequence[Share]) -> Iterator[tuple[Tensor, float]]:
         """Yield each share's loss and its weight: the number of samples, or what loss_fn says."""
         for inputs, targets in shares:
-            inputs, targets = map_tensors(
-                torch.clone, (inputs, targets)
-            )  # perhaps changed in place
+            # which may be changed in place
+            inputs, targets = map_tensors(torch.clone, (inputs, targets))
             with self.precision.forward(next(self.model.parameters()).device):
                 loss, weight = loss_and_weight(self.loss_fn, self.outputs(inputs), targets)
             samples = count_samples(inputs)
@@ -203,7 +196,7 @@ class Training:
         state: Mapping[str, Any],
     ):
         self.whole, self.values, self.optimizer = whole, dict(values), trainer.optimizer
-        self.trained, self.clip_norm = trainer.trained, trainer.clip_norm
+        self.clip_norm = trainer.clip_norm
         self.parameters = {  # that the optimizer updates
             name: nn.Parameter(values[name].detach().clone())
             if whole.precision.master
@@ -217,62 +210,38 @@ class Training:
             self.optimizer.state[self.parameters[name]] = dict(of_one)
         lift_learning_rates(self.optimizer)
 
-    def step(self, shares: Sequence[Share], scale: float = 1.0) -> Outcome:
+    def step(self, shares: Sequence[Share], scale: float) -> Outcome:
         """Take a step. `scale`: of the loss, not of the gradients that the optimizer is given."""
-        whole, master = self.whole, self.whole.precision.master
-        with whole.whole(self.values) as parameters:
-            whole.precision.gradients_of(list(parameters.values()))
-            loss = whole.backward(shares, scale)
-            buffers = {name: b.detach().clone() for name, b in whole.model.named_buffers()}
-            if master:
-                for name, p in self.parameters.items():
-                    g = parameters[name].grad
-                    p.grad = None if g is None else g.to(p.dtype)
-            gradients = {
-                name: None if p.grad is None else dense_gradient(name, p).detach().clone()
-                for name, p in self.parameters.items()
-            }
-            norm = norm_of(gradients)
+        with self.computed(self.values, shares, scale) as outcome:
+            for name, p in self.parameters.items():
+                g = outcome.gradients[name]
+                p.grad = None if g is None else g.clone()
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(list(self.parameters.values()), self.clip_norm)
             seed_all(1)
             self.optimizer.step()
             updated = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.values |= updated | buffers
-        return Outcome(loss, gradients, norm, updated, buffers)
+        self.values |= updated | outcome.buffers
+        return outcome._replace(updated=updated)
 
-    def in_float64(
-        self, shares: Sequence[Share], values: Mapping[str, Tensor], scale: float
-    ) -> Outcome:
-        """Return the outcome at these weights in float64: its distance from others is rounding."""
-        whole, precision, loss_fn = self.whole, self.whole.precision, self.whole.loss_fn
-        shares = map_tensors(lambda t: t.double() if t.is_floating_point() else t, shares)
-
-        def in_32_bit(outputs: Any, targets: Any) -> Any:
-            """Compute the loss, in float32 for a loss_fn with float32 numbers of its own."""
-            assert loss_fn is not None
-            try:
-                return loss_fn(outputs, targets)
-            except RuntimeError:
-                return loss_fn(*map_tensors(in_float32, (outputs, targets)))
-
-        with whole.whole(values, torch.float64) as parameters:
-            dtypes = [(p, p.grad_dtype) for p in parameters.values()]
-            whole.precision = Precision()
-            whole.loss_fn = None if loss_fn is None else in_32_bit
-            try:
-                for p in parameters.values():
-                    p.grad_dtype = torch.float64
-                loss = whole.backward(shares, scale)
-                found = {name: parameters[name].grad for name in self.trained}
-                gradients = {name: None if g is None else g.clone() for name, g in found.items()}
-                buffers = {name: b.detach().clone() for name, b in whole.model.named_buffers()}
-            finally:
-                whole.precision, whole.loss_fn = precision, loss_fn
-                for p, before in dtypes:
-                    p.grad = None
-                    p.grad_dtype = before
-        return Outcome(loss, gradients, norm_of(gradients), {}, buffers)
+    @contextmanager
+    def computed(
+        self, values: Mapping[str, Tensor], shares: Sequence[Share], scale: float
+    ) -> Iterator[Outcome]:
+        """Compute the gradients at these weights, and keep the model whole inside."""
+        whole = self.whole
+        with whole.whole(values) as parameters:
+            whole.precision.gradients_of(list(parameters.values()))
+            loss = whole.backward(shares, scale)
+            buffers = {name: b.detach().clone() for name, b in whole.model.named_buffers()}
+            gradients: dict[str, Tensor | None] = dict.fromkeys(self.parameters)
+            for name, p in self.parameters.items():
+                if parameters[name].grad is not None:
+                    g = dense_gradient(name, parameters[name])
+                    gradients[name] = g.to(p.grad_dtype or p.dtype, copy=True)
+            doubles = [g.double() for g in gradients.values() if g is not None]
+            norm = float(nn.utils.get_total_norm(doubles))
+            yield Outcome(loss, gradients, norm, buffers, {})
 
 
 def lift_learning_rates(optimizer: Optimizer) -> None:
@@ -280,15 +249,6 @@ def lift_learning_rates(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR
-
-
-def in_float32(t: Tensor) -> Tensor:
-    return t.float() if t.is_floating_point() else t
-
-
-def norm_of(gradients: Mapping[str, Tensor | None]) -> float:
-    found = [g for g in gradients.values() if g is not None]
-    return math.hypot(*(torch.linalg.vector_norm(g.double()).item() for g in found))
 
 
 # ── a module's __dict__, before and after ──

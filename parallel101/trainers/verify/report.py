@@ -59,30 +59,26 @@ class Report:
     def __str__(self) -> str:
         if self.reason:
             return f"not verified: {self.reason}"
-        compared: dict[tuple[str, str], dict[int, Row]] = {}
-        for row in self.rows:
-            compared.setdefault((row.what, row.name), {})[row.step] = row
         steps = range(1, STEPS + 1)
         lines = [("largest differences", *(f"step {i}" for i in steps), "of the bound")]
-        for what in dict.fromkeys(row.what for row in self.rows):
-            found = [
-                (max(row.ratio for row in rows.values()), name, rows)
-                for (kind, name), rows in compared.items()
-                if kind == what
-            ]
-            found.sort(key=lambda of_name: -of_name[0])
-            differing = [of_name for of_name in found if of_name[0] > 0]
-            if len(found) > 1 and not differing:
-                lines.append((f"{what}: all {len(found)}", *("0" for _ in steps), ""))
-                continue
-            shown = (differing or found)[:SHOWN]
+        for what in KINDS:
+            compared: dict[str, dict[int, Row]] = {}
+            for row in self.rows:
+                if row.what == what:
+                    compared.setdefault(row.name, {})[row.step] = row
+            ranked = sorted(
+                (-max(row.ratio for row in rows.values()), name, rows)
+                for name, rows in compared.items()
+            )
+            differing = [of_name for of_name in ranked if of_name[0]]
+            shown = (differing or ranked[:1])[:SHOWN]
             for worst, name, rows in shown:
                 cells = (f"{rows[i].difference:.1e}" if i in rows else "" for i in steps)
-                ratio = f"{worst:.1%}" if worst <= 1 else "✗"
-                lines.append((f"{what} {name}".strip(), *cells, ratio))
-            if len(found) > len(shown):
-                more = f"{what}: {len(found) - len(shown)} more, all closer"
-                lines.append((more, *("" for _ in steps), ""))
+                lines.append(
+                    (f"{what} {name}".strip(), *cells, "✗" if worst < -1 else f"{-worst:.1%}")
+                )
+            if more := len(ranked) - len(shown):
+                lines.append((f"{what}: {more} more, all closer", *("" for _ in steps), ""))
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = [
             "   ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])

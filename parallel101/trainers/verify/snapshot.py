@@ -13,6 +13,7 @@ that were met. Nor is printing or other input and output undone.
 
 from __future__ import annotations
 
+import gc
 import io
 import operator
 import random
@@ -20,6 +21,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -47,10 +49,9 @@ class Snapshot:
 
     def __init__(self, *roots: Any, skip: tuple[Any, ...] = ()):
         self.lost: set[str] = set()
-        self.undo: list[Callable[[], object]] = []
+        self.undo = random_numbers()
         self.met: dict[int, Any] = {id(obj): obj for obj in skip}  # which keeps their ids
         self.memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.random = random_state()
         waiting = list(roots)
         while waiting:
             obj = waiting.pop()
@@ -63,7 +64,6 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
-        set_random_state(self.random)
         with torch.no_grad():
             for put_back in self.undo:
                 put_back()
@@ -75,22 +75,13 @@ class Snapshot:
     def keep(self, obj: Any) -> Iterator[Any]:
         if isinstance(obj, Tensor):
             yield from self.tensor(obj)
-        elif isinstance(obj, dict):
-            self.undo.append(partial(fill, obj, dict(obj), obj.update))
-            yield from obj.values()
-            yield from (key for key in obj if isinstance(key, Tensor))
-        elif isinstance(obj, list | deque):
-            self.undo.append(partial(fill, obj, list(obj), obj.extend))
-            yield from obj
-        elif isinstance(obj, set):
-            self.undo.append(partial(fill, obj, set(obj), obj.update))
-            yield from obj
-        elif isinstance(obj, tuple | frozenset):
-            yield from obj
-        elif isinstance(obj, partial):
-            yield from (obj.func, obj.args, obj.keywords)
-        elif isinstance(obj, types.MethodType):
-            yield from (obj.__self__, obj.__func__)
+        elif isinstance(obj, dict | list | deque | set):
+            before = dict(obj) if isinstance(obj, dict) else list(obj)
+            add = obj.extend if isinstance(obj, list | deque) else obj.update
+            self.undo.append(partial(fill, obj, before, add))
+            yield from gc.get_referents(obj)
+        elif isinstance(obj, tuple | frozenset | partial | types.MethodType):
+            yield from gc.get_referents(obj)
         elif isinstance(obj, types.FunctionType):
             yield from self.function(obj)
         elif isinstance(obj, torch.Generator):
@@ -119,12 +110,9 @@ class Snapshot:
     def function(self, function: types.FunctionType) -> Iterator[Any]:
         yield from (function.__dict__, function.__defaults__, function.__kwdefaults__)
         for cell in function.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # it is empty
-                continue
-            self.undo.append(partial(setattr, cell, "cell_contents", value))
-            yield value
+            with suppress(ValueError):  # it is empty
+                self.undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
+                yield cell.cell_contents
         if not is_users(function):
             return
         here = function.__globals__
@@ -167,12 +155,8 @@ def put_back_tensor(
     if t.data_ptr() != data.data_ptr() or t.shape != data.shape or t.dtype != data.dtype:
         t.data = data
     if t.is_leaf:
-        if t.grad is not gradient:
-            t.grad = gradient
-        if t._backward_hooks is not hooks:
-            t._backward_hooks = hooks
-        if t.requires_grad != trained:
-            t.requires_grad_(trained)
+        t.grad, t._backward_hooks = gradient, hooks
+        t.requires_grad_(trained)
 
 
 def put_back_attribute(obj: Any, name: str, value: Any) -> None:
@@ -186,13 +170,8 @@ def name_of(obj: Any) -> str:
 
 def fill(container: Any, before: Any, add: Callable[[Any], object]) -> None:
     """Give a container its content again, unless it has it."""
-    if isinstance(before, set):
-        same = container == before
-    else:
-        now, then = (
-            [*c, *c.values()] if isinstance(c, dict) else list(c) for c in (container, before)
-        )
-        same = len(now) == len(then) and all(map(operator.is_, now, then))
+    now, then = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (container, before))
+    same = len(now) == len(then) and all(map(operator.is_, now, then))
     if not same:
         container.clear()
         add(before)
@@ -234,21 +213,14 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def random_state() -> list[Any]:
-    numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    return [
-        torch.get_rng_state(),
-        random.getstate(),
-        cuda,
-        numpy.random.get_state() if numpy else None,
+def random_numbers() -> list[Callable[[], object]]:
+    """Return what puts the global random numbers back to where they are now."""
+    undo: list[Callable[[], object]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
     ]
-
-
-def set_random_state(state: list[Any]) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    if state[2] is not None:
-        torch.cuda.set_rng_state_all(state[2])
-    if state[3] is not None:
-        sys.modules["numpy"].random.set_state(state[3])
+    if torch.cuda.is_available():
+        undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if numpy := sys.modules.get("numpy"):
+        undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    return undo

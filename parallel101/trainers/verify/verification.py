@@ -27,7 +27,8 @@ from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.verify.compare import Comparison
-from parallel101.trainers.verify.halves import LossCheck, checked_again
+from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.halves import of_the_loss
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import NotEqualError, Report, refusal
 from parallel101.trainers.verify.snapshot import Snapshot
@@ -51,13 +52,15 @@ class Verification:
     Attributes:
         due: whether the comparison is still to be made.
         whole: the model before it was cut, on the first rank.
+        always: whether the loss is checked in the next step, whatever its number.
     """
 
     def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, asked: bool):
         self.trainer, self.asked, self.loss_fn = trainer, asked, loss_fn
         self.whole: WholeModel | None = None
         self.due, self.compares_replicas = False, False
-        self.loss_check = LossCheck(trainer, loss_fn)
+        self.always, self.loss_checks = False, 0
+        self.losses: Losses | None = None  # of a step whose loss is checked
         self.comparable = asked and trainer.device.type != "meta"
         self.of_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
         if self.comparable and trainer.position == 0 and not self.of_keras:
@@ -85,38 +88,64 @@ class Verification:
         if not self.due:
             return
         with unrecorded():
-            note, room = (OF_KERAS, 0.0) if self.of_keras else self.room()
-            if note:
-                self.compares_replicas, note = self.replicated, f"not verified: {note}"
-            else:
-                report = self.compare(inputs, targets, room)
-                if report.reason:
-                    return  # the step itself will say it
-                note = report.note
+            why, room = (OF_KERAS, 0.0) if self.of_keras else self.room()
+            report = Report(reason=why) if why else self.compare(inputs, targets, room)
+        if report.reason and not why:
+            return  # the step itself will say it
+        self.compares_replicas = self.replicated and bool(why)
+        note = str(report) if why else report.note
         if note and self.trainer.position == 0:
             print(note, flush=True)
         self.settle()
 
     def watch(self, losses: Losses) -> None:
-        """Watch the losses of a step that begins."""
-        if self.cuts_samples and (self.loss_check.always or not self.due):
-            self.loss_check.watch(losses)
+        """Let a step that begins keep the outputs of a microbatch if they are to be checked."""
+        self.losses = None
+        if self.cuts_samples and (self.always or (self.checks_again() and not self.due)):
+            losses.keep = self.loss_checks % self.trainer.runner.microbatches
+            self.losses, self.loss_checks = losses, self.loss_checks + 1
 
     def after_gradients(self) -> None:
         """Check before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
-        if self.loss_check.losses is not None:
+        if self.losses is not None:
             with unrecorded():
                 self.trainer.agree.numbers(0.0)
-                if words := self.loss_check.check():
+                if words := self.check_loss():
                     report = Report(cause=words)
                     raise NotEqualError(refusal(report), report)
-        if self.comparable and checked_again(self.trainer):
+        if self.comparable and self.checks_again():
             with unrecorded():
                 compare_copies(self.trainer)
         if self.compares_replicas:
             self.compares_replicas = False
             with unrecorded():
                 compare_replicas(self.trainer)
+
+    def checks_again(self) -> bool:
+        """Return whether the step that the trainer is taking is step 2, 4, 8, 16, …"""
+        step = self.trainer.steps + 1
+        return step > 1 and step & (step - 1) == 0
+
+    def check_loss(self) -> str:
+        """Return what is wrong with the loss of the kept outputs on any rank, or "". Collective."""
+        if self.losses is None:
+            return ""
+        trainer, kept, words = self.trainer, self.losses.kept, ""
+        self.losses, snapshot = None, self.snapshot_of_loss()
+        try:
+            if kept is not None:
+                eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
+                with deterministic(trainer.model, []):
+                    words = of_the_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
+        finally:
+            snapshot.restore()
+        if not any(trainer.agree.numbers(bool(words))[0]):
+            return ""
+        return next(filter(None, trainer.agree.texts(words)))
+
+    def snapshot_of_loss(self) -> Snapshot:
+        """Return a Snapshot of everything that a call of loss_fn can change."""
+        return Snapshot(self.loss_fn, skip=(self.trainer.model, self))
 
     # ── the comparison ──
 
@@ -145,9 +174,7 @@ class Verification:
         trainer = self.trainer
         snapshot = Snapshot(trainer, self.loss_fn, skip=(self,))
         try:
-            report = Comparison(
-                trainer, self.whole, self.loss_check, (inputs, targets), snapshot, room
-            ).run()
+            report = Comparison(self, (inputs, targets), snapshot, room).run()
         finally:
             snapshot.restore()
         trainer.agree.numbers(0.0)  # virtual ranks share objects: all have put them back
