@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from parallel101.collectives import all_to_all
 from parallel101.collectives.meta_device import count_choices
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.spans import compute, span, wait_span
+from parallel101.spans import span, wait_span
 
 
 def experts_over_ranks(
@@ -36,7 +36,6 @@ def experts_over_ranks(
     *,
     sizes: Sequence[int],
     group: GroupLike = None,
-    seconds_per_row: float = 0.0,
 ) -> Tensor:
     """Return the result of each row's expert, on whichever rank that expert is.
 
@@ -50,25 +49,21 @@ def experts_over_ranks(
         choice: (rows,) int64: the expert of each row, 0 to sum(sizes) − 1.
         sizes: how many experts each position of the group has, in order.
         group: see `group_of`; None is all ranks. This rank is in it.
-        seconds_per_row: of an expert's forward, on a virtual clock; backward takes twice as long.
 
     Raises ValueError for arguments that don't fit, before the first row is sent.
     """
     members = group_of(group)
     order = choice.argsort(stable=True)  # by expert, and so by rank
-    plan = count_rows(rows, choice, sizes, members)
+    counts = count_rows(rows, choice, sizes, members)
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # so that this rank takes part in backward's messages
-    arrived = Dispatch.apply(rows[order], plan)
+    arrived = Dispatch.apply(rows[order], counts)
     with span("experts", rows=len(arrived)):
-        results = experts(arrived, plan.choice)
-        compute(seconds_per_row * len(arrived))
-    if seconds_per_row:
-        results = TwiceInBackward.apply(results, seconds_per_row)
-    return Combine.apply(results, plan, arrived)[order.argsort()]
+        results = experts(arrived, counts.choice)
+    return Combine.apply(results, counts, arrived)[order.argsort()]
 
 
-class Plan(NamedTuple):
+class RowCounts(NamedTuple):
     """The numbers of rows that this rank exchanges with each position, and their experts."""
 
     sent: list[int]  # by position
@@ -83,7 +78,7 @@ def exchange(name: str, rows: Tensor, sent: list[int], received: list[int], grou
         return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
 
 
-def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group) -> Plan:
+def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group) -> RowCounts:
     """Tell the other ranks how many rows they get from here, for each of their experts."""
     counts = count_choices(choice, sum(sizes))
     if choice.shape != rows.shape[:1] or len(counts) > sum(sizes):
@@ -96,7 +91,7 @@ def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group)
         arriving = all_to_all(counts, split_sizes=sizes, group=group, algorithm="direct")
     arriving = arriving.view(group.size, -1)  # from each rank, for each of my experts
     mine = torch.arange(arriving.shape[1], device=counts.device).repeat(group.size)
-    return Plan(
+    return RowCounts(
         sent=[int(part.sum()) for part in counts.split(list(sizes))],
         received=arriving.sum(1).tolist(),
         choice=mine.repeat_interleave(arriving.flatten()).to(choice.device),
@@ -108,14 +103,14 @@ class Dispatch(Function):
     """Sends rows, sorted by expert, to their experts' ranks. Backward: gradients come back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Plan) -> Tensor:
-        ctx.plan = plan
-        return exchange("dispatch", rows, plan.sent, plan.received, plan.group)
+    def forward(ctx: Any, rows: Tensor, counts: RowCounts) -> Tensor:
+        ctx.counts = counts
+        return exchange("dispatch", rows, counts.sent, counts.received, counts.group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return exchange("combine", g, ctx.plan.received, ctx.plan.sent, ctx.plan.group), None
+        return exchange("combine", g, ctx.counts.received, ctx.counts.sent, ctx.counts.group), None
 
 
 class Combine(Function):
@@ -124,27 +119,14 @@ class Combine(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, plan: Plan, arrived: Tensor | None = None) -> Tensor:
-        ctx.plan = plan
-        return exchange("combine", results, plan.received, plan.sent, plan.group)
+    def forward(
+        ctx: Any, results: Tensor, counts: RowCounts, arrived: Tensor | None = None
+    ) -> Tensor:
+        ctx.counts = counts
+        return exchange("combine", results, counts.received, counts.sent, counts.group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        g = exchange("dispatch", g, ctx.plan.sent, ctx.plan.received, ctx.plan.group)
+        g = exchange("dispatch", g, ctx.counts.sent, ctx.counts.received, ctx.counts.group)
         return g, None, None
-
-
-class TwiceInBackward(Function):
-    """Returns x. On a virtual clock, backward takes 2 · seconds a row, for twice the products."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        with span("experts", rows=len(g)):
-            compute(2 * ctx.seconds * len(g))
-        return g, None

@@ -201,9 +201,9 @@ class HybridTrainer(Trainer):
         )
         pipeline = None
         if "pp" in axes.sizes:
-            from parallel101.trainers.pipeline.build import PipelinePlan
+            from parallel101.trainers.pipeline.stages import PipelineStages
 
-            pipeline = PipelinePlan(
+            pipeline = PipelineStages(
                 model, axes, schedule, microbatches, chunks, layers_per_stage, accumulate
             )
             if zero_stage == 3:
@@ -252,8 +252,7 @@ class HybridTrainer(Trainer):
         self.loss_fn = self.precision.of_loss(loss_fn)
 
         # cut
-        cut = pipeline.cut if pipeline else None
-        local = prepare(model, axes, self.agree, make_sync, cut, resolved, experts)
+        local = prepare(model, axes, self.agree, make_sync, pipeline, resolved, experts)
         for name in recomputed:
             recompute_in_backward(model.get_submodule(name), name)
         if pipeline or resolved or experts or zero_stage == 3:
@@ -271,7 +270,7 @@ class HybridTrainer(Trainer):
         if axes.sizes.get("cp", 1) > 1:
             from parallel101.trainers.context.cut_time import ContextAxis
 
-            called = pipeline.cut.entries if pipeline else [model]
+            called = pipeline.entries if pipeline else [model]
             self.context = ContextAxis(axes.along(["cp"]), context, *called)
             casting = partial(self.context.of_forward, casting)
             self.notes = [*self.notes, *self.context.describe()]

@@ -22,7 +22,7 @@ from parallel101.trainers.layout import DATA, Axes, Bounds, Pieces, Stages, bloc
 
 if TYPE_CHECKING:
     from parallel101.trainers.experts_plan import ExpertsPlan
-    from parallel101.trainers.pipeline.split import StageCut
+    from parallel101.trainers.pipeline.stages import PipelineStages
     from parallel101.trainers.tensor.plan import ResolvedPlan
 
 # (the stage, or None if the parameters are on several of this rank's; its parameters; the ranks
@@ -60,7 +60,7 @@ def prepare(
     axes: Axes,
     agree: Agreement,
     make_sync: MakeSync,
-    stages: StageCut | None = None,
+    stages: PipelineStages | None = None,
     plan: ResolvedPlan | None = None,
     experts: ExpertsPlan | None = None,
 ) -> LocalModel:
@@ -134,7 +134,7 @@ def trained_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
 
 
 def positions_of(
-    on_stages: Mapping[str, Sequence[int]], stages: StageCut | None
+    on_stages: Mapping[str, Sequence[int]], stages: PipelineStages | None
 ) -> dict[str, list[int]]:
     """Return, for each name, the positions along pp that have it."""
     placement = stages.placement if stages else {0: 0}

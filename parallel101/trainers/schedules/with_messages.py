@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallel101.trainers.schedules.actions import COMMUNICATION, Action
-from parallel101.trainers.schedules.check import Placement, Ranks, partner
+from parallel101.trainers.schedules.actions import Action
+from parallel101.trainers.schedules.check import Placement, Ranks, awaits, lists_messages, partner
 
 
 def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
@@ -23,7 +23,7 @@ def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
     Lists that have sends already keep their order.
     """
     apart = [[part for action in of_rank for part in action.computed()] for of_rank in ranks]
-    if has_messages(ranks):
+    if any(map(lists_messages, ranks)):
         return apart
     sent = [[list(sends(action, placement)) for action in of_rank] for of_rank in apart]
     # by receiver and sender, in the sender's order
@@ -68,24 +68,17 @@ def posted_ahead(
         yield from sent[place]
 
 
-def has_messages(ranks: Ranks) -> bool:
-    return any(action.kind in COMMUNICATION for of_rank in ranks for action in of_rank)
-
-
 def receive_for(action: Action, placement: Placement) -> Action | None:
     """Return the receive of what this action needs from another rank, or None."""
-    stage, kind, i = action[:3]
-    if kind == "F" and stage and placement[stage - 1] != placement[stage]:
-        return Action(stage, "RECV_F", i)
-    if kind in ("B", "I") and stage < max(placement) and placement[stage + 1] != placement[stage]:
-        return Action(stage, "RECV_B", i)
-    return None
+    send = awaits(action, len(placement))
+    if send is None or placement[send.stage] == placement[action.stage]:
+        return None
+    return partner(send)
 
 
 def sends(action: Action, placement: Placement) -> Iterator[Action]:
     """Yield the send of what this action computes, if another rank needs it."""
-    stage, kind, i = action[:3]
-    if kind == "F" and stage < max(placement) and placement[stage + 1] != placement[stage]:
-        yield Action(stage, "SEND_F", i)
-    if kind in ("B", "I") and stage and placement[stage - 1] != placement[stage]:
-        yield Action(stage, "SEND_B", i)
+    if action.kind != "W":
+        send = action._replace(kind="SEND_F" if action.kind == "F" else "SEND_B")
+        if placement.get(partner(send).stage, placement[action.stage]) != placement[action.stage]:
+            yield send
