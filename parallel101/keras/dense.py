@@ -14,7 +14,6 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +27,7 @@ from parallel101.autograd import (
 from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.styles import expression, listed
+from parallel101.trainers.tensor.styles import names_of
 
 STYLES = ("column", "row", "column_gather")
 # names of keras.activations; any other function is applied to whole outputs
@@ -222,13 +221,9 @@ def match(plan: Mapping[str, str] | str, model: Any) -> dict[str, str]:
                 f"plan: {pattern!r} has the style {plan[pattern]!r}: expected one of "
                 f"{', '.join(map(repr, STYLES))}"
             )
-        found = [layer for layer in model.layers if re.fullmatch(expression(pattern), layer.name)]
+        names = names_of(pattern, [layer.name for layer in model.layers], "layer")
+        found = [layer for layer in model.layers if layer.name in names]
         dense = [layer for layer in found if isinstance(layer, keras.layers.Dense)]
-        if not found:
-            raise ValueError(
-                f"plan: {pattern!r} matches no layer. The model's layers are "
-                f"{listed([layer.name for layer in model.layers])}"
-            )
         if not dense or (len(dense) < len(found) and "*" not in pattern):
             raise ValueError(
                 f"plan: {pattern!r} is a {type(found[0]).__name__}: only Dense layers can be cut"

@@ -12,7 +12,6 @@ ranks that hold their experts, and the results back.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -64,9 +63,9 @@ def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: in
     The shares are as even as possible. Raises ValueError for a model without experts, or with fewer
     than ranks.
     """
-    from parallel101.trainers.tensor.styles import expression, listed
+    from parallel101.trainers.tensor.styles import names_of
 
-    named = dict(model.named_modules())
+    named = {name: module for name, module in model.named_modules() if name}
     if patterns is None:
         found = [name for name in named if name.rpartition(".")[2] == EXPERTS]
         if not found:
@@ -75,13 +74,8 @@ def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: in
                 '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
             )
     else:
-        found = [n for n in named if any(re.fullmatch(expression(p), n) for p in patterns)]
-    for pattern in patterns or ():
-        if not any(re.fullmatch(expression(pattern), name) for name in found):
-            raise ValueError(
-                f"plan: {pattern!r} matches no module. The model's modules are "
-                f"{listed([name for name in named if name])}"
-            )
+        matched = {name for p in patterns for name in names_of(p, list(named))}
+        found = [name for name in named if name in matched]
     found = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
     uses: dict[int, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):

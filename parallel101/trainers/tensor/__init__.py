@@ -2,7 +2,6 @@
 
 {"*.up": "column", "*.down": "row"}     styles.py: what a plan says
 plan.py                                 each rank's part of the model
-chain.py                                the order of its modules
 auto_plan.py                            a plan from the model's structure
 tensor_group.py                         the ranks over which layers are cut, and their messages
 loss.py                                 cross-entropy of logits that stay cut

@@ -1,8 +1,8 @@
 """A plan from the model's structure.
 
 a chain of linear layers    column, row, column, row, …; a last one without a partner: column_gather
-attention by heads          by the names in ATTENTION: column(heads=…) and row
-feed-forward                by the names in FEED_FORWARD: column and row
+attention by heads          by the names in TABLE: column(heads=…) and row
+feed-forward                by the names in TABLE: column and row
 head, and its embedding     vocabulary, if the loss is vocabulary_cross_entropy
 
 What it does not recognize stays replicated. Names are a guess at what the code between the layers
@@ -17,37 +17,23 @@ T, -1)`, and the plan {"*.c_attn": column(parts=3, heads=n_head), "*.attn.c_proj
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from torch import nn
 
-from parallel101.trainers.tensor.chain import ELEMENTWISE, Chain, inner_chains
-from parallel101.trainers.tensor.styles import Style, column, not_plain
+from parallel101.trainers.pipeline.split import sequence_of
+from parallel101.trainers.tensor.styles import Style, column, is_plain
 
-DROPOUT = (nn.Dropout, nn.AlphaDropout)  # they would draw another mask on each rank
+NAMES = (
+    "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Softplus Softsign Tanh Sigmoid LogSigmoid "
+    "Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Tanhshrink Threshold Identity"
+)
+ELEMENTWISE = tuple(getattr(nn, name) for name in NAMES.split())  # dropout draws other masks
+# name in the model ("" for one that is made anew for each forward, such as the MLP's GELUs), module
+Chain = list[tuple[str, nn.Module]]
 COLUMN, ROW, GATHERED = Style("column"), Style("row"), Style("column_gather")
 
-# the layers whose outputs are heads, or one with query, key and value side by side; the layer that
-# takes them
-ATTENTION = (
-    (("query", "key", "value"), "out"),
-    (("q_proj", "k_proj", "v_proj"), "o_proj"),  # LLaMA
-    (("wq", "wk", "wv"), "wo"),  # LLaMA in Meta's code
-    (("to_q", "to_k", "to_v"), "to_out"),
-    (("to_qkv",), "to_out"),
-    (("to_qkv",), "to_out.0"),
-    (("qkv",), "proj"),
-    (("qkv",), "out"),
-)
-ALL_FEATURES = (("c_attn", "c_proj"),)  # GPT-2: see above
-FEED_FORWARD = (
-    (("gate", "up"), "down"),
-    (("up",), "down"),
-    (("c_fc",), "c_proj"),  # GPT-2
-    (("gate_proj", "up_proj"), "down_proj"),  # LLaMA
-    (("w1", "w3"), "w2"),
-)
 # attributes that count them
 HEAD_WIDTHS = "head_width head_dim head_size dim_head"
 HEADS = "n_local_heads num_heads n_heads n_head heads num_attention_heads"
@@ -62,10 +48,7 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
         chain: its modules in order, if it tells.
         cut_head: whether the loss is vocabulary_cross_entropy, so that the logits may stay cut.
     """
-    plan: dict[str, Style] = {}
-    for name, module in model.named_modules():
-        found = attention(module) | feed_forward(module)
-        plan |= {f"{name}.{layer}".strip("."): style for layer, style in found.items()}
+    plan = by_names(model)
     for inner in inner_chains(model, chain):
         plan |= {name: style for name, style in pairs(inner).items() if style != GATHERED}
     if chain is not None:
@@ -96,45 +79,69 @@ def pairs(chain: Chain) -> dict[str, Style]:
                 plan[name], waiting = GATHERED, name
             else:
                 plan[waiting], plan[name], waiting = COLUMN, ROW, None
-        elif not isinstance(module, ELEMENTWISE) or isinstance(module, DROPOUT):
+        elif not isinstance(module, ELEMENTWISE):
             waiting = None
     return plan
 
 
-def attention(module: nn.Module) -> dict[str, Style]:
-    """Return the styles of the layers in an attention, by their names in it; {} if it is none."""
-    for inner, last in ATTENTION:
-        found, parts = linears(module, (*inner, last)), 3 if len(inner) == 1 else 1
-        if found and found[0].out_features == parts * found[-1].in_features:
-            heads = [
-                heads_of(module, layer.out_features // parts, key_or_value=layer is not found[0])
-                for layer in found[:-1]
-            ]
-            if None not in heads:
-                columns = [column(parts=parts, heads=count) for count in heads]
-                return dict(zip(inner, columns)) | {last: ROW}
-    gathered = (names for names in ALL_FEATURES if linears(module, names))
-    return dict.fromkeys(next(gathered, ()), GATHERED)
+def by_names(model: nn.Module) -> dict[str, Style]:
+    """Return the styles of the layers whose names are in the table."""
+    plan: dict[str, Style] = {}
+    linear = {name: m for name, m in model.named_modules() if is_plain_linear(m)}
+    for name, module in model.named_modules():
+        for names, styles_of in TABLE.items():
+            paths = [f"{name}.{n}".strip(".") for n in names.replace("→", "").split()]
+            if linear.keys() >= set(paths):
+                *columns, row = (linear[path] for path in paths)
+                plan = dict(zip(paths, styles_of(module, columns, row))) | plan
+    return plan
 
 
-def feed_forward(module: nn.Module) -> dict[str, Style]:
-    """Return the styles of a feed-forward's layers, by their names in it; {} if it is none."""
-    for inner, last in FEED_FORWARD:
-        found = linears(module, (*inner, last))
-        if found and all(layer.out_features == found[-1].in_features for layer in found[:-1]):
-            return dict.fromkeys(inner, COLUMN) | {last: ROW}
-    return {}
+def heads(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
+    """Return the styles of an attention; [] if its heads can't be told."""
+    parts = 3 if len(columns) == 1 else 1
+    counts = [
+        heads_of(module, layer.out_features // parts, key_or_value=layer is not columns[0])
+        for layer in columns
+    ]
+    if None in counts or columns[0].out_features != parts * row.in_features:
+        return []
+    return [*(column(parts=parts, heads=count) for count in counts), ROW]
+
+
+def features(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
+    """Return the styles of a feed-forward; [] if it has other widths."""
+    alike = all(layer.out_features == row.in_features for layer in columns)
+    return [*[COLUMN] * len(columns), ROW] if alike else []
+
+
+def whole(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
+    """Return the styles of layers between which the code needs all features."""
+    return [GATHERED] * (len(columns) + 1)
+
+
+# the layers whose outputs are cut → the layer that takes them, and how they are cut: into heads
+# (one layer has query, key and value side by side) or into features
+TABLE: Mapping[str, Callable[[nn.Module, Sequence[nn.Linear], nn.Linear], list[Style]]] = {
+    "query key value → out": heads,
+    "q_proj k_proj v_proj → o_proj": heads,  # LLaMA
+    "wq wk wv → wo": heads,  # LLaMA in Meta's code
+    "to_q to_k to_v → to_out": heads,
+    "to_qkv → to_out": heads,
+    "to_qkv → to_out.0": heads,
+    "qkv → proj": heads,
+    "qkv → out": heads,
+    "c_attn → c_proj": whole,  # GPT-2: see above
+    "gate up → down": features,
+    "up → down": features,
+    "c_fc → c_proj": features,  # GPT-2
+    "gate_proj up_proj → down_proj": features,  # LLaMA
+    "w1 w3 → w2": features,
+}
 
 
 def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    return isinstance(module, nn.Linear) and not_plain(module) is None
-
-
-def linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
-    """Return the plain linear layers of these names; none if the module lacks one of them."""
-    below = dict(module.named_modules())
-    found = [layer for name in names if is_plain_linear(layer := below.get(name))]
-    return found if len(found) == len(names) else []
+    return isinstance(module, nn.Linear) and is_plain(module)
 
 
 def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int | None:
@@ -172,3 +179,44 @@ def vocabulary(chain: Chain) -> dict[str, Style]:
     ]
     tables.sort(key=lambda table: table[0])
     return dict.fromkeys([last, *(name for _, name in tables[:1])], Style("vocabulary"))
+
+
+# ── the order of a model's modules, where the model tells it ──
+
+
+def chain_of(model: nn.Module) -> Chain | None:
+    """Return the modules whose composition is the model's forward, those of an nn.Sequential one
+    by one: embedding, blocks.0, …, norm, head of a GPT. None if the model does not tell.
+    """
+    modules = sequence_of(model)
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        modules = list(model)
+    if modules is None:
+        return None
+    names = first_names(model)
+    return [(names.get(id(module), ""), module) for entry in modules for module in flat(entry)]
+
+
+def flat(module: nn.Module) -> Iterator[nn.Module]:
+    for entry in module if type(module) is nn.Sequential else ():
+        yield from flat(entry)
+    if type(module) is not nn.Sequential:
+        yield module
+
+
+def first_names(model: nn.Module) -> dict[int, str]:
+    """Return the first name of each module, by its id."""
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def inner_chains(model: nn.Module, outer: Chain | None) -> list[Chain]:
+    """Return every nn.Sequential inside of the model that belongs neither to the outer chain nor
+    to another nn.Sequential.
+    """
+    seen, names, found = {id(module) for _, module in outer or []}, first_names(model), []
+    for module in model.modules():
+        entries = list(flat(module)) if type(module) is nn.Sequential else []
+        if entries and not any(id(entry) in seen for entry in entries):
+            found.append([(names[id(entry)], entry) for entry in entries])
+            seen.update(map(id, entries))
+    return found

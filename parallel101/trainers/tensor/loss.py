@@ -11,9 +11,7 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -64,12 +62,6 @@ def vocabulary_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r}: expected "mean" or "sum"')
     return VocabularyCrossEntropy.apply(logits, targets, group, ignore_index, reduction == "mean")
-
-
-def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
-    """Return whether it is vocabulary_cross_entropy, or a functools.partial of it."""
-    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-    return function is vocabulary_cross_entropy
 
 
 class VocabularyCrossEntropy(Function):

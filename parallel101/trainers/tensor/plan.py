@@ -20,11 +20,16 @@ from torch import Tensor, nn
 
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.auto_plan import auto_plan, head_width, whole_number
-from parallel101.trainers.tensor.chain import Chain, chain_of, first_names
-from parallel101.trainers.tensor.loss import is_vocabulary_loss
+from parallel101.trainers.support.arguments import is_vocabulary_loss
+from parallel101.trainers.tensor.auto_plan import (
+    auto_plan,
+    chain_of,
+    first_names,
+    head_width,
+    whole_number,
+)
 from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
-from parallel101.trainers.tensor.styles import Style, listed, match
+from parallel101.trainers.tensor.styles import Style, match
 from parallel101.trainers.tensor.tensor_group import SequenceGroup, TensorGroup
 from parallel101.trainers.tensor_parallel import (
     ColumnLinear,
@@ -173,7 +178,7 @@ def resolve(
     shards = {
         name: shard_of(name, modules[name], style, size, modules) for name, style in styles.items()
     }
-    vocabulary = check_loss(model, chain, styles, cut_head)
+    vocabulary = check_loss(model, styles, cut_head)
     placements = placements_of(model, styles, shards)
     cuts = time_cuts(model, chain, styles) if sequence_parallel else TimeCuts()
     return ResolvedPlan(
@@ -245,22 +250,10 @@ def placements_of(
     return {name: shard for name, shard in found.values() if shard is not None}
 
 
-def check_loss(
-    model: nn.Module, chain: Chain | None, styles: Mapping[str, Style], cut_head: bool
-) -> bool:
+def check_loss(model: nn.Module, styles: Mapping[str, Style], cut_head: bool) -> bool:
     """Return whether the logits stay cut. Raises ValueError if the loss does not fit that."""
-    linears = [name for name in styles if isinstance(model.get_submodule(name), nn.Linear)]
+    linears = (name for name in styles if isinstance(model.get_submodule(name), nn.Linear))
     heads = [name for name in linears if styles[name].name == "vocabulary"]
-    if len(heads) > 1:
-        raise ValueError(
-            f'plan: {listed(heads)} are linear layers with the style "vocabulary": expected one, '
-            "the head"
-        )
-    if heads and chain is not None and chain[-1][0] != heads[0]:
-        raise ValueError(
-            f'plan: {heads[0]!r} has the style "vocabulary", but is not the last module: expected '
-            "the head, or an nn.Embedding"
-        )
     if heads and not cut_head:
         raise ValueError(
             f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must be '

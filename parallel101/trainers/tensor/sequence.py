@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel101.trainers.tensor.chain import Chain, acts_on_each_position
+from parallel101.trainers.tensor.auto_plan import Chain
 from parallel101.trainers.tensor.styles import Style
 from parallel101.trainers.tensor.tensor_group import SequenceGroup
 from parallel101.trainers.tensor_parallel import VocabularyEmbedding
@@ -92,11 +92,10 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
     def parameters(module: nn.Module) -> set[str]:
         return {names_of[id(p)] for p in module.parameters()}
 
-    def note_partial(names: list[str], name: str, module: nn.Module) -> None:
+    def note_partial(names: list[str], module: nn.Module) -> None:
         """Note the parameters that see some positions only: all in this module but those that the
         plan cuts, and the biases of row layers, which are added after the reduce-scatter.
         """
-        check_inside(name, module, {n: styles[n] for n in names})
         cut = [model.get_submodule(n) for n in names]
         whole = [layer.bias for n, layer in zip(names, cut) if styles[n].name == "row"]
         cuts.partial.update(parameters(module).difference(*map(parameters, cut)))
@@ -108,12 +107,6 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
             cuts.arrivals[name] = previous
         previous = name or previous
         if not names:  # no cut layers inside
-            if state == "cut" and not acts_on_each_position(module):
-                raise ValueError(
-                    f"sequence_parallel: {name or 'a module'!r} ({type(module).__name__}) gets "
-                    "activations cut along time, but is not known to act on each position alone, "
-                    "as a LayerNorm does. Cut its layers too, or leave sequence_parallel out"
-                )
             cuts.partial |= parameters(module) if state == "cut" else set()
         elif tables & set(names):
             if state != "whole" or not tables.issuperset(names):
@@ -122,40 +115,20 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
                     "expected the embedding in an entry of its own"
                 )
             if i < last:
-                note_partial(names, name, module)
+                note_partial(names, module)
                 cuts.keep_after |= {name} - set(names)
                 state = "cut"
         elif names == [name]:  # a linear layer
             style = styles[name].name
             if state == "cut" or (style == "row" and i < last):
-                note_partial(names, name, module)
+                note_partial(names, module)
             if style == "row":
                 state = "cut" if i < last else "whole"
             else:
                 state = "whole" if style == "column_gather" else "features"
         else:  # column and row layers, and code that only this module knows
-            note_partial(names, name, module)
+            note_partial(names, module)
             cuts.cut_before |= {name} if state == "whole" else set()
             cuts.join_after |= {name} if i == last else set()
             state = "whole" if i == last else "cut"
     return cuts
-
-
-def check_inside(name: str, module: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Raise ValueError for layers that may need all times, or all features, in a module whose cut
-    layers have these styles.
-    """
-    for below, leaf in module.named_modules():
-        full = f"{name}.{below}" if below else name
-        if full in styles:
-            if styles[full].name == "column_gather" and below:
-                raise ValueError(
-                    f'sequence_parallel: {full!r} has the style "column_gather" inside '
-                    f"{name!r}: expected column and row there"
-                )
-        elif leaf._parameters and (isinstance(leaf, nn.Linear) or not acts_on_each_position(leaf)):
-            raise ValueError(
-                f"sequence_parallel: {full!r} ({type(leaf).__name__}) has no style, but {name!r} "
-                "gets activations cut along time: expected every layer in it to be cut, or to act "
-                "on each position alone, as a LayerNorm does"
-            )

@@ -83,44 +83,39 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
         raise ValueError(
             'plan={} cuts nothing: expected names of modules and their styles, or "auto"'
         )
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
-    first = {id(module): name for name, module in reversed(named)}
-    found: dict[str, tuple[bool, str, Style]] = {}
-    for pattern, given in plan.items():
-        style, exact = style_of(pattern, given), "*" not in pattern
-        matches = [(n, module) for n, module in named if re.fullmatch(expression(pattern), n)]
-        if not matches:
-            raise ValueError(
-                f"plan: {pattern!r} matches no module. The model's modules are "
-                f"{listed([name for name, _ in named])}"
-            )
-        fitting = []
-        for name, module in matches:
-            if (why := problem(model, name, module, style)) is None:
-                fitting.append((name, module))
-            elif exact or module._parameters:
+    named = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
+    first = {id(module): name for name, module in reversed(named.items())}
+    found: dict[str, tuple[str, Style]] = {}
+    for pattern, given in sorted(plan.items(), key=lambda item: "*" not in item[0]):
+        style, fitting = style_of(pattern, given), []
+        matches = names_of(pattern, list(named))
+        for name in matches:
+            if (why := problem(model, name, named[name], style)) is None:
+                fitting.append(name)
+            elif "*" not in pattern or named[name]._parameters:
                 raise ValueError(
                     f"plan: {pattern!r} gives {name!r} the style {str(style)!r}, but {why}"
                 )
         if not fitting:
             raise ValueError(
                 f"plan: {pattern!r} has the style {str(style)!r}, but matches no layer with a "
-                f"weight, only {listed([name for name, _ in matches])}"
+                f"weight, only {listed(matches)}"
             )
-        for name, module in fitting:
-            known = found.get(first[id(module)])
-            if known and known[2] != style and known[0] == exact:
+        for name in fitting:
+            other, known = found.get(first[id(named[name])], (pattern, style))
+            if known != style and ("*" in other) == ("*" in pattern):
                 raise ValueError(
-                    f"plan: {known[1]!r} gives {name!r} the style {str(known[2])!r}, and "
+                    f"plan: {other!r} gives {name!r} the style {str(known)!r}, and "
                     f"{pattern!r} gives it {str(style)!r}: expected one"
                 )
-            if not known or exact:
-                found[first[id(module)]] = exact, pattern, style
-    return {name: style for name, (_, _, style) in found.items()}
+            found[first[id(named[name])]] = pattern, style
+    return {name: style for name, (_, style) in found.items()}
 
 
-def expression(pattern: str) -> str:
-    """Return the regular expression of a pattern.
+def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[str]:
+    """Return those of a model's modules that a pattern names. Raises ValueError if there are none.
+
+    Args: what: the word for one of them.
 
     A `*` as a whole part is one or more parts; inside of a part, any characters of that part.
     """
@@ -128,7 +123,13 @@ def expression(pattern: str) -> str:
         r"[^.]+(\.[^.]+)*" if part == "*" else r"[^.]*".join(map(re.escape, part.split("*")))
         for part in pattern.split(".")
     )
-    return r"\.".join(parts)
+    expression = re.compile(r"\.".join(parts))
+    found = list(filter(expression.fullmatch, names))
+    if not found:
+        raise ValueError(
+            f"plan: {pattern!r} matches no {what}. The model's {what}s are {listed(names)}"
+        )
+    return found
 
 
 def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str | None:
@@ -144,30 +145,26 @@ def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str
             "nn.MultiheadAttention reads the weights of this layer itself: expected query, key "
             "and value as linear layers"
         )
-    return not_plain(module)
-
-
-def not_plain(module: nn.Module) -> str | None:
-    """Return how a linear layer or an embedding does more than its class says, or None."""
-    kind: Any = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
-    if type(module).forward is not kind.forward or not isinstance(
-        module._parameters.get("weight"), nn.Parameter
-    ):
+    if not is_plain(module):
         return (
-            f"its class {type(module).__name__} computes more than {kind.__name__} does, or its "
-            "weight is not a plain parameter"
-        )
-    if isinstance(module, nn.Embedding) and (
-        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    ):
-        return "the embedding has max_norm, scale_grad_by_freq or sparse: expected a plain one"
-    hooks = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
-    if any(getattr(module, f"_{kind}") for kind in hooks):
-        return (
-            "it has hooks, which the layer in its place would not have: register them after the "
-            "trainer is built"
+            f"this {type(module).__name__} does more than a plain layer: expected no forward of "
+            "its own, no parametrization of its weight, no max_norm, scale_grad_by_freq or sparse, "
+            "and no hooks (register them after the trainer is built)"
         )
     return None
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a linear layer or an embedding does just what its class says."""
+    kind: Any = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    more = ("max_norm", "scale_grad_by_freq", "sparse", *hooks)
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and isinstance(module._parameters.get("weight"), nn.Parameter)
+        and not any(getattr(module, name, None) for name in more)
+    )
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -88,11 +88,14 @@ class TensorGroup:
     def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
         """Begin to sum the gradients of what column layers took. The result waits for the sum."""
         self.forget()
-        part = part.contiguous()  # it may be changed: only column layers used x
         if self.overlap:
-            return all_reduce_async(part, group=self.group, out=part).wait
-        total = collectives.all_reduce(part, **self.options["all_reduce"])
+            return self.sum_in_flight(part)
+        total = self.sum(part.contiguous())
         return lambda: total
+
+    def sum_in_flight(self, part: Tensor) -> Callable[[], Tensor]:
+        part = part.contiguous()  # it may be changed: only column layers used x
+        return all_reduce_async(part, group=self.group, out=part).wait
 
     def join(self, y: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the outputs of all ranks, side by side."""
@@ -140,14 +143,9 @@ class SequenceGroup(TensorGroup):
         self.time(part)
         return collectives.reduce_scatter(part, TIME, **self.options["reduce_scatter"])
 
-    def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
-        self.forget()
-        if self.overlap:
-            part = part.movedim(TIME, 0).contiguous()
-            pending = reduce_scatter_async(part, group=self.group)
-            return lambda: pending.wait().movedim(0, TIME)
-        total = collectives.reduce_scatter(part, TIME, **self.options["reduce_scatter"])
-        return lambda: total
+    def sum_in_flight(self, part: Tensor) -> Callable[[], Tensor]:
+        pending = reduce_scatter_async(part.movedim(TIME, 0).contiguous(), group=self.group)
+        return lambda: pending.wait().movedim(0, TIME)
 
     # ── between modules ──
 
