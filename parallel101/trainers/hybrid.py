@@ -276,7 +276,7 @@ class HybridTrainer(Trainer):
             self.notes = [*self.notes, *self.context.describe()]
         always = axes.sizes.get("ep", 1) > 1
         if pipeline:
-            self.runner = pipeline.runner(local, axes, casting, self.device)
+            self.runner = pipeline.runner(local.parts, local.syncs, axes, casting, self.device)
             self.sync = self.runner.sync
         else:
             self.sync = local.syncs[0][1]

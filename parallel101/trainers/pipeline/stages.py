@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from parallel101.collectives.comm import comm_of
+from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.local_model import LocalModel
 from parallel101.trainers.pipeline.split import (
     all_tensors,
     cut_points,
@@ -105,13 +105,17 @@ class PipelineStages:
         return parts
 
     def runner(
-        self, local: LocalModel, axes: Axes, autocast: Callable[[], Any], device: torch.device
+        self,
+        parts: Mapping[int, nn.Module],
+        syncs: Sequence[tuple[frozenset[int], GradientSync]],
+        axes: Axes,
+        autocast: Callable[[], Any],
+        device: torch.device,
     ) -> Pipeline:
-        """Return the Pipeline that carries out this rank's list."""
+        """Return the Pipeline that carries out this rank's list; see LocalModel."""
         lists = with_messages(self.schedule.ranks, self.placement)
         messages, mine = Messages(axes, lists, self.placement, device), lists[axes.here["pp"]]
-        count = len(self.placement)
-        return Pipeline(local.parts, mine, messages, local.syncs, count, autocast)
+        return Pipeline(parts, mine, messages, syncs, len(self.placement), autocast)
 
     def describe(self) -> Iterator[str]:
         for stage, part in enumerate(self.ranges):
