@@ -161,18 +161,16 @@ def off_by(part: EstimatePart, *factors: Factor) -> Callable[[Sequence[Trial]], 
     Runs in which the part should be 0 don't count.
     """
 
+    def is_right(trial: Trial) -> bool:
+        said = numbers(trial)
+        return part.is_right(said.get(part.name, math.nan), trial.case.facts, said)
+
+    def explains(factor: Factor, trials: Sequence[Trial]) -> bool:
+        tolerance = max(part.tolerance, 1e-4)
+        return all(about(part.ratio(t), factor(t.case.facts), tolerance) for t in trials)
+
     def seen(trials: Sequence[Trial]) -> bool:
         several = [t for t in ended(trials) if part.right(t.case.facts, numbers(t)) != 0]
-        found = [(part.ratio(trial), trial.case.facts) for trial in several]
-        if all(
-            part.is_right(said.get(part.name, math.nan), t.case.facts, said)
-            for t in several
-            for said in [numbers(t)]
-        ):
-            return False
-        return any(
-            all(about(ratio, factor(facts), max(part.tolerance, 1e-4)) for ratio, facts in found)
-            for factor in factors
-        )
+        return not all(map(is_right, several)) and any(explains(f, several) for f in factors)
 
     return seen

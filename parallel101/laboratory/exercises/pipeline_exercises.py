@@ -109,44 +109,39 @@ def make_case(draw: Draw, p: int, m: int, chunks: int | None = None, split: bool
     xs, targets = batch(draw, m)
     stages = range(p * (chunks or 1))
     loss, gradients = one_process(seed, stages, xs, targets)
-    by_rank = [
-        [g for number in range(rank, len(stages), p) for g in gradients[number]]
-        for rank in range(p)
-    ]
     _, last = one_process(seed, stages, xs[-1:], targets[-1:])
-    facts = {
-        "p": p,
-        "m": m,
-        "chunks": chunks or 1,
-        "gradients": by_rank,
-        "last": last,
-        "activation": xs[0].nbytes,
-    }
-    arguments: list[tuple] = [
-        (seed, xs if rank == 0 else None, targets if rank == p - 1 else None, m)
-        for rank in range(p)
-    ]
-    losses = [loss if rank == p - 1 else None for rank in range(p)]
+    of_chunks = [[gradients[number] for number in range(rank, len(stages), p)] for rank in range(p)]
+    of_rank = [[g for chunk in found for g in chunk] for found in of_chunks]
+
+    def expected(rank: int) -> list[Any]:
+        end = loss if rank == p - 1 else None
+        if chunks is not None:
+            return [ANYTHING, end, of_chunks[rank]]
+        if split:
+            weights = stage_of(seed, rank).parameters()
+            pairs = zip(weights, of_rank[rank])
+            return [end, [w.detach() - LEARNING_RATE * g for w, g in pairs]]
+        return [end, of_rank[rank]]
+
+    more = () if chunks is None else (chunks,)
     note = f"{m} microbatch{'es' * (m != 1)}"
-    if chunks is not None:
-        grouped = [
-            [gradients[number] for number in range(rank, len(stages), p)] for rank in range(p)
-        ]
-        expected: list[Any] = [[ANYTHING, losses[rank], grouped[rank]] for rank in range(p)]
-        arguments = [(*given, chunks) for given in arguments]
-        note += f", {chunks} chunk{'s' * (chunks != 1)}"
-    elif split:
-        weights = [
-            [
-                w.detach() - LEARNING_RATE * g
-                for w, g in zip(stage_of(seed, r).parameters(), gradients[r])
-            ]
-            for r in range(p)
-        ]
-        expected = [[losses[rank], weights[rank]] for rank in range(p)]
-    else:
-        expected = [[losses[rank], gradients[rank]] for rank in range(p)]
-    return Case(arguments, expected, note, facts, FREE)
+    return Case(
+        [
+            (seed, xs if rank == 0 else None, targets if rank == p - 1 else None, m, *more)
+            for rank in range(p)
+        ],
+        [expected(rank) for rank in range(p)],
+        note if chunks is None else f"{note}, {chunks} chunk{'s' * (chunks != 1)}",
+        {
+            "p": p,
+            "m": m,
+            "chunks": chunks or 1,
+            "gradients": of_rank,
+            "last": last,
+            "activation": xs[0].nbytes,
+        },
+        FREE,
+    )
 
 
 def step_cases(draw: Draw) -> list[Case]:

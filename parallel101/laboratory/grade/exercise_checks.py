@@ -223,14 +223,8 @@ def received(trial: Trial, counts: Callable[[Event], bool] = lambda event: True)
     return communicated(trial, counts, 1)
 
 
-RING_FACTOR = {
-    "all_reduce": 2,
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_to_all": 1,
-    "broadcast": 1,
-    "reduce": 1,
-}
+RING_ONCE = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+RING_FACTOR = {"all_reduce": 2, **dict.fromkeys(RING_ONCE, 1)}
 
 
 def _of_collective(event: Event, n: int) -> tuple[int, int]:
@@ -244,11 +238,17 @@ def _of_collective(event: Event, n: int) -> tuple[int, int]:
     return moved, moved
 
 
-def _wrong(check: Check, trial: Trial) -> str | None:
-    try:
-        return check.wrong(trial)
-    except Exception as error:  # what a rank returns may be anything
-        return f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
+def first_wrong(
+    trials: Sequence[Trial], wrong: Callable[[Trial], str | None]
+) -> tuple[str, Trial | None]:
+    """Return what is wrong in a trial, and the trial; "" and None if nothing is.
+
+    It is the first such trial with several ranks, if there is one, because its picture shows more.
+    """
+    for trial in sorted(trials, key=lambda trial: trial.world_size == 1):
+        if what := wrong(trial):
+            return what, trial
+    return "", None
 
 
 def everywhere(
@@ -256,25 +256,22 @@ def everywhere(
 ) -> tuple[str, Trial | None]:
     """Return what is wrong in a trial that fails the check, and the trial; else "" and None.
 
-    It is the first such trial with several ranks, if there is one, because its picture shows more.
     An early end of a run (see `in_short`) only fails the check of the value.
     """
-    found = []
-    for trial in trials:
+
+    def wrong(trial: Trial) -> str | None:
         if trial.error is not None:
-            what = in_short(trial) if check.kind == "value" else None
-        else:
-            wrong = _wrong(check, trial)
-            what = None if wrong is None else f"{trial.case.label}: {wrong}"
-        if what is not None:
-            found.append((what, trial))
-            if trial.world_size > 1:
-                return found[-1]
-    if found:
-        return found[0]
-    if any(trial.error is not None for trial in trials):
-        return "counts only with the right value", None
-    return ("", None) if trials else ("no case has run", None)
+            return in_short(trial) if check.kind == "value" else None
+        try:
+            what = check.wrong(trial)
+        except Exception as error:  # what a rank returns may be anything
+            what = f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
+        return what and f"{trial.case.label}: {what}"
+
+    message, trial = first_wrong(trials, wrong)
+    if not message and any(trial.error is not None for trial in trials):
+        message = "counts only with the right value"
+    return (message, trial) if trials else ("no case has run", None)
 
 
 def tolerated(check: Check, trials: Sequence[Trial]) -> str:
@@ -285,39 +282,33 @@ def tolerated(check: Check, trials: Sequence[Trial]) -> str:
     return ""
 
 
-def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """Return what shows that right values came without the bytes that they take, and the trial.
+def too_few_bytes(exercise: Exercise, trial: Trial) -> str | None:
+    """Return what shows that right values came without the bytes that they take.
 
     Such values did not come from the other ranks' messages.
     """
-    for trial in trials:
-        for rank, (got, least) in enumerate(
-            zip(received(trial), exercise.least_received(trial.case), strict=True)
-        ):
-            if got < least:
-                return (
-                    f"{trial.case.label}: rank {rank} received {got} bytes in messages; the result "
-                    f"takes at least {least}. Only data that comes in messages counts",
-                    trial,
-                )
-    return "", None
+    for rank, (got, least) in enumerate(
+        zip(received(trial), exercise.least_received(trial.case), strict=True)
+    ):
+        if got < least:
+            return (
+                f"{trial.case.label}: rank {rank} received {got} bytes in messages; the result "
+                f"takes at least {least}. Only data that comes in messages counts"
+            )
+    return None
 
 
-def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """Return a sentence about a call that was never waited for, and its trial.
+def never_waited(trial: Trial) -> str | None:
+    """Return a sentence about a call that was never waited for.
 
     Without the wait, right values are luck: a message may still be in flight when the function
     returns.
     """
-    for trial in trials:
-        for call in trial.unwaited:
-            kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
-            return (
-                f"{trial.case.label}: rank {call.rank} never waits for the {kind} at "
-                f"{shown(call.where)}",
-                trial,
-            )
-    return "", None
+    for call in trial.unwaited:
+        kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
+        where = f"the {kind} at {shown(call.where)}"
+        return f"{trial.case.label}: rank {call.rank} never waits for {where}"
+    return None
 
 
 # ---- misconceptions that many exercises share ----

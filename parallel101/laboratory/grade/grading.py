@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from parallel101.laboratory.grade.endings import (
     GradedRunFailed,
@@ -33,6 +33,7 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     everywhere,
+    first_wrong,
     never_waited,
     tolerated,
     too_few_bytes,
@@ -186,9 +187,9 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
         out_of = exercise.points * share(exercise, check)
         message, trial = everywhere(check, trials, in_short)
         if check.kind == "value" and not message:
-            message, trial = too_few_bytes(exercise, trials)
+            message, trial = first_wrong(trials, partial(too_few_bytes, exercise))
             if not message:
-                message, trial = never_waited(trials)
+                message, trial = first_wrong(trials, never_waited)
         counts = check.kind == "value" or value_is_right
         if not message and not counts:
             message = "counts only with the right value"
