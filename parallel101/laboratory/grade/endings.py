@@ -89,10 +89,6 @@ class RankDied(GradedRunFailed):
     long = f"{short}, {{where}}{{why}}. Did the code call exit, or ask for too much memory?"
 
 
-class CallFailed(GradedRunFailed):
-    """The calls of several ranks raised an exception together, when the data was moved."""
-
-
 class NotStarted(GradedRunFailed):
     """A case was not run: its processes did not start, or the time for the exercise was over."""
 

@@ -156,6 +156,7 @@ class Connection:
         self.sock, self.rank = sock, job["rank"]
         self.world_size = 0  # of the present case
         self.path = job["path"]  # the learner's file
+        self.files = [f"{name}.py" for name in job["files"]]  # that it may import
         self.program = job["exercise_path"]  # the file with the exercise's program
         self.calls = 0
         self.spans = 0
@@ -239,8 +240,7 @@ class Connection:
     def fail(self, error: BaseException) -> None:
         """Tell the grader of an exception that the learner's code raised."""
         calls = traceback.extract_tb(error.__traceback__)
-        own = [c for c in calls if c.filename == self.path or not os.path.isabs(c.filename)]
-        own = [call for call in own if not call.filename.startswith("<")]
+        own = [call for call in calls if call.filename in (self.path, *self.files)]
         place = f"{own[-1].filename}:{own[-1].lineno}" if own else "?"
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"

@@ -31,7 +31,7 @@ import torch
 
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.grade.stubs import filled_in, without_outputs
-from parallel101.laboratory.grade.wheel import library_wheel
+from parallel101.laboratory.grade.wheel import add_file, library_wheel
 
 # what the text of a set may need beside its own files
 FIGURES = (".png", ".svg")
@@ -133,18 +133,18 @@ def release(
     files = {file.name: _content(file) for file in handed_out(homework)}
     with zipfile.ZipFile(learners, "w", zipfile.ZIP_DEFLATED) as bundle:
         for file, content in files.items():
-            _add(bundle, f"{name}/{file}", content, 0o644)
+            add_file(bundle, f"{name}/{file}", content, 0o644)
 
     torch_version = torch.__version__.partition("+")[0]
     with zipfile.ZipFile(gradescope, "w", zipfile.ZIP_DEFLATED) as bundle:
         setup = SETUP.format(torch=torch_version, library=library or f"/autograder/source/{wheel}")
-        _add(bundle, "setup.sh", setup.encode(), 0o755)
-        _add(bundle, "run_autograder", RUN.format(name=name).encode(), 0o755)
-        _add(bundle, "seed.txt", f"{seed}\n".encode(), 0o600)
+        add_file(bundle, "setup.sh", setup.encode(), 0o755)
+        add_file(bundle, "run_autograder", RUN.format(name=name).encode(), 0o755)
+        add_file(bundle, "seed.txt", f"{seed}\n".encode(), 0o600)
         for declared in (*homework.tests, homework.code):
-            _add(bundle, f"{name}/{declared.name}", files[declared.name], 0o600)
+            add_file(bundle, f"{name}/{declared.name}", files[declared.name], 0o600)
         if wheel:
-            _add(bundle, wheel, packed, 0o600)
+            add_file(bundle, wheel, packed, 0o600)
 
     # only what a release writes: a teacher may have made a repository of this folder
     shutil.rmtree(github / name, ignore_errors=True)
@@ -199,10 +199,3 @@ def _refusal(homework: HomeworkSet, found: list[str]) -> str:
         f"Release it from a clone in which nothing is filled in, or copy your solution elsewhere "
         f"and get the stubs back: git checkout -- {folder}"
     )
-
-
-def _add(bundle: zipfile.ZipFile, name: str, content: bytes, mode: int) -> None:
-    entry = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))
-    entry.external_attr = (stat.S_IFREG | mode) << 16
-    entry.compress_type = zipfile.ZIP_DEFLATED
-    bundle.writestr(entry, content)

@@ -32,7 +32,6 @@ from parallel101.laboratory.grade import frames, users
 from parallel101.laboratory.grade.endings import (
     MOST_PRINTED,
     CalledFromThread,
-    CallFailed,
     ForbiddenCall,
     GradedRunFailed,
     LearnerError,
@@ -334,7 +333,7 @@ class SubmissionRanks:
         if outcome.error is not None and not isinstance(
             outcome.error, GradedRunFailed | DeadlockError | MisuseError
         ):  # what the calls of several ranks together do: no rank's own fault is known
-            trial.error = CallFailed(plain(one_line(outcome.error)))
+            trial.error = GradedRunFailed(plain(one_line(outcome.error)))
         return trial
 
 

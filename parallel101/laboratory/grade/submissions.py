@@ -373,7 +373,7 @@ def _csv_row(result: Result) -> dict[str, object]:
     for entry in result["exercises"]:
         number, mistake = entry["number"], entry["misconception"] or {}
         row[f"{number} {'points' if entry['out_of'] else 'practice'}"] = earned(entry)
-        row[f"{number} reason"] = entry["reason"]
+        row[f"{number} reason"] = entry.get("reason", "")  # not in results of an older version
         row[f"{number} misconception"] = mistake.get("name", "")
     return {name: cell(value) for name, value in row.items()}
 

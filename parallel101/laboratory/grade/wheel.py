@@ -57,11 +57,16 @@ def library_wheel() -> tuple[str, bytes]:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, data in files.items():
-            entry = zipfile.ZipInfo(name, TIME)
-            entry.external_attr = (stat.S_IFREG | 0o644) << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            wheel.writestr(entry, data)
+            add_file(wheel, name, data, 0o644)
     return f"{named}-py3-none-any.whl", packed.getvalue()
+
+
+def add_file(archive: zipfile.ZipFile, name: str, content: bytes, mode: int) -> None:
+    """Add a file, with a time that is always the same."""
+    entry = zipfile.ZipInfo(name, TIME)
+    entry.external_attr = (stat.S_IFREG | mode) << 16
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(entry, content)
 
 
 def _hash(data: bytes) -> str:
