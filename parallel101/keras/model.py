@@ -232,7 +232,7 @@ class ParallelKeras(ShardedModel):
         """
         if self.dp.size > 1 and not self.samples_checked and len(keras.tree.flatten(x)[0]) > 1:
             problem = check_samples(self.inner, x, self.run)
-            self.agree.check_on_all(lambda: refuse(problem))
+            refuse(next(filter(None, self.agree.objects(problem)), ""))
             self.samples_checked = True
 
     def trains_now(self) -> list[bool]:

@@ -21,7 +21,7 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.data_parallel import Overlapped
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes, Entry, Layout
-from parallel101.trainers.zero.flat import Sharing
+from parallel101.trainers.zero.flat import ZeROGroup
 from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
 
@@ -242,10 +242,10 @@ def gradient_sync(
 ) -> GradientSync:
     """Return the object that sums gradients over the data axis."""
     if zero_stage == 3:
-        return ZeRO3(inner, parameters, Sharing(dp))
+        return ZeRO3(inner, parameters, ZeROGroup(dp))
     size = default_bucket_bytes(parameters, 4)
     if zero_stage:
-        return ZeRO12(parameters, Sharing(dp), zero_stage=zero_stage, bucket_bytes=size)
+        return ZeRO12(parameters, ZeROGroup(dp), zero_stage=zero_stage, bucket_bytes=size)
     return GradientSync(parameters) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
 
 

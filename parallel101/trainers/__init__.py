@@ -13,7 +13,7 @@ The ideas, each in one file that is read from top to bottom, and that the traine
 
 Behind them:
 
-    hybrid.py, one_axis.py  the public trainers: HybridTrainer, and it on one axis
+    hybrid.py, one_axis.py, options.py    the public trainers: HybridTrainer, and it on one axis
     local_model.py, layout.py    from the whole model to a rank's part; where every parameter is
     gradient_sync.py, make_sync.py, zero/    what gradients need; odd models
     context/                whose positions are where, a batch cut along time, Ulysses

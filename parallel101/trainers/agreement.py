@@ -12,17 +12,18 @@ never comes: the launcher does.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import all_gather, broadcast
+from parallel101.collectives import all_gather, broadcast, gather
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.support.raw_memory import raw_memory
+from parallel101.trainers.support.batches import raw_memory
 
 DIGEST = 8  # bytes of a hash
 FEW_STEPS = "bruck"  # a few bytes a rank, however many ranks there are
@@ -46,45 +47,38 @@ class Agreement:
 
     def numbers(self, *mine: float) -> list[list[float]]:
         """Return, for each of these numbers, a list of every rank's, by position."""
-        with wait_span("agree"):
-            return (
-                all_gather(
-                    torch.tensor([mine], dtype=torch.float64, device=self.device),
-                    group=self.group,
-                    algorithm=FEW_STEPS,
-                )
-                .t()
-                .tolist()
-            )
+        return self.of_all([mine], torch.float64).t().tolist()
 
-    def texts(self, mine: str) -> list[str]:
-        """Return every rank's text, by position."""
-        data = torch.empty(0, dtype=torch.uint8, device=self.device)
-        if mine:
-            data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self.device)
-        mine_of_all = torch.tensor([len(data)], device=self.device)
-        sizes = all_gather(mine_of_all, group=self.group, algorithm=FEW_STEPS).tolist()
-        all_data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS).cpu()
-        return [bytes(raw_memory(part)).decode() for part in all_data.split(sizes)]
+    def objects(self, mine: Any, first_only: bool = False) -> list[Any]:
+        """Return every rank's object, by position: tensors, numbers and texts, in dicts, lists and
+        tuples. With `first_only` the other ranks get [].
+        """
+        if len(self.ranks) == 1:
+            return [mine]
+        file = io.BytesIO()
+        torch.save(mine, file)
+        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(self.device)
+        sizes = self.of_all([len(data)]).tolist()
+        if first_only:
+            data = gather(data, 0, group=self.group, sizes=sizes)
+        else:
+            data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS)
+        return [
+            torch.load(io.BytesIO(raw_memory(part)), map_location=self.device, weights_only=True)
+            for part in (data.cpu().split(sizes) if len(data) else ())
+        ]
 
     def same(self, mine: str) -> bool:
         """Return whether all ranks pass the same text. They send each other its hash, 8 bytes."""
-        number = int.from_bytes(
-            hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest(), "big", signed=True
-        )
+        digest = hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest()
+        number = int.from_bytes(digest, "big", signed=True)
+        return len(set(self.of_all([number]).tolist())) == 1
+
+    def of_all(self, mine: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return every rank's row."""
+        row = torch.tensor(mine, dtype=dtype, device=self.device)
         with wait_span("agree"):
-            return (
-                len(
-                    set(
-                        all_gather(
-                            torch.tensor([number], device=self.device),
-                            group=self.group,
-                            algorithm=FEW_STEPS,
-                        ).tolist()
-                    )
-                )
-                == 1
-            )
+            return all_gather(row, group=self.group, algorithm=FEW_STEPS)
 
     def all_or_none(self, doing: str, work: Callable[[], Any]) -> Any:
         """Return the result of `work()` if it succeeds on all ranks, or raise on all of them."""
@@ -97,16 +91,6 @@ class Agreement:
             self.raise_problem(problem, doing)
         return done
 
-    def check_on_all(self, check: Callable[[], None]) -> None:
-        """Raise, on every rank, the ValueError of the first rank on which `check()` raises one."""
-        problem = ""
-        try:
-            check()
-        except ValueError as error:
-            problem = str(error)
-        if any(self.numbers(bool(problem))[0]):
-            raise ValueError(next(filter(None, self.texts(problem))))
-
     def raise_problem(self, problem: Exception | None, doing: str) -> None:
         """Raise on every rank, after one of them or several failed: `problem` on those, on the
         others an error that quotes the first.
@@ -118,7 +102,7 @@ class Agreement:
             (name for name, kind in KINDS.items() if isinstance(problem, kind)), "RuntimeError"
         )
         with wait_span("agree"):
-            texts = self.texts(f"{kind} {type(problem).__name__}: {problem}" if problem else "")
+            texts = self.objects(f"{kind} {type(problem).__name__}: {problem}" if problem else "")
         if problem:
             raise problem
         for rank, text in zip(self.ranks, texts):
@@ -143,7 +127,7 @@ class Agreement:
         if self.same(mine):
             return
         models = [
-            dict(line.split("\t", 1) for line in text.splitlines()) for text in self.texts(mine)
+            dict(line.split("\t", 1) for line in text.splitlines()) for text in self.objects(mine)
         ]
         raise ValueError(f"{what}: {_difference(models, self.ranks, advice)}")
 
@@ -184,19 +168,15 @@ def _fingerprint(tensor: Tensor) -> str:
 def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:
     """Return in words the first entry in which some ranks differ from the first rank."""
     for name in dict.fromkeys(name for model in models for name in model):
-        entries = [model.get(name) for model in models]
-        others = [rank for rank, entry in zip(ranks, entries) if entry != entries[0]]
-        if not others:
-            continue
-        there = f"on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-        other = next(entry for entry in entries if entry != entries[0])
-        kinds = [
-            "absent" if entry is None else entry.split("\t")[0] for entry in (entries[0], other)
-        ]
-        if kinds[0] != kinds[1]:
+        entries = [model.get(name, "absent") for model in models]
+        others = [i for i, entry in enumerate(entries) if entry != entries[0]]
+        if others:
+            there = f"on rank{'s'[: len(others) - 1]} {', '.join(str(ranks[i]) for i in others)}"
+            first, other = (entries[i].partition("\t")[0] for i in (0, others[0]))
+            if first == other:
+                return f"{name!r} {there} differs from rank {ranks[0]}; {advice}"
             return (
-                f"{name!r} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} {there}; build the "
-                "same model on every rank"
+                f"{name!r} is {first} on rank {ranks[0]} and {other} {there}; build the same model "
+                "on every rank"
             )
-        return f"{name!r} {there} differs from rank {ranks[0]}; {advice}"
     return "they list their parameters in different orders; build the same model on every rank"

@@ -65,9 +65,7 @@ def ring_attention(
 
     Returns a tensor like q, differentiable once. Raises TypeError or ValueError for wrong calls.
     """
-    (q, k, v), call = checked(
-        "ring_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair
-    )
+    (q, k, v), call = checked((q, k, v), group, causal, layout, sizes, scale, seconds_per_pair)
     return RingAttention.apply(q, k, v, call) if call.takes_part else q.new_empty(0)
 
 

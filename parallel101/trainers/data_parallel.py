@@ -13,23 +13,24 @@ Parallel Training" (2020), section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 
 import torch
-from torch import nn
 
 from parallel101.collectives import all_reduce
 from parallel101.collectives.asynchronous import SideBySide, all_reduce_async
 from parallel101.mesh import GroupLike, group_of, split_sizes
-from parallel101.spans import span, wait_span
+from parallel101.spans import wait_span
 from parallel101.trainers.gradient_sync import (
+    GradientHooks,
     GradientSync,
     MiB,
     Parameters,
     by_size,
     dense_gradient,
+    sum_gradients,
 )
 
 
@@ -65,71 +66,45 @@ class Bucketed(GradientSync):
     def finish(self) -> list[str]:
         unused = self.without_gradient()
         for bucket in self.buckets:
-            flat = torch.cat([dense_gradient(name, p).flatten() for name, p in bucket.items()])
-            total = all_reduce(flat, group=self.group, algorithm=self.algorithm)
-            parts = total.split([p.numel() for p in bucket.values()])
-            for p, part in zip(bucket.values(), parts):
-                p.grad = part.view(p.shape)
+            sum_gradients(bucket, self.group, self.algorithm)
         return unused
 
 
 class Overlapped(GradientSync):
     """Begins a bucket's all-reduce as soon as backward has filled the bucket.
 
-    Buckets leave in the same order on every rank, whatever the order of the gradients. When one
-    leaves, the one before it has had time to arrive: it is summed and sent on.
+    When one leaves, the one before it has had time to arrive: it is summed and sent on.
     """
 
     how = "all-reduced in buckets during backward"
 
     def __init__(self, parameters: Parameters, group: GroupLike, bucket_bytes: int):
         super().__init__(parameters)
-        self.group, self.listening = group, False
-        self.buckets = [Bucket(some, group) for some in by_size(parameters, bucket_bytes)]
+        groups = by_size(parameters, bucket_bytes)
+        self.buckets = [Bucket(together, group) for together in groups]
+        self.hooks = GradientHooks(groups, self.send)
         self.in_flight: list[SideBySide] = []
-        self.place = {
-            p: (bucket, name) for bucket in self.buckets for name, p in bucket.parameters.items()
-        }
-        for p in self.place:
-            p.register_post_accumulate_grad_hook(self.ready)
+        self.unused: list[str] = []
 
     def begin(self) -> None:
-        self.in_flight, self.listening = [], False
-        for bucket in self.buckets:
-            bucket.filled.clear()
+        self.in_flight, self.unused = [], []
 
-    @contextmanager
-    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
-        self.listening = last  # after an earlier microbatch, gradients are not complete
-        yield
-        self.listening = False
+    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
+        # after an earlier microbatch, gradients are not complete
+        return self.hooks.backward() if last else nullcontext()
 
-    def ready(self, p: nn.Parameter) -> None:
-        """Note that the gradient of p is complete. autograd calls this."""
-        if not self.listening:
-            return
-        bucket, name = self.place[p]
-        self.check_once(name, bucket.filled)
-        with span("gradient ready", parameter=name):
-            bucket.take(name)
-        while (sent := len(self.in_flight)) < len(self.buckets) and self.buckets[sent].is_full():
-            self.send_next()
-
-    def send_next(self) -> None:
-        self.in_flight.append(self.buckets[len(self.in_flight)].all_reduce_async())
-        if len(self.in_flight) > 1:
+    def send(self, number: int) -> None:
+        bucket = self.buckets[number]
+        self.unused += [name for name, p in bucket.parameters.items() if p.grad is None]
+        self.in_flight.append(bucket.all_reduce_async())
+        if number:
             with wait_span("wait for gradients"):
-                self.in_flight[-2].advance()
+                self.in_flight[number - 1].advance()
 
     def finish(self) -> list[str]:
-        unused = self.without_gradient()
-        for bucket in self.buckets[len(self.in_flight) :]:  # some gradient in it never came
-            for name in bucket.parameters.keys() - bucket.filled:
-                bucket.take(name)
-            self.send_next()
         for pending in self.in_flight:
             pending.wait()
-        return unused
+        return self.unused
 
 
 # ── a bucket ──
@@ -150,41 +125,31 @@ class Bucket:
     Args:
         parameters: by name.
         group: the ranks over which they are summed.
-
-    Attributes:
-        filled: the names of those that are complete.
     """
 
     def __init__(self, parameters: Parameters, group: GroupLike):
-        self.parameters, self.group, ranks = parameters, group, group_of(group).size
-        self.filled: set[str] = set()
-        small = {
-            name: p for name, p in parameters.items() if p.nbytes < LARGE or p.device.type != "cpu"
+        self.parameters, self.group = parameters, group
+        self.large = {
+            name: p
+            for name, p in parameters.items()
+            if p.nbytes >= LARGE and p.device.type == "cpu"
         }
-        self.large = [p for name, p in parameters.items() if name not in small]
-        sizes, first = [p.numel() for p in small.values()], next(iter(parameters.values()))
-        self.flat = torch.zeros(sum(sizes), dtype=first.grad_dtype, device=first.device)
-        self.places = dict(zip(small, self.flat.split(sizes)))
-        self.shares = even_shares([p.numel() for p in self.large], ranks)
-
-    def take(self, name: str) -> None:
-        """Note that this gradient is complete. Move it to its place if it is small."""
-        p = self.parameters[name]
-        gradient, place = dense_gradient(name, p), self.places.get(name)
-        p.grad = gradient.contiguous() if place is None else place.view(p.shape).copy_(gradient)
-        self.filled.add(name)
-
-    def is_full(self) -> bool:
-        return self.filled == self.parameters.keys()
+        self.small = {name: p for name, p in parameters.items() if name not in self.large}
+        self.shares = even_shares([p.numel() for p in self.large.values()], group_of(group).size)
+        first, total = next(iter(parameters.values())), sum(p.numel() for p in self.small.values())
+        self.flat = torch.zeros(total, dtype=first.grad_dtype, device=first.device)
 
     def all_reduce_async(self) -> SideBySide:
         """Begin to sum the gradients, in place."""
-        flats = [p.grad.view(-1) for p in self.large if p.grad is not None]
-        sums = [
-            all_reduce_async(flat, group=self.group, sizes=sizes, out=flat)
-            for flat, sizes in zip(flats, self.shares)
-        ]
-        if self.places:
+        sums = []
+        for (name, p), sizes in zip(self.large.items(), self.shares):
+            p.grad = dense_gradient(name, p).contiguous()
+            flat = p.grad.view(-1)
+            sums.append(all_reduce_async(flat, group=self.group, sizes=sizes, out=flat))
+        if self.small:
+            places = self.flat.split([p.numel() for p in self.small.values()])
+            for (name, p), place in zip(self.small.items(), places):
+                p.grad = place.view(p.shape).copy_(dense_gradient(name, p))
             sums.append(all_reduce_async(self.flat, group=self.group, out=self.flat))
         return SideBySide(sums)
 

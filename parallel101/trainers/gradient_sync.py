@@ -8,14 +8,17 @@ data_parallel.py and zero_1_2_3.py have the synchronizations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
-from parallel101.mesh import GroupLike, group_of
+from parallel101.mesh import GroupLike
+from parallel101.spans import span
 from parallel101.trainers.layout import Pieces
 
 Parameters = Mapping[str, nn.Parameter]
@@ -27,24 +30,24 @@ class GradientSync:
 
     Args:
         parameters: by name, those that are trained.
-        zeros: whether a gradient that no sample gave is zeros, since other ranks have other parts
-            of the parameter, such as other experts, to which a sample may have given one.
 
     Attributes:
         owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
+        pieces: the parts of the model's own parameters that these stand for.
         scale: by which the loss is multiplied before backward; `finish` divides by it.
-        placements: name → Pieces, how the data axis cuts them. Empty: every rank has all.
+        placements: name → Pieces, what the data axis leaves here. Empty: every rank has all.
         zero_stage: how much of the rest it cuts: 1 is the optimizer state, 2 the gradients too, 3
             the weights too.
+        how: in words. live: see `LiveBytes`, of ZeRO.
     """
 
     zero_stage = 0
+    live: Any = None
     how = "of the whole batch on each rank that has them"
     scale = 1.0
 
-    def __init__(self, parameters: Parameters, zeros: bool = False):
-        self.owned: Parameters = parameters
-        self.zeros = zeros
+    def __init__(self, parameters: Parameters):
+        self.owned = self.pieces = parameters
         self.placements: Mapping[str, Pieces] = {}
 
     def begin(self) -> None:
@@ -64,36 +67,21 @@ class GradientSync:
         return nullcontext()
 
     def finish(self) -> list[str]:
-        """Set every owned gradient to the sum over the ranks.
+        """Set every owned gradient to the sum over the ranks, zeros if no sample gave one: other
+        ranks may have other parts of the parameter, such as other experts.
 
         Returns the names of the parameters to which this rank's samples gave no gradient.
         """
         unused = self.without_gradient()
-        for name in unused if self.zeros else ():
-            self.owned[name].grad = dense_gradient(name, self.owned[name])
+        for name, p in self.owned.items():
+            p.grad = dense_gradient(name, p)
         return unused
 
     def without_gradient(self) -> list[str]:
         return [name for name, p in self.owned.items() if p.grad is None]
 
-    def check_once(self, name: str, complete: Container[str]) -> None:
-        """Raise RuntimeError if a gradient that was complete is completed again."""
-        if name in complete:
-            raise completed_twice(name)
-
     def publish(self) -> None:
         """Send the weights that this rank has updated for others, after the optimizer's step."""
-
-    def held(self) -> Mapping[str, list[Tensor]]:
-        """Return, by kind, the tensors held here besides the parameters and their gradients."""
-        return {}
-
-    def peaks(self) -> Mapping[str, int]:
-        """Return, by kind, the most bytes that were alive at once in the last step."""
-        return {}
-
-    def describe(self) -> str:
-        return f"{len(self.owned)} gradients, {self.how}"
 
 
 class Together(GradientSync):
@@ -106,20 +94,14 @@ class Together(GradientSync):
         self.syncs = syncs
         self.placements = {name: at for sync in syncs for name, at in sync.placements.items()}
         self.zero_stage = max((sync.zero_stage for sync in syncs), default=0)
+        self.live = next((sync.live for sync in syncs), None)
+        self.how = "; ".join(dict.fromkeys(sync.how for sync in syncs))
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        with ExitStack() as contexts:
-            for sync in self.syncs:
-                contexts.enter_context(sync.forward())
-            yield
+    def forward(self) -> AbstractContextManager:
+        return nested(sync.forward() for sync in self.syncs)
 
-    @contextmanager
-    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
-        with ExitStack() as contexts:
-            for sync in self.syncs:
-                contexts.enter_context(sync.backward(kind, last))
-            yield
+    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
+        return nested(sync.backward(kind, last) for sync in self.syncs)
 
     def begin(self) -> None:
         for sync in self.syncs:
@@ -132,29 +114,71 @@ class Together(GradientSync):
         for sync in self.syncs:
             sync.publish()
 
-    def held(self) -> Mapping[str, list[Tensor]]:
-        return merged(self.syncs, lambda sync: sync.held(), [])
 
-    def peaks(self) -> Mapping[str, int]:
-        return merged(self.syncs, lambda sync: sync.peaks(), 0)
+@contextmanager
+def nested(contexts: Iterable[AbstractContextManager]) -> Iterator[None]:
+    """Enter all of the contexts, one inside the other."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
-    def describe(self) -> str:
-        return "; ".join(sync.describe() for sync in self.syncs)
 
+class GradientHooks:
+    """Sends one bucket of gradients after another as soon as backward has made all of them. Buckets
+    leave in the same order on every rank, whatever the order of the gradients.
 
-def merged(
-    syncs: Sequence[GradientSync], of: Callable[[GradientSync], Mapping], zero: object
-) -> dict:
-    """Return, by kind, the sum of what all of the synchronizations have."""
-    found: dict = {}
-    for sync in syncs:
-        for kind, value in of(sync).items():
-            found[kind] = found.get(kind, zero) + value
-    return found
+    Args:
+        buckets: the parameters of each.
+        send: called with the number of a bucket. Some of its gradients may be missing if they never
+            came.
+        overlap: whether to send during backward, or else at its end.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Parameters], send: Callable[[int], None], overlap: bool = True
+    ):
+        self.buckets, self.send, self.overlap = buckets, send, overlap
+        self.missing: list[set[str]] = []  # of each bucket, the gradients to come
+        self.sent = 0
+        for number, bucket in enumerate(buckets):
+            for name, p in bucket.items():
+                p.register_post_accumulate_grad_hook(partial(self.ready, number, name))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward after which the gradients are complete."""
+        self.sent, self.missing = 0, [set(bucket) for bucket in self.buckets]
+        try:
+            yield
+        finally:
+            self.missing = []  # before another microbatch's are complete, nothing is sent
+        while self.sent < len(self.buckets):
+            self.send_next()
+
+    def ready(self, number: int, name: str, _: nn.Parameter) -> None:
+        """Note that a gradient is complete. autograd calls this."""
+        if not self.missing:
+            return
+        if self.overlap and name not in self.missing[number]:
+            raise RuntimeError(
+                f"the gradient of {name!r} was completed twice in one backward, and the first may "
+                "have been sent already: expected once, as with torch.utils.checkpoint(…, "
+                "use_reentrant=False); or build the trainer with overlap=False, which sends after "
+                "backward"
+            )
+        with span("gradient ready", parameter=name):
+            self.missing[number].discard(name)
+        while self.overlap and self.sent < len(self.buckets) and not self.missing[self.sent]:
+            self.send_next()
+
+    def send_next(self) -> None:
+        self.send(self.sent)
+        self.sent += 1
 
 
 def by_size(
-    parameters: Parameters, most: int, apart: Mapping[str, str] = {}
+    parameters: Parameters, most: int, labels: Mapping[str, str] = {}
 ) -> list[dict[str, nn.Parameter]]:
     """Return groups of parameters with up to `most` bytes, of one dtype and device each; a
     larger parameter has a group to itself.
@@ -163,14 +187,14 @@ def by_size(
     and the same order on every rank.
 
     Args:
-        apart: name → a label. Only parameters with the same label share a group.
+        labels: name → a label. Only parameters with the same label share a group.
     """
     groups: list[dict[str, nn.Parameter]] = []
     room, kind = 0, None
     for name, p in reversed(list(parameters.items())):
-        if p.nbytes > room or (p.dtype, p.device, apart.get(name)) != kind:
+        if p.nbytes > room or (p.dtype, p.device, labels.get(name)) != kind:
             groups.append({})
-            room, kind = most, (p.dtype, p.device, apart.get(name))
+            room, kind = most, (p.dtype, p.device, labels.get(name))
         groups[-1][name] = p
         room -= p.nbytes
     return groups
@@ -194,24 +218,10 @@ def dense_gradient(name: str, p: nn.Parameter) -> Tensor:
     return p.grad
 
 
-def sum_gradients(parameters: Parameters, group: GroupLike) -> None:
-    """Sum these gradients over the ranks of the group, in one all-reduce. Along tp it is direct, as
-    those of the layers are.
-    """
-    if parameters:
-        algorithm = "direct" if group_of(group).axis == "tp" else "auto"
-        row = torch.cat([dense_gradient(name, p).flatten() for name, p in parameters.items()])
-        total = all_reduce(row, group=group, algorithm=algorithm)
-        parts = total.split([p.numel() for p in parameters.values()])
-        for p, part in zip(parameters.values(), parts):
-            p.grad = part.view_as(p)
-
-
-def completed_twice(name: str) -> RuntimeError:
-    """Return the error for a gradient that changed after it was complete, perhaps sent."""
-    return RuntimeError(
-        f"the gradient of {name!r} was completed twice in one backward, and the first may have "
-        "been sent already: expected once, as with "
-        "torch.utils.checkpoint(…, use_reentrant=False); or build the trainer with "
-        "overlap=False, which sends after backward"
-    )
+def sum_gradients(parameters: Parameters, group: GroupLike, algorithm: str = "direct") -> None:
+    """Sum these gradients over the ranks of the group, in one all-reduce."""
+    row = torch.cat([dense_gradient(name, p).flatten() for name, p in parameters.items()])
+    total = all_reduce(row, group=group, algorithm=algorithm)
+    parts = total.split([p.numel() for p in parameters.values()])
+    for p, part in zip(parameters.values(), parts):
+        p.grad = part.view_as(p)

@@ -15,29 +15,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import DATA, Axes, Entry, Layout, StateNames, tensors_of_state
+from parallel101.trainers.layout import DATA, Axes, Entry, Layout, state_names, tensors_of_state
 from parallel101.trainers.local_model import prepare
-from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
+from parallel101.trainers.make_sync import MakeSync
+from parallel101.trainers.options import Options, check_names, for_another_axis, takes
 from parallel101.trainers.precision import MasterWeights, choose_precision
 from parallel101.trainers.random_numbers import RandomNumbers
-from parallel101.trainers.recompute import Recompute, modules_to_recompute, recompute_in_backward
-from parallel101.trainers.shares import Shares, check_frozen
-from parallel101.trainers.step import Accumulation, Trainer
+from parallel101.trainers.recompute import modules_to_recompute, recompute_in_backward
+from parallel101.trainers.step import Accumulation, step
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
     LossFn,
     OptimizerFn,
-    check_accumulate,
+    check_loss_fn,
     check_model,
-    check_options,
     is_vocabulary_loss,
     mark_as_cut,
 )
@@ -45,15 +44,18 @@ from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
 from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronise_norms
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
 
 if TYPE_CHECKING:
-    from parallel101.trainers.schedules.schedule import Schedule
-    from parallel101.trainers.tensor.plan import TensorPlan
+    from parallel101.trainers.context.cut_time import ContextAxis
+    from parallel101.trainers.experts_plan import ExpertsPlan
+    from parallel101.trainers.pipeline.stages import PipelineStages
+    from parallel101.trainers.tensor.plan import ResolvedPlan
 
 AXES = ("dp", "cp", "tp", "pp", "ep")
-CONTEXTS = ("zigzag", "contiguous", "ulysses")
+OPTIONS = [field.name for field in fields(Options)]
 
 
 class HybridTrainer(Trainer):
@@ -158,161 +160,101 @@ class HybridTrainer(Trainer):
         optimizer: OptimizerFn,
         *,
         mesh: DeviceMesh | Axes,
-        zero_stage: int = 0,
-        overlap: bool = True,
-        bucket_bytes: int | None = None,
-        layers: Sequence[type[nn.Module]] | None = None,
-        algorithm: str | Mapping[str, str] | None = None,
-        plan: TensorPlan | None = "auto",
-        sequence_parallel: bool = False,
-        regather: bool = False,
-        context: str = "zigzag",
-        schedule: str | Schedule = "1f1b",
-        microbatches: int | None = None,
-        chunks: int = 1,
-        layers_per_stage: Sequence[int] | None = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        recompute: Recompute = "none",
-        precision: str | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        sync: bool = False,
-        sync_batch_norm: bool = False,
-        verify: bool = True,
+        **options: Any,
     ):
-        # arguments
+        # what is asked for
+        check_names(self, options, OPTIONS)
+        given = Options(**options)
         axes = mesh if isinstance(mesh, Axes) else Axes(mesh, axis_sizes(mesh))
-        plan, of_experts = split_plan(plan)
-        check_axes_of_options(
-            axes, plan, of_experts, sequence_parallel, regather, context, layers_per_stage
-        )
-        check_options(loss_fn, clip_norm, autocast)
-        operations = operations_of(axes, zero_stage, sequence_parallel)
-        algorithms = choose_algorithms(algorithm, operations, overlap)
+        given.check_axes(axes)
+        check_loss_fn(loss_fn)
         self.device = check_model(model)
-        recomputed = modules_to_recompute(recompute, model)
-        self.precision = choose_precision(precision, gradient_dtype, autocast, self.device)
-        # Along cp and ep the model's backward sends, too. If ranks take different ways through the
-        # model, gradients that leave meanwhile would meet those messages.
-        apart = zero_stage == 3 or axes.size(["cp", "ep"]) == 1
-        make_sync = how_to_sync(
-            zero_stage, overlap and apart, bucket_bytes, layers, self.precision, algorithms
-        )
-        pipeline = None
-        if "pp" in axes.sizes:
-            from parallel101.trainers.pipeline.stages import PipelineStages
-
-            pipeline = PipelineStages(
-                model, axes, schedule, microbatches, chunks, layers_per_stage, accumulate
-            )
-            if zero_stage == 3:
-                pipeline.check_ties(model)
-        elif microbatches is not None or chunks != 1 or schedule != "1f1b":
-            raise ValueError(
-                "schedule, microbatches and chunks are for a pipeline, but the mesh has no axis "
-                "pp: use accumulate, or add pp"
-            )
-        many = pipeline.schedule.microbatches if pipeline else check_accumulate(accumulate)
-        check_frozen_norms = partial(check_norms, model, axes.size(DATA), many, sync_batch_norm)
-        check_frozen_norms()
+        recomputed = modules_to_recompute(given.recompute, model)
+        self.precision = choose_precision(given, self.device)
+        make_sync = MakeSync(given, axes, self.precision)
+        pipeline = pipeline_stages(model, axes, given)
+        many = pipeline.schedule.microbatches if pipeline else given.accumulate
+        synchronized = given.sync_batch_norm
+        self.check_norms = partial(check_norms, model, axes.size(DATA), many, synchronized)
+        self.check_norms()
 
         # what is known of the whole model, before it is cut
-        self.model, self.axes, self.clip_norm = model, axes, clip_norm
+        self.model, self.axes, self.clip_norm = model, axes, given.clip_norm
         self.position = axes.position
         self.agree = Agreement(axes.group, self.device)
-        self.agree.check_or_copy(model, sync)
-        entries = {
-            name: Entry(t.shape, self.precision.kept(t.dtype))
-            for name, t in tensors_of_state(model).items()
-        }
+        self.agree.check_or_copy(model, given.sync)
+        shapes = tensors_of_state(model)
+        kept = {name: Entry(t.shape, self.precision.kept(t.dtype)) for name, t in shapes.items()}
         masters = self.precision.cast_model(model)
         whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        self.trained, self.state = list(whole), StateNames(model)
         if self.precision.master:
             whole = {name: nn.Parameter(masters[name]) for name in whole}
-        built = build_optimizer(optimizer, whole)
-        self.verification = Verification(self, model, loss_fn, verify)
-        resolved = None
-        if "tp" in axes.sizes and plan is not None:
-            from parallel101.trainers.tensor.plan import resolve
-
-            tp = axes.sizes["tp"]
-            in_time = sequence_parallel, algorithms, overlap, regather
-            resolved = resolve(plan, model, loss_fn, tp, *in_time)
-        experts = None
-        if "ep" in axes.sizes:
-            from parallel101.trainers.experts_plan import experts_plan
-
-            experts = experts_plan(of_experts, model, axes.sizes["ep"])
+        self.trained, self.state = list(whole), state_names(model)
+        self.optimizer = build_optimizer(optimizer, whole)
+        self.verification = Verification(self, model, loss_fn, given.verify)
+        plan, experts = tensor_and_experts_plan(model, loss_fn, axes, given, make_sync.algorithms)
         if is_vocabulary_loss(loss_fn):
-            cut_logits = resolved is not None and resolved.vocabulary
-            loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))
+            loss_fn = partial(loss_fn, group=axes.along(["tp"] if plan and plan.vocabulary else []))
         self.loss_fn = self.precision.of_loss(loss_fn)
 
         # cut
-        local = prepare(model, axes, self.agree, make_sync, pipeline, resolved, experts)
+        local = prepare(model, axes, self.agree, make_sync, pipeline, plan, experts)
         for name in recomputed:
             recompute_in_backward(model.get_submodule(name), name)
-        if pipeline or resolved or experts or zero_stage == 3:
+        if pipeline or plan or experts or given.zero_stage == 3:
             mark_as_cut(model)
-        placed = {
-            name: e._replace(placements=local.placements[name]) for name, e in entries.items()
-        }
+        placed = {name: e._replace(placements=local.placements[name]) for name, e in kept.items()}
         self.layout = Layout(axes, placed, self.device)
-        self.local, self.sums, self.notes = local.local, local.sums, local.notes
-        casting: Callable[[], Any] = partial(self.precision.forward, self.device)
+        self.local, self.sums, self.notes = local.local, local.sums, list(local.notes)
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
-        if sequence_parallel:
-            casting = partial(self.random_numbers.of_forward, casting)
-        self.context = None
-        if axes.sizes.get("cp", 1) > 1:
-            from parallel101.trainers.context.cut_time import ContextAxis
+        around: Callable[[], Any] = partial(self.precision.forward, self.device)
+        if given.sequence_parallel:
+            around = partial(self.random_numbers.of_forward, around)
+        self.context = context_axis(axes, given, pipeline.entries if pipeline else [model])
+        if self.context:
+            around = partial(self.context.of_forward, around)
+            self.notes += self.context.describe()
 
-            called = pipeline.entries if pipeline else [model]
-            self.context = ContextAxis(axes.along(["cp"]), context, *called)
-            casting = partial(self.context.of_forward, casting)
-            self.notes = [*self.notes, *self.context.describe()]
-        always = axes.sizes.get("ep", 1) > 1
-        if pipeline:
-            self.runner = pipeline.runner(local.parts, local.syncs, axes, casting, self.device)
-            self.sync = self.runner.sync
-        else:
-            self.sync = local.syncs[0][1]
-            self.runner = Accumulation(model, self.sync, many, casting, always)
+        # what runs
+        always = axes.size(["ep"]) > 1
+        self.runner = (
+            pipeline.runner(local.parts, local.syncs, axes, around, self.device)
+            if pipeline
+            else Accumulation(model, local.syncs[0][1], many, around, always)
+        )
+        self.sync = self.runner.sync
         if self.precision.master:
             mine = {name: self.layout.cut(name, masters[name]) for name in self.sync.owned}
             here = [name for name in self.trained if name in self.local]
             self.sync = MasterWeights(self.sync, mine, here, self.precision.scaled, self.agree)
         self.owned = self.sync.owned
-        self.optimizer = built
-        self.sharded_optimizer = ShardedOptimizer(built, whole, self.owned, self.layout)
-        synchronized = sync_batch_norm and axes.size(DATA) > 1 and any(norms_of(model))
-        if synchronized:
+        self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
+        self.least, self.why_least = 0, ""
+        if synchronized and axes.size(DATA) > 1 and any(norms_of(model)):
             synchronise_norms(model, axes.along(set(DATA).intersection(axes.sizes)))
-        least, why = 0, ""
-        if synchronized:
-            least, why = 1, "sync_batch_norm needs one on each rank"
+            self.least, self.why_least = 1, "sync_batch_norm needs one on each rank"
         if pipeline and always:
-            least, why = many, f"a pipeline with experts needs one for each of {many} microbatches"
-        self.shares = Shares(
-            axes,
-            self.agree,
-            has_loss=loss_fn is not None,
-            least=least,
-            why=why,
-            check_time=self.context.check if self.context else None,
-            check_frozen=partial(
-                check_frozen,
-                check_frozen_norms,
-                {name: self.local[name] for name in frozen if name in self.local},
-            ),
-        )
-        self.reads_parts = False
+            why = f"a pipeline with experts needs one for each of {many} microbatches"
+            self.least, self.why_least = many, why
         checkpoint.refuse_parts(self)
-        self.reached, self.steps, self.history = [], 0, History()
+        self.history = History()
         self.verification.note_cut(many)
+
+    def step(self, inputs: Batch, targets: Batch = None) -> float:
+        """Train on one batch, of which this rank gives its share, and return the loss of the whole,
+        the same float on every rank.
+
+        Args:
+            inputs: this rank's samples, along dim 0 of each tensor; `share` cuts them out of a
+                whole batch. Shares need not be equal, and some may be empty. The model is called
+                with a tensor, with the entries of a dict as keywords, or of a tuple as arguments.
+            targets: of these samples, for loss_fn. None if loss_fn is None.
+
+        Raises, on every rank and before a weight is changed: ValueError if the ranks' shares don't
+        belong together, NotEqualError before the first step (see `verify`), FloatingPointError if
+        a rank's loss is not finite. What the model raises on one rank ends the run.
+        """
+        return step(self, inputs, targets)
 
     # ── what the whole model needs, on any layout ──
 
@@ -446,6 +388,14 @@ class HybridTrainer(Trainer):
         self.need_numbers("verify")
         return self.verification.verify(inputs, targets)
 
+    def need_numbers(self, method: str) -> None:
+        """Raise ValueError if the model is on the meta device, which has no numbers."""
+        if self.device.type == "meta":
+            raise ValueError(
+                f"{method}() needs numbers, but the model is on the meta device, which has none: "
+                "use step() and describe() there, or launch without device="
+            )
+
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     """Return the size of each axis, by name; dp is always included.
@@ -465,43 +415,54 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     return sizes if "dp" in sizes else {"dp": 1} | sizes
 
 
-def split_plan(plan: TensorPlan | None) -> tuple[TensorPlan | None, Mapping[str, Any] | None]:
-    """Split a plan into its tp and ep parts.
+# ── what the axes do to the model; their code is loaded only if the mesh has them ──
 
-    If it has styles of experts only, the tp part is "auto"; without any, the ep part is None.
+
+def pipeline_stages(model: nn.Module, axes: Axes, options: Options) -> PipelineStages | None:
+    if "pp" not in axes.sizes:
+        return None
+    from parallel101.trainers.pipeline.stages import PipelineStages
+
+    stages = PipelineStages(model, axes, options)
+    if options.zero_stage == 3:
+        stages.check_ties(model)
+    return stages
+
+
+def tensor_and_experts_plan(
+    model: nn.Module, loss_fn: Any, axes: Axes, options: Options, algorithms: Mapping[str, str]
+) -> tuple[ResolvedPlan | None, ExpertsPlan | None]:
+    """Return how the option `plan` cuts modules over tp, and how it places experts over ep.
+
+    Without styles of experts, those are placed automatically; with nothing else, the rest is.
     """
-    if not isinstance(plan, Mapping):
-        return plan, None
-    of_experts = {name: style for name, style in plan.items() if style == "experts"}
-    others = {name: style for name, style in plan.items() if name not in of_experts}
-    return ("auto" if of_experts and not others else others), of_experts or None
-
-
-def check_axes_of_options(
-    axes: Axes,
-    plan: object,
-    of_experts: object,
-    sequence_parallel: bool,
-    regather: bool,
-    context: str,
-    layers_per_stage: object,
-) -> None:
-    """Raise ValueError for an option of an axis that the mesh doesn't have."""
-    if regather and not sequence_parallel:
-        raise ValueError(
-            "regather=True is for inputs that were gathered: expected sequence_parallel=True too"
-        )
-    if context not in CONTEXTS:
-        raise ValueError(f"context={context!r}: expected one of {', '.join(map(repr, CONTEXTS))}")
-    for axis, what, given in (
-        ("tp", "plan", plan if plan != "auto" else None),
-        ("ep", "plan", of_experts),
-        ("cp", "context", context if context != CONTEXTS[0] else None),
-        ("tp", "sequence_parallel", sequence_parallel or None),
-        ("pp", "layers_per_stage", layers_per_stage),
-    ):
+    plan, of_experts = options.plan, None
+    if isinstance(plan, Mapping):
+        of_experts = {name: style for name, style in plan.items() if style == "experts"} or None
+        plan = {name: style for name, style in plan.items() if style != "experts"}
+        plan = "auto" if of_experts and not plan else plan
+    for axis, given in (("tp", plan if plan != "auto" else None), ("ep", of_experts)):
         if given is not None and axis not in axes.sizes:
-            raise ValueError(
-                f"{what}={given!r} is for the axis {axis!r}, but the mesh has only "
-                f"{', '.join(axes.sizes)}: add the axis, or leave {what} out"
-            )
+            raise for_another_axis("plan", given, axis, axes)
+    resolved, experts = None, None
+    if "tp" in axes.sizes and plan is not None:
+        from parallel101.trainers.tensor.plan import resolve
+
+        in_time = options.sequence_parallel, algorithms, options.overlap, options.regather
+        resolved = resolve(plan, model, loss_fn, axes.sizes["tp"], *in_time)
+    if "ep" in axes.sizes:
+        from parallel101.trainers.experts_plan import experts_plan
+
+        experts = experts_plan(of_experts, model, axes.sizes["ep"])
+    return resolved, experts
+
+
+def context_axis(axes: Axes, options: Options, called: Sequence[nn.Module]) -> ContextAxis | None:
+    if axes.size(["cp"]) == 1:
+        return None
+    from parallel101.trainers.context.cut_time import ContextAxis
+
+    return ContextAxis(axes.along(["cp"]), options.context, *called)
+
+
+takes(HybridTrainer.__init__, OPTIONS)

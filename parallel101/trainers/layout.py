@@ -1,6 +1,6 @@
 """The layout of every parameter: its whole shape, and how each axis of the mesh places it.
 
-Only `gather` and `norm` send messages.
+Only `gather`, `collect` and `norm` send messages.
 
     weight (8, 4)     pp: on stage 1           only some stages have it
                       tp: Shard(dim 0)         rank 0 has rows 0 … 3, rank 1 rows 4 … 7
@@ -16,15 +16,15 @@ gradient synchronizations do, and say so here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import all_gather, gather
+from parallel101.collectives import all_gather
 from parallel101.mesh import Group, GroupLike, along, group_of
+from parallel101.trainers.agreement import Agreement
 
 ORDER = ("pp", "tp", "ep", "dp")  # in which the axes cut a parameter, the outermost first
 DATA = ("dp", "cp", "ep")  # each rank along these has other tokens: gradients are summed over them
@@ -60,35 +60,15 @@ class Shard(NamedTuple):
         ]
         return segments[0] if self.parts == 1 else torch.cat(segments, self.dim)
 
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        of_ranks = [shard.chunk(self.parts, self.dim) for shard in shards]
-        return torch.cat(
-            [of_rank[part] for part in range(self.parts) for of_rank in of_ranks], self.dim
-        )
-
-
-Bounds = tuple[tuple[int, int], ...]
-
 
 class Pieces(NamedTuple):
-    """Flattened and cut over several axes together: place i on them holds the elements from
-    `bounds[i][0]` to `bounds[i][1]` − 1; none if they are equal.
-
-    `blocks`: the bounds for each place along (tp, ep), if those have cut the parameter before,
-    perhaps unevenly.
+    """Flattened and cut over several axes together: this rank holds the elements from `low` to
+    `high` − 1, none if they are equal. Each rank knows its own bounds only.
     """
 
-    bounds: Bounds
+    low: int
+    high: int
     axes: tuple[str, ...] = ("dp",)
-    blocks: Mapping[tuple[int, int], Bounds] = {}
-
-    def at(self, coordinates: Coordinates) -> Bounds:
-        return self.blocks.get(block_at(coordinates), self.bounds)
-
-
-def block_at(coordinates: Coordinates) -> tuple[int, int]:
-    """Return the place along (tp, ep)."""
-    return coordinates.get("tp", 0), coordinates.get("ep", 0)
 
 
 Placement = Stages | Shard | Pieces
@@ -130,23 +110,18 @@ class Axes:
 
     def coordinates(self, position: int) -> dict[str, int]:
         """Return the coordinates, on each axis, of a position in the group."""
-        return self.at(position, self.sizes)
-
-    def at(self, place: int, names: Collection[str]) -> dict[str, int]:
-        """Return the coordinates, on each of these axes, of a place on them, counted row by row."""
         found = {}
         for name, size in reversed(self.sizes.items()):
-            if name in names:
-                place, found[name] = divmod(place, size)
+            position, found[name] = divmod(position, size)
         return found
 
     def place(self, names: Collection[str], at: Coordinates | None = None) -> int:
-        """Return the place of a rank (default: this one) on these axes: the inverse of `at`."""
-        at, found = at or self.here, 0
+        """Return the place of a rank (default: this one) on these axes, counted row by row."""
+        at, place = at or self.here, 0
         for name, size in self.sizes.items():
             if name in names:
-                found = found * size + at[name]
-        return found
+                place = place * size + at[name]
+        return place
 
     def size(self, names: Collection[str]) -> int:
         """Return the number of places that these axes have together."""
@@ -179,6 +154,13 @@ class Axes:
         )
 
 
+class Part(NamedTuple):
+    """What a rank holds of a tensor of the whole model."""
+
+    pieces: Pieces | None
+    value: Any
+
+
 class Layout:
     """Every parameter and buffer by name, and how to take it apart and put it together.
 
@@ -197,10 +179,12 @@ class Layout:
 
     # ── one entry, no messages ──
 
-    def cut(self, name: str, whole: Tensor, at: Coordinates | None = None) -> Tensor:
+    def cut(
+        self, name: str, whole: Tensor, at: Coordinates | None = None, pieces: Pieces | None = None
+    ) -> Tensor:
         """Return the part of the whole that a rank (default: this one) holds, which may be empty.
 
-        The part is a view if possible.
+        The part is a view if possible. For another rank, `pieces` are its bounds, if it has some.
         """
         at, part = at or self.axes.here, whole
         for axis in ORDER:
@@ -209,56 +193,25 @@ class Layout:
                     return whole.new_empty(0)
                 case Shard() as shard:
                     part = shard.cut(part, at[axis])
-                case Pieces() as pieces:
-                    low, high = pieces.at(at)[self.axes.place(pieces.axes, at)]
+                case Pieces() as own:
+                    low, high, _ = pieces or own
                     part = part.reshape(-1)[low:high]
         return part
 
-    def shape(self, name: str, at: Coordinates | None = None) -> torch.Size:
-        """Return the shape of the part that a rank (default: this one) holds."""
-        return self.cut(name, torch.empty(self.entries[name].shape, device="meta"), at).shape
-
-    def join(self, name: str, part: Callable[[Coordinates], Tensor]) -> Tensor:
-        """Return the whole, from the parts: `part(coordinates)` is what the rank there holds.
-
-        Each element is asked of one rank only.
-        """
-        first = self.axes.here | dict.fromkeys(self.cut_axes, 0)
-        return self._joined(self.entries[name], part, ORDER, first, self.entries[name].shape)
-
-    def _joined(
-        self,
-        entry: Entry,
-        part: Callable[[Coordinates], Tensor],
-        axes: Sequence[str],
-        at: dict[str, int],
-        shape: Sequence[int],
-    ) -> Tensor:
-        """Return the parts that these axes cut, put together.
-
-        (It isn't a function inside of `join`: that one would refer to itself, and so hold the parts
-        until Python looks for cycles.)
-        """
-        if not axes:
-            return part(at)
-        axis, *inner = axes
-        joined = partial(self._joined, entry, part, inner)
-        match entry.placements.get(axis):
-            case Shard(dim, sizes) as shard:
-                shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
-                return shard.join([joined(at | {axis: i}, shapes[i]) for i in range(len(sizes))])
-            case Pieces() as pieces:
-                bounds = pieces.at(at)
-                held = [i for i, (low, high) in enumerate(bounds) if low < high]
-                row = [
-                    joined(at | self.axes.at(i, pieces.axes), shape).reshape(-1)
-                    for i in held or [0]
-                ]
-                return torch.cat(row).view(tuple(shape))
-            case Stages(positions):
-                return joined(at | {axis: positions[0]}, shape)
-            case None:
-                return joined(at, shape)
+    def join(self, name: str, parts: Sequence[Part | None]) -> Tensor:
+        """Return the whole, from the parts of the ranks in `line`, each element once."""
+        shape, held = self.entries[name].shape, [part for part in parts if part is not None]
+        if not held:  # it has no elements
+            return torch.empty(shape, dtype=self.entries[name].dtype, device=self.device)
+        if len(held) == 1:
+            return held[0].value.view(shape)
+        whole = held[0].value.new_empty(shape)
+        numbers = torch.arange(shape.numel(), device=whole.device).view(shape)
+        for at, part in zip(self.line, parts):
+            if part is not None:
+                places = self.cut(name, numbers, at, part.pieces).reshape(-1)
+                whole.view(-1)[places] = part.value.reshape(-1)
+        return whole
 
     def counts(self, name: str, at: Coordinates | None = None) -> bool:
         """Return True on exactly one of the ranks that hold a copy, the first, so that `join` and
@@ -277,50 +230,37 @@ class Layout:
     ) -> dict[str, Tensor]:
         """Return the whole tensor of each of these names, from each rank's part.
 
-        If nothing is cut, these are copies of the parts.
-
-        One all-gather a dtype, or with `first_only` a gather to the first rank; the others get
-        nothing. A rank's `parts` lacks a name if it holds no element of it.
+        A rank's `parts` lacks a name if it holds no element of it. If nothing is cut, these are
+        copies of the parts. With `first_only` the other ranks get nothing.
         """
         if not self.cut_axes:
             return {name: parts[name].detach().clone() for name in names}
-        # by rank
-        held: dict[tuple[int, ...], dict[str, Tensor]] = {
-            tuple(at.values()): {} for at in self.line
+        here = {name: parts[name] for name in names if name in parts}
+        of_ranks = self.collect(here, first_only)
+        return {
+            name: self.join(name, [of_rank.get(name) for of_rank in of_ranks])
+            for name in (names if of_ranks else ())
         }
-        for dtype in dict.fromkeys(self.entries[name].dtype for name in names):
-            alike = [name for name in names if self.entries[name].dtype == dtype]
-            sizes = [
-                {
-                    name: self.shape(name, at).numel() if self.counts(name, at) else 0
-                    for name in alike
-                }
-                for at in self.line
-            ]
-            mine = [
-                parts[name].detach().reshape(-1)
-                for name in alike
-                if name in parts and self.counts(name)
-            ]
-            packed = torch.cat([torch.empty(0, dtype=dtype, device=self.device), *mine])
-            collect = gather if first_only else all_gather
-            rows = collect(
-                packed, group=self.axes.along(self.cut_axes), sizes=[sum(s.values()) for s in sizes]
-            )
-            if first_only and self.axes.position != 0:
-                continue
-            for at, of_rank, row in zip(
-                self.line, sizes, rows.split([sum(s.values()) for s in sizes])
-            ):
-                held[tuple(at.values())].update(zip(alike, row.split(list(of_rank.values()))))
 
-        if first_only and self.axes.position != 0:
-            return {}
+    def collect(self, parts: Mapping[str, Any], first_only: bool = False) -> list[dict[str, Part]]:
+        """Return what each rank in `line` has for each name: a tensor, or dicts of tensors and
+        numbers. A rank leaves out copies of what another one has.
 
-        def part(name: str, at: Coordinates) -> Tensor:
-            return held[tuple(at.values())][name].view(self.shape(name, at))
-
-        return {name: self.join(name, partial(part, name)) for name in names}
+        With `first_only` the other ranks get [].
+        """
+        content = {
+            name: (self.entries[name].placements.get("dp"), copied(part))
+            for name, part in parts.items()
+            if self.counts(name)
+        }
+        of_ranks = Agreement(self.axes.along(self.cut_axes), self.device).objects(
+            {name: (pieces and tuple(pieces), part) for name, (pieces, part) in content.items()},
+            first_only,
+        )
+        return [
+            {name: Part(pieces and Pieces(*pieces), part) for name, (pieces, part) in rank.items()}
+            for rank in of_ranks
+        ]
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of the whole model's gradients, the same on every rank, from each rank's
@@ -349,6 +289,13 @@ class Layout:
             yield f"{names[0] if len(names) == 1 else f'{len(names)} tensors of the model'}: {how}"
 
 
+def copied(value: Any) -> Any:
+    """Return the same with a copy of each tensor, without the rest of a larger one's memory."""
+    if isinstance(value, Mapping):
+        return {key: copied(part) for key, part in value.items()}
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 # ── names ──
 
 
@@ -360,19 +307,14 @@ def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class StateNames:
-    """The keys of a whole model's state_dict, and the tensors that they name.
+def state_names(model: nn.Module) -> dict[str, str | None]:
+    """Return key → name of the parameter or buffer, for each key of a whole model's state_dict.
 
-    Attributes:
-        keys: all of them. names: key → name of the parameter or buffer; several keys have the same
-            name if they are tied.
+    Several keys have the same name if they are tied. None: it is neither, such as a module's extra
+    state.
     """
-
-    def __init__(self, model: nn.Module):
-        names = {id(t): name for name, t in tensors_of_state(model).items()}
-        state = model.state_dict(keep_vars=True)
-        self.keys = list(state)
-        self.names = {key: names[id(t)] for key, t in state.items() if id(t) in names}
+    names = {id(t): name for name, t in tensors_of_state(model).items()}
+    return {key: names.get(id(t)) for key, t in model.state_dict(keep_vars=True).items()}
 
 
 # ── in words ──

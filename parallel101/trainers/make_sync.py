@@ -7,11 +7,10 @@ zero_stage 0, overlap          Overlapped        1, 2    ZeRO12
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 
-from parallel101.autograd import algorithms
 from parallel101.mesh import Group
 from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
 from parallel101.trainers.gradient_sync import (
@@ -21,106 +20,70 @@ from parallel101.trainers.gradient_sync import (
     default_bucket_bytes,
 )
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.local_model import MakeSync
+from parallel101.trainers.options import Options
 from parallel101.trainers.precision import Precision
 
-Algorithms = Mapping[str, str]  # operation → algorithm
 
+class MakeSync:
+    """Builds the synchronizations of a trainer's gradients.
 
-def operations_of(axes: Axes, zero_stage: int, sequence_parallel: bool) -> list[str]:
-    """Return the collectives whose algorithm can be chosen."""
-    reduces = ("dp" in axes.sizes and not zero_stage) or "tp" in axes.sizes
-    gathers = zero_stage or sequence_parallel
-    return ["all_reduce"] * bool(reduces) + ["reduce_scatter", "all_gather"] * bool(gathers)
-
-
-def choose_algorithms(
-    algorithm: str | Algorithms | None, operations: Sequence[str], overlap: bool
-) -> Algorithms:
-    """Return the algorithm of each operation that a trainer uses; empty for the defaults.
-
-    Raises ValueError for an unknown one, or one that can't overlap with computing.
+    Args: options: see `HybridTrainer`. Raises ValueError for an algorithm that can't be.
     """
-    if algorithm is None:
-        return {}
-    chosen = dict.fromkeys(operations, algorithm) if isinstance(algorithm, str) else algorithm
-    for operation, name in chosen.items():
-        if operation not in operations:
-            raise ValueError(
-                f"algorithm={algorithm!r}: this trainer has no {operation}: expected one name, or "
-                f"a dict with the keys {', '.join(operations)}"
-            )
-        if name not in algorithms(operation):
-            raise ValueError(
-                f"algorithm={algorithm!r}: {operation} has no {name!r}: expected one of "
-                f"{', '.join(algorithms(operation))}"
-            )
-    if overlap:
-        raise ValueError(
-            f"algorithm={algorithm!r} can't overlap with computing: say overlap=False, or leave "
-            "it out"
-        )
-    return chosen
 
+    def __init__(self, options: Options, axes: Axes, precision: Precision):
+        self.options, self.precision = options, precision
+        self.algorithms = options.algorithms(axes)
+        # Along cp and ep the model's backward sends, too. If ranks take different ways through the
+        # model, gradients that leave meanwhile would meet those messages.
+        alone = options.zero_stage == 3 or axes.size(["cp", "ep"]) == 1
+        self.overlap = options.overlap and alone
+        if options.zero_stage:
+            from parallel101.trainers.zero.flat import LiveBytes
 
-def how_to_sync(
-    zero_stage: int,
-    overlap: bool,
-    bucket_bytes: int | None,
-    layers: Sequence[type[nn.Module]] | None,
-    precision: Precision,
-    chosen: Algorithms,
-) -> MakeSync:
-    """Return the function that builds the synchronization of a stage's parameters.
+            self.live = LiveBytes()
 
-    Args: see `HybridTrainer`. Raises ValueError for other values.
-    """
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"zero_stage={zero_stage!r}: expected 1 (optimizer state is sharded), 2 (gradients "
-            "too) or 3 (weights too); 0 shards nothing"
-        )
-    if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 0):
-        raise ValueError(
-            f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at "
-            "a time, or None"
-        )
-
-    def make_sync(
+    def __call__(
+        self,
         part: nn.Module | None,
         parameters: Parameters,
-        group: Group,
-        experts: Mapping[str, Group],
-        apart: Mapping[str, str],
+        groups: Mapping[str, Group],
+        labels: Mapping[str, str],
     ) -> GradientSync:
-        precision.gradients_of(list(parameters.values()))
-        several = 4 if zero_stage else 2
-        size = default_bucket_bytes(parameters, several) if bucket_bytes is None else bucket_bytes
-        if zero_stage:
-            from parallel101.trainers.zero.flat import Sharing
-            from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
+        """Return the synchronization of some parameters.
 
-            sharing = Sharing(group, overlap, apart, chosen, others=experts)
-            if zero_stage < 3:
-                return ZeRO12(parameters, sharing, zero_stage=zero_stage, bucket_bytes=size)
+        Args:
+            part: the stage that has them; None if several on this rank do.
+            groups: name → the ranks over which the gradient is summed.
+            labels: see `by_size`.
+        """
+        self.precision.gradients_of(list(parameters.values()))
+        stage, syncs = self.options.zero_stage, []
+        if stage:
+            from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12, ZeROGroup
+
+            zero = ZeROGroup(groups, self.overlap, labels, self.algorithms, self.live)
+            if stage < 3:
+                size = self.bucket(parameters, 4)
+                return ZeRO12(parameters, zero, zero_stage=stage, bucket_bytes=size)
             assert part is not None, "weights tied between two stages on a rank are refused before"
-            return ZeRO3(part, parameters, sharing, layers, precision.autocast)
-        if experts:  # summed over fewer ranks
-            dense = {name: p for name, p in parameters.items() if name not in experts}
-            few = {name: p for name, p in parameters.items() if name in experts}
-            one_group = next(iter(experts.values()))
-            alone = GradientSync(few, zeros=True)
-            syncs = [alone if one_group.size == 1 else make_sync(part, few, one_group, {}, apart)]
-            if dense:
-                syncs.insert(0, make_sync(part, dense, group, {}, apart))
-            return Together(syncs)
-        all_reduce = chosen.get("all_reduce", "direct")
+            return ZeRO3(part, parameters, zero, self.options.layers, self.precision.autocast)
+        for group in dict.fromkeys(groups.values()):
+            of_group = {name: p for name, p in parameters.items() if groups[name] == group}
+            syncs.append(self.data_parallel(of_group, group))
+        return syncs[0] if len(syncs) == 1 else Together(syncs)
+
+    def data_parallel(self, parameters: Parameters, group: Group) -> GradientSync:
+        algorithm, size = self.algorithms.get("all_reduce", "direct"), self.bucket(parameters, 2)
         if group.size == 1:
             return GradientSync(parameters)
-        if overlap:
+        if self.overlap:
             return Overlapped(parameters, group, size)
-        if size:
-            return Bucketed(parameters, group, size, all_reduce)
-        return Naive(parameters, group, all_reduce)
+        return (
+            Bucketed(parameters, group, size, algorithm)
+            if size
+            else Naive(parameters, group, algorithm)
+        )
 
-    return make_sync
+    def bucket(self, parameters: Parameters, buckets: int) -> int:
+        given = self.options.bucket_bytes
+        return default_bucket_bytes(parameters, buckets) if given is None else given

@@ -6,35 +6,52 @@ ShardedTrainer           dp         PipelineTrainer          pp
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import nn
 
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.recompute import Recompute
+from parallel101.trainers.options import check_names, takes
 from parallel101.trainers.support.arguments import LossFn, OptimizerFn
 
-if TYPE_CHECKING:
-    from parallel101.trainers.schedules.schedule import Schedule
-    from parallel101.trainers.tensor.plan import TensorPlan
+COMMON = ("clip_norm", "autocast", "recompute", "precision", "gradient_dtype", "sync", "verify")
+DATA = ("overlap", "bucket_bytes", "algorithm", "accumulate", "sync_batch_norm")
+TENSOR = ("plan", "sequence_parallel", "regather", "overlap", "algorithm", "accumulate")
 
 
-HYBRID = inspect.signature(HybridTrainer).parameters
+def of_one_axis(axis: str, *names: str, **defaults: Any) -> Callable[..., None]:
+    """Return the constructor of a HybridTrainer on a group of ranks, which are this axis.
 
+    Args:
+        names: of its options, besides the common ones.
+        defaults: of some of them, if they are other than in `Options`.
+    """
 
-def one_axis(axis: str, group: GroupLike) -> Axes:
-    """Return the ranks of a group as a mesh with this axis."""
-    return Axes(group, {"dp": 1} | {axis: group_of(group).size})
+    def __init__(
+        self: HybridTrainer,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        optimizer: OptimizerFn,
+        *,
+        group: GroupLike = None,
+        **options: Any,
+    ) -> None:
+        check_names(self, options, [*names, *COMMON])
+        if "zero_stage" in names and options.get("zero_stage") == 0:
+            raise ValueError(
+                "zero_stage=0: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 "
+                "(weights too); to shard nothing, use DataParallelTrainer"
+            )
+        axes = Axes(group, {"dp": 1} | {axis: group_of(group).size})
+        HybridTrainer.__init__(
+            self, model, loss_fn, optimizer, mesh=axes, **{**defaults, **options}
+        )
 
-
-def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a constructor's arguments that HybridTrainer takes."""
-    return {name: value for name, value in given.items() if name in HYBRID}
+    takes(__init__, [*names, *COMMON], **defaults)
+    return __init__
 
 
 class DataParallelTrainer(HybridTrainer):
@@ -70,27 +87,7 @@ class DataParallelTrainer(HybridTrainer):
         [[1.152, 1.13, 1.108], [1.152, 1.13, 1.108]]
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFn,
-        *,
-        group: GroupLike = None,
-        overlap: bool = True,
-        bucket_bytes: int | None = None,
-        algorithm: str | Mapping[str, str] | None = None,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        autocast: torch.dtype | None = None,
-        recompute: Recompute = "none",
-        precision: str | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        sync: bool = False,
-        sync_batch_norm: bool = False,
-        verify: bool = True,
-    ):
-        super().__init__(**arguments(locals()), mesh=one_axis("dp", group))
+    __init__ = of_one_axis("dp", *DATA)
 
 
 class ShardedTrainer(HybridTrainer):
@@ -143,34 +140,7 @@ class ShardedTrainer(HybridTrainer):
         [[240, 240, 240, 240], [60, 60, 60, 60]]
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFn,
-        *,
-        group: GroupLike = None,
-        zero_stage: int = 3,
-        overlap: bool = True,
-        bucket_bytes: int | None = None,
-        layers: Sequence[type[nn.Module]] | None = None,
-        algorithm: str | Mapping[str, str] | None = None,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        autocast: torch.dtype | None = None,
-        recompute: Recompute = "none",
-        precision: str | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        sync: bool = False,
-        sync_batch_norm: bool = False,
-        verify: bool = True,
-    ):
-        if zero_stage == 0:
-            raise ValueError(
-                "zero_stage=0: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 "
-                "(weights too); to shard nothing, use DataParallelTrainer"
-            )
-        super().__init__(**arguments(locals()), mesh=one_axis("dp", group))
+    __init__ = of_one_axis("dp", "zero_stage", "layers", *DATA, zero_stage=3)
 
 
 class TensorParallelTrainer(HybridTrainer):
@@ -216,28 +186,7 @@ class TensorParallelTrainer(HybridTrainer):
         [(4, 4), (4,), (2, 4), (2,)]
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFn,
-        *,
-        group: GroupLike = None,
-        plan: TensorPlan = "auto",
-        sequence_parallel: bool = False,
-        regather: bool = False,
-        overlap: bool = True,
-        algorithm: str | Mapping[str, str] | None = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        recompute: Recompute = "none",
-        precision: str | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        sync: bool = False,
-        verify: bool = True,
-    ):
-        super().__init__(**arguments(locals()), mesh=one_axis("tp", group))
+    __init__ = of_one_axis("tp", *TENSOR)
 
 
 class PipelineTrainer(HybridTrainer):
@@ -276,23 +225,4 @@ class PipelineTrainer(HybridTrainer):
         stage 1 on position 1 of pp: modules 4 to 4 of the model's sequence
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFn,
-        *,
-        group: GroupLike = None,
-        schedule: str | Schedule = "1f1b",
-        microbatches: int | None = None,
-        chunks: int = 1,
-        layers_per_stage: Sequence[int] | None = None,
-        clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        recompute: Recompute = "none",
-        precision: str | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        sync: bool = False,
-        verify: bool = True,
-    ):
-        super().__init__(**arguments(locals()), mesh=one_axis("pp", group))
+    __init__ = of_one_axis("pp", "schedule", "microbatches", "chunks", "layers_per_stage")

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from parallel101.collectives.meta_device import number_in, numbers_device
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync
+from parallel101.trainers.options import Options
 from parallel101.trainers.support.batches import Batch, map_tensors
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler's
@@ -99,15 +100,10 @@ PRECISIONS = {
 }
 
 
-def choose_precision(
-    precision: str | None,
-    gradient_dtype: torch.dtype | None,
-    autocast: torch.dtype | None,
-    device: torch.device,
-) -> Precision:
-    """Return the Precision for these options. Raises ValueError if they don't go together, or if
-    the device can't compute in this dtype.
-    """
+def choose_precision(options: Options, device: torch.device) -> Precision:
+    """Return the Precision for these options. Raises ValueError if they don't go together."""
+    autocast, precision = options.autocast, options.precision
+    gradient_dtype = options.gradient_dtype
     if autocast is not None and device.type == "meta":
         raise ValueError(
             f"autocast={autocast}: torch has no autocast on the meta device, where the model is. "
@@ -133,14 +129,6 @@ def choose_precision(
             f"precision={precision!r} with gradient_dtype={gradient_dtype}: expected "
             f"{' or '.join(sorted(map(str, allowed - {None})))}, or None for the weights' dtype"
         )
-    try:
-        a = torch.ones(2, 2, dtype=chosen.weights, device=device)
-        nn.functional.layer_norm(a @ a, (2,))
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"precision={precision!r}: {device} can't compute in {chosen.weights} ({error}). Use "
-            'another precision, such as "fp32"'
-        ) from error
     return chosen._replace(gradients=gradient_dtype)
 
 
@@ -172,7 +160,8 @@ class MasterWeights(GradientSync):
         for master in masters.values():
             master.grad_dtype = None  # it may be in 32 bits or rounded
         self.sync, self.local, self.scaled, self.agree = sync, local, scaled, agree
-        self.placements, self.zero_stage = sync.placements, sync.zero_stage
+        self.pieces, self.placements, self.live = sync.owned, sync.placements, sync.live
+        self.zero_stage, self.how = sync.zero_stage, f"{sync.how}; it updates master weights"
         self.scale, self.steps_at_scale = (FIRST_SCALE if scaled else 1.0), 0
 
     def begin(self) -> None:
@@ -214,22 +203,6 @@ class MasterWeights(GradientSync):
             if p.grad is not None and master.grad is not None:
                 master.grad = p.grad.copy_(master.grad)
         self.sync.publish()
-
-    def held(self) -> Mapping[str, list[Tensor]]:
-        gradients = [p.grad for p in self.sync.owned.values() if p.grad is not None]
-        held = dict(self.sync.held())
-        masters: list[Tensor] = list(self.owned.values())
-        return held | {
-            "gradients": [*held.get("gradients", ()), *gradients],
-            "master weights": masters,
-        }
-
-    def peaks(self) -> Mapping[str, int]:
-        return self.sync.peaks()
-
-    def describe(self) -> str:
-        scale = f", and the loss is scaled by {self.scale:g}" if self.scaled else ""
-        return f"{self.sync.describe()}; the optimizer updates master weights{scale}"
 
 
 def _in_32_bit(value: Tensor) -> Tensor:

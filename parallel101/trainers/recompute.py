@@ -45,7 +45,7 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
     Args:
         recompute: "none", "selective", "full" or a function of a module's name.
 
-    Raises ValueError if it matches no module, or one whose forward changes its buffers.
+    Raises ValueError if it matches no module.
     """
     named = {name: module for name, module in model.named_modules() if name}
     if recompute == "none":
@@ -74,10 +74,7 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
             f"recompute={recompute!r} matches no module of {type(model).__name__}: expected "
             f"{expected}; or pass a function of a module's name"
         )
-    outermost = [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
-    for name in outermost:
-        check_norms_inside(name, named[name])
-    return outermost
+    return [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
 
 
 def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -99,7 +96,12 @@ def recompute_in_backward(module: nn.Module, name: str) -> None:
         before, contexts = buffers_now(module), partial(around, name)
         y = checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if buffers_now(module) != before:
-            raise RuntimeError(f"the forward of {name!r} changes its buffers, {TWICE}")
+            raise RuntimeError(
+                f"the forward of {name!r} changes its buffers, and recomputation would run it "
+                "twice: expected a module without such side effects. Pass recompute=lambda name: "
+                "…, true for modules without it; or, if it is a norm's running statistics, freeze "
+                "the norm (.eval()), or use LayerNorm or GroupNorm"
+            )
         return y
 
     module.forward = forward
@@ -132,23 +134,5 @@ def and_its_repetitions(around: Callable[[], AbstractContextManager]) -> Iterato
         _thread.around = before
 
 
-# ── what can't be computed twice ──
-
-TWICE = (
-    "and recomputation would run it twice: expected a module without such side effects. Pass "
-    "recompute=lambda name: …, true for modules without it"
-)
-
-
 def buffers_now(module: nn.Module) -> list[tuple[int, int]]:
     return [(id(buffer), buffer._version) for buffer in module.buffers()]
-
-
-def check_norms_inside(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a norm with running statistics, which each forward updates."""
-    for below, norm in module.named_modules(prefix=name):
-        if norm.training and getattr(norm, "running_mean", None) is not None:
-            raise ValueError(
-                f"{below!r} is a {type(norm).__name__}: its forward updates running statistics, "
-                f"{TWICE}, freeze the norm (.eval()), or use LayerNorm or GroupNorm"
-            )

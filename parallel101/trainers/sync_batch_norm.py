@@ -38,28 +38,22 @@ def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: b
     dp, a rank's share; or a microbatch.
     """
     for name, module in norms_of(model):
-        if module.training or module.running_mean is None:
-            frozen = (
-                ""
-                if module.running_mean is None
-                else f"; or freeze it: model.get_submodule({name!r}).eval()"
-            )
-            what = f"{name!r} is a {type(module).__name__}, which looks at the whole batch"
-            others = f"use LayerNorm, GroupNorm or RMSNorm{frozen}"
-            if microbatches > 1:
-                raise ValueError(
-                    f"{what}, but a step runs it on {microbatches} microbatches, one by one: "
-                    "the result would differ from one batch. "
-                    "Use one microbatch per step (accumulate=1; in a pipeline microbatches=1), "
-                    f"or {others}"
-                )
-            if ranks > 1 and not synchronized:
-                raise ValueError(
-                    f"{what}, and each rank has only its share: the result would differ from "
-                    "one process. "
-                    "Pass sync_batch_norm=True, which DataParallelTrainer, ShardedTrainer and "
-                    f"HybridTrainer take, or {others}"
-                )
+        if not module.training and module.running_mean is not None:
+            continue  # it is frozen
+        if microbatches > 1:
+            why = f"a step runs it on {microbatches} microbatches, one by one"
+            how = "one microbatch per step (accumulate=1; in a pipeline microbatches=1)"
+        elif ranks > 1 and not synchronized:
+            why = "each rank has only its share"
+            how = "sync_batch_norm=True (not in a TensorParallelTrainer or PipelineTrainer)"
+        else:
+            continue
+        freeze = f", or freeze it: model.get_submodule({name!r}).eval()"
+        raise ValueError(
+            f"{name!r} is a {type(module).__name__}, which looks at the whole batch, but {why}: "
+            f"the result would differ from one process. Use {how}, or LayerNorm, GroupNorm or "
+            f"RMSNorm{freeze if module.running_mean is not None else ''}"
+        )
 
 
 def synchronise_norms(model: nn.Module, group: Group) -> None:

@@ -19,25 +19,35 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from parallel101.mesh import group_of
 from parallel101.spans import span, wait_span
-from parallel101.trainers.gradient_sync import (
-    Parameters,
-    by_size,
-    completed_twice,
-    dense_gradient,
+from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.gradient_sync import GradientHooks, Parameters, by_size, dense_gradient
+from parallel101.trainers.zero.flat import (
+    EMPTY,
+    Flat,
+    ZeRO,
+    ZeROGroup,
+    flats_of,
+    free,
+    gather,
+    pack_and_unpack,
+    wait,
 )
-from parallel101.trainers.zero.flat import Flat, Sharing
-from parallel101.trainers.zero.layer_by_layer import Layer, LayerByLayer
-from parallel101.trainers.zero.sharded_sync import ShardedSync
+from parallel101.trainers.zero.model_layers import layers_of, share_out, walk
 
 
-class ZeRO12(ShardedSync):
+class ZeRO12(ZeRO):
     """Stages 1 and 2: every rank has all weights, and updates its block of each bucket of them.
 
         computes    backward 3 │ backward 2 │ backward 1 │       optimizer │
@@ -48,52 +58,27 @@ class ZeRO12(ShardedSync):
     while stage 2 sends after each microbatch.
     """
 
-    arrays = "buckets"
-
     def __init__(
-        self, parameters: Parameters, sharing: Sharing, *, zero_stage: int, bucket_bytes: int
+        self, parameters: Parameters, zero: ZeROGroup, *, zero_stage: int, bucket_bytes: int
     ):
         self.zero_stage = zero_stage
-        buckets = [
-            Flat(together, sharing, weights=True, gradients=zero_stage == 1)
-            for together in by_size(parameters, bucket_bytes, sharing.apart)
-        ]
-        super().__init__(buckets, sharing)
-        self.overlap, self.listening = sharing.overlap, False
-        self.missing: dict[Flat, set[nn.Parameter]] = {}  # to be sent → its gradients to come
-        self.home = {p: (flat, name) for flat in buckets for name, p in flat.parameters.items()}
-        for p in self.home:
-            p.register_post_accumulate_grad_hook(self.ready)
+        buckets = by_size(parameters, bucket_bytes, zero.labels)
+        flats = [Flat(b, zero, weights=True, gradients=zero_stage == 1) for b in buckets]
+        super().__init__(flats, zero)
+        self.how = f"ZeRO stage {zero_stage}, in {len(flats)} buckets"
+        for name, p in parameters.items():
+            p.register_post_accumulate_grad_hook(partial(self.watch, name))
+        self.hooks = GradientHooks(buckets, self.send, zero.overlap)
 
-    @contextmanager
-    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
+    def watch(self, name: str, p: nn.Parameter) -> None:
+        self.live.watch("gradients", dense_gradient(name, p))
+
+    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
         complete = last or (self.zero_stage == 2 and kind != "I")
-        self.missing = {flat: set(flat.parameters.values()) for flat in self.flats}
-        self.listening = complete
-        try:
-            yield
-        finally:
-            self.listening = False
-        while complete and self.missing:  # some gradient in it never came
-            self.send_next()
+        return self.hooks.backward() if complete else nullcontext()
 
-    def ready(self, p: nn.Parameter) -> None:
-        """Note that the gradient of p is complete. autograd calls this."""
-        flat, name = self.home[p]
-        flat.live.watch("gradients", dense_gradient(name, p))
-        if not self.listening:
-            return
-        if self.overlap and p not in self.missing.get(flat, ()):
-            raise completed_twice(name)
-        with span("gradient ready", parameter=name):
-            self.missing[flat].discard(p)
-        while self.overlap and self.missing and not next(iter(self.missing.values())):
-            self.send_next()
-
-    def send_next(self) -> None:
-        flat = next(iter(self.missing))
-        del self.missing[flat]
-        self.reduce_scatter(flat)
+    def send(self, number: int) -> None:
+        self.reduce_scatter(self.flats[number])
 
     def publish(self) -> None:
         """Send the blocks that each rank has updated, after the optimizer's step."""
@@ -104,7 +89,7 @@ class ZeRO12(ShardedSync):
                 bucket.wait()
 
 
-class ZeRO3(LayerByLayer):
+class ZeRO3(ZeRO):
     """Stage 3: a layer's weights are whole only while it computes, and the next layer's are on
     their way meanwhile. At most two layers are whole at a time.
 
@@ -113,47 +98,139 @@ class ZeRO3(LayerByLayer):
                                        free 1     free 2                                  free 3
                                                                                           g₃ leaves
 
-    LayerByLayer has hooks on the model, which call begin_pass, use and end_pass. After the
-    optimizer's step nothing is sent: the next forward gathers the updated blocks. FSDP calls
-    gathering "unshard" and freeing "reshard".
+    After the optimizer's step nothing is sent: the next forward gathers the updated blocks. FSDP
+    calls gathering "unshard" and freeing "reshard". All ranks gather the same layers in the same
+    order, also layers that only some of them use: that of the first forward, if it was the same on
+    all ranks, else the model's.
+
+    Args:
+        model: its layers' hooks tell which layer is next; see `walk`.
+        parameters: by name, those that are trained.
+        types: of the modules that are layers, gathered one at a time; None: see `layers_of`.
+            Parameters in none of them, or in several (tied weights), are `shared`: whole for all
+            of a forward, and again for all of a backward.
+        autocast: its dtype in the forward, if there is one.
+
+    Attributes: order: of use; a layer that is used twice is in it twice. sends: whether gradients
+        leave in this backward; not so in the first half of a split one.
     """
 
     zero_stage = 3
 
-    def begin_pass(self, order: Sequence[Layer]) -> None:
-        """Begin a forward or a backward, which will use the layers in this order.
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        zero: ZeROGroup,
+        types: Sequence[type[nn.Module]] | None = None,
+        autocast: torch.dtype | None = None,
+    ):
+        modules = dict(layers_of(model, None if types is None else tuple(types)))
+        own, shared = share_out(modules, parameters)
+        self.layers = {name: flats_of(own[name], zero) for name in modules if own[name]}
+        self.shared = flats_of(shared, zero)
+        super().__init__([*self.shared, *sum(self.layers.values(), [])], zero)
+        self.how = f"ZeRO stage 3, in {len(self.flats)} layers"
+        everyone = max((group_of(flat.group) for flat in self.flats), key=lambda group: group.size)
+        self.agree = Agreement(everyone, self.flats[0].shard.device)
+        self.order: list[str] | None = None
+        self.used: list[str] = []
+        self.upcoming: deque[str] = deque()
+        self.current: str | None = None
+        self.in_backward = self.sends = False
+        self.spans = ExitStack()
+        self.saving = pack_and_unpack(self.whole_now, autocast)
+        walk(model, {name: modules[name] for name in self.layers}, self.use)
 
-        Weights in no layer, or in several (tied weights), are whole for all of it.
+    # ── a forward or a backward ──
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        self.used = []
+        with self.over_layers(self.order or list(self.layers)), saved_tensors_hooks(*self.saving):
+            yield
+        if self.order is None:
+            used = self.used if self.agree.same(str(self.used)) else []
+            self.order = used + [name for name in self.layers if name not in used]
+
+    @contextmanager
+    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
+        if kind == "W":  # weight gradients, for which no weights are needed, only their shapes
+            for flat in self.flats:
+                flat.show_shapes()
+            yield
+            for flat in self.flats:
+                flat.free()
+                self.reduce_scatter(flat)
+            return
+        self.in_backward, self.sends = True, kind == "B"
+        try:
+            with self.over_layers((self.order or list(self.layers))[::-1]):
+                yield
+        finally:
+            self.in_backward = self.sends = False
+
+    @contextmanager
+    def over_layers(self, order: Sequence[str]) -> Iterator[None]:
+        """Run a forward or backward inside that uses the layers in this order. Weights in no layer,
+        or in several, are whole for all of it.
+
+        Afterwards it gathers the layers that only other ranks still use, and frees everything. The
+        last gradients leave: the shared weights', and those of layers that were used more often
+        than the order says.
         """
         self.upcoming = deque(order)
-        self.shared.all_gather()
+        gather(self.shared)
         self.prefetch()
-        self.shared.wait()
+        wait("shared", self.shared)
+        try:
+            yield
+        except Exception as error:  # the other ranks may have failed alike, and may go on
+            self.spans.close()
+            self.receive()
+            self.current = None
+            free([flat for flat in self.flats if flat.whole is not None])
+            if isinstance(error, RuntimeError) and re.search(r"\b0\b", str(error)):
+                raise RuntimeError(f"{error}. {EMPTY}") from error
+            raise
+        while self.upcoming:
+            self.enter(self.upcoming.popleft())
+        self.leave()
+        free(self.shared)
+        for flat in self.flats:
+            if self.sends and (flat in self.shared or flat.has_gradients()):
+                self.reduce_scatter(flat)
 
-    def use(self, layer: Layer) -> None:
+    # ── a layer ──
+
+    def use(self, layer: str, backward: bool) -> None:
         """Make this layer current: it computes next, forward or backward.
 
         Other ranks may use layers that this one skips. It takes part in gathering them, so that all
         ranks gather the same layers in the same order.
         """
-        if layer is not self.current and layer not in self.upcoming:  # the order does not have it
+        if backward and not self.in_backward:
+            return  # a gradient that the forward asks for
+        if not self.in_backward:
+            self.used.append(layer)
+        if layer != self.current and layer not in self.upcoming:  # the order does not have it
             self.enter(layer)
-        while layer is not self.current:
+        while layer != self.current:
             self.enter(self.upcoming.popleft())
 
-    def enter(self, layer: Layer) -> None:
+    def enter(self, layer: str) -> None:
         """Free the layer before, make this one whole, and begin to gather the next one."""
         self.leave()
-        layer.all_gather()
+        gather(self.layers[layer])
         self.prefetch()
-        layer.wait()
+        wait(layer, self.layers[layer])
         self.current = layer
         name = "layer backward" if self.in_backward else "layer forward"
-        self.spans.enter_context(span(name, layer=layer.name))
+        self.spans.enter_context(span(name, layer=layer))
 
     def prefetch(self) -> None:
-        if self.sharing.overlap and self.upcoming:
-            self.upcoming[0].all_gather()
+        if self.zero.overlap and self.upcoming:
+            gather(self.layers[self.upcoming[0]])
 
     def leave(self) -> None:
         """Free the weights of the current layer, which has computed, and send its gradients."""
@@ -161,21 +238,11 @@ class ZeRO3(LayerByLayer):
             return
         layer, self.current = self.current, None
         self.spans.close()
-        layer.free()
+        free(self.layers[layer])
         if self.sends and layer not in self.upcoming:  # else it is used once more
-            for flat in layer.flats:
+            for flat in self.layers[layer]:
                 self.reduce_scatter(flat)
 
-    def end_pass(self) -> None:
-        """Gather the layers that only other ranks still use, and free everything.
-
-        After a backward the last gradients leave: the shared weights', and those of layers that
-        were used more often than the order says.
-        """
-        while self.upcoming:
-            self.enter(self.upcoming.popleft())
-        self.leave()
-        self.shared.free()
-        for flat in self.flats:
-            if self.sends and (flat in self.shared.flats or flat.has_gradients()):
-                self.reduce_scatter(flat)
+    def whole_now(self) -> list[Flat]:
+        """Return the flat arrays of the weights that are in use now."""
+        return [*self.shared, *(self.layers[self.current] if self.current else ())]

@@ -51,7 +51,7 @@ def trained_by_zero_3():
             torch.randn(11, *more, generator=random, dtype=torch.float64) for more in (shape, (3,))
         ]
         losses = torch.tensor([trainer.step(*trainer.share(batch)) for _ in range(5)])
-        (told,) = (line for line in trainer.describe().notes if line.startswith("ZeRO stage 3"))
+        (told,) = (line for line in trainer.describe().notes if "ZeRO stage 3" in line)
         results[build.__name__] = told, {"loss": losses, **trainer.state_dict()}
     return results
 

@@ -80,6 +80,7 @@ CASES = [  # what is done with a trainer, and what the error says
     (optimizer(torch.optim.LBFGS), ValueError, r"LBFGS\.step\(\) without arguments, .*'closure'"),
     (sharded(0), ValueError, "zero_stage=0: expected 1"),
     (sharded("3"), ValueError, "zero_stage='3'"),
+    (option(stage=3), TypeError, "Trainer has no option 'stage': expected some of"),
     (option(accumulate=0), ValueError, "accumulate=0: expected"),
     (option(accumulate=True), ValueError, "accumulate=True: expected the number of microbatches"),
     (option(bucket_bytes=-1), ValueError, "bucket_bytes=-1: expected a number of bytes"),

@@ -85,9 +85,9 @@ def test_models_that_differ_at_the_start_are_named_by_parameter():
 def test_an_optimizer_over_other_parameters():
     other = MLP([3, 4, 2])
     for optimizer, message in (
-        (lambda p: sgd(other.parameters()), "built over other parameters: 4 of its 4"),
-        (lambda p: sgd([*p, *other.parameters()]), "built over other parameters: 4 of its 8"),
-        (lambda p: sgd(p[1:]), "leaves out 1 .* 'layers.0.weight' first"),
+        (lambda p: sgd(other.parameters()), "has 4 others, and lacks layers.0.weight, "),
+        (lambda p: sgd([*p, *other.parameters()]), "has 4 others, and lacks none"),
+        (lambda p: sgd(p[1:]), "has 0 others, and lacks layers.0.weight. "),
         ("adam", "optimizer='adam': expected a function"),
         (lambda p: None, "optimizer returned a NoneType"),
     ):

@@ -199,9 +199,9 @@ def mlp(*widths, frozen=False, buffer=False):
 
 OTHERS = {  # what was saved, and why it is not for the trainer that `build()` gives
     "wider": (lambda: mlp(6, 4), r"'layers\.0\.weight' has shape \(6, 4\) there and \(5, 4\) here"),
-    "deeper": (lambda: mlp(5, 4, 4), r"it has 'layers\.2\.weight', which this model lacks"),
-    "shallower": (lambda: mlp(5), r"it has no 'layers\.1\.weight'"),
-    "a buffer more": (lambda: mlp(5, 4, buffer=True), "it has 'scale', which this model lacks"),
+    "deeper": (lambda: mlp(5, 4, 4), r"'layers\.2\.weight' has shape \(4, 4\) there and none here"),
+    "shallower": (lambda: mlp(5), r"'layers\.1\.weight' has shape none there"),
+    "a buffer more": (lambda: mlp(5, 4, buffer=True), r"'scale' has shape \(1,\) there and none"),
     "frozen there": (lambda: mlp(5, 4, frozen=True), r"no optimizer state for 'layers\.0\.bias'"),
     "sgd": (
         lambda: build(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),

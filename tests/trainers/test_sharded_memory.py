@@ -4,8 +4,6 @@ that a layer that leaks is seen.
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,29 +79,6 @@ def test_without_overlap_one_layer_is_whole_at_a_time_and_afterwards_none():
     for holdings in p101.launch(one_at_a_time, world_size=2).results[0]:
         assert holdings.bytes["gathered (peak)"] == [LAYER] * 2
         assert holdings.bytes["weights"] == [ALL // 2] * 2
-
-
-def left_by_state_dict():
-    """Bytes of tensors that are still there when its result is gone, before Python looks for
-    cycles.
-    """
-    sharded = trainer(3)
-    step(sharded)
-    gc.collect()
-    gc.disable()
-    before = alive()
-    sharded.state_dict()
-    sharded.gradients()
-    return alive() - before
-
-
-def alive():
-    found = [o.untyped_storage() for o in gc.get_objects() if type(o) is torch.Tensor]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
-
-
-def test_what_is_gathered_for_a_state_dict_is_freed_with_it():
-    assert p101.launch(left_by_state_dict, world_size=2).results == [0, 0]
 
 
 def leaking():

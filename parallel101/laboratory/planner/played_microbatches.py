@@ -36,9 +36,10 @@ from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
 from parallel101.spans import Collective, current_collective, set_current_collective, span
 from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline
 from parallel101.trainers.schedules.actions import Action
-from parallel101.trainers.step import Accumulation, Trainer
+from parallel101.trainers.step import Accumulation
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.weight_gradients import WeightGradients
 
 Key = tuple[int, str]  # stage and kind of an action
@@ -282,8 +283,8 @@ def replay(trainer: Trainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
         with recorder.listening():
             run(inputs, targets, losses)
 
-    runner.run = listen  # type: ignore[method-assign]
-    replace(runner, played)  # type: ignore[arg-type]
+    runner.run = listen
+    replace(runner, played)
 
 
 class PlayedActions:

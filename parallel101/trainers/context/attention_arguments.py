@@ -2,15 +2,13 @@
 
     rank 0   time here 5     ┐ 8 bytes a rank: all know that the whole time is 9
     rank 1   time here 4     ┘
-    rank 1   a wrong shape   → sends −1: it raises its error, and the others one that names it
 
-With `sizes=` nothing is sent, and an error in one rank's tensors is an error on that rank only.
+With `sizes=` nothing is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +16,13 @@ from torch import Tensor
 from parallel101.collectives import all_gather
 from parallel101.collectives.checks import sizes_of, tensor_of
 from parallel101.collectives.meta_device import numbers_device
-from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
 from parallel101.trainers.context.attention_call import AttentionCall
 from parallel101.trainers.context.time_layout import check_layout, time_sizes
 
 
 def checked(
-    operation: str,
     tensors: Sequence[Tensor],
     group: GroupLike,
     causal: bool,
@@ -38,36 +35,22 @@ def checked(
 
     Without `sizes` the ranks tell each other their time. Raises TypeError or ValueError.
     """
-    members, error, time = group_of(group), None, -1
-    try:
-        tensors = in_one_dtype(tensors)
-        check_tensors(*tensors)
-        check_others(causal, scale, seconds_per_pair)
-        time = tensors[0].shape[2]
-    except (TypeError, ValueError) as found:
-        error = found
-    told = None
-    if sizes is None and members.position is not None:
-        sizes = told = tell_times(members, time, tensors[0])
-    if error is not None:
-        raise error
-    if told and min(told) < 0:
-        raise ValueError(
-            f"{operation}: an argument is wrong on position {told.index(-1)} of the group: see "
-            "the error there"
-        )
-    q, sizes = tensors[0], [] if members.position is None else sizes_of(sizes or (), members)
+    members, tensors = group_of(group), in_one_dtype(tensors)
+    check_tensors(*tensors)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r}: expected True or False. Other masks aren't supported")
+    q = tensors[0]
     if members.position is not None:
+        if sizes is None:
+            time = torch.tensor([q.shape[2]], device=numbers_device(q.device))
+            with wait_span("lengths"):
+                sizes = all_gather(time, group=members).tolist()
+        sizes = sizes_of(sizes, members)
         check_sizes(sizes, layout, q, members.position)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return tensors, AttentionCall(members, sizes, causal, layout, scale, seconds_per_pair)
-
-
-def tell_times(members: Group, time: int, q: Any) -> list[int]:
-    """Return every rank's time, by position. −1 says that a rank's arguments are wrong."""
-    device = numbers_device(q.device if isinstance(q, Tensor) else torch.device("cpu"))
-    with wait_span("lengths"):
-        return all_gather(torch.tensor([time], device=device), group=members).tolist()
+    return tensors, AttentionCall(
+        members, list(sizes or ()), causal, layout, scale, seconds_per_pair
+    )
 
 
 def in_one_dtype(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -104,15 +87,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"{given}: {q.shape[1]} heads of q aren't a multiple of the {k.shape[1]} heads of k: "
             "expected the same number of heads of q for each head of k and v"
         )
-
-
-def check_others(causal: bool, scale: float | None, seconds_per_pair: float) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r}: expected True or False. Other masks aren't supported")
-    if scale is not None and not isinstance(scale, int | float):
-        raise TypeError(f"scale={scale!r}: expected a number, or None for 1/√d")
-    if not isinstance(seconds_per_pair, int | float) or seconds_per_pair < 0:
-        raise ValueError(f"seconds_per_pair={seconds_per_pair!r}: expected a number, 0 or more")
 
 
 def check_sizes(sizes: list[int], layout: str, q: Tensor, position: int) -> None:

@@ -158,16 +158,13 @@ class AttentionOverRanks(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         axis = self.axis
-        for what, given, refused in (
-            ("attn_mask", "a mask", attn_mask is not None),
-            ("dropout_p", dropout_p, dropout_p > 0),
-        ):
-            if refused:
-                raise ValueError(
-                    f"scaled_dot_product_attention was called with {what}={given}, and the axis cp "
-                    "computes it block by block on several ranks: expected is_causal=True or "
-                    "False alone, without dropout of the attention weights"
-                )
+        if attn_mask is not None or dropout_p > 0:
+            raise ValueError(
+                f"scaled_dot_product_attention was called with dropout_p={dropout_p} and attn_mask="
+                f"{'None' if attn_mask is None else 'a mask'}, and the axis cp computes it block "
+                "by block on several ranks: expected is_causal=True or False alone, without "
+                "dropout of the attention weights"
+            )
         return axis.attention(
             query,
             key,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel101.mesh import GroupLike, group_of, split_ranges, split_sizes
+from parallel101.mesh import GroupLike, group_of, split_ranges
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -38,11 +38,7 @@ def time_sizes(time: int, n: int, layout: str) -> list[int]:
 
     Raises ValueError as `pieces`.
     """
-    check_layout(layout, time, n)
-    if layout == "contiguous":
-        return split_sizes(time, n)
-    chunks = split_sizes(time, 2 * n)
-    return [early + late for early, late in zip(chunks[:n], reversed(chunks[n:]))]
+    return [sum(map(len, pieces(time, n, position, layout))) for position in range(n)]
 
 
 def local_positions(

@@ -45,9 +45,7 @@ def ulysses_attention(
     backward their gradients. The arguments, result and errors are those of `ring_attention`. It
     also raises ValueError if the ranks don't divide the heads of q evenly, or those of k and v.
     """
-    (q, k, v), call = checked(
-        "ulysses_attention", (q, k, v), group, causal, layout, sizes, scale, seconds_per_pair
-    )
+    (q, k, v), call = checked((q, k, v), group, causal, layout, sizes, scale, seconds_per_pair)
     if not call.takes_part:
         return q.new_empty(0)
     check_heads(q, k, call)

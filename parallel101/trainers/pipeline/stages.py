@@ -13,6 +13,7 @@ from torch import nn
 from parallel101.collectives.comm import comm_of
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.options import Options
 from parallel101.trainers.pipeline.split import (
     all_tensors,
     cut_points,
@@ -21,16 +22,16 @@ from parallel101.trainers.pipeline.split import (
 )
 from parallel101.trainers.pipeline.stage_messages import Messages
 from parallel101.trainers.pipeline_parallel import Pipeline, Stage
-from parallel101.trainers.schedules.schedule import Schedule, schedule_for
+from parallel101.trainers.schedules.schedule import schedule_for
 from parallel101.trainers.schedules.with_messages import with_messages
-from parallel101.trainers.support.arguments import check_accumulate, check_model
+from parallel101.trainers.support.arguments import check_model
 
 
 class PipelineStages:
     """The stages into which a schedule cuts a model, and this rank's among them. Nothing is changed
     until `keep_mine`.
 
-    Args: see `PipelineTrainer`.
+    Args: options: see `PipelineTrainer`.
 
     Attributes:
         placement: global stage → position along pp.
@@ -41,26 +42,19 @@ class PipelineStages:
     Raises ValueError or ScheduleError for what can't run.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        axes: Axes,
-        schedule: str | Schedule,
-        microbatches: int | None,
-        chunks: int,
-        layers_per_stage: Sequence[int] | None,
-        accumulate: int,
-    ):
-        if check_accumulate(accumulate) != 1:
+    def __init__(self, model: nn.Module, axes: Axes, options: Options):
+        if options.accumulate != 1:
             raise ValueError(
-                f"accumulate={accumulate}: a pipeline accumulates over its microbatches; say "
-                f"microbatches={accumulate}"
+                f"accumulate={options.accumulate}: a pipeline accumulates over its microbatches; "
+                f"say microbatches={options.accumulate}"
             )
-        self.schedule = schedule_for(schedule, axes.sizes["pp"], microbatches, chunks)
+        self.schedule = schedule_for(
+            options.schedule, axes.sizes["pp"], options.microbatches, options.chunks
+        )
         batched = comm_of(axes.along(["pp"]), check_model(model), "pipeline").batched
         self.schedule.check("nccl" if batched else "gloo")
         self.placement, here = self.schedule.placement, axes.here["pp"]
-        self.ranges = cut_points(model, len(self.placement), layers_per_stage)
+        self.ranges = cut_points(model, len(self.placement), options.layers_per_stage)
         self.entries = entries_of(model)
         first: dict[int, str] = {}  # of the names that a tied tensor has
         self.first_name = {n: first.setdefault(id(t), n) for n, t in all_tensors(model)}

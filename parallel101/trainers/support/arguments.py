@@ -2,21 +2,19 @@
 once.
 
 model       a module whose weights have values, on a device that the group can send from
-loss_fn     a function; it returns one number, which depends on the weights, or a sum and its weight
+loss_fn     a function
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-
-from parallel101.trainers.support.batches import in_words
 
 LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
@@ -30,35 +28,14 @@ def mark_as_cut(model: nn.Module) -> None:
         object.__setattr__(module, CUT, True)
 
 
-def check_options(loss_fn: Any, clip_norm: Any, autocast: Any) -> None:
-    """Raise TypeError or ValueError for options that make no sense on any rank."""
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise TypeError unless it is a function or None."""
     if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
         raise TypeError(
             f"loss_fn={loss_fn!r}: expected a function of (outputs, targets) that returns "
             "their mean loss, such as "
             "torch.nn.functional.mse_loss or nn.MSELoss(), or None if the model returns its loss"
         )
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
-        raise ValueError(
-            f"clip_norm={clip_norm!r}: expected the largest norm that the gradients may have, "
-            "above 0, or None"
-        )
-    if autocast is not None and not (
-        isinstance(autocast, torch.dtype) and autocast.is_floating_point
-    ):
-        raise ValueError(
-            f"autocast={autocast!r}: expected a floating-point dtype such as torch.bfloat16, "
-            "or None"
-        )
-
-
-def check_accumulate(accumulate: Any) -> int:
-    """Return `accumulate`. Raises ValueError unless it is a number of microbatches."""
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ValueError(
-            f"accumulate={accumulate!r}: expected the number of microbatches in a step, 1 or more"
-        )
-    return accumulate
 
 
 def check_model(model: Any) -> torch.device:
@@ -108,62 +85,3 @@ def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     own = getattr(function, "__module__", "").startswith("parallel101.trainers.")
     return own and getattr(function, "__name__", "") == "vocabulary_cross_entropy"
-
-
-def loss_and_weight(
-    loss_fn: LossFn | None, outputs: Any, targets: Any
-) -> tuple[Tensor, float | None]:
-    """Return the loss, and its weight if it is a sum. Raises ValueError for anything else.
-
-    Args: loss_fn: returns a mean over the samples, or (sum, weight). None: the model returns its
-        loss, or outputs with a `loss`.
-    """
-    if loss_fn is not None:
-        loss = loss_fn(outputs, targets)
-    elif isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    else:
-        loss = getattr(outputs, "loss", outputs)
-    weight = None
-    if isinstance(loss, tuple) and len(loss) == 2:
-        loss, given = loss
-        if isinstance(given, Tensor) and given.is_meta:
-            raise ValueError(
-                "the weight of the loss is on the meta device, which has no numbers: expected a "
-                "Python number there, such as targets.numel()"
-            )
-        if isinstance(given, Tensor) and given.requires_grad:
-            raise ValueError(
-                "the weight of the loss needs a gradient, but the sum is divided by it as by a "
-                "plain number: expected (sum of losses, their weight) with weight.detach(), or "
-                "their mean"
-            )
-        weight = float(given)
-        if not weight >= 0:
-            raise ValueError(
-                f"the loss has the weight {weight}: expected (sum of losses, their weight), a "
-                "weight of 0 or more"
-            )
-    if not isinstance(loss, Tensor) or loss.dim():
-        what = in_words(loss) if isinstance(loss, Tensor) else repr(loss)
-        if loss_fn is None:
-            raise ValueError(
-                f"loss_fn is None, and the model's loss is {what}: expected a model that "
-                "returns its loss, or outputs with a loss; "
-                "or pass loss_fn=lambda outputs, targets: …"
-            )
-        raise ValueError(
-            f"loss_fn returned {what}: expected the mean over the samples, a tensor without "
-            "dims, or (sum, weight)"
-        )
-    return loss, weight
-
-
-def check_depends(loss: Tensor) -> None:
-    """Raise ValueError if backward could not begin."""
-    if not loss.requires_grad:
-        raise ValueError(
-            "the loss doesn't depend on any trained weight: was it detached, made of whole "
-            "numbers (argmax), or computed under "
-            "torch.no_grad()?"
-        )

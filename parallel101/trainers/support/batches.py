@@ -9,6 +9,7 @@ tokens                        model(tokens)
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from parallel101.trainers.support.raw_memory import raw_memory
 
 Batch = Any  # a tree of tensors
 HASH = 6  # bytes: a number of this size is exact in float64
@@ -153,6 +152,16 @@ def number_of_values(tree: Batch) -> int:
         copied = t.detach().contiguous().cpu()
         checksum = zlib.crc32(raw_memory(copied), checksum)
     return checksum
+
+
+def raw_memory(tensor: Tensor) -> ctypes.Array | bytes:
+    """Return the memory of a contiguous tensor on the CPU, as a buffer for `bytes` or a hash.
+
+    Nothing is copied, so the buffer is valid only while the tensor exists.
+    """
+    if not tensor.nbytes:
+        return b""  # an empty tensor may have no address
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def in_words(value: Any) -> str:

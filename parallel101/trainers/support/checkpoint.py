@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.history import History
+from parallel101.trainers.trainer import Trainer
 
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}
@@ -31,10 +30,13 @@ FIELDS = {"model", "optimizer", "steps", "history"}
 def state_dict(trainer: Trainer) -> dict[str, Any]:
     """Return the whole model's state: see `HybridTrainer.state_dict`."""
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
-    with reading_parts(trainer):
+    trainer.reads_parts = True
+    try:
         state = copy.copy(trainer.model.state_dict())
+    finally:
+        trainer.reads_parts = False
     for key, value in state.items():
-        name = trainer.state.names.get(key)
+        name = trainer.state.get(key)
         state[key] = copy.deepcopy(value if name is None else whole[name].detach())
     return state
 
@@ -100,10 +102,10 @@ def load_model(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
     parts = trainer.parts
     trainer.model.load_state_dict(
-        {key: value for key, value in state.items() if key not in trainer.state.names}, strict=False
+        {key: value for key, value in state.items() if trainer.state.get(key) is None}, strict=False
     )
     for key, value in state.items():
-        name = trainer.state.names.get(key)
+        name = trainer.state.get(key)
         if name in parts:
             parts[name].copy_(trainer.layout.cut(name, value))
     trainer.sync.publish()
@@ -129,16 +131,6 @@ def refuse_parts(trainer: Trainer) -> None:
 
     model.register_state_dict_pre_hook(refuse)
     model.__deepcopy__ = refuse  # type: ignore[assignment]
-
-
-@contextmanager
-def reading_parts(trainer: Trainer) -> Iterator[None]:
-    """Let the trainer itself read the state of what this rank has, inside."""
-    trainer.reads_parts = True
-    try:
-        yield
-    finally:
-        trainer.reads_parts = False
 
 
 def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
@@ -206,21 +198,12 @@ def check_state(state: Mapping[str, Any], trainer: Trainer) -> None:
     """Raise ValueError if the names and shapes in a model's state are not those of the
     trainer's whole model.
     """
-    keys = trainer.state.keys
-    for key in dict.fromkeys([*keys, *state]):
-        if key not in state:
-            raise ValueError(f"the checkpoint is another model's: it has no {key!r}")
-        if key not in keys:
+    entries, names = trainer.layout.entries, trainer.state
+    here = {key: tuple(entries[name].shape) for key, name in names.items() if name is not None}
+    there = {k: tuple(getattr(t, "shape", ())) for k, t in state.items() if names.get(k, k)}
+    for key in dict.fromkeys([*here, *there]):
+        if here.get(key) != there.get(key):
             raise ValueError(
-                f"the checkpoint is another model's: it has {key!r}, which this model lacks"
+                f"the checkpoint is another model's: {key!r} has shape {there.get(key, 'none')} "
+                f"there and {here.get(key, 'none')} here"
             )
-        if (name := trainer.state.names.get(key)) is not None:
-            here, there = (
-                tuple(trainer.layout.entries[name].shape),
-                tuple(getattr(state[key], "shape", ())),
-            )
-            if here != there:
-                raise ValueError(
-                    f"the checkpoint is another model's: {key!r} has shape {there} there and "
-                    f"{here} here"
-                )

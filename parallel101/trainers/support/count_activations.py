@@ -23,8 +23,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel101.spans import listening
-from parallel101.trainers.step import Trainer
 from parallel101.trainers.support.activations import OUTSIDE, Activations, Change, Kept, Phase
+from parallel101.trainers.trainer import Trainer
 
 PHASES = ("forward", "backward", "input gradient", "weight gradient")
 

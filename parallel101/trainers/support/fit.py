@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from parallel101.mesh import split_sizes
 from parallel101.spans import span
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.step import Trainer
+from parallel101.trainers.step import step as take_step
 from parallel101.trainers.support.batches import (
     Batch,
     check_pair,
@@ -39,6 +39,7 @@ from parallel101.trainers.support.batches import (
 from parallel101.trainers.support.checkpoint import check_place, save
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.losses import Losses
+from parallel101.trainers.trainer import Trainer
 
 END = object()
 
@@ -91,7 +92,7 @@ def fit(
             began = time.perf_counter()
             inputs, targets = inputs_and_targets(trainer, batch)
             check_same(trainer, (inputs, targets))
-            loss = trainer.step(*share(trainer, (inputs, targets)))
+            loss = take_step(trainer, *share(trainer, (inputs, targets)))
             step = StepResult(
                 trainer.steps - 1,
                 loss,
@@ -135,19 +136,10 @@ def check_same(trainer: Trainer, batch: Batch) -> None:
 
 
 def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bool) -> tqdm:
-    lengths = [
-        length
-        for length in (until, trainer.steps + len(batches) if hasattr(batches, "__len__") else None)
-        if length is not None
-    ]
-    total = min(lengths, default=None)
-    return tqdm(
-        total=total,
-        initial=trainer.steps,
-        desc="fit",
-        unit="step",
-        disable=not progress or trainer.position != 0,
-    )
+    length = trainer.steps + len(batches) if hasattr(batches, "__len__") else None
+    total = min((n for n in (until, length) if n is not None), default=None)
+    hidden = not progress or trainer.position != 0
+    return tqdm(total=total, initial=trainer.steps, desc="fit", unit="step", disable=hidden)
 
 
 @torch.no_grad()

@@ -47,11 +47,8 @@ class History:
         )
 
     def add(self, step: StepResult) -> None:
-        self.steps.append(step.step)
-        self.losses.append(step.loss)
-        self.seconds.append(step.seconds)
-        self.samples.append(step.samples)
-        self.tokens.append(step.tokens)
+        for name, value in zip(vars(self), step):
+            getattr(self, name).append(value)
 
     def rate(self, last: int = 20) -> str:
         """Return the tokens a second over the last steps, in words; samples a second if there are

@@ -8,15 +8,16 @@ loss_fn returns (sum, weight) the sum as it is; at the end, gradients are divide
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
-from parallel101.trainers.support.batches import map_tensors
+from parallel101.trainers.support.arguments import LossFn
+from parallel101.trainers.support.batches import in_words, map_tensors
 
 
 class Losses:
@@ -77,21 +78,12 @@ class NoTargets(ValueError):
     """The error of a batch in which no target counts."""
 
 
-class WholeLoss(NamedTuple):
-    """The numbers that the ranks agreed on: the loss of the whole batch, the weight by which to
-    divide gradients (None: they are of the mean already), and whether a rank's samples left out
-    a parameter.
-    """
-
-    loss: float
-    weight: float | None
-    some_unused: bool
-
-
 def agree_on_loss(
     losses: Losses, unused: int, step: int, axes: Axes, agree: Agreement
-) -> WholeLoss:
-    """Add the ranks' losses, in their order, so that every rank has the same float. Collective.
+) -> tuple[float, float | None, bool]:
+    """Return the loss of the whole batch, the same float on every rank, the weight by which to
+    divide gradients (None: they are of the mean already), and whether a rank's samples left out a
+    parameter. Collective.
 
     Args:
         unused: how many parameters this rank's samples did not reach.
@@ -118,4 +110,66 @@ def agree_on_loss(
                 "no weight was changed"
             )
         loss /= weight
-    return WholeLoss(loss, weight, any(counts))
+    return loss, weight, any(counts)
+
+
+# ── what loss_fn returns ──
+
+
+def loss_and_weight(
+    loss_fn: LossFn | None, outputs: Any, targets: Any
+) -> tuple[Tensor, float | None]:
+    """Return the loss, and its weight if it is a sum. Raises ValueError for anything else.
+
+    Args: loss_fn: returns a mean over the samples, or (sum, weight). None: the model returns its
+        loss, or outputs with a `loss`.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(outputs, targets)
+    elif isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    else:
+        loss = getattr(outputs, "loss", outputs)
+    weight = None
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss, given = loss
+        if isinstance(given, Tensor) and given.is_meta:
+            raise ValueError(
+                "the weight of the loss is on the meta device, which has no numbers: expected a "
+                "Python number there, such as targets.numel()"
+            )
+        if isinstance(given, Tensor) and given.requires_grad:
+            raise ValueError(
+                "the weight of the loss needs a gradient, but the sum is divided by it as by a "
+                "plain number: expected (sum of losses, their weight) with weight.detach(), or "
+                "their mean"
+            )
+        weight = float(given)
+        if not weight >= 0:
+            raise ValueError(
+                f"the loss has the weight {weight}: expected (sum of losses, their weight), a "
+                "weight of 0 or more"
+            )
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = in_words(loss) if isinstance(loss, Tensor) else repr(loss)
+        if loss_fn is None:
+            raise ValueError(
+                f"loss_fn is None, and the model's loss is {what}: expected a model that "
+                "returns its loss, or outputs with a loss; "
+                "or pass loss_fn=lambda outputs, targets: …"
+            )
+        raise ValueError(
+            f"loss_fn returned {what}: expected the mean over the samples, a tensor without "
+            "dims, or (sum, weight)"
+        )
+    return loss, weight
+
+
+def check_depends(loss: Tensor) -> None:
+    """Raise ValueError if backward could not begin."""
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss doesn't depend on any trained weight: was it detached, made of whole "
+            "numbers (argmax), or computed under "
+            "torch.no_grad()?"
+        )

@@ -6,24 +6,21 @@ rank 1   weights 4.2 MB   …                  two views of one storage count on
 
 from __future__ import annotations
 
-import json
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from parallel101.trainers.layout import (
     ORDER,
     Coordinates,
     Layout,
-    Pieces,
     Shard,
     Stages,
 )
-from parallel101.trainers.step import Trainer
+from parallel101.trainers.trainer import Trainer
 
 Part = tuple[float, float]  # from, to: fractions of the whole model
 
@@ -37,40 +34,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
         for storage in (tensor.untyped_storage() for tensor in tensors)
     }
     return sum(storages.values())
-
-
-class LiveBytes:
-    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as
-    anything holds their memory.
-
-    gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
-    leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
-
-    It holds weak references to storages: one counts until its last tensor, view or place in a graph
-    is gone.
-
-    Attributes:
-        peak: kind → the most bytes of it that were alive at once since `begin`.
-    """
-
-    def __init__(self) -> None:
-        self.storages: dict[str, list[weakref.ref[UntypedStorage]]] = defaultdict(list)
-        self.peak: dict[str, int] = defaultdict(int)
-
-    def begin(self) -> None:
-        self.peak = defaultdict(int, {kind: self.now(kind) for kind in self.storages})
-
-    def watch(self, kind: str, tensor: Tensor) -> None:
-        """Count the memory of this tensor from now on."""
-        self.storages[kind].append(weakref.ref(tensor.untyped_storage()))
-        self.peak[kind] = max(self.peak[kind], self.now(kind))
-
-    def now(self, kind: str) -> int:
-        """Return the bytes of this kind that are alive."""
-        refs = self.storages[kind]
-        alive = {id(storage): (ref, storage) for ref in refs if (storage := ref()) is not None}
-        refs[:] = [ref for ref, _ in alive.values()]
-        return sum(storage.nbytes() for _, storage in alive.values())
 
 
 @dataclass(frozen=True)
@@ -95,20 +58,12 @@ class Holdings:
         return sum(by_position[position] for by_position in self.bytes.values())
 
     def __str__(self) -> str:
-        head = ["", *self.bytes, "together"]
-        rows = [
-            [
-                f"rank {rank}",
-                *(readable(by_position[i]) for by_position in self.bytes.values()),
-                readable(self.total(i)),
-            ]
-            for i, rank in enumerate(self.ranks)
-        ]
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        lines = [
-            "   ".join(cell.rjust(width) for cell, width in zip(row, widths))
-            for row in [head, *rows]
-        ]
+        kinds = [*self.bytes.values(), [self.total(i) for i in range(len(self.ranks))]]
+        rows = [["", *self.bytes, "together"]]
+        for i, rank in enumerate(self.ranks):
+            rows.append([f"rank {rank}", *(readable(of_kind[i]) for of_kind in kinds)])
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["   ".join(map(str.rjust, row, widths)) for row in rows]
         return "\n".join([self.title, *lines, *self.notes])
 
     __repr__ = __str__
@@ -116,32 +71,36 @@ class Holdings:
 
 def describe(trainer: Trainer, title: str) -> Holdings:
     """Return the bytes of each rank: see `HybridTrainer.describe`."""
-    parameters, state = list(trainer.model.parameters()), trainer.optimizer.state.values()
-    held: dict[str, list[Tensor]] = {
+    sync, state = trainer.sync, trainer.optimizer.state.values()
+    parameters = [*trainer.model.parameters(), *sync.pieces.values()]
+    held: dict[str, Iterable[Tensor]] = {
         "weights": [*parameters, *trainer.model.buffers()],
-        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "gradients": [p.grad for p in [*parameters, *sync.owned.values()] if p.grad is not None],
         "optimizer state": [
             value for of_one in state for value in of_one.values() if isinstance(value, Tensor)
         ],
     }
-    more = trainer.sync.held()
-    mine = {
-        kind: storage_bytes([*held.get(kind, []), *more.get(kind, [])]) for kind in {**held, **more}
-    } | dict(trainer.sync.peaks())
+    if trainer.precision.master:
+        held["master weights"] = sync.owned.values()
+    mine = {kind: storage_bytes(tensors) for kind, tensors in held.items()}
+    if sync.live is not None:
+        mine["gathered (peak)"] = sync.live.peak["weights"]
+        mine["gradients in flight (peak)"] = sync.live.peak["gradients"]
     if trainer.activations is not None:
         mine["activations (peak)"] = trainer.activations.peak
-    # a stage without trained weights has fewer kinds
-    of_ranks = [json.loads(text) for text in trainer.agree.texts(json.dumps(mine))]
-    counts = {
-        kind: [of_rank.get(kind, 0) for of_rank in of_ranks]
-        for kind in dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
-    }
-    ranks = trainer.agree.ranks
-    notes = [*trainer.notes, *trainer.layout.describe(), trainer.sync.describe()]
-    # dp cuts what its ZeRO stage says, and everything else is the same along it
     layout, trained = trainer.layout, trainer.trained
+    dp = {name: entry.placements.get("dp") for name, entry in layout.entries.items()}
+    pieces = {name: tuple(own)[:2] for name, own in dp.items() if own is not None}
+    of_ranks, of_pieces = zip(*trainer.agree.objects((mine, pieces)))
+    # a stage without trained weights has fewer kinds
+    kinds = dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
+    counts = {kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in kinds}
+    ranks = trainer.agree.ranks
+    how = f"{len(trainer.owned)} gradients, {sync.how}"
+    notes = [*trainer.notes, *trainer.layout.describe(), how]
+    # dp cuts what its ZeRO stage says, and everything else is the same along it
     parts = {
-        kind: parts_held(layout, names, dp=trainer.sync.zero_stage >= stage)
+        kind: parts_held(layout, names, of_pieces if sync.zero_stage >= stage else ())
         for kind, names, stage in (
             ("weights", layout.entries, 3),
             ("gradients", trained, 2),
@@ -153,7 +112,9 @@ def describe(trainer: Trainer, title: str) -> Holdings:
     return Holdings(title, ranks, counts, notes, parts)
 
 
-def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[Part]]:
+def parts_held(
+    layout: Layout, names: Iterable[str], pieces: Sequence[Mapping[str, tuple[int, int]]]
+) -> list[list[Part]]:
     """Return the parts of the model that each rank holds, by position in the group.
 
         rank 0  ▇▇▇             [(0.0, 0.3)]
@@ -167,13 +128,13 @@ def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[P
     Args:
         layout: of the model.
         names: of the tensors that count.
-        dp: whether they are cut along dp too. If not, its ranks hold the same.
+        pieces: which elements of its shard each rank holds, by name; empty if dp doesn't cut them.
     """
     places = [layout.axes.coordinates(i) for i in range(len(layout.axes.members.ranks))]
     sizes: dict[tuple[int, ...], int] = defaultdict(int)  # the ranks that hold some bytes → bytes
     for name in names:
         entry = layout.entries[name]
-        stages, pieces = entry.placements.get("pp"), entry.placements.get("dp")
+        stages = entry.placements.get("pp")
         shards = {a: s for a, s in entry.placements.items() if isinstance(s, Shard)}
         # ranks with the same shard along tp, or of the experts along ep
         alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -184,12 +145,9 @@ def parts_held(layout: Layout, names: Iterable[str], *, dp: bool) -> list[list[P
             count = entry.shape.numel()
             for i, shard in zip(here, shards.values()):
                 count = count * shard.sizes[i] // entry.shape[shard.dim]
-            spans = [(0, count)] * len(positions)
-            if dp and isinstance(pieces, Pieces):
-                spans = [
-                    pieces.at(places[k])[layout.axes.place(pieces.axes, places[k])]
-                    for k in positions
-                ]
+            spans = [
+                pieces[k][name] if pieces and name in pieces[k] else (0, count) for k in positions
+            ]
             for low, high in pairwise(sorted({edge for span in spans for edge in span})):
                 holders = tuple(
                     k for k, (start, end) in zip(positions, spans) if start <= low and high <= end

@@ -9,19 +9,14 @@ rank 1   exp_avg of weight[8:16] ┘ ─▶ the first rank: exp_avg of weight, 4
 from __future__ import annotations
 
 import inspect
-import io
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel101.collectives import all_gather, gather
-from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.layout import Coordinates, Layout
-from parallel101.trainers.support.raw_memory import raw_memory
+from parallel101.trainers.layout import Layout
 
 
 def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
@@ -51,22 +46,14 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> O
             f"trainers call {type(built).__name__}.step() without arguments, and that fails: "
             f"{error}"
         ) from error
-    expected = {id(p): name for name, p in parameters.items()}
-    found = [p for group in built.param_groups for p in group["params"]]
-    strangers = [p for p in found if id(p) not in expected]
-    if strangers:
+    names = {id(p): name for name, p in parameters.items()}
+    given = {id(p) for group in built.param_groups for p in group["params"]}
+    if given != names.keys():
+        missing = [name for key, name in names.items() if key not in given]
         raise ValueError(
-            f"the optimizer was built over other parameters: {len(strangers)} of its "
-            f"{len(found)} (the first of shape "
-            f"{tuple(strangers[0].shape)}) are not among those that it was given; {hint}"
-        )
-    given = {id(p) for p in found}
-    left_out = [name for key, name in expected.items() if key not in given]
-    if left_out:
-        raise ValueError(
-            f"the optimizer leaves out {len(left_out)} of the parameters that it was given, "
-            f"{left_out[0]!r} first: expected all of them; "
-            "set requires_grad_(False) on parameters that should not be trained"
+            f"the optimizer is not over the {len(names)} parameters that it was given: it has "
+            f"{len(given - names.keys())} others, and lacks {', '.join(missing[:3]) or 'none'}. "
+            f"To leave out some, set requires_grad_(False) on them; {hint}"
         )
     return built
 
@@ -117,49 +104,32 @@ class ShardedOptimizer:
 
         Collective; complete on the first rank only.
         """
-        layout, states = self.layout, self.optimizer.state
-        mine = {
-            name: dict(states[p])
-            for name, p in self.owned.items()
-            if p in states and layout.counts(name)
-        }
-        of_all = [
-            of_rank or {}
-            for of_rank in tell_first(mine, layout.axes.along(layout.cut_axes), layout.device)
-        ]
-        by_place = {tuple(at.values()): of_rank for at, of_rank in zip(layout.line, of_all)}
-
-        def part(name: str, key: str, at: Coordinates) -> Tensor:
-            return by_place[tuple(at.values())][name][key]
-
+        states, parts = self.optimizer.state, {}
+        for name, p in self.owned.items():
+            if p in states:
+                like = {k: v for k, v in states[p].items() if is_like(k, v, p.shape)}
+                others = {k: v for k, v in states[p].items() if k not in like}
+                parts[name] = {"like": like, "others": others}
+        of_ranks = self.layout.collect(parts, first_only=True)
         whole: dict[str, dict[str, Any]] = {}
         for name in sum(self.names, []):
-            at, first = next(
-                (
-                    (at, of_rank[name])
-                    for at, of_rank in zip(layout.line, of_all)
-                    if name in of_rank
-                ),
-                (None, {}),
-            )
-            whole[name] = {
-                key: layout.join(name, partial(part, name, key))
-                if is_like(key, value, layout.shape(name, at))
-                else value
-                for key, value in first.items()
-            }
+            of_name = [of_rank.get(name) for of_rank in of_ranks]
+            first = next((part.value for part in of_name if part), None)
+            if first is not None:
+                whole[name] = first["others"] | {
+                    key: self.layout.join(
+                        name,
+                        [part and part._replace(value=part.value["like"][key]) for part in of_name],
+                    )
+                    for key in first["like"]
+                }
         groups = [
-            {
-                "names": list(in_group),
-                **{key: value for key, value in group.items() if key != "params"},
-            }
+            {**group, "names": in_group}
             for in_group, group in zip(self.names, self.optimizer.param_groups)
         ]
-        return {
-            "type": type(self.optimizer).__name__,
-            "state": {name: state for name, state in whole.items() if state},
-            "groups": groups,
-        }
+        for group in groups:
+            del group["params"]
+        return {"type": type(self.optimizer).__name__, "state": whole, "groups": groups}
 
     def state_to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's state for `optimizer.load_state_dict`, from what `state` returned.
@@ -213,28 +183,3 @@ def is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
     """
     # torch treats that key specially, too
     return isinstance(value, Tensor) and value.shape == torch.Size(shape) and key != "step"
-
-
-def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any]:
-    """Return the content of every rank (tensors, numbers, strings, in dicts and tuples), by
-    position, on the first rank; [] on the others.
-
-    Empty content arrives as None, without a file.
-    """
-    members = group_of(group)
-    if members.size == 1:
-        return [content]
-    file = io.BytesIO()
-    packed = torch.empty(0, dtype=torch.uint8, device=device)
-    if content:
-        torch.save(content, file)
-        packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8).to(device)
-    sizes = all_gather(torch.tensor([len(packed)], device=device), group=group).tolist()
-    packed_of_all = gather(packed, 0, group=group, sizes=sizes)
-    if members.position != 0:
-        return []
-    files = [io.BytesIO(raw_memory(part)) for part in packed_of_all.cpu().split(sizes)]
-    return [
-        torch.load(file, map_location=device, weights_only=True) if size else None
-        for file, size in zip(files, sizes)
-    ]

@@ -17,8 +17,6 @@ changed by its rounding.
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import random
 import re
@@ -28,15 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import broadcast
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.step import Trainer
+from parallel101.trainers.step import compute_gradients, gradient_norm
 from parallel101.trainers.support.batches import count_samples, join, map_tensors, tensors_of
 from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.losses import NoTargets
 from parallel101.trainers.support.memory import readable
-from parallel101.trainers.support.optimizers import tell_first
-from parallel101.trainers.support.raw_memory import raw_memory
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import (
@@ -106,7 +102,7 @@ class Comparison:
             return Report(cause=words)
         # of the ranks with the same samples, one gives them
         gives = all(axis in SAMPLES or not at for axis, at in trainer.axes.here.items())
-        shares = tell_first(self.batch if gives else None, agree.group, trainer.device)
+        shares = agree.objects(self.batch if gives else None, first_only=True)
         values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
         state, header = trainer.sharded_optimizer.state(), {}
         if self.of_first is not None:
@@ -117,7 +113,7 @@ class Comparison:
                 words = f"one process could not train on the whole batch ({type(error).__name__}"
                 header = {"problem": f"It can't be compared: {words}: {error})."}
             self.snapshot.restore()
-        header = self.from_first(header)
+        header = self.trainer.agree.objects(header)[0]
         if "problem" in header:
             return Report(cause=header["problem"])
         if not math.isfinite(sum(header["losses"])):
@@ -222,19 +218,6 @@ class Comparison:
 
     # ── all ranks ──
 
-    def from_first(self, content: Any) -> Any:
-        """Return the first rank's content on all ranks: tensors, numbers and texts, in dicts."""
-        agree, file = self.trainer.agree, io.BytesIO()
-        if agree.group.position == 0:
-            torch.save(content, file)
-        size = int(agree.numbers(file.tell())[0][0])
-        packed = torch.empty(size, dtype=torch.uint8)
-        if agree.group.position == 0:
-            packed = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        packed = broadcast(packed.to(agree.device), 0, group=agree.group)
-        file = io.BytesIO(raw_memory(packed.cpu()))
-        return torch.load(file, map_location=self.trainer.device, weights_only=True)
-
     def steps(self, header: Mapping[str, Any]) -> None:
         trainer = self.trainer
         if few := header["few"]:
@@ -265,7 +248,7 @@ class Comparison:
             "gradients": expected.gradients,
             "bounds": self.bounds(expected, self.scales[step - 1]),
         }
-        told = self.from_first(told)
+        told = self.trainer.agree.objects(told)[0]
         bounds: Bounds = told["bounds"]
 
         def add(what: str, name: str, difference: float) -> None:
@@ -273,7 +256,7 @@ class Comparison:
 
         add("loss", "", abs(loss - told["loss"]))
         if trainer.clip_norm is not None:
-            add("norm", "", abs(float(trainer.norm()) - told["norm"]))
+            add("norm", "", abs(float(gradient_norm(trainer)) - told["norm"]))
         here = dict(trainer.model.named_buffers())
         for name, should in told["buffers"].items():
             if name in here and here[name].shape == should.shape:
@@ -287,7 +270,7 @@ class Comparison:
                 p.grad = should.to(p.grad_dtype or p.dtype, copy=True)
         before = {name: p.detach().clone() for name, p in trainer.owned.items()}
         self.update()
-        updated = self.from_first(expected and expected.updated)
+        updated = self.trainer.agree.objects(expected and expected.updated)[0]
         for name, p in trainer.owned.items():
             should = cut(name, updated[name])
             rounding = 2 * torch.finfo(p.dtype).eps * largest(should)
@@ -316,7 +299,7 @@ class Comparison:
         with deterministic(trainer.model, self.called()):
             verification.always = True
             try:
-                loss = trainer.compute_gradients(inputs, targets, samples)
+                loss = compute_gradients(trainer, inputs, targets, samples)
             finally:
                 verification.always = False
         if scale != 1 and not trainer.precision.scaled:  # else the trainer has divided them
@@ -330,7 +313,7 @@ class Comparison:
         """Take the optimizer's step, with clipping."""
         trainer = self.trainer
         if trainer.clip_norm is not None:
-            parameters, norm = list(trainer.owned.values()), trainer.norm()
+            parameters, norm = list(trainer.owned.values()), gradient_norm(trainer)
             nn.utils.clip_grads_with_norm_(parameters, trainer.clip_norm, norm)
         seed_all(self.seeds[1])
         torch.manual_seed(self.seeds[0])
@@ -364,8 +347,8 @@ class Comparison:
         don't explain all differences, rounding is measured.
         """
         worst: dict[tuple[str, str, int], Row] = {}
-        for text in self.trainer.agree.texts(json.dumps(self.rows)):
-            for row in map(Row._make, json.loads(text)):
+        for rows in self.trainer.agree.objects([tuple(row) for row in self.rows]):
+            for row in map(Row._make, rows):
                 if row.ratio >= worst.setdefault(row[:3], row).ratio:
                     worst[row[:3]] = row
         rows = sorted(worst.values(), key=lambda row: KINDS.index(row.what))
@@ -375,7 +358,7 @@ class Comparison:
         if self.of_first is not None:
             self.snapshot.restore()
             measured = self.measured_bounds()
-        measured = self.from_first(measured)
+        measured = self.trainer.agree.objects(measured)[0]
 
         def again(row: Row) -> Row:
             what = "loss" if row.what == "evaluate" else row.what
@@ -397,7 +380,7 @@ class Comparison:
             if rows and not words:
                 axes = (axis for axis, size in trainer.axes.sizes.items() if size > 1)
                 words = next((HINTS[axis] for axis in axes if axis in HINTS), "")
-        return trainer.agree.texts(words)[0]
+        return trainer.agree.objects(words)[0]
 
     def from_halves(self, whole: WholeModel) -> str:
         inputs, targets = self.shares[0]

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from parallel101.trainers.gradient_sync import dense_gradient
 from parallel101.trainers.precision import Precision
-from parallel101.trainers.step import Trainer
-from parallel101.trainers.support.arguments import LossFn, loss_and_weight
+from parallel101.trainers.support.arguments import LossFn
 from parallel101.trainers.support.batches import Batch, call, count_samples, map_tensors
 from parallel101.trainers.support.fit import evaluating
+from parallel101.trainers.support.losses import loss_and_weight
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.snapshot import MISSING, seed_all
 

@@ -3,7 +3,6 @@
 before the first step          three steps, here and in one process       compare.py
 in steps 2, 4, 8, 16, …        is the loss a mean over samples?           halves.py
                                are copies of the model still equal?       replicas.py
-verify=False, or no room       in the first step, the ranks with each other    replicas.py
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from torch import nn
 
 from parallel101.spans import unrecorded
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.replicas import compare_copies, compare_replicas
-from parallel101.trainers.step import Trainer
+from parallel101.trainers.replicas import compare_copies
+from parallel101.trainers.shares import check_shares
 from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.support.memory import readable
+from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.compare import Comparison
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import of_the_loss
@@ -58,7 +58,7 @@ class Verification:
     def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, asked: bool):
         self.trainer, self.asked, self.loss_fn = trainer, asked, loss_fn
         self.whole: WholeModel | None = None
-        self.due, self.compares_replicas = False, False
+        self.due = False
         self.always, self.loss_checks = False, 0
         self.losses: Losses | None = None  # of a step whose loss is checked
         self.comparable = asked and trainer.device.type != "meta"
@@ -77,9 +77,6 @@ class Verification:
         self.due = self.comparable and parts
         # whether samples of a batch are apart in a step
         self.cuts_samples = self.comparable and trainer.axes.size(SAMPLES) * microbatches > 1
-        buffers = next(trainer.model.buffers(), None) is not None
-        self.replicated = buffers or trainer.axes.sizes.get("tp", 1) > 1
-        self.compares_replicas = self.replicated and not (self.asked and parts)
 
     # ── in a step ──
 
@@ -92,7 +89,6 @@ class Verification:
             report = Report(reason=why) if why else self.compare(inputs, targets, room)
         if report.reason and not why:
             return  # the step itself will say it
-        self.compares_replicas = self.replicated and bool(why)
         note = str(report) if why else report.note
         if note and self.trainer.position == 0:
             print(note, flush=True)
@@ -116,10 +112,6 @@ class Verification:
         if self.comparable and self.checks_again():
             with unrecorded():
                 compare_copies(self.trainer)
-        if self.compares_replicas:
-            self.compares_replicas = False
-            with unrecorded():
-                compare_replicas(self.trainer)
 
     def checks_again(self) -> bool:
         """Return whether the step that the trainer is taking is step 2, 4, 8, 16, …"""
@@ -141,7 +133,7 @@ class Verification:
             snapshot.restore()
         if not any(trainer.agree.numbers(bool(words))[0]):
             return ""
-        return next(filter(None, trainer.agree.texts(words)))
+        return next(filter(None, trainer.agree.objects(words)))
 
     def snapshot_of_loss(self) -> Snapshot:
         """Return a Snapshot of everything that a call of loss_fn can change."""
@@ -159,7 +151,7 @@ class Verification:
         if self.of_keras:
             return Report(reason=OF_KERAS)
         with unrecorded():
-            self.trainer.shares.check(inputs, targets, self.trainer.steps)
+            check_shares(self.trainer, inputs, targets)
             report = self.compare(inputs, targets)
         if report.equal:
             self.settle()

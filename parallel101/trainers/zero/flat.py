@@ -9,12 +9,15 @@ zero_1_2_3.py says when a flat array is gathered and when its gradients are sent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from parallel101.collectives import all_gather, reduce_scatter
 from parallel101.collectives.asynchronous import (
@@ -24,31 +27,72 @@ from parallel101.collectives.asynchronous import (
 )
 from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.gradient_sync import Parameters, dense_gradient
+from parallel101.spans import wait_span
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
-from parallel101.trainers.support.memory import LiveBytes
+
+EMPTY = (
+    "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
+    "of a module that has it. layers=(…) names the types that are gathered one at a time; weights "
+    "in none of them are whole during the whole forward, the loss included"
+)
+
+
+class LiveBytes:
+    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as
+    anything holds their memory.
+
+    gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
+    leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
+
+    It holds weak references to storages: one counts until its last tensor, view or place in a graph
+    is gone.
+
+    Attributes:
+        peak: kind → the most bytes of it that were alive at once since `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.storages: dict[str, list[weakref.ref[UntypedStorage]]] = defaultdict(list)
+        self.peak: dict[str, int] = defaultdict(int)
+
+    def begin(self) -> None:
+        self.peak = defaultdict(int, {kind: self.now(kind) for kind in self.storages})
+
+    def watch(self, kind: str, tensor: Tensor) -> None:
+        """Count the memory of this tensor from now on."""
+        self.storages[kind].append(weakref.ref(tensor.untyped_storage()))
+        self.peak[kind] = max(self.peak[kind], self.now(kind))
+
+    def now(self, kind: str) -> int:
+        """Return the bytes of this kind that are alive."""
+        refs = self.storages[kind]
+        alive = {id(storage): (ref, storage) for ref in refs if (storage := ref()) is not None}
+        refs[:] = [ref for ref, _ in alive.values()]
+        return sum(storage.nbytes() for _, storage in alive.values())
 
 
 @dataclass
-class Sharing:
-    """The ranks that share flat arrays, and how they do.
+class ZeROGroup:
+    """The ranks over which flat arrays are cut, and how these send.
 
     Attributes:
-        group: the ranks; each owns one block of every array.
-        others: name → the ranks that share it instead, such as those with the same experts.
+        groups: the ranks, each of which owns one block of every array; or by parameter.
         overlap: send and receive while this rank computes.
-        apart: name → a label. Only parameters with the same label share an array.
+        labels: name → a label. Only parameters with the same label share an array.
         algorithm: "all_gather" and "reduce_scatter" → one of their algorithms, which then runs from
             beginning to end in one call. Without an entry: "direct", which goes on meanwhile.
         live: counts the bytes of gathered weights and of gradients in flight.
     """
 
-    group: GroupLike
+    groups: GroupLike | Mapping[str, GroupLike]
     overlap: bool = True
-    apart: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     algorithm: Mapping[str, str] = field(default_factory=dict)
     live: LiveBytes = field(default_factory=LiveBytes)
-    others: Mapping[str, GroupLike] = field(default_factory=dict)
+
+    def of(self, name: str) -> GroupLike:
+        return self.groups[name] if isinstance(self.groups, Mapping) else self.groups
 
 
 class Flat:
@@ -56,23 +100,23 @@ class Flat:
 
     Args:
         parameters: by name. From now on they are views of the flat array.
-        sharing: the ranks that share it.
+        zero: the ranks over which it is cut.
         weights, gradients: whether this rank keeps all of them, or only its own block.
 
     Attributes:
         whole: the weights of all blocks, or None while this rank has only its own.
         arriving: the all-gather that fills `whole`, until somebody has waited for it.
         shard, grad: this rank's block of the weights and of their gradients.
-        placements: name → Pieces, which elements of the parameter each rank owns.
+        placements: name → Pieces, which elements of the parameter this rank owns.
         owned: name → Parameter, 1-D, this rank's piece; only those that have elements here.
         reached: names of the parameters to which this rank's samples gave a gradient in this step.
     """
 
     def __init__(
-        self, parameters: Parameters, sharing: Sharing, *, weights: bool, gradients: bool = False
+        self, parameters: Parameters, zero: ZeROGroup, *, weights: bool, gradients: bool = False
     ):
-        self.parameters, self.sharing, self.live = dict(parameters), sharing, sharing.live
-        self.group = sharing.others.get(next(iter(parameters)), sharing.group)
+        self.parameters, self.zero, self.live = dict(parameters), zero, zero.live
+        self.group = zero.of(next(iter(parameters)))
         self.shapes = [p.shape for p in parameters.values()]
         members, values = group_of(self.group), [p.detach() for p in parameters.values()]
         assert members.position is not None
@@ -95,9 +139,8 @@ class Flat:
         self.owned: dict[str, nn.Parameter] = {}
         self.piece_grads: dict[str, Tensor] = {}
         for name, (start, stop) in zip(parameters, pairwise(accumulate(sizes, initial=0))):
-            cuts = [min(max(block * i, start), stop) - start for i in range(n + 1)]
-            self.placements[name] = Pieces(tuple(pairwise(cuts)))
-            low, high = cuts[position : position + 2]
+            low, high = (min(max(block * i, start), stop) - start for i in (position, position + 1))
+            self.placements[name] = Pieces(low, high)
             if low < high:
                 first = start + low - block * position
                 place = slice(first, first + high - low)  # in this rank's block
@@ -122,12 +165,12 @@ class Flat:
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
             self.live.watch("weights", self.whole)
-        group, algorithm = self.group, self.sharing.algorithm.get("all_gather")
+        group, algorithm = self.group, self.zero.algorithm.get("all_gather")
         if algorithm is None:
             self.arriving = all_gather_async(self.shard, group=group, out=self.whole)
         else:
             self.whole.copy_(all_gather(self.shard, group=group, algorithm=algorithm))
-            self.show()
+            self.arriving = AsyncCollective(iter(()), self.whole)  # has arrived
 
     def wait(self) -> None:
         """Wait until the blocks have arrived. Then the parameters are whole."""
@@ -201,7 +244,7 @@ class Flat:
         """
         gradients, group = self.take_gradients(), self.group
         out, self.summed = None if self.summed else self.grad, True
-        algorithm = self.sharing.algorithm.get("reduce_scatter")
+        algorithm = self.zero.algorithm.get("reduce_scatter")
         if algorithm is None:
             return reduce_scatter_async(gradients, group=group, out=out)
         total = reduce_scatter(gradients, group=group, algorithm=algorithm)
@@ -219,3 +262,134 @@ class Flat:
         """Give each piece its part of the sum, for the optimizer."""
         for name, piece in self.owned.items():
             piece.grad = self.piece_grads[name]
+
+
+# ── several arrays, such as a layer's weights of two dtypes ──
+
+
+def flats_of(parameters: Parameters, zero: ZeROGroup) -> list[Flat]:
+    """Return the parameters in flat arrays, each of one dtype and device."""
+    kinds: dict[Any, dict[str, nn.Parameter]] = {}
+    for name, p in parameters.items():
+        kinds.setdefault((p.dtype, p.device, zero.labels.get(name)), {})[name] = p
+    return [Flat(kind, zero, weights=False) for kind in kinds.values()]
+
+
+def gather(flats: Sequence[Flat]) -> None:
+    """Begin to fetch the weights, unless they are here."""
+    for flat in flats:
+        if flat.whole is None:
+            flat.all_gather()
+
+
+def wait(layer: str, flats: Sequence[Flat]) -> None:
+    with wait_span("wait for weights", layer=layer):
+        for flat in flats:
+            flat.wait()
+
+
+def free(flats: Sequence[Flat]) -> None:
+    torch.clear_autocast_cache()  # it would keep the weights in bfloat16
+    for flat in flats:
+        flat.wait()
+        flat.free()
+
+
+class ZeRO(GradientSync):
+    """The common part of the stages: each rank owns 1/n of each flat array, and gradients travel.
+
+    Args: flats: all arrays, in the same order on every rank.
+    """
+
+    def __init__(self, flats: Sequence[Flat], zero: ZeROGroup):
+        super().__init__({name: piece for flat in flats for name, piece in flat.owned.items()})
+        self.placements = {n: pieces for flat in flats for n, pieces in flat.placements.items()}
+        self.flats, self.zero, self.live = flats, zero, zero.live
+        self.in_flight: list[tuple[Flat, AsyncCollective]] = []
+
+    def begin(self) -> None:
+        self.live.begin()
+        self.receive()  # what a step has left that an error has ended
+        for flat in self.flats:
+            flat.begin()
+
+    def reduce_scatter(self, flat: Flat) -> None:
+        """Begin to sum the gradients of all ranks, each block at its owner.
+
+        Two arrays travel at a time. Once they have arrived, all but this rank's block is freed.
+        """
+        self.in_flight.append((flat, flat.reduce_scatter()))
+        self.receive(leave=1)
+
+    def receive(self, leave: int = 0) -> None:
+        """Wait for the sums of this rank's blocks, but not for the last `leave`."""
+        while len(self.in_flight) > leave:
+            flat, total = self.in_flight.pop(0)
+            with wait_span("wait for gradients"):
+                flat.add(total.wait())
+
+    def finish(self) -> list[str]:
+        self.receive()
+        for flat in self.flats:
+            flat.give_gradients()
+        return [name for flat in self.flats for name in flat.parameters if name not in flat.reached]
+
+
+# ── a gathered weight that autograd saves for backward: its place is kept, not its values ──
+#
+#     forward    y = x Wᵀ saves x and W     W is kept as "layer 2, elements 0 to 16, 4 × 4"
+#     backward   gx = gy W                  layer 2 has been gathered again: W is there, elsewhere
+#
+# Otherwise no layer would ever be freed.
+
+
+class SavedWeight(NamedTuple):
+    """A view of a flat array, or of one of its parameters in autocast's dtype."""
+
+    flat: Flat
+    parameter: str | None
+    dtype: torch.dtype
+    view: tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
+
+    def values(self) -> Tensor:
+        base = self.flat.gathered()
+        if self.parameter is not None:
+            base = self.flat.cut(base)[self.parameter].to(self.dtype)
+        return base.as_strided(*self.view)
+
+
+def pack_and_unpack(
+    whole_now: Callable[[], list[Flat]], autocast: torch.dtype | None
+) -> tuple[Callable, Callable]:
+    """Return hooks for `saved_tensors_hooks`: they save weights in the flat arrays of
+    `whole_now()` as places, all else as always.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | SavedWeight:
+        view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        memory = tensor.untyped_storage()
+        source = source_of_cast(tensor) if tensor.dtype == autocast else None
+        for flat in whole_now():
+            if flat.whole is not None and flat.whole.untyped_storage() is memory:
+                return SavedWeight(flat, None, tensor.dtype, view)
+            for name, p in flat.parameters.items() if source is not None else ():
+                if p is source:
+                    return SavedWeight(flat, name, tensor.dtype, view)
+        return tensor
+
+    def unpack(saved: Tensor | SavedWeight) -> Tensor:
+        return saved.values() if isinstance(saved, SavedWeight) else saved
+
+    return pack, unpack
+
+
+def source_of_cast(tensor: Tensor) -> Any:
+    """Return the parameter of which this tensor, or the one that it views, is autocast's copy.
+
+    The copy's graph names it. For other tensors it is None.
+    """
+    copy = tensor if tensor._base is None else tensor._base
+    if copy.grad_fn is None or not copy.grad_fn.next_functions:
+        return None
+    source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
+    return source if source is not None and source.numel() == copy.numel() else None
