@@ -13,8 +13,7 @@ from parallel101.cost import LayerShape, kept_by_our_gpt, layer_activations, ste
 from parallel101.cost.layer_activations import layer_kept
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout as Layout
-from parallel101.cost.stage_layers import entries_of_stages
-from parallel101.models import GPT, GPTConfig, Llama, LlamaConfig
+from parallel101.laboratory.planner.trainer_call import mesh_of, model_of, trainer_options
 from parallel101.models.gpt import balanced_next_token_loss, next_token_loss
 
 GPT_SHAPE = ModelShape(width=256, layers=4, heads=8, vocabulary=512, time=256)
@@ -47,21 +46,6 @@ def named(case):
     return "-".join([name, *(f"{k}={v}" for k, v in vars(layout).items() if v != usual[k])])
 
 
-def model_of(shape):
-    sizes = {
-        "vocabulary": shape.vocabulary,
-        "context": shape.time,
-        "layers": shape.layers,
-        "heads": shape.heads,
-        "width": shape.width,
-        "tied": shape.tied,
-        "attention": shape.attention,
-    }
-    if shape.gated:
-        return Llama(LlamaConfig(**sizes, kv_heads=shape.kv, hidden=shape.inside))
-    return GPT(GPTConfig(**sizes, experts=shape.experts, dropout=0.1 * shape.dropout))
-
-
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
@@ -70,31 +54,15 @@ OPTIMIZERS = {
 
 
 def trainer_of(shape, layout):
-    axes = [a for a in ("pp", "dp", "ep", "cp", "tp") if a == "dp" or getattr(layout, a) > 1]
-    mesh = init_device_mesh("cpu", [getattr(layout, a) for a in axes], mesh_dim_names=axes)
-    options = {"accumulate": layout.microbatches}
-    if layout.pp > 1:
-        options = {
-            "microbatches": layout.microbatches,
-            "schedule": "interleaved" if layout.chunks > 1 else layout.schedule,
-            "chunks": layout.chunks,
-            "layers_per_stage": entries_of_stages(shape.layers, layout.pp * layout.chunks),
-        }
+    sizes = mesh_of(layout)
     loss = p101.vocabulary_cross_entropy if layout.tp > 1 else next_token_loss
     return p101.HybridTrainer(
         model_of(shape),
         balanced_next_token_loss if shape.experts else loss,
         OPTIMIZERS[layout.optimizer],
-        mesh=mesh,
-        zero_stage=layout.zero_stage,
-        overlap=layout.overlap,
-        sequence_parallel=layout.sequence_parallel,
-        context=layout.context,
-        recompute=layout.recompute,
-        precision=layout.precision,
-        gradient_dtype=torch.float32 if layout.gradient_dtype else None,
+        mesh=init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
         verify=False,
-        **options,
+        **trainer_options(shape, layout),
     )
 
 

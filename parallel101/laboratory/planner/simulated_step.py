@@ -21,9 +21,8 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.played_microbatches import replay
 from parallel101.laboratory.planner.trainer_call import (
-    config_of,
     mesh_of,
-    model_text,
+    model_of,
     trainer_options,
 )
 from parallel101.laboratory.ranks.launch import Run, launch
@@ -118,9 +117,8 @@ def program(
     """Run one rank's steps, and return when they ended and the peak bytes since the first began."""
     rank: Any = recorder()
     gpu = next(mode for mode in torch_private.dispatch_modes() if isinstance(mode, VirtualGPU))
-    model, config = model_text(shape)
     trainer = HybridTrainer(
-        getattr(models, model)(getattr(models, config)(**config_of(shape))),
+        model_of(shape),
         models.balanced_next_token_loss if shape.experts else vocabulary_cross_entropy,
         lambda parameters: torch.optim.AdamW(parameters, fused=True),
         mesh=Axes(None, mesh_of(layout)),

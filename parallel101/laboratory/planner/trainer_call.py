@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel101 import models
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.stage_layers import entries_of_stages
@@ -140,6 +142,12 @@ def model_text(shape: ModelShape) -> tuple[str, str]:
     if reason := why_no_model(shape):
         raise ValueError(reason)
     return ("Llama", "LlamaConfig") if shape.positions == "rotary" else ("GPT", "GPTConfig")
+
+
+def model_of(shape: ModelShape) -> nn.Module:
+    """Return a model of that shape. Raises ValueError if there is none."""
+    model, config = model_text(shape)
+    return getattr(models, model)(getattr(models, config)(**config_of(shape)))
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
