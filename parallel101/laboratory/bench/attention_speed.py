@@ -95,8 +95,8 @@ ATTENTION = [
         {name: partial(attention, side, mask == "causal") for name, side in SIDES.items()},
         {f"/ {PEER}": PEER},
         note=f"{PEER}: each rank computes as many pairs as in the other rows on average, and sends "
-        "nothing. Its kernel is fused, as in Ulysses; ring attention and, on a CPU, torch's "
-        "context parallel compute plain products. On a CPU the latter has no causal mask.",
+        "nothing. Its kernel is fused, as in Ulysses; ring attention computes plain products. So "
+        "does torch's context parallel on a CPU, where it has no causal mask.",
     )
     for mask in ("causal", "no mask")
 ]
