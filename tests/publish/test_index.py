@@ -10,8 +10,8 @@ from bs4 import BeautifulSoup
 
 from parallel101.laboratory.publish.execute import read_notebook
 from parallel101.laboratory.publish.index import (
-    CoursePart,
-    CourseRoute,
+    PART,
+    ROUTE,
     Opening,
     index_page,
     minutes,
@@ -28,29 +28,29 @@ HOMEWORK = {
     for path in sorted((LESSONS.parent / "homework").glob("hw*_*/hw*.ipynb"))
 }
 OPENING = read_opening(LESSONS)
-TITLES = [route.title for route in OPENING.routes]
+TITLES = [route["title"] for route in OPENING.routes]
 
 
 @pytest.mark.parametrize("route", OPENING.routes, ids=TITLES)
 def test_the_lessons_and_homework_of_a_route_exist_and_come_in_order(route):
-    named = [name for part in route.parts for name in part.lessons]
+    named = [name for part in route["parts"] for name in part["lessons"]]
     assert named == sorted(set(named)) and set(named) <= set(COURSE)
-    assert all(minutes(part, COURSE) > 0 for part in route.parts)
+    assert all(minutes(part, COURSE) > 0 for part in route["parts"])
     taken: list[str] = []
-    for part in route.parts:
-        taken += part.lessons
-        for number in part.homework:
+    for part in route["parts"]:
+        taken += part["lessons"]
+        for number in part["homework"]:
             # a later lesson may ask for one more exercise of it
             first, *_ = (name for name, lesson in COURSE.items() if number in lesson.homework)
             assert number in HOMEWORK and first in taken, f"homework {number} comes before {first}"
 
 
 def test_a_lecture_takes_75_minutes_and_a_term_has_everything():
-    lecture, _, term = OPENING.routes
-    assert sum(minutes(part, COURSE) for part in lecture.parts) == 75
-    assert all(minutes(part, COURSE) <= 75 for part in term.parts)
-    assert [name for part in term.parts for name in part.lessons] == list(COURSE)
-    assert [number for part in term.parts for number in part.homework] == list(HOMEWORK)
+    lecture, _, term = (route["parts"] for route in OPENING.routes)
+    assert sum(minutes(part, COURSE) for part in lecture) == 75
+    assert all(minutes(part, COURSE) <= 75 for part in term)
+    assert [name for part in term for name in part["lessons"]] == list(COURSE)
+    assert [number for part in term for number in part["homework"]] == list(HOMEWORK)
     assert OPENING.picture in COURSE
 
 
@@ -129,7 +129,8 @@ def test_a_file_that_is_no_list_of_routes_is_refused(wrong, tmp_path):
 
 def test_titles_are_escaped():
     lesson = Lesson("00_a", "A & <b>: c", "", minutes="5")
-    route = CourseRoute("R & D", "x < y", (CoursePart(("00_a",), when="Day <1>"),))
+    part = {**PART, "lessons": ["00_a"], "when": "Day <1>"}
+    route = {**ROUTE, "title": "R & D", "text": "x < y", "parts": [part]}
     page = shown([lesson], Opening("text", "", (route,)))
     assert page.select_one(".route h3").get_text().startswith("R & D")
     assert "Day <1> 00 A & <b>: 5\u00a0minutes" in page.select_one(".route li").get_text()

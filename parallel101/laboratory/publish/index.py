@@ -23,10 +23,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from parallel101.laboratory.publish.course_pages import CoursePage
 from parallel101.laboratory.publish.glossary import PAGE
 from parallel101.laboratory.publish.page import (
     NONE,
@@ -45,22 +46,10 @@ from parallel101.laboratory.publish.tools import ToolPage
 FILE = "routes.json"
 
 
-class CoursePart(NamedTuple):
-    """One sitting of a route, such as a day or the lecture of a week."""
-
-    lessons: tuple[str, ...]
-    homework: tuple[int, ...] = ()
-    when: str = ""
-    short: bool = False  # the short way through these lessons
-
-
-class CourseRoute(NamedTuple):
-    """A way through the course."""
-
-    title: str
-    text: str  # for whom it is, in a sentence
-    parts: tuple[CoursePart, ...]
-    dates: bool = False  # a table with fields for dates
+# the entries of a route and of a part, and what they are where they are left out; None: they can't
+Route = dict[str, Any]
+ROUTE: Route = {"title": None, "text": None, "parts": None, "dates": False}
+PART: Route = {"lessons": None, "homework": [], "when": "", "short": False}
 
 
 class Opening(NamedTuple):
@@ -68,18 +57,7 @@ class Opening(NamedTuple):
 
     text: str = ""  # Markdown
     picture: str = ""  # the lesson whose picture moves there
-    routes: tuple[CourseRoute, ...] = ()
-
-
-class Listed(Protocol):
-    """A page that the index lists with a sentence, such as one of course_pages.py."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def text(self) -> str: ...
+    routes: tuple[Route, ...] = ()  # as routes.json has them, with all of their entries
 
 
 class ListedPage(NamedTuple):
@@ -110,7 +88,7 @@ def read_opening(folder: Path) -> Opening:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
         routes = [
-            CourseRoute(**{**route, "parts": tuple(_part(**part) for part in route["parts"])})
+            _whole(ROUTE, route, parts=[_whole(PART, part) for part in route["parts"]])
             for route in said["routes"]
         ]
         opening = Opening(said["opening"], said["picture"], tuple(routes))
@@ -123,14 +101,21 @@ def read_opening(folder: Path) -> Opening:
     return opening if own.exists() or there else NO_OPENING
 
 
-def _part(lessons: Sequence[str], homework: Sequence[int] = (), **others) -> CoursePart:
-    return CoursePart(tuple(lessons), tuple(homework), **others)
+def _whole(entries: Route, given: Route, **others: Any) -> Route:
+    """Return these entries with those that are left out.
+
+    Raises KeyError for an entry that is unknown or missing.
+    """
+    whole = {**entries, **given, **others}
+    if wrong := [name for name in whole if name not in entries or whole[name] is None]:
+        raise KeyError(wrong[0])
+    return whole
 
 
-def minutes(part: CoursePart, lessons: Mapping[str, Lesson]) -> int:
-    """Return how long the part's lessons take, as they say themselves."""
-    taken = [lessons[name] for name in part.lessons if name in lessons]
-    return sum(int((lesson.short if part.short else lesson.minutes) or "0") for lesson in taken)
+def minutes(part: Route, lessons: Mapping[str, Lesson]) -> int:
+    """Return how long the lessons of a route's part take, as they say themselves."""
+    taken = [lessons[name] for name in part["lessons"] if name in lessons]
+    return sum(int((lesson.short if part["short"] else lesson.minutes) or "0") for lesson in taken)
 
 
 def index_page(
@@ -142,7 +127,7 @@ def index_page(
     moving: str = "",
     syllabus: Syllabus | None = None,
     tools: Sequence[ToolPage] = (),
-    pages: Sequence[Listed] = (),
+    pages: Sequence[ListedPage | CoursePage] = (),
     repository: Repository | None = None,
     search: bool = False,
 ) -> str:
@@ -163,7 +148,7 @@ def index_page(
     possible = [
         route
         for route in opening.routes
-        if all(name in by_name for part in route.parts for name in part.lessons)
+        if all(name in by_name for part in route["parts"] for name in part["lessons"])
     ]
     invitations = [(tool.address, tool.invitation) for tool in tools if tool.invitation]
     if invitations and lessons:
@@ -196,8 +181,8 @@ def index_page(
         short_title=short_title,
         numbered=numbered,
         minutes=minutes,
-        total=lambda route: sum(minutes(part, by_name) for part in route.parts),
-        week_minutes=lambda week: minutes(CoursePart(week.lessons), by_name),
+        total=lambda route: sum(minutes(part, by_name) for part in route["parts"]),
+        week_minutes=lambda week: minutes({**PART, "lessons": week.lessons}, by_name),
         time=_time,
         day=as_html(day),
     )

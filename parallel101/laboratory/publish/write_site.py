@@ -22,7 +22,7 @@ from parallel101.laboratory.publish.find import homework_notebooks, select_lesso
 from parallel101.laboratory.publish.glossary import PAGE, read_terms
 from parallel101.laboratory.publish.index import (
     REFERENCE,
-    Listed,
+    ListedPage,
     Opening,
     index_page,
     read_opening,
@@ -262,7 +262,9 @@ def _write_pages(
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
     moving = moving_picture_of(shown.get(opening.picture, ""))
-    around: list[Listed] = [*_write_course_pages(course, [*lessons.values()], glossary, out)]
+    around: list[CoursePage | ListedPage] = [
+        *_write_course_pages(course, [*lessons.values()], glossary, out)
+    ]
     if course.whole and (out / REFERENCE.address).exists():
         around.insert(0, REFERENCE)
     index = index_page(
