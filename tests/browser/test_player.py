@@ -72,9 +72,8 @@ def test_it_waits_to_be_played_and_plays_to_the_end(player):
     )
     player.until(f"{ROOT}.querySelector('[data-do=play]').getAttribute('aria-label') == 'Play'")
     count, time = state(player)
-    assert count == "6 / 6" and time == pytest.approx(
-        float(player.js(f"{ROOT}.querySelector('input').max"))
-    )
+    assert count == "6 / 6"
+    assert time == pytest.approx(float(player.js(f"{ROOT}.querySelector('input').max")))
     assert "all 4 ranks" in player.js(f"{ROOT}.querySelector('[aria-live]').textContent")
 
 
@@ -174,10 +173,8 @@ def test_a_picture_without_animation_has_no_controls(player, page):
 def test_without_scripts_the_animation_plays_in_a_loop(player, page):
     player.open(page.with_name("bare.html").as_uri())
     player.until("document.images.length === 1 && document.images[0].complete")
-    assert (
-        player.js("document.images[0].naturalWidth") == 960
-        and player.js("document.scripts.length") == 0
-    )
+    assert player.js("document.images[0].naturalWidth") == 960
+    assert player.js("document.scripts.length") == 0
     first = player.picture()
     assert any(player.picture() != first for _ in range(100))
 

@@ -98,9 +98,8 @@ def test_blocks_are_those_of_the_values(name):
     for rect in root.iter(f"{SVG}rect"):
         assert float(rect.get("x")) + float(rect.get("width")) <= scene.width
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
-    assert {float(seconds) for seconds in written} == {scene.duration} and scene.stops[
-        -1
-    ].end == scene.duration
+    assert {float(seconds) for seconds in written} == {scene.duration}
+    assert scene.stops[-1].end == scene.duration
 
 
 def returns_nothing(x):

@@ -25,9 +25,8 @@ def test_many_ranks_are_summed_up(n):
     replay = replay_of(trace)
     assert step_facts(replay, 0)[::2] == ["1 message of 8 B", f"1 of {n} ranks sends"]
     share = sending_over_time(replay, 0.0, trace.makespan)
-    assert share[0] == pytest.approx(1 / n) and sum(share) / len(share) == pytest.approx(
-        (n - 1) / n / len(scene.stops), abs=0.01
-    )
+    assert share[0] == pytest.approx(1 / n)
+    assert sum(share) / len(share) == pytest.approx((n - 1) / n / len(scene.stops), abs=0.01)
 
 
 def test_the_messages_of_a_step_are_said_in_words():

@@ -37,11 +37,9 @@ def test_the_backward_run_starts_when_the_forward_run_has_ended(runs):
     before, middle, after = (words(scene, t) for t in (0.0, scene.stops[2].start, scene.duration))
     for names in (before, middle, after):
         assert "Forward: ring all-gather" in names and "Backward: ring reduce-scatter" in names
-    assert (
-        before.count("start") == 2
-        and "start" not in middle
-        and "Every rank ends with all 3 chunks." in middle
-    )
+    assert before.count("start") == 2
+    assert "start" not in middle
+    assert "Every rank ends with all 3 chunks." in middle
     # two ranks, two rows, two steps
     assert {"Every rank ends with all 3 chunks.", "step"} < set(after) and after.count("2") == 4
 

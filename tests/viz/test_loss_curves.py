@@ -51,9 +51,8 @@ def test_histories_have_labels_that_do_not_touch():
     heights = sorted(
         float(t.get("y")) for t in root.iter(f"{SVG}text") if (t.text or "").endswith(" ranks")
     )
-    assert len(heights) == 5 and all(
-        b - a >= 17.9 for a, b in zip(heights, heights[1:], strict=False)
-    )
+    assert len(heights) == 5
+    assert all(b - a >= 17.9 for a, b in zip(heights, heights[1:], strict=False))
     with pytest.raises(ValueError, match="6 curves"):
         loss_scene({str(n): [(0, 1)] for n in range(6)})
 
@@ -81,7 +80,8 @@ def test_ranks_add_to_what_the_notebook_draws():
         live.add("1 rank", 0, 3.0)
         with open(live.path, "a", encoding="utf-8") as file:
             file.write('["2 ranks", 3')  # half a line, as if a rank were still writing it
-        assert live.update() and live.curves == {
+        assert live.update()
+        assert live.curves == {
             "2 ranks": [(0, 3.0), (1, 2.0), (2, 1.0)],
             "1 rank": [(0, 3.0)],
         }

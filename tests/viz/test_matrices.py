@@ -57,10 +57,8 @@ def test_blocks_are_as_large_as_their_part_and_fill_the_matrix(size):
         "250",
         "32",
     } <= set(texts(scene))
-    assert (
-        "layers.0.weight: 64 × 250, columns cut into" in scene.description
-        and "layers.1.weight: 250 × 32, rows" in scene.description
-    )
+    assert "layers.0.weight: 64 × 250, columns cut into" in scene.description
+    assert "layers.1.weight: 250 × 32, rows" in scene.description
 
 
 def test_layers_that_differ_in_their_number_only_are_drawn_once():

@@ -47,9 +47,8 @@ def test_shards_are_side_by_side_and_fill_the_whole_bar(n):
 def test_uneven_shards_stay_inside_the_bar_and_a_rank_may_hold_nothing():
     scene = memory_scene({"all": counted(weights=[900] * 3), "cut": counted(weights=[600, 600, 0])})
     full, *rest = bars(scene, "weights")
-    assert len(rest) == 4 and all(
-        left >= LEFT and left + width <= full[0] + full[1] + 0.1 for left, width in rest
-    )
+    assert len(rest) == 4
+    assert all(left >= LEFT and left + width <= full[0] + full[1] + 0.1 for left, width in rest)
     assert full[0] + full[1] <= RIGHT
 
 

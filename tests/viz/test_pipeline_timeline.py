@@ -106,9 +106,8 @@ def test_actions_that_are_computed_together_share_a_box():
     schedule = p101.Schedule.from_csv(OVERLAP)
     time = schedule.time(**COSTS)
     scene, times = time.timeline(), planned_times(time)
-    assert len(titled(scene, " of microbatch ")) == 13 and times.bubble_rate == pytest.approx(
-        time.bubble_rate
-    )
+    assert len(titled(scene, " of microbatch ")) == 13
+    assert times.bubble_rate == pytest.approx(time.bubble_rate)
     assert [times.peak(rank) for rank in times.ranks] == time.peak_activations
     forward, backward = (
         box
@@ -161,9 +160,8 @@ def test_stages_of_a_rank_differ_in_shade():
         stage = box.find(f"{SVG}title").text.partition(",")[0]
         shades.setdefault(stage, set()).add("k1" in box.get("class"))
     assert shades == {"stage 0": {False}, "stage 1": {False}, "stage 2": {True}, "stage 3": {True}}
-    assert "stages 0, 2" in texts(scene) and any(
-        "Faded: its second stage." in text for text in texts(scene)
-    )
+    assert "stages 0, 2" in texts(scene)
+    assert any("Faded: its second stage." in text for text in texts(scene))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))

@@ -50,10 +50,8 @@ def test_before_and_after_each_collective():
         [("a", (1, 1)), ("b", (1, 1))],
     ]
     said = words(run.picture())
-    assert (
-        said[0] == "A[I, JX] · B[JX, K] → C[I, KX]"
-        and "C[I, KX] on 2 ranks equals the whole A · B." in said
-    )
+    assert said[0] == "A[I, JX] · B[JX, K] → C[I, KX]"
+    assert "C[I, KX] on 2 ranks equals the whole A · B." in said
     assert said.count("1 of 2") == 2 and "ReduceScatterX,K" in said
     assert bytes_by_step(run.run.trace) == {
         number: max(run.plan.sent_in(step)) for number, step in enumerate(run.plan.steps)
@@ -159,11 +157,9 @@ def test_on_a_phone_a_program_is_seen_at_once_and_longer_ones_scroll():
     forgotten = p101.sharding.run(
         BOTH_CUT, A, B, mesh={"X": 2}, program=lambda a, b: a @ b
     ).picture()
-    assert (
-        forgotten.narrow[0] == 480
-        and "the sum over X is missing" in forgotten.intro
-        and "Hatched: missing." in forgotten.intro
-    )
+    assert forgotten.narrow[0] == 480
+    assert "the sum over X is missing" in forgotten.intro
+    assert "Hatched: missing." in forgotten.intro
     panels = [
         panel
         for panel in ET.fromstring(forgotten.svg()).iter(f"{SVG}g")

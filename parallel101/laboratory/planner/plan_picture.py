@@ -61,9 +61,7 @@ def plan_scene(plan: RankedLayouts) -> Scene:
     head.add("text", scene.intro, x=LEFT, y=64, font_size=14, class_="m")
     # `lower`: by how much a part is lower on phones, where legends take several lines
     y, lower = _times(scene, plan, 92.0, -24)
-    scene.cuts.append(y - 8)
     y, lower = _memory(scene, best, y + 24, lower)
-    scene.cuts.append(y - 8)
     y = _nodes(scene, best, y + 24, lower)
     scene.height = round(y)
     scene.narrow = (NARROW, round(y + lower))

@@ -153,27 +153,7 @@ def cover_of(page: str) -> str:
         page,
         re.DOTALL,
     )
-    return f'<img src="{cropped(found[1])}" alt="" loading="lazy">' if found else ""
-
-
-def cropped(image: str) -> str:
-    """Return a picture, as a data URI, in the form of the index's covers.
-
-    It has no border, since the cover has one, and is at most 2/3 as high as wide: a taller one ends
-    between two of its parts, at the last of its cuts (see `Scene`) that fits. One without such cuts
-    stays whole, and the index shows it smaller.
-    """
-    head, _, data = image.partition(",")
-    svg = base64.b64decode(data).decode()
-    size = re.search(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', svg)
-    if size is None:
-        return image
-    width, height = int(size[1]), float(size[2])
-    cuts = re.search(r'data-cuts="([^"]+)"', svg)
-    fitting = [y for y in map(float, cuts[1].split()) if 3 * y <= 2 * width] if cuts else []
-    bottom = max(fitting) if fitting and 3 * height > 2 * width else height - 2
-    shown = f'viewBox="2 2 {width - 4} {bottom - 2:g}" width="{width - 4}" height="{bottom - 2:g}"'
-    return f"{head},{base64.b64encode(svg.replace(size[0], shown, 1).encode()).decode()}"
+    return f'<img src="{found[1]}" alt="" loading="lazy">' if found else ""
 
 
 def moving_picture_of(page: str) -> str:

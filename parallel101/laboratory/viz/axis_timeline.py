@@ -82,7 +82,6 @@ def axes_scene(
             rows.span(Bar(event), y + HEAD - 6 + event.rank * ROW, TALL + 1)
         y += high
     for of in traffic:
-        scene.cuts.append(y - BETWEEN / 2)
         _axis(rows, of, y, n)
         y += high
     rows.axis(y)

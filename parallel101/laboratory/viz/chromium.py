@@ -26,16 +26,8 @@ from parallel101.extras import needs_extra
 
 def find_chromium() -> str | None:
     """Return the path of a Chromium or Chrome on this machine, or None."""
-    return next(
-        filter(
-            None,
-            map(
-                shutil.which,
-                ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"),
-            ),
-        ),
-        None,
-    )
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 FLAGS = [

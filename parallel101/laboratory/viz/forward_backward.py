@@ -24,7 +24,6 @@ from parallel101.laboratory.viz.timing import Timing
 HALF, TOP, HEIGHT = 480, 52, 712
 # from where the collective view has them to where a half has them
 GRAPH, CELLS = "translate(20,-18)", "translate(-386,328) scale(.9)"
-GRAPHS_END = 414  # below TOP: between the ranks and what they hold
 PAUSE = 0.6  # seconds from the end of the forward run to the start of the backward run
 
 
@@ -55,21 +54,13 @@ def forward_backward_scene(
     """
     scene = Scene(2 * HALF, TOP + HEIGHT, title)
     scene.narrow = (HALF, TOP + 2 * HEIGHT)
-    scene.cuts = [TOP + GRAPHS_END]
     scene.panel(narrow="translate(0,0)").write(title, 28, 40, None, "h")
     first, second = _replay(forward, "forward"), _replay(backward, "backward")
     turn = Timing(first).reveal + PAUSE  # when the backward run starts
     scene.duration = turn + Timing(second).duration
+    below, end = f"translate({-HALF},{HEIGHT})", scene.duration
     _half(scene, "Forward", first, x=0, narrow="translate(0,0)", begin=0.0, end=turn)
-    _half(
-        scene,
-        "Backward",
-        second,
-        x=HALF,
-        narrow=f"translate({-HALF},{HEIGHT})",
-        begin=turn,
-        end=scene.duration,
-    )
+    _half(scene, "Backward", second, x=HALF, narrow=below, begin=turn, end=end)
     scene.intro = Captions(first).intro
     return scene
 

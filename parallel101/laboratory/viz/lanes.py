@@ -86,8 +86,6 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
         panel = TimeRows(scene, window.begin, longest, right=RIGHT, colours=colours)
         below = top + (HEAD - 6 if within else 0)
         _window(panel, window, n, below, row, depth, lanes[i], flows[i])
-        ends = range(n) if len(windows) == 1 else (n - 1,)
-        scene.cuts += [top + (HEAD if within else 0) + (rank + 1) * row - 8 for rank in ends]
     rows.axis(TOP + len(windows) * high)
     rows.notes(notes)
     return scene

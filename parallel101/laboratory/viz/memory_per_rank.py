@@ -127,7 +127,6 @@ def memory_scene(
             totals.write(decimal_bytes(total), 932, y + 17, 17, "b e")
             y += ROW
         y += BETWEEN
-        scene.cuts.append(y - BETWEEN / 2)
     return scene
 
 

@@ -130,7 +130,6 @@ class Scene(Node):
             still, where it can wrap.
         narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`;
             None if there is no such layout.
-        cuts: where a picture that is too tall for a cover can end: each y is between two parts.
         definitions: SVG elements for <defs>. HATCHING is there already.
         style: CSS rules.
     """
@@ -143,7 +142,6 @@ class Scene(Node):
         self.stops: list[Stop] = []
         self.intro = ""
         self.narrow: tuple[int, int] | None = None
-        self.cuts: list[float] = []
         self.definitions = [HATCHING]
         self.style = STYLE
 
@@ -230,11 +228,10 @@ class Scene(Node):
             colours = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
         else:
             colours = ""
-        cuts = f' data-cuts="{" ".join(map(number, self.cuts))}"' if self.cuts else ""
         text = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" '
-            f'role="img" font-family="{FONT}"{cuts}>'
+            f'role="img" font-family="{FONT}">'
             f"<title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>"
             f'<style class="theme">{colours}</style>'
             f"<style>svg{{font-variant-numeric:tabular-nums}}{style}</style>"
