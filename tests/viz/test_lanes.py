@@ -21,7 +21,7 @@ from parallel101.laboratory.record.events import Event, EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.between_ranks import traffic_scene
 from parallel101.laboratory.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
-from parallel101.laboratory.viz.rows import span_colours, span_entries
+from parallel101.laboratory.viz.rows import legend_entries, span_colours
 from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.viz.drawn import SVG, span, titled
 
@@ -185,7 +185,7 @@ def test_colours_of_spans_are_the_same_in_every_picture():
         colours[name] == drawn[0][name] for colours in drawn for name in colours if name != "mine"
     )
     assert drawn[0]["mine"] not in [colour for name, colour in drawn[0].items() if name != "mine"]
-    entries = span_entries(drawn[0])
+    entries = legend_entries([], drawn[0])
     assert len({colour for _, colour in entries}) == len(entries) == 5
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 from array import array
-from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
@@ -32,12 +30,12 @@ from parallel101.laboratory.viz.rows import (
     RIGHT,
     STYLE,
     event_text,
+    legend_entries,
     span_colours,
-    span_entries,
     span_lanes,
     span_texts,
 )
-from parallel101.laboratory.viz.scene import HATCHING
+from parallel101.laboratory.viz.scene import HATCHING, script_json
 
 MOST_EVENTS = 200_000  # in a page
 PARTS = 200  # of a run in which no steps are found
@@ -109,7 +107,7 @@ def step_chooser(
         "messages": MESSAGES,
         "left": LEFT,
         "right": RIGHT,
-        "legend": [*span_entries(colours), *_entries(events)],
+        "legend": legend_entries(events, colours),
         "hatching": HATCHING,
     }
     # the widest numbers first, so that each column begins at a multiple of its size
@@ -118,7 +116,7 @@ def step_chooser(
     return (
         f'<style>{_style()}</style><section class="chooser" hidden><h2>Steps</h2>'
         f'<p>{escape(_about(known, len(events), drawn))}</p><div class="drawn"></div>'
-        f'<script type="application/json">{_json(setup)}</script>'
+        f'<script type="application/json">{script_json(setup)}</script>'
         f'<script type="text/plain">{data}</script></section><script>{SCRIPT}</script>'
     )
 
@@ -167,17 +165,3 @@ def _look(event: Event, colours: dict[str, int]) -> tuple:
         return event.kind if event.kind in P2P else "collective", ""
     text = span_texts(event)[0]
     return "idle" if event.waiting else f"f{colours[event.name or 'span']}", text
-
-
-def _entries(events: Sequence[Event]) -> list[tuple[str, str]]:
-    kinds = {e.kind for e in events}
-    found = [("wait", "idle")] * any(e.waiting for e in events)
-    found += [
-        (name, kind) for kind, name in (("send", "send"), ("recv", "receive")) if kind in kinds
-    ]
-    return found + [("collective", "collective")] * bool(kinds - P2P - {"span"})
-
-
-def _json(value: object) -> str:
-    """Return JSON that is safe inside a <script>."""
-    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")

@@ -5,7 +5,6 @@ Values are escaped, unless a filter or a macro has made them HTML.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
@@ -14,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from parallel101.laboratory.publish.markdown import to_html
+from parallel101.laboratory.viz.scene import script_json
 
 
 def file_text(path: str) -> str:
@@ -46,12 +46,6 @@ def environment() -> Environment:
 def render(name: str, **values: object) -> str:
     """Return the template `name`.html.jinja2, filled with these values."""
     return environment().get_template(f"{name}.html.jinja2").render(**values)
-
-
-def script_json(value: object) -> str:
-    """Return JSON that is safe inside a <script>."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
 
 
 def as_html(function: Callable[..., str]) -> Callable[..., Markup]:

@@ -23,8 +23,8 @@ from parallel101.laboratory.viz.rows import (
     LEFT,
     Bar,
     TimeRows,
+    legend_entries,
     span_colours,
-    span_entries,
     span_lanes,
     trace_facts,
 )
@@ -113,8 +113,7 @@ def _head(rows: TimeRows, trace: Trace, spans: list[Event], collectives: bool, o
     )
     facts = f"{trace_facts(trace)} · {human_seconds(rows.duration)}"
     rows.scene.head(facts, sentence, 13 if one else 14)
-    waits = any(e.waiting for e in spans)
-    rows.scene.legend([*span_entries(rows.colours, 5), *[("wait", "idle")] * waits])
+    rows.scene.legend(legend_entries(spans, rows.colours, 5))
     rows.scene.write(f"sent{of_all}", SENT, 89, 12, "m e")
     rows.scene.write("messages", COUNT, 89, 12, "m e")
 

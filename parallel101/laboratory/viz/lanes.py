@@ -29,9 +29,9 @@ from parallel101.laboratory.viz.rows import (
     LEFT,
     Bar,
     TimeRows,
+    legend_entries,
     notes_of,
     span_colours,
-    span_entries,
     span_lanes,
     trace_facts,
 )
@@ -130,11 +130,9 @@ def _head(rows: TimeRows, trace: Trace, took: str) -> None:
         "and waits."
     )
     rows.scene.head(trace_facts(trace) + (f" · {took}" if took else ""), sentence)
-    kinds = {e.kind for e in trace.events}
-    entries = [*span_entries(rows.colours), ("idle", "idle")]
-    entries += [("sends", "send")] * ("send" in kinds) + [("receives", "recv")] * ("recv" in kinds)
-    entries += [("collectives", "collective")] * bool(kinds - P2P - {"span"})
-    rows.scene.legend(entries)
+    entries = legend_entries(trace.events, rows.colours)
+    idle = ("wait", "idle")
+    rows.scene.legend(entries if idle in entries else [*entries, idle])
     rows.scene.write("overlap", END, 89, 12, "m e")
 
 

@@ -190,15 +190,21 @@ def span_colours(spans: Iterable[Event]) -> dict[str, int]:
     }
 
 
-def span_entries(colours: dict[str, int], most: int = 6) -> list[tuple[str, str]]:
-    """Return the legend of spans as (name, class).
+def legend_entries(
+    events: Iterable[Event], colours: dict[str, int], most: int = 6
+) -> list[tuple[str, str]]:
+    """Return the legend as (name, class): up to `most` spans, waits, messages and collectives.
 
-    Each colour appears once, under the first name that has it.
+    Each colour of a span appears once, under the first name that has it.
     """
     first = {colour: name for name, colour in reversed(colours.items())}
-    return [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name][
-        :most
-    ]
+    found = [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name]
+    kinds = {("wait" if e.waiting else e.kind) for e in events}
+    found = found[:most] + [("wait", "idle")] * ("wait" in kinds)
+    found += [("send", "send")] * ("send" in kinds) + [("receive", "recv")] * ("recv" in kinds)
+    others = sorted(kinds - P2P - {"span", "wait"})
+    named = listed(others) if len(others) <= 2 else "collective"
+    return found + [(named, "collective")] * bool(others)
 
 
 def span_texts(event: Event) -> list[str]:

@@ -282,7 +282,7 @@ class Scene(Node):
             'style="width:100%;height:auto"></picture></figure>'
             f"<script>(() => {{\n{PLAYER}\n"
             f"document.querySelectorAll('#{name}').forEach(figure => mount(figure, "
-            f"{_json(setup)}));\n}})()</script>"
+            f"{script_json(setup)}));\n}})()</script>"
         )
 
     def page(self) -> str:
@@ -368,7 +368,7 @@ def data_uri(svg: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
-def _json(value: object) -> str:
+def script_json(value: object) -> str:
     """Return JSON that is safe inside a <script>: it has no "</script>" and no "<!--"."""
     return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
 

@@ -19,15 +19,15 @@ from parallel101.laboratory.analysis.critical_path import CriticalPath, Segment
 from parallel101.laboratory.analysis.critical_path import critical_path as path_of
 from parallel101.laboratory.record.events import P2P, Event
 from parallel101.laboratory.record.trace import Trace
-from parallel101.laboratory.record.units import human_bytes, human_seconds, listed
+from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.viz.rows import (
     LEFT,
     RIGHT,
     Bar,
     TimeRows,
+    legend_entries,
     notes_of,
     span_colours,
-    span_entries,
     span_lanes,
     trace_facts,
     unfinished_text,
@@ -115,11 +115,7 @@ def _head(rows: TimeRows, trace: Trace, path: CriticalPath | None) -> None:
     """Draw the title, how much was sent, and the legend."""
     scene, kinds = rows.scene, {e.kind for e in trace.events}
     others = sorted(kinds - P2P - {"span"})
-    entries = span_entries(rows.colours)
-    entries += [("wait", "idle")] * any(e.waiting for e in trace.spans())
-    entries += [("send", "send")] * ("send" in kinds) + [("receive", "recv")] * ("recv" in kinds)
-    if others:
-        entries.append((listed(others) if len(others) <= 2 else "collective", "collective"))
+    entries = legend_entries(trace.events, rows.colours)
     below = "messages and collectives below" if rows.colours else "Messages and collectives"
     parts = ["Compute on top"] * bool(rows.colours) + [below] * bool(kinds - {"span"})
     if path:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 from tqdm import tqdm
 
-from parallel101.laboratory.publish.templates import render, script_json
+from parallel101.laboratory.publish.templates import render
 from parallel101.laboratory.publish.tools.recorded_collectives import (
     BANDWIDTH,
     INSIDE_BANDWIDTH,
@@ -41,7 +41,7 @@ from parallel101.laboratory.publish.tools.recorded_collectives import (
     record,
 )
 from parallel101.laboratory.record.units import human_bytes, human_seconds
-from parallel101.laboratory.viz.scene import PLAYER, PLAYER_CSS, Scene
+from parallel101.laboratory.viz.scene import PLAYER, PLAYER_CSS, Scene, script_json
 
 ADDRESS, TITLE = "atlas_of_collectives.html", "Atlas of collectives"
 FOLDER = "atlas"
