@@ -19,6 +19,43 @@ def told(program, n=3) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def two_groups(order, wait_between=False, by_future=False):
+    """Each rank begins an all-reduce of two groups of the same ranks, in its own order."""
+
+    def program():
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1, 2])]
+        rank, works = dist.get_rank(), []
+        for index in order[rank]:
+            works.append(dist.all_reduce(torch.ones(2), group=groups[index], async_op=True))
+            if by_future:
+                works[-1] = works[-1].get_future()
+            if wait_between:
+                works.pop().wait()
+        for work in works:
+            work.wait()
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("order", "options", "warned"),
+    [
+        ([[0, 1], [1, 0], [1]], {}, True),
+        ([[0, 1], [0, 1], [1]], {}, False),
+        ([[0, 1, 0, 1], [0, 1, 1, 0], [1, 1]], {}, True),
+        ([[0, 1], [0, 1], [1]], {"wait_between": True}, False),
+        ([[0, 1], [1, 0], [1]], {"by_future": True}, False),  # who waits for it isn't known
+    ],
+)
+def test_collectives_of_two_groups_in_flight_in_another_order(order, options, warned):
+    texts = told(two_groups(order, **options))
+    assert len(texts) == warned
+    if warned:
+        (text,) = texts
+        assert "all_reduce among ranks 0 and 1 (" in text and "in the other order" in text
+        assert text.count("test_nccl_warnings.py") == 2
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_new_group_that_only_members_call(local):
     def program():

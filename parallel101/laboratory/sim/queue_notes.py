@@ -63,7 +63,7 @@ def queue_notes(shared: QueuedState) -> list[Note]:
                         _different(collective, other) for other in operations[0].collectives
                     ]
     notes = [*sorted(set(behind))[:MOST_BEHIND], *dict.fromkeys(other_queues[:MOST_OTHER_QUEUES])]
-    notes += [(text, "") for text in shared.warnings()]
+    notes += [(text, "") for text in shared.warnings.texts()]
     return [*notes, (ADVICE, "")] if behind else notes
 
 

@@ -36,10 +36,9 @@ The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/P
    communication": a call blocks until it completes. NCCL promises no buffer.)
 
 Not checked: if a batch is the first call of a group, torch wants all ranks of the group to take
-part (torch's docs, batch_isend_irecv). Collectives of several groups that are in flight together
-must begin in the same order on all ranks (guide, "Using multiple NCCL communicators concurrently").
-On GPUs work.wait() blocks the stream and not the CPU. Here it blocks the rank, so a run can't tell
-what the CPU would do meanwhile. What a deadlock's error says about queues is in queue_notes.py.
+part (torch's docs, batch_isend_irecv). On GPUs work.wait() blocks the stream and not the CPU. Here
+it blocks the rank, so a run can't tell what the CPU would do meanwhile. What a deadlock's error
+says about queues is in queue_notes.py, what may hang although a run ends in nccl_warnings.py.
 """
 
 from __future__ import annotations
@@ -57,15 +56,13 @@ import torch.distributed as dist
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
-from parallel101.laboratory.record.program_lines import caller, shown
+from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import CollectiveArguments
-from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import CollectiveWork, SharedState, SimGroup
 from parallel101.laboratory.sim.message_matching import MessageWork, RecvWork, SendWork
-from parallel101.laboratory.sim.work import SimWork
-
-MOST_WARNINGS = 4
+from parallel101.laboratory.sim.nccl_warnings import CollectiveKey, NcclWarnings
+from parallel101.laboratory.sim.work import SimFuture, SimWork
 
 
 class Operation(SimWork):
@@ -282,8 +279,7 @@ class QueuedState(SharedState):
     def __init__(self, world: World, payload_bytes: int):
         super().__init__(world, payload_bytes)
         self.queues = Queues(self)
-        # by torch's name of the group: its ranks, and where each rank called new_group
-        self.made: dict[str, tuple[list[int], dict[int, str]]] = {}
+        self.warnings = NcclWarnings(world.size)
 
     def unfinished(self) -> list[EventRow]:
         return super().unfinished() + self.queues.unfinished()
@@ -297,24 +293,6 @@ class QueuedState(SharedState):
             for message in operation.messages
         ]
         return super().unwaited() + behind
-
-    def warnings(self) -> list[str]:
-        """Return a warning for each group that only some ranks made: it may hang on GPUs.
-
-        torch asks all ranks of the job to call new_group, also those outside the group, in the same
-        order (torch's docs, new_group).
-        """
-        everyone = range(self.world.size)
-        return [
-            f"{ranks_text(calls)} called new_group({members}) at "
-            f"{shown(next(iter(calls.values())))}, and "
-            f"{ranks_text([rank for rank in everyone if rank not in calls])} did not. torch "
-            "asks all ranks to call new_group, also those outside the group: on NCCL the groups "
-            "that are made later may not fit together. Call it on all ranks, or pass "
-            "use_local_synchronization=True"
-            for members, calls in self.made.values()
-            if len(calls) < len(everyone)
-        ][:MOST_WARNINGS]
 
 
 class QueuedSend(SendWork):
@@ -335,9 +313,18 @@ class QueuedCollective(CollectiveWork):
 
     operation: Operation
     group: QueuedGroup
+    key: CollectiveKey
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return not self.operation.in_queue or super().wait(timeout)
+        if not self.operation.in_queue:
+            return True
+        ended = super().wait(timeout)
+        self.group.noted.waits(self.rank.number, self.key)
+        return ended
+
+    def get_future(self) -> SimFuture:
+        self.group.noted.waits(self.rank.number, self.key)  # who waits for it later isn't known
+        return super().get_future()
 
     def finish(self) -> None:
         super().finish()
@@ -371,7 +358,7 @@ class QueuedGroup(SimGroup):
 
     def __init__(self, shared: QueuedState, *args: Any):
         super().__init__(shared, *args)
-        self.state, self.queues = shared, shared.queues
+        self.queues, self.noted = shared.queues, shared.warnings
         self.channels = NothingMeets()
         self.eager = -1  # no message starts when it is made
         self.batch: Operation | None = None
@@ -427,19 +414,25 @@ class QueuedGroup(SimGroup):
                 "x.to_dense()"
             )
         self.called[kind] += 1
-        collective = self._collective_with((self.label, self.called[kind], kind))
-        work = QueuedCollective(self, collective, kind, arguments, *call)
+        key = (self.label, self.called[kind], kind)
+        work = QueuedCollective(
+            self,
+            self._collective_with(key),
+            kind,
+            arguments,
+            *call,
+        )
         coalescing = self.batch is not None and self.batch_call is None
         work.operation = self.batch if self.batch is not None and coalescing else Operation(self)
         work.operation.add_collective(work)
+        work.key = key
+        self.noted.begins(self.member.number, key, self.ranks, work.where)
         if not coalescing:
             self.queues.put(work.operation, self.label)
         return work
 
     def new_group(self, ranks: Sequence[int], *args: Any, group_name: str, **kwargs: Any) -> Any:
-        if group_name.isdigit():  # not with use_local_synchronization=True
-            made = self.state.made.setdefault(group_name, (list(ranks), {}))
-            made[1][self.member.number] = caller()
+        self.noted.makes_group(self.member.number, group_name, list(ranks), caller())
         return super().new_group(ranks, *args, group_name=group_name, **kwargs)
 
     def has_device(self) -> None:

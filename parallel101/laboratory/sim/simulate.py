@@ -9,7 +9,7 @@
                           each other in its collectives
     torch_collectives.py  which bytes torch's own collectives move, and how long they take
     queues.py             rules="nccl": in which order a rank's operations start on NCCL (with
-                          queue_notes.py)
+                          queue_notes.py, and nccl_warnings.py on what may hang)
     limits.py             time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
     stores.py             torch's stores: waiting for a key lets time pass
@@ -78,7 +78,7 @@ class SimResult:
     error: BaseException | None
     # the rank that raised `error`; None for a DeadlockError or a MisuseError
     failed_rank: int | None
-    warnings: list[str]  # under NCCL's rules: see QueuedState.warnings
+    warnings: list[str]  # under NCCL's rules: see nccl_warnings.py
 
 
 def simulate(
@@ -193,7 +193,7 @@ def simulate(
         unwaited,
         error,
         (world.failed_rank or 0) if of_one_rank else None,
-        shared.warnings() if isinstance(shared, QueuedState) else [],
+        shared.warnings.texts() if isinstance(shared, QueuedState) else [],
     )
 
 
