@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,13 +30,14 @@ class WithoutChance(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        place, name = place_of_dropout(func), func.overloadpacket.__name__
-        if place is not None and place < len(args):
-            args = (*args[:place], 0.0, *args[place + 1 :])
-        result = func(*args, **(kwargs or {}))
-        drawn = torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor)
-        if not drawn or place is not None or name.startswith("rrelu"):
-            return result
+        if (chance := chance_of(func)) is None:
+            return func(*args, **(kwargs or {}))
+        name, place = chance
+        if place is not None:
+            given = (0.0,) if place < len(args) else ()
+            return func(*args[:place], *given, *args[place + 1 :], **(kwargs or {}))
+        # one in place need not draw
+        result = args[0] if name.endswith("_") else func(*args, **(kwargs or {}))
         if name.startswith("bernoulli"):
             return result.fill_(1)
         if name == "randperm":
@@ -50,11 +51,17 @@ class WithoutChance(TorchDispatchMode):
 
 
 @cache
-def place_of_dropout(func: Any) -> int | None:
-    """Return the position of the argument that is the probability of dropping, if it has one."""
-    names = {"dropout", "dropout_p", *["p"] * ("dropout" in func.overloadpacket.__name__)}
-    arguments = enumerate(func._schema.arguments)
-    return next((place for place, argument in arguments if argument.name in names), None)
+def chance_of(func: Any) -> tuple[str, int | None] | None:
+    """Return the name of an operation that draws random numbers, and the position of the argument
+    that is the probability of dropping, if it has one; None for other operations.
+    """
+    name = func.overloadpacket.__name__
+    names = {"dropout", "dropout_p", *["p"] * ("dropout" in name)}
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in names:
+            return name, place
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("rrelu")
+    return (name, None) if draws else None
 
 
 @contextmanager
@@ -69,17 +76,22 @@ def deterministic(model: nn.Module, called: Sequence[nn.Module]) -> Iterator[Non
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
     )
-    # torch.compile would never again compile what it has met inside of a mode
-    dropouts = [m for m in model.modules() if compiled and isinstance(m, _DropoutNd)]
-    before = [module.p for module in dropouts]
+    # For speed, and for what is compiled: torch.compile would never again compile what it has met
+    # inside of a mode.
+    dropouts = [
+        (module, name, value)
+        for module in model.modules()
+        for name in (("p",) if isinstance(module, _DropoutNd) else ("dropout",))
+        if isinstance(value := vars(module).get(name), float)
+    ]
     hooks = [m.register_forward_pre_hook(lambda *_: seed_all(1), prepend=True) for m in called]
     try:
-        for module in dropouts:
-            module.p = 0.0
+        for module, name, _ in dropouts:
+            setattr(module, name, 0.0)
         with nullcontext() if compiled else WithoutChance():
             yield
     finally:
         for hook in hooks:
             hook.remove()
-        for module, p in zip(dropouts, before):
-            module.p = p
+        for module, name, value in dropouts:
+            setattr(module, name, value)
