@@ -382,8 +382,9 @@ class HybridTrainer(Trainer):
         Raises NotEqualError, on every rank, with the report and, if it can be told, the cause; also
         if one process can't train on this batch. What a first batch does not show, it can't find:
         weights that are edited between steps, a layer that is unfrozen later, samples of a kind
-        that comes later. (After steps 2, 4, 8, 16, … each rank still checks that the loss of its
-        outputs is the weighted mean over two parts of them.)
+        that comes later. (In steps 2, 4, 8, 16, … each rank still checks that the loss of its
+        outputs is the weighted mean over two parts of them, and ranks along dp and cp that their
+        weights and buffers are still equal.)
         """
         self.need_numbers("verify")
         return self.verification.verify(inputs, targets)
