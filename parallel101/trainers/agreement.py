@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,21 +52,30 @@ class Agreement:
 
     def objects(self, mine: Any, first_only: bool = False) -> list[Any]:
         """Return every rank's object, by position: tensors, numbers and texts, in dicts, lists and
-        tuples. With `first_only` the other ranks get [].
+        tuples. Without tensors, tuples arrive as lists. With `first_only` the other ranks get [].
         """
         if len(self.ranks) == 1:
             return [mine]
-        file = io.BytesIO()
-        torch.save(mine, file)
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(self.device)
+        try:
+            content: Any = bytearray(json.dumps(mine).encode())  # a few bytes
+        except TypeError:  # there are tensors
+            file = io.BytesIO()
+            torch.save(mine, file)
+            content = file.getbuffer()
+        data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         sizes = self.of_all([len(data)]).tolist()
         if first_only:
             data = gather(data, 0, group=self.group, sizes=sizes)
         else:
             data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS)
+        packed = (
+            bytes(raw_memory(part)) for part in (data.cpu().split(sizes) if len(data) else ())
+        )
         return [
-            torch.load(io.BytesIO(raw_memory(part)), map_location=self.device, weights_only=True)
-            for part in (data.cpu().split(sizes) if len(data) else ())
+            torch.load(io.BytesIO(raw), map_location=self.device, weights_only=True)
+            if raw[:2] == b"PK"  # as a zip file begins
+            else json.loads(raw)
+            for raw in packed
         ]
 
     def same(self, mine: str) -> bool:
