@@ -40,7 +40,7 @@ from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (
     GradientSeconds,
-    Stage,
+    ModelPart,
     accumulation_seconds,
     gradient_seconds,
     optimizer_seconds,
@@ -135,8 +135,8 @@ def step_time(
     P, M = layout.pp, layout.microbatches
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
-    stages = [Stage(shape, sum(layers[rank::P]), rank == 0, rank == P - 1) for rank in range(P)]
-    kinds: dict[Stage, RankSeconds] = {}  # most ranks are alike
+    stages = [ModelPart(shape, sum(layers[rank::P]), rank == 0, rank == P - 1) for rank in range(P)]
+    kinds: dict[ModelPart, RankSeconds] = {}  # most ranks are alike
     for stage in stages:
         if stage not in kinds:
             one = together(layer, *stage[1:], embedding, head)
@@ -218,7 +218,7 @@ def together(
 class RankSeconds(NamedTuple):
     """The seconds of a microbatch on a rank, and of adding up and moving gradients."""
 
-    stage: Stage
+    stage: ModelPart
     one: Pass
     seconds: float  # of both passes
     added: float

@@ -23,7 +23,7 @@ from parallel101.cost.rank_parameters import layer_parameters, rank_parameters
 from parallel101.cost.software import Software
 
 
-class Stage(NamedTuple):
+class ModelPart(NamedTuple):
     """The part of a model on one rank: some layers, and maybe the embedding and the head."""
 
     shape: ModelShape
@@ -39,7 +39,7 @@ class Stage(NamedTuple):
 
 
 def accumulation_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage
+    layout: ParallelLayout, cluster: Cluster, software: Software, stage: ModelPart
 ) -> tuple[float, float]:
     """Return the seconds of adding up the microbatches' gradients, and of sending them once.
 
@@ -71,7 +71,7 @@ class GradientSeconds(NamedTuple):
     after: float = 0.0
 
 
-def messages_of(layout: ParallelLayout, software: Software, stage: Stage) -> int:
+def messages_of(layout: ParallelLayout, software: Software, stage: ModelPart) -> int:
     """Return the number of messages in which the gradients of a rank travel along dp."""
     if layout.zero_stage == 3:
         return (stage.layers + stage.last) * (2 if sent_apart(layout) else 1) + stage.first
@@ -84,7 +84,7 @@ def sent_apart(layout: ParallelLayout) -> bool:
     return layout.sequence_parallel and layout.tp > 1 and layout.zero_stage > 0
 
 
-def buckets_of(layout: ParallelLayout, stage: Stage) -> tuple[Gradients, ...]:
+def buckets_of(layout: ParallelLayout, stage: ModelPart) -> tuple[Gradients, ...]:
     return buckets(
         stage.shape,
         layout.tp,
@@ -98,7 +98,7 @@ def buckets_of(layout: ParallelLayout, stage: Stage) -> tuple[Gradients, ...]:
 
 
 def bucket_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage, backward: float
+    layout: ParallelLayout, cluster: Cluster, software: Software, stage: ModelPart, backward: float
 ) -> tuple[float, float]:
     """Return the seconds in which a backward waits for its buckets, and the seconds after it.
 
@@ -133,7 +133,7 @@ def gradient_seconds(
     layout: ParallelLayout,
     cluster: Cluster,
     software: Software,
-    stage: Stage,
+    stage: ModelPart,
     forward: float,
     backward: float,
 ) -> GradientSeconds:
@@ -188,7 +188,7 @@ def gradient_seconds(
 
 
 def optimizer_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, stage: Stage
+    layout: ParallelLayout, cluster: Cluster, software: Software, stage: ModelPart
 ) -> float:
     """Return the seconds of clipping and of the update."""
     mine = stage.parameters(layout) / (layout.dp if layout.zero_stage else 1)

@@ -30,7 +30,7 @@ WIDTH = 96  # characters of a line in a terminal
 MOST_LINES = 12  # that are shown of what one rank printed
 
 
-class Block(NamedTuple):
+class ReportBlock(NamedTuple):
     """A part of a report: as a terminal shows it, and as a notebook does."""
 
     text: str
@@ -42,7 +42,7 @@ class Card:
     """A box with blocks. A notebook shows it as HTML, and `print` as text."""
 
     label: str
-    blocks: Sequence[Block]
+    blocks: Sequence[ReportBlock]
 
     def __str__(self) -> str:
         return "\n\n".join(block.text for block in self.blocks if block.text)
@@ -115,11 +115,11 @@ class ExerciseReport:
             lines += [f"[rank {rank}] {line}" for line in own]
         return "\n".join(lines)
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[ReportBlock]:
         verdict, picture = self.verdict, self.picture
         exercise, mistake = verdict.exercise, verdict.misconception
         title = f"{exercise.number} · {exercise.title}"
-        yield Block(
+        yield ReportBlock(
             _line(f"{title}: {exercise.function}", self.points),
             f'<div class="p101g-head"><strong class="p101g-title">{escape(title)}</strong>'
             f'<span class="p101g-points">{self.points}</span></div>',
@@ -129,7 +129,7 @@ class ExerciseReport:
             yield _findings(verdict.findings)
         if mistake:
             name = f"{capital(mistake.name)}."
-            yield Block(
+            yield ReportBlock(
                 "\n".join([f"  {name}", *_wrapped(mistake.says, 2)]),
                 f'<div class="p101g-mistake" role="note"><strong>{escape(name)}</strong> '
                 f"{escape(mistake.says)}</div>",
@@ -145,7 +145,7 @@ class ExerciseReport:
             yield paragraph(said)
         if picture:
             text = f"  {picture.caption}\n  {self.saved}" if self.saved else ""
-            yield Block(text, paragraph(picture.caption).html)
+            yield ReportBlock(text, paragraph(picture.caption).html)
 
     @property
     def card(self) -> Card:
@@ -160,7 +160,7 @@ class ExerciseReport:
         return self.card._repr_html_() + (self.picture.scene.html() if self.picture else "")
 
 
-def _findings(findings: Sequence[Finding]) -> Block:
+def _findings(findings: Sequence[Finding]) -> ReportBlock:
     lines, rows = [], []
     for finding in findings:
         state, mark = ("holds", "✓") if finding.passed else ("fails", "✗")
@@ -176,7 +176,7 @@ def _findings(findings: Sequence[Finding]) -> Block:
             f'{message * bool(finding.message)}</td><td class="p101g-number">{points}</td>'
         )
     heads = [_unseen(text) for text in ("verdict", "kind", "property", "points")]
-    return Block("\n".join(lines), table(heads, rows))
+    return ReportBlock("\n".join(lines), table(heads, rows))
 
 
 # ---- predictions and hints ----
@@ -211,7 +211,7 @@ class Prediction(NamedTuple):
         return f"{number(value)} {unit.removesuffix('s') if value == 1 else unit}".rstrip()
 
 
-def predictions_table(exercise: Exercise, predictions: Sequence[Prediction]) -> Block:
+def predictions_table(exercise: Exercise, predictions: Sequence[Prediction]) -> ReportBlock:
     """Return the questions, each with what the learner said and what the run shows."""
     if not predictions:
         return paragraph(f"{exercise.function} asks for no prediction.")
@@ -231,7 +231,7 @@ def predictions_table(exercise: Exercise, predictions: Sequence[Prediction]) -> 
             cells = f"<td>{escape(said)}</td><td>{escape(run)}</td>"
         lines.append(f"  {ask}\n    {answer}")
         rows.append(f'<td class="p101g-wide">{escape(ask)}</td>{cells}')
-    return Block("\n".join(lines), table(("Predicted", "you said", "your run"), rows))
+    return ReportBlock("\n".join(lines), table(("Predicted", "you said", "your run"), rows))
 
 
 def hints_card(exercise: Exercise, rung: int) -> Card:
@@ -256,14 +256,14 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def paragraph(text: str, look: str = ' class="p101g-soft"') -> Block:
-    return Block("\n".join(_wrapped(text, 2)), f"<p{look}>{escape(text)}</p>")
+def paragraph(text: str, look: str = ' class="p101g-soft"') -> ReportBlock:
+    return ReportBlock("\n".join(_wrapped(text, 2)), f"<p{look}>{escape(text)}</p>")
 
 
-def fold(title: str, text: str, opened: bool = True) -> Block:
+def fold(title: str, text: str, opened: bool = True) -> ReportBlock:
     """Return a block of text as it is, which a notebook can fold."""
     summary = f"<summary>{escape(title)}</summary>"
-    return Block(
+    return ReportBlock(
         f"  {title}:\n{textwrap.indent(text, '    ')}",
         f"<details{' open' * opened}>{summary}<pre>{escape(text)}</pre></details>",
     )
