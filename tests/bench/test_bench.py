@@ -13,7 +13,7 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.laboratory.bench import attention_speed, pictures
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport, median_and_interval
-from parallel101.laboratory.bench.comparison import SideBySide, ratio, take_turns
+from parallel101.laboratory.bench.comparison import Benchmark, ratio, take_turns
 from parallel101.laboratory.bench.timed_training import (
     DATA,
     PIPELINE,
@@ -102,7 +102,7 @@ def test_a_comparison_measures_every_side_in_every_round_and_divides_by_its_peer
     sides = {name: partial(counted, name) for name in ("a", "b", "nowhere")}
     extra = ("M", lambda name: 2e6 if name == "a" else 5e6)
     report = BenchmarkReport(io.StringIO())
-    compared = SideBySide("On {}", sides, {"/ b": "b"}, (2, 4), extra, note="That is all.")
+    compared = Benchmark("On {}", sides, {"/ b": "b"}, (2, 4), extra, note="That is all.")
     compared.measure(report, backend="sim", quick=True)
     assert "\n## On 2 sim ranks\n" in report.lines and report.lines[-1] == "That is all.\n"
     head, _, *rows = [line.split(" | ") for line in report.lines if line.startswith("|")]

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import parallel101 as p101
-from parallel101.laboratory.bench.comparison import SideBySide, Work
+from parallel101.laboratory.bench.comparison import Benchmark, Work
 
 SHAPE = (1, 8, 2048, 64)  # batch, heads, time, width of a head
 
@@ -89,7 +89,7 @@ def attention(side: AttentionSide, causal: bool) -> Work | None:
 
 
 ATTENTION = [
-    SideBySide(
+    Benchmark(
         f"Attention over a time that is cut, on {{}}, forward and backward, {mask}: {SHAPE[0]} "
         f"text of {SHAPE[2]} positions, {SHAPE[1]} heads of width {SHAPE[3]}, float32",
         {name: partial(attention, side, mask == "causal") for name, side in SIDES.items()},

@@ -29,7 +29,7 @@ Rounds = Sequence[Mapping[str, float]]  # the seconds of each side in each round
 ROUNDS = 9
 
 
-class SideBySide(NamedTuple):
+class Benchmark(NamedTuple):
     """Sides that take turns.
 
     Attributes:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.laboratory.bench.comparison import SideBySide, Work
+from parallel101.laboratory.bench.comparison import Benchmark, Work
 from parallel101.laboratory.bench.timed_training import adamw, alone
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 
@@ -60,9 +60,9 @@ def verification(trainer_of: Callable[..., Any]) -> Work:
     return partial(trainer.verify, *trainer.share(text(CONFIG, TEXTS)))
 
 
-def verify_table(layouts: dict[str, Callable[..., Any]], ranks: int, **options: Any) -> SideBySide:
+def verify_table(layouts: dict[str, Callable[..., Any]], ranks: int, **options: Any) -> Benchmark:
     sides = {name: partial(verification, trainer_of) for name, trainer_of in layouts.items()}
-    return SideBySide(
+    return Benchmark(
         f"`verify`, once, on {{}}: a GPT of 4 layers and width 128, {TEXTS} texts",
         {STEP: step_of_first, **sides},
         {"/ a step": STEP},
@@ -110,7 +110,7 @@ def activation_bytes(way: str) -> int:
 
 
 RECOMPUTE = [
-    SideBySide(
+    Benchmark(
         f"`recompute=`, on {{}}: a GPT of {LARGER.layers} layers, width {LARGER.width} and "
         f"{LARGER.heads} heads, 8 texts of {LARGER.context} tokens",
         {way: partial(recomputing_step, way) for way in WAYS},

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.bench.comparison import SideBySide, Work, ratio_table, take_turns
+from parallel101.laboratory.bench.comparison import Benchmark, Work, ratio_table, take_turns
 from parallel101.laboratory.bench.peer_jobs import ask, peer_jobs
 from parallel101.laboratory.bench.timed_training import batch_of_rank, ddp, whole_model
 
@@ -34,7 +34,7 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
         (False, "not recorded (who waits for whom is known)"),
         (True, "recorded and checked"),
     ):
-        SideBySide(
+        Benchmark(
             f"What the record costs: 4 KiB there and back {TRIPS} times on {{}}, {name}",
             {PLAIN: partial(round_trips, True), OURS: partial(round_trips, False)},
             {f"/ {PLAIN}": PLAIN},

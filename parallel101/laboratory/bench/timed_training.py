@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
-from parallel101.laboratory.bench.comparison import SideBySide, Work, peak_memory
+from parallel101.laboratory.bench.comparison import Benchmark, Work, peak_memory
 from parallel101.mesh import split_sizes
 
 WIDTH, DEPTH, BATCH = 1024, 8, 256
@@ -211,7 +211,7 @@ def prepared(step_of: StepOf, cut: bool) -> Work:
 
 def training_table(
     title: str, steps: tuple[bool, dict[str, StepOf]], peers: dict[str, str]
-) -> SideBySide:
+) -> Benchmark:
     cut, sides = steps
     works = {name: partial(prepared, step_of, cut) for name, step_of in sides.items()}
 
@@ -226,7 +226,7 @@ def training_table(
             work()
         return peak() - before
 
-    return SideBySide(
+    return Benchmark(
         title,
         works,
         peers,
