@@ -131,14 +131,15 @@ def losing(shows: Callable[[Chosen], bool]) -> Callable[[Sequence[Trial]], bool]
     return seen
 
 
-def largest_loss(*names: str) -> Callable[[Chosen], bool]:
-    """Whether one of these parts takes the most time, besides the kernels."""
+def more_tp(found: Chosen) -> bool:
+    parts = found.time.parts
+    return found.layout.tp > found.best[0].tp and parts["tp"] > parts["bubble"]
 
-    def shows(found: Chosen) -> bool:
-        lost = {k: v for k, v in found.time.parts.items() if k not in ("matmul", "memory-bound")}
-        return max(lost, key=lambda name: lost[name]) in names
 
-    return shows
+def long_bubble(found: Chosen) -> bool:
+    """Whether the bubble takes the most time, besides the kernels."""
+    lost = {k: v for k, v in found.time.parts.items() if k not in ("matmul", "memory-bound")}
+    return max(lost, key=lambda name: lost[name]) == "bubble"
 
 
 def needless_recomputation(found: Chosen) -> bool:
@@ -194,10 +195,10 @@ MISTAKES = (
     Misconception(
         "more tp than needed",
         (
-            "In most layouts that lose points, the all-reduces along tp take the most time besides "
-            "arithmetic. A smaller tp may fit, too."
+            "In most layouts that lose points, tp is larger than in the planner's, and its "
+            "all-reduces take more time than the bubble. A smaller tp fits, too."
         ),
-        losing(largest_loss("tp")),
+        losing(more_tp),
     ),
     Misconception(
         "one chunk on each GPU",
@@ -213,7 +214,7 @@ MISTAKES = (
             "In most layouts that lose points, the bubble takes the most time besides arithmetic. "
             "Fewer stages or more microbatches make it shorter."
         ),
-        losing(largest_loss("bubble")),
+        losing(long_bubble),
     ),
 )
 

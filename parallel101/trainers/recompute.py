@@ -39,13 +39,20 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 CORES = ("core", "core_attention", "attention_core", "inner_attention")
 
 
+TWICE = (
+    "changes its buffers, and recomputation would run it twice: expected a module without such "
+    "side effects. Pass recompute=lambda name: …, true for modules without it; or, if it is a "
+    "norm's running statistics, freeze the norm (.eval()), or use LayerNorm or GroupNorm"
+)
+
+
 def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
     """Return the names of the modules to recompute in backward. None is inside another.
 
     Args:
         recompute: "none", "selective", "full" or a function of a module's name.
 
-    Raises ValueError if it matches no module.
+    Raises ValueError if it matches no module, or one with a norm that counts each forward.
     """
     named = {name: module for name, module in model.named_modules() if name}
     if recompute == "none":
@@ -74,6 +81,10 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
             f"recompute={recompute!r} matches no module of {type(model).__name__}: expected "
             f"{expected}; or pass a function of a module's name"
         )
+    for name in found:
+        for below, norm in named[name].named_modules(prefix=name):
+            if norm.training and getattr(norm, "running_mean", None) is not None:
+                raise ValueError(f"{below!r} is a {type(norm).__name__}: its forward {TWICE}")
     return [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
 
 
@@ -96,12 +107,7 @@ def recompute_in_backward(module: nn.Module, name: str) -> None:
         before, contexts = buffers_now(module), partial(around, name)
         y = checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if buffers_now(module) != before:
-            raise RuntimeError(
-                f"the forward of {name!r} changes its buffers, and recomputation would run it "
-                "twice: expected a module without such side effects. Pass recompute=lambda name: "
-                "…, true for modules without it; or, if it is a norm's running statistics, freeze "
-                "the norm (.eval()), or use LayerNorm or GroupNorm"
-            )
+            raise RuntimeError(f"the forward of {name!r} {TWICE}")
         return y
 
     module.forward = forward
