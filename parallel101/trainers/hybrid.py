@@ -43,7 +43,7 @@ from parallel101.trainers.support.arguments import (
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
-from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronise_norms
+from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronize_norms
 from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
@@ -231,7 +231,7 @@ class HybridTrainer(Trainer):
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
         self.least, self.why_least = 0, ""
         if synchronized and axes.size(DATA) > 1 and any(norms_of(model)):
-            synchronise_norms(model, axes.along(set(DATA).intersection(axes.sizes)))
+            synchronize_norms(model, axes.along(set(DATA).intersection(axes.sizes)))
             self.least, self.why_least = 1, "sync_batch_norm needs one on each rank"
         if pipeline and always:
             why = f"a pipeline with experts needs one for each of {many} microbatches"

@@ -56,7 +56,7 @@ def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: b
         )
 
 
-def synchronise_norms(model: nn.Module, group: Group) -> None:
+def synchronize_norms(model: nn.Module, group: Group) -> None:
     """Let the model's norms take the statistics of the samples of all these ranks from now on.
 
     Each forward and backward of a norm in training mode sends a message, so all ranks must use the

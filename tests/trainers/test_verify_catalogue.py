@@ -1079,7 +1079,7 @@ def test_rounding_hides_no_loss_that_mixes_samples(precision):
     assert p101.launch(wrong_in, cases, world_size=2, backend="sim").results == [[], []]
 
 
-def test_a_synchronised_norm_of_inputs_far_from_zero_is_equal_in_float32():
+def test_a_synchronized_norm_of_inputs_far_from_zero_is_equal_in_float32():
     def train() -> bool:
         model = chain(nn.BatchNorm1d(6)).float()
         trainer = p101.DataParallelTrainer(model, F.mse_loss, adamw, sync_batch_norm=True)

@@ -49,10 +49,10 @@ class Tokens:
         }
 
 
-def plain_step(model, data, synchronises: bool) -> float:
+def plain_step(model, data, synchronizes: bool) -> float:
     total = 0.0
     for micro in range(MICROBATCHES):
-        if synchronises:
+        if synchronizes:
             model.require_backward_grad_sync = micro == MICROBATCHES - 1
         batch = next(data)
         scores = model(input_ids=batch["input_ids"])
@@ -100,7 +100,7 @@ def main() -> None:
             train = getattr(pipeline_parallel, f"train_step_pipeline_{asked.engine}")
             loss = train(model, data, shapes, torch.device("cpu"), torch.float32)
         else:
-            loss = plain_step(model, data, synchronises=asked.dp > 1)
+            loss = plain_step(model, data, synchronizes=asked.dp > 1)
         loss = average_loss_across_dp_cp_ranks(loss, "cpu")
         optimizer.step()
         if hasattr(model, "reset"):

@@ -32,7 +32,7 @@ def train_on_mesh__by_messages(model, loss_fn, optimizer, batches, sizes, cut, p
                 work.wait()
             next_.copy_(next_ + got if step < n - 1 else got)
 
-    def synchronise():
+    def synchronize():
         named = dict(model.named_parameters())
         mine = [p for name, p in named.items() if name not in partial]
         for parameters, ranks in (
@@ -57,7 +57,7 @@ def train_on_mesh__by_messages(model, loss_fn, optimizer, batches, sizes, cut, p
         optimizer.zero_grad(set_to_none=False)
         for part in zip(x, y):
             (loss_fn(model(part[0]), part[1]) / 2).backward()
-        norms.append(synchronise())
+        norms.append(synchronize())
         optimizer.step()
     return norms
 
