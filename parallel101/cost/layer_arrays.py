@@ -16,6 +16,7 @@ from math import ceil
 from typing import NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.rank_parameters import table_parameters
 
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 
@@ -40,7 +41,7 @@ Parts = list[Gradients]
 def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -> Parts:
     """Return the arrays of one layer on a rank."""
     h, q, kv = shape.width, shape.width // tp, shape.kv_width // tp
-    inside, bias = shape.inside // tp, shape.biases
+    inside, bias = shape.inside // shape.tp_beside_attention(tp), shape.biases
     norm = [Gradients(float(h), True, 0.0)] * (2 if shape.norm == "layer" else 1)
 
     def linear(rows: int, columns: int, with_bias: bool, row: bool = False) -> Parts:
@@ -69,7 +70,7 @@ def stage_arrays(
 ) -> Parts:
     """Return the arrays of a rank with this many layers, and maybe the embedding or the head."""
     h, norms = float(shape.width), 2 if shape.norm == "layer" else 1
-    words, learned = shape.vocabulary * h / tp, shape.positions == "learned"
+    words, learned = table_parameters(shape, tp), shape.positions == "learned"
     embedding = [Gradients(words, False, 0.0)] + [Gradients(shape.time * h, True, 0.0)] * learned
     head = [Gradients(h, True, 0.0)] * norms + [Gradients(words, False, words)] * (
         not shape.tied or not first

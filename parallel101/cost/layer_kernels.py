@@ -90,7 +90,7 @@ def sizes(shape: ModelShape, cut: LayerCut) -> Sizes:
         N=tokens * shape.width / (cut.tp if cut.sequence_parallel else 1),
         Q=tokens * shape.width / cut.tp,
         K=tokens * shape.kv_width / cut.tp,
-        F=tokens * shape.inside / cut.tp * (shape.top_k if shape.experts else 1),
+        F=tokens * shape.inside * shape.top_k if shape.experts else tokens * shape.inside / cut.tp,
         S=cut.microbatch * shape.heads / cut.tp * shape.time**2 / cut.cp,
         e=cut.itemsize,
         tokens=tokens,
@@ -103,7 +103,8 @@ def linear_products(shape: ModelShape, cut: LayerCut, *, joined: bool) -> list[P
     If `joined`, query, key and value are one product, and so are gate and up.
     """
     tokens, h = cut.microbatch * shape.time // cut.cp, shape.width
-    q, kv, inside = h // cut.tp, shape.kv_width // cut.tp, shape.inside // cut.tp
+    q, kv = h // cut.tp, shape.kv_width // cut.tp
+    inside = shape.inside // shape.tp_beside_attention(cut.tp)
     rows, experts = tokens, 1
     if shape.experts:  # each of this rank's experts gets an equal part of the tokens
         experts = max(1, shape.experts // cut.ep)
@@ -198,7 +199,7 @@ def eager_memory(shape: ModelShape, cut: LayerCut, fused_ring: bool = False) -> 
         rows = tokens * shape.top_k * shape.width
         around += [2 * e * rows] * 2 + [3 * e * rows] * 2
         after += [2 * e * rows] * 2 + [3 * e * rows] * 2
-        after += [2 * e * max(1, shape.experts // cut.ep) * shape.mlp_parameters / cut.tp]
+        after += [2 * e * max(1, shape.experts // cut.ep) * shape.mlp_parameters]
     if cut.sequence_parallel:  # a rank's own block is copied to its place
         around += [2 * e * N] * 2
         after += [2 * e * N] * 2

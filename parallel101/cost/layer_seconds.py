@@ -145,6 +145,8 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: 
     of = sizes(shape, cut)
     activations = of.tokens * shape.width * e
     tp = all_reduce_seconds(cluster, activations, cut.tp, algorithm=software.collectives)
+    if shape.experts:  # they aren't cut: one sum instead of two
+        tp /= 2
     tp_back = backward_messages(tp, weight_gradients, cut, software)
     if software.collectives == "direct":
         add = added_seconds(cluster, activations, cut.tp)
@@ -200,6 +202,7 @@ def embedding_seconds(
     shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software
 ) -> Pass:
     """Return the seconds of the embedding's forward and backward."""
+    cut = cut._replace(tp=shape.tp_beside_attention(cut.tp))
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
     size = of.tokens * shape.width * e
@@ -229,6 +232,7 @@ def padded_vocabulary(shape: ModelShape, tp: int, software: Software) -> int:
 @lru_cache(maxsize=1 << 14)
 def head_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
     """Return the seconds of forward and backward of the final norm, output layer and loss."""
+    cut = cut._replace(tp=shape.tp_beside_attention(cut.tp))
     chip, e = cluster.chip, cut.itemsize
     of = sizes(shape, cut)
     logits = Product(of.tokens, padded_vocabulary(shape, cut.tp, software), shape.width)

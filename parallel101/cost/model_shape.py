@@ -94,6 +94,13 @@ class ModelShape:
         """Features of all keys together; all values have as many."""
         return self.kv * self.head_width
 
+    def tp_beside_attention(self, tp: int) -> int:
+        """Return over how many ranks tp cuts the MLPs, the embedding and the head.
+
+        HybridTrainer's plan "auto" cuts neither experts nor, with their loss, the vocabulary.
+        """
+        return 1 if self.experts else tp
+
     @property
     def attention_parameters(self) -> int:
         """The parameters of a layer's attention: query, key, value and output layer.

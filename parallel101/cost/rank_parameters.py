@@ -1,7 +1,7 @@
 """The number of parameters on a rank.
 
 tp cuts a layer's matrices, but not its norms, the biases of row layers, and the router; ep shares
-the experts. A tied embedding is on the first and, as a copy, on the last stage.
+the experts, which tp doesn't cut. A tied embedding is on the first and, as a copy, on the last stage.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ def layer_parameters(shape: ModelShape, tp: int, ep: int) -> float:
     attention = (shape.attention_parameters - whole) / tp + whole
     mlp = (shape.mlp_parameters - whole) / tp + whole
     if shape.experts:
-        mlp = shape.mlp_parameters * shape.experts / ep + shape.width * shape.experts
+        mlp = expert_parameters(shape, ep) + shape.width * shape.experts
     return attention + mlp + 2 * shape.norm_parameters
+
+
+def expert_parameters(shape: ModelShape, ep: int) -> float:
+    """Return the number of parameters of a layer's experts on a rank."""
+    return shape.mlp_parameters * shape.experts / ep
 
 
 def table_parameters(shape: ModelShape, tp: int) -> float:
     """Return the number of parameters of the embedding of tokens, or of the output layer."""
-    return shape.vocabulary * shape.width / tp
+    return shape.vocabulary * shape.width / shape.tp_beside_attention(tp)
 
 
 def embedding_parameters(shape: ModelShape, tp: int) -> float:

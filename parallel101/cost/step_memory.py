@@ -28,6 +28,7 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.rank_parameters import (
     embedding_parameters,
+    expert_parameters,
     layer_parameters,
     rank_parameters,
     table_parameters,
@@ -113,6 +114,7 @@ class _RankMemory:
         e, g = self.e, self.g = itemsize(layout), gradient_itemsize(layout)
         mixed = layout.precision.endswith("mixed")
         tp, ep, zero, h = layout.tp, layout.ep, layout.zero_stage, shape.width
+        ends = self.tp_beside_attention = shape.tp_beside_attention(tp)
         self.sharing = layout.dp * layout.cp * ep
 
         # parameters, and those that this rank's optimizer updates; fewer ranks share experts
@@ -122,7 +124,7 @@ class _RankMemory:
         self.parameters = rank_parameters(shape, tp, ep, sum(layers), self.first, self.last)
         self.owned = self.parameters
         if zero:
-            experts = sum(layers) * shape.mlp_parameters * shape.experts / ep
+            experts = sum(layers) * expert_parameters(shape, ep)
             self.owned = (self.parameters - experts) / self.sharing
             self.owned += experts / (layout.dp * layout.cp)
 
@@ -141,8 +143,8 @@ class _RankMemory:
         norm = 8 * h + 4 if cpu and shape.norm == "rms" else e * h + 8
         self.of_head = norm * self.outside + e * h * self.n
         # of logits in 32 bits, and of them and their gradient at the loss
-        self.logits = 4 * self.n * shape.vocabulary / tp
-        self.at_loss = (3 if tp == 1 else 2 + (e / 4 if e < 4 else 0)) * self.logits
+        self.logits = 4 * self.n * shape.vocabulary / ends
+        self.at_loss = (3 if ends == 1 else 2 + (e / 4 if e < 4 else 0)) * self.logits
 
         # model states; gradients are those that are complete
         self.weights = e * (self.owned if zero == 3 else self.parameters)
@@ -174,7 +176,7 @@ class _RankMemory:
         e, h = self.e, self.shape.width
         found = [layers * self.layer_waits for layers in self.layers]
         if self.first:
-            if self.layout.tp > 1:  # the rows of the table, and which are here
+            if self.tp_beside_attention > 1:  # the rows of the table, and which are here
                 found[0] += 10 * self.n
             if self.layout.sequence_parallel:  # a part of it is kept, and holds all
                 found[0] += e * h * (self.n - self.outside)
@@ -216,10 +218,11 @@ class _RankMemory:
         These are the input of each linear layer and its output's gradient.
         """
         shape, e, n, t = self.shape, self.e, self.n, self.layout.tp
+        other = self.tp_beside_attention
         h, kv, f = shape.width, shape.kv_width, shape.inside
-        inside = (2 * h + 2 * kv) + (3 if shape.gated else 2) * f
-        found = sum(self.layers) * e * n * (4 * h + inside / t)
-        return found + (e * n * (h + shape.vocabulary / t) if self.last else 0.0)
+        inside = (2 * h + 2 * kv) / t + (3 if shape.gated else 2) * f / other
+        found = sum(self.layers) * e * n * (4 * h + inside)
+        return found + (e * n * (h + shape.vocabulary / other) if self.last else 0.0)
 
     def earlier(self) -> float:
         """Return the bytes of earlier microbatches' gradients, while the last are computed."""
@@ -310,7 +313,8 @@ class _RankMemory:
 
     def layer_backward(self) -> float:
         """Return the bytes of the gradients inside a layer."""
-        e, h, n, f = self.e, self.shape.width, self.n, self.shape.inside / self.layout.tp
+        e, h, n = self.e, self.shape.width, self.n
+        f = self.shape.inside / self.tp_beside_attention
         mlp = e * (h + f) * n + (e + (self.g if self.g != e else 0)) * f * h
         if self.shape.gated:
             mlp = max(mlp, e * h * n + 2 * e * f * n)

@@ -36,6 +36,7 @@ from parallel101.cost.layer_seconds import (
 from parallel101.cost.model_flops import hardware_flops, model_flops
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.rank_parameters import table_parameters
 from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (
@@ -306,7 +307,7 @@ def pipeline_seconds(
         exposed += waiting_in_1f1b(layout, once, of_rank)
     tied = 0.0
     if shape.tied:
-        nbytes = shape.vocabulary * shape.width / layout.tp * gradient_itemsize(layout)
+        nbytes = table_parameters(shape, layout.tp) * gradient_itemsize(layout)
         tied = all_reduce_seconds(cluster, nbytes, 2, stride * (P - 1))
     return exposed + tied
 

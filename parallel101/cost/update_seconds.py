@@ -19,7 +19,11 @@ from parallel101.cost.layer_arrays import Gradients, buckets, count_arrays
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
-from parallel101.cost.rank_parameters import layer_parameters, rank_parameters
+from parallel101.cost.rank_parameters import (
+    expert_parameters,
+    layer_parameters,
+    rank_parameters,
+)
 from parallel101.cost.software import Software
 
 
@@ -145,16 +149,25 @@ def gradient_seconds(
     Args:
         forward, backward: seconds of one microbatch on this rank.
     """
-    ranks, stride = layout.dp * layout.ep * layout.cp, layout.tp
+    ranks = layout.dp * layout.ep * layout.cp
     if ranks == 1:
         return GradientSeconds()
     parameters, count = stage.parameters(layout), messages_of(layout, software, stage)
+    # fewer ranks share experts
+    experts = stage.layers * expert_parameters(stage.shape, layout.ep) if layout.ep > 1 else 0.0
+    groups = (
+        (1 - experts / parameters, ranks, layout.tp),
+        (experts / parameters, ranks // layout.ep, layout.strides["cp" if layout.cp > 1 else "dp"]),
+    )
 
     def seconds(size: int, part: float = 1.0, messages: int = count) -> float:
         """Return the seconds of a reduce-scatter or all-gather of a part of the parameters."""
         nbytes = part * parameters * size / max(1, messages)
         how = software.collectives
-        return messages * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=how)
+        return messages * sum(
+            all_gather_seconds(cluster, share * nbytes, among, stride, algorithm=how)
+            for share, among, stride in groups
+        )
 
     # backward's own messages along cp and ep go first
     overlap = layout.overlap and software.dp_overlap and layout.cp == layout.ep == 1

@@ -146,6 +146,7 @@ ONE_STAGE = [
     (GPT_SHAPE, Layout(cp=2, microbatch=8)),
     (GPT_SHAPE, Layout(cp=2, microbatch=8, context="ulysses")),
     (EXPERTS, Layout(microbatch=8, ep=2, dp=2, zero_stage=1)),
+    (EXPERTS, Layout(microbatch=8, tp=2)),
     (LLAMA, Layout(microbatch=8)),
     (LLAMA, Layout(microbatch=8, tp=4, sequence_parallel=True)),
     (LLAMA, Layout(microbatch=8, tp=2, recompute="full")),

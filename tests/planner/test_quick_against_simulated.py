@@ -15,6 +15,7 @@ SMALL = ModelShape(
     4096, 4, 32, 32000, 4096, kv_heads=8, feed_forward=14336, gated=True, norm="rms",
     biases=False, positions="rotary", tied=False,
 )  # fmt: skip
+MIXTURE = ModelShape(4096, 2, 32, 32000, 2048, experts=8, tied=False)
 CASES = {
     "one GPU": (GPT, ParallelLayout(microbatch=2, microbatches=2)),
     "recomputed": (GPT, ParallelLayout(microbatch=2, microbatches=2, recompute="full")),
@@ -41,6 +42,8 @@ CASES = {
         SMALL,
         ParallelLayout(dp=64, tp=4, microbatches=2, zero_stage=3, sequence_parallel=True),
     ),
+    "experts, tp": (MIXTURE, ParallelLayout(tp=2, microbatches=2)),
+    "experts, ep, dp": (MIXTURE, ParallelLayout(dp=2, ep=2, microbatches=2)),
     "tp, pp, dp": (LLAMA, ParallelLayout(tp=8, pp=4, dp=4, microbatches=8, sequence_parallel=True)),
 }
 

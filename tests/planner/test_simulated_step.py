@@ -16,20 +16,23 @@ from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.simulated_step import simulate_step
 from parallel101.laboratory.sim.network import Network
 
-SHAPE = ModelShape(width=64, layers=4, heads=4, vocabulary=256, time=32, tied=False)
+SHAPE = ModelShape(width=64, layers=2, heads=4, vocabulary=256, time=32, tied=False)
 LAYOUT = ParallelLayout(dp=2, tp=2, pp=2, microbatches=6)
 EXACT = {
     "1f1b": ({}, {"clip_norm": 1.0}),
-    "interleaved": ({"chunks": 2, "microbatches": 6, "recompute": "full"}, {}),
-    "zero bubble": ({"schedule": "zb-h1", "microbatches": 7}, {}),
+    "interleaved": ({"dp": 1, "chunks": 2, "recompute": "full"}, {}),
+    "zero bubble": ({"dp": 1, "schedule": "zb-h1", "microbatches": 7}, {}),
     "no pipeline": ({"pp": 1, "zero_stage": 3}, {}),
+    "experts": ({"ep": 2, "tp": 1}, {}),
     "sequence": ({"sequence_parallel": True, "zero_stage": 3, "recompute": "selective"}, {}),
 }
 
 
 def simulated(change, network=None, **options):
     layout = replace(LAYOUT, **change)
-    return simulate_step(SHAPE, layout, Cluster("H100", layout.gpus), network=network, **options)
+    experts = 4 if layout.ep > 1 else 0
+    shape = replace(SHAPE, layers=2 * layout.chunks, experts=experts)
+    return simulate_step(shape, layout, Cluster("H100", layout.gpus), network=network, **options)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -40,7 +43,8 @@ def test_equal_to_all_ranks_and_microbatches(name):
     step = simulated(change, Network(), **options)
     assert step.seconds == pytest.approx(full.seconds, rel=1e-12)
     assert step.peak_bytes == full.peak_bytes
-    assert len(step.run.gpus) == LAYOUT.pp if "pp" not in change else 1
+    layout = replace(LAYOUT, **change)
+    assert len(step.run.gpus) == layout.pp * layout.ep
     assert sum(gpu.flops for gpu in full.run.gpus) == sum(
         gpu.flops * full.run.world_size // len(step.run.gpus) for gpu in step.run.gpus
     )

@@ -166,7 +166,8 @@ class TapeRecorder:
         self.tape.links |= links
         x = tensors[0]
         with torch_private.no_function_modes():
-            if (like := (x.shape, x.dtype, x.device)) not in self.alike:
+            # a receive may write numbers, such as those of rows for experts, which a send must not see
+            if (like := (name, x.shape, x.dtype, x.device)) not in self.alike:
                 self.alike[like] = torch_private.uncounted_like(x)
         again = partial(post, [self.alike[like]], *to)
         self.record(partial(self.post_again, self.key, again, current_collective()))

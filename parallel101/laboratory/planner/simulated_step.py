@@ -3,7 +3,8 @@
     simulate_step(shape, layout, cluster)   the step that follows the first one
 
 Most ranks do the same at the same time, so one stands for them: the first of each stage of the
-pipeline has a thread, and the others along dp, ep, cp and tp are mirrored (sim/mirrored.py).
+pipeline and of each position along ep has a thread, and the others along dp, cp and tp are
+mirrored (sim/mirrored.py). Ranks along ep tell each other how many rows they send.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def simulate_step(
     """
     began = time.perf_counter()
     sizes = mesh_of(layout)
-    mirrors = None if full else MirroredAxes(sizes, tuple(axis for axis in sizes if axis != "pp"))
+    mirrors = None if full else MirroredAxes(sizes, tuple(axis for axis in sizes if axis not in ("pp", "ep")))
     run = launch(
         program,
         shape,

@@ -214,7 +214,8 @@ const memoryRules = (() => {
     const overlap = layout.overlap && layout.cp === 1 && layout.ep === 1;
     const all = sum(Object.values(kept)), core = sum(CORE.map((name) => kept[name] ?? 0));
     const message = e * h * outside;  // the activations that a stage sends
-    const logits = (n * vocabulary) / t;
+    const other = shape.experts ? 1 : t;  // over which tp cuts MLPs and the vocabulary
+    const logits = (n * vocabulary) / other;
 
     // parameters
     const out = shape.biases ? h : 0;  // a row layer's bias is whole
@@ -222,7 +223,7 @@ const memoryRules = (() => {
       + h * shape.experts : (mlpParameters(shape) - out) / t + out;
     const ofLayer = (attentionParameters(shape) - out) / t + out + mlp
       + 2 * normParameters(shape);
-    const table = (vocabulary * h) / t;  // the embedding of tokens, or the output layer
+    const table = (vocabulary * h) / other;  // the embedding of tokens, or the output layer
     const ofEmbedding = table + (shape.positions === "learned" ? time * h : 0);
     let count = sum(layers) * ofLayer;
     if (first) count += ofEmbedding;
@@ -248,7 +249,7 @@ const memoryRules = (() => {
       : recompute === "selective" ? all - core : all;
     const ofStages = layers.map((many) => many * layerWaits);
     if (first) {
-      if (t > 1) ofStages[0] += 10 * n;
+      if (other > 1) ofStages[0] += 10 * n;
       if (layout.sequence_parallel) ofStages[0] += e * h * (n - outside);
       if (shape.dropout) ofStages[0] += h * n;
     }
@@ -264,24 +265,25 @@ const memoryRules = (() => {
     if (last && losses) waiting += (losses - 1) * 4 * logits;
     if (layout.schedule.startsWith("zb")) {
       const delay = position * (layout.schedule === "zb-h2" ? 2 : 1);
-      const inside = 2 * h + 2 * kvWidth(shape) + (shape.gated ? 3 : 2) * insideOf(shape);
-      let later = sum(layers) * e * n * (4 * h + inside / t);
-      if (last) later += e * n * (h + vocabulary / t);
+      const inside = (2 * h + 2 * kvWidth(shape)) / t
+        + ((shape.gated ? 3 : 2) * insideOf(shape)) / other;
+      let later = sum(layers) * e * n * (4 * h + inside);
+      if (last) later += e * n * (h + vocabulary / other);
       waiting += Math.min(delay, microbatches) * later;
     }
 
     // what is needed for a moment
     const attention = attentionBackward(shape, layout, kept, n);
-    let inLayer = e * (h + insideOf(shape) / t) * n
-      + ((e + (g !== e ? g : 0)) * insideOf(shape) / t) * h;
-    if (shape.gated) inLayer = Math.max(inLayer, e * h * n + 2 * e * (insideOf(shape) / t) * n);
+    const f = insideOf(shape) / other;
+    let inLayer = e * (h + f) * n + (e + (g !== e ? g : 0)) * f * h;
+    if (shape.gated) inLayer = Math.max(inLayer, e * h * n + 2 * e * f * n);
     let backward = Math.max(inLayer, attention) - (last ? ofHead : 0);
     if (recompute === "full") backward += all - layerWaits;
     else if (recompute === "selective") backward += core;
     if (zero === 3) backward += 2 * e * ofLayer + Math.max(0, 2 * g * ofLayer - all);
     if (pp > 1) backward += ((first || last ? 1 : 2) + (chunks > 1)) * message;
 
-    const atLoss = t === 1 ? 12 * logits : (8 + (e < 4 ? e : 0)) * logits;
+    const atLoss = other === 1 ? 12 * logits : (8 + (e < 4 ? e : 0)) * logits;
     let after = e * (logits + h * n);
     if (microbatches > 1 || e !== g) after += e * table;
     if (microbatches === 1) after += g * table;
