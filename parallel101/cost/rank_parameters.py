@@ -1,7 +1,8 @@
 """The number of parameters on a rank.
 
 tp cuts a layer's matrices, but not its norms, the biases of row layers, and the router; ep shares
-the experts, which tp doesn't cut. A tied embedding is on the first and, as a copy, on the last stage.
+the experts, which tp doesn't cut. A tied embedding is on the first and, as a copy, on the last
+stage.
 """
 
 from __future__ import annotations

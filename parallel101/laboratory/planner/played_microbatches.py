@@ -166,7 +166,7 @@ class TapeRecorder:
         self.tape.links |= links
         x = tensors[0]
         with torch_private.no_function_modes():
-            # a receive may write numbers, such as those of rows for experts, which a send must not see
+            # not the same for both: a receive may write numbers, such as those of experts' rows
             if (like := (name, x.shape, x.dtype, x.device)) not in self.alike:
                 self.alike[like] = torch_private.uncounted_like(x)
         again = partial(post, [self.alike[like]], *to)

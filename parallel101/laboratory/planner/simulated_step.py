@@ -82,7 +82,7 @@ def simulate_step(
     """
     began = time.perf_counter()
     sizes = mesh_of(layout)
-    mirrors = None if full else MirroredAxes(sizes, tuple(axis for axis in sizes if axis not in ("pp", "ep")))
+    mirrors = None if full else MirroredAxes(sizes, tuple({*sizes} - {"pp", "ep"}))
     run = launch(
         program,
         shape,
