@@ -144,7 +144,7 @@ def test_numbers_of_interleaved_schedules_can_be_read_and_do_not_touch():
     numbers = [
         text
         for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")
-        if "b c" in text.get("class", "")
+        if text.get("class", "").startswith("b ") and text.get("class").endswith(" c")
     ]
     assert len(numbers) == len(boxes) == 4 * 8 * 2 * 3
     for text, rect in zip(numbers, boxes):

@@ -10,17 +10,15 @@ which GPU of which node has which part of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import PARTS
 from parallel101.laboratory.planner.plan_report import model_words
 from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text, layout_words
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds, listed
-from parallel101.laboratory.viz.scene import HATCHING, Node, Scene
+from parallel101.laboratory.viz.scene import PHONE, Node, Scene
 
-LEFT, RIGHT, WIDE, NARROW = 28.0, 932.0, 960, 480
+LEFT, RIGHT = 28.0, 932.0
 MOST_BARS = 5
 BAR, ROW = 20.0, 76.0
 # name of a part → its class: the colour of a chunk, or another
@@ -44,27 +42,22 @@ def plan_scene(plan: RankedLayouts) -> Scene:
     """Draw a plan as a still Scene."""
     cluster, best = plan.cluster, plan.best
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
-    scene = Scene(WIDE, 100, f"{model_words(plan)} on {where}")
+    scene = Scene(960, 100, f"{model_words(plan)} on {where}")
     scene.style += STYLE
-    scene.definitions.append(HATCHING)
     scene.description = (
         f"The best layout takes {human_seconds(best.seconds)} a step: {layout_text(best.layout)}."
     )
-    scene.panel("translate(0,0)").add("text", scene.title, x=LEFT, y=40, class_="h")
     facts = f"{plan.batch * plan.shape.time:,} tokens a step"
     facts += f", {plan.tried:,} layouts compared" * (plan.tried > 1)
-    head = scene.panel("none")
-    head.add("text", facts, x=RIGHT, y=40, font_size=13, class_="m e")
-    ran = any(of.simulated for of in plan)
-    scene.intro = "Bars: seconds of a step by the quick model, with their range below."
-    scene.intro += " Diamonds: the same step on virtual GPUs." * ran
-    head.add("text", scene.intro, x=LEFT, y=64, font_size=14, class_="m")
+    sentence = "Bars: seconds of a step by the quick model, with their range below."
+    sentence += " Diamonds: the same step on virtual GPUs." * any(of.simulated for of in plan)
+    scene.head(facts, sentence)
     # `lower`: by how much a part is lower on phones, where legends take several lines
     y, lower = _times(scene, plan, 92.0, -24)
     y, lower = _memory(scene, best, y + 24, lower)
     y = _nodes(scene, best, y + 24, lower)
     scene.height = round(y)
-    scene.narrow = (NARROW, round(y + lower))
+    scene.narrow = (PHONE, round(y + lower))
     return scene
 
 
@@ -75,30 +68,30 @@ def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[flo
     """Draw the bars of the best layouts, and return where they end."""
     shown = list(plan)[:MOST_BARS]
     names = [n for n in shown[0].parts if any(of.parts[n] > 0.001 * of.seconds for of in shown)]
-    kinds = {SHORT.get(name, name): PART_CLASSES[name] for name in names}
-    lower = _legend(scene, kinds, y, lower)
-    words, bars, inside, right = _panels(scene, lower, LEFT, RIGHT, NARROW - LEFT)
+    kinds = [(SHORT.get(name, name), PART_CLASSES[name]) for name in names]
+    lower = scene.legend(kinds, y - 9, low=lower)
+    words, bars, inside, right = scene.columns(LEFT, RIGHT, PHONE - LEFT, lower)
     ends = [max(of.high, of.simulated.seconds if of.simulated else 0.0) for of in shown]
     scale = (RIGHT - LEFT) / max(ends)
     y += 26
     for number, of in enumerate(shown, 1):
         axes, options = layout_words(of.layout)
         weight = "b" if number == 1 else "m"
-        words.add("text", number, x=LEFT, y=y + 12, font_size=14, class_=weight)
-        words.add("text", axes, x=LEFT + 18, y=y + 12, font_size=14, class_=weight)
-        words.add("text", options, x=LEFT, y=y + 28, font_size=11, class_="m")
+        words.write(number, LEFT, y + 12, 14, weight)
+        words.write(axes, LEFT + 18, y + 12, 14, weight)
+        words.write(options, LEFT, y + 28, 11, "m")
         text = f"MFU {of.mfu:.1%}"
-        right.add("text", text, x=RIGHT - 70, y=y + 12, font_size=14, class_="m e")
+        right.write(text, RIGHT - 70, y + 12, 14, "m e")
         text = human_seconds(of.seconds)
-        right.add("text", text, x=RIGHT, y=y + 12, font_size=14, class_="b e")
+        right.write(text, RIGHT, y + 12, 14, "b e")
         x, top = LEFT, y + 37
         for name in names:
             width, share = of.parts[name] * scale, of.parts[name] / of.seconds
             title = f"{name}: {human_seconds(of.parts[name])}, {share:.1%}"
-            kind = PART_CLASSES[name]
-            _bar(bars, x, top, width, BAR, kind, title)
-            if kind[0] == "f" and width > 34:
-                _inside(inside, f"{share:.0%}", kind, x + width / 2, top + 14)
+            kind, place = PART_CLASSES[name], (x, top, width, BAR)
+            bars.rect(*place, f"part {kind}", title=title)
+            if kind[0] == "f":
+                inside.label(f"{share:.0%}", place, f"o{kind[1]}")
             x += width
         _range(bars, of, top + BAR + 7, scale)
         y += ROW
@@ -109,57 +102,11 @@ def _range(panel: Node, of: PlannedLayout, y: float, scale: float) -> None:
     """Draw the range of the quick model, and the simulated step."""
     low, high = LEFT + of.low * scale, LEFT + of.high * scale
     d = f"M{low:.1f} {y - 3}v6M{low:.1f} {y}H{high:.1f}M{high:.1f} {y - 3}v6"
-    panel.add("path", d=d, class_="range")
+    panel.path(d, "range")
     if of.simulated is not None:
         x = LEFT + of.simulated.seconds * scale
-        mark = panel.add("path", d=f"M{x:.1f} {y - 5}l5 5l-5 5l-5 -5z", class_="run")
+        mark = panel.path(f"M{x:.1f} {y - 5}l5 5l-5 5l-5 -5z", "run")
         mark.add("title", f"on virtual GPUs: {human_seconds(of.simulated.seconds)}")
-
-
-def _panels(
-    scene: Scene, lower: int, left: float, right: float, narrow_right: float
-) -> tuple[Node, Node, Node, Node]:
-    """Return panels for words, for bars, for the numbers in bars, and for numbers at the right.
-
-    The bars reach from `left` to `right`, on phones to `narrow_right`. The numbers in bars are not
-    shown on phones.
-    """
-    k = (narrow_right - left) / (right - left)
-    return (
-        scene.panel(f"translate(0,{lower})"),
-        scene.panel(f"translate({left * (1 - k):.1f},{lower}) scale({k:.4f},1)"),
-        scene.panel("none"),
-        scene.panel(f"translate({NARROW - WIDE},{lower})"),
-    )
-
-
-def _bar(
-    panel: Node, x: float, y: float, width: float, height: float, kind: str, title: str
-) -> None:
-    rect = panel.add("rect", x=x, y=y, width=max(width, 0.1), height=height, class_=f"part {kind}")
-    rect.add("title", title)
-
-
-def _inside(panel: Node, text: str, kind: str, x: float, y: float) -> None:
-    """Write a text in the middle of a bar of this class, f0 to f7."""
-    panel.add("text", text, x=x, y=y, font_size=12, class_=f"c o{kind[1]}")
-
-
-def _legend(scene: Scene, kinds: Mapping[str, str], y: float, lower: int) -> int:
-    """Write names beside boxes of their classes, and return `lower` for what is below.
-
-    On phones a legend takes several lines.
-    """
-    x = start = LEFT
-    for name, kind in kinds.items():
-        wide = 40 + 7 * len(name)
-        if x - start + wide > NARROW - LEFT:
-            start, lower = x, lower + 18
-        entry = scene.panel(f"translate({LEFT - start:g},{lower})")
-        entry.add("rect", x=x, y=y - 9, width=14, height=10, rx=2, class_=kind)
-        entry.add("text", name, x=x + 20, y=y, font_size=12.5, class_="m")
-        x += wide
-    return lower
 
 
 # ── memory ──
@@ -170,30 +117,30 @@ def _memory(scene: Scene, best: PlannedLayout, y: float, lower: int) -> tuple[fl
     have = best.cluster.memory_bytes
     words = f"Memory of layout 1, of {decimal_bytes(have)} on each GPU"
     heading = scene.panel(f"translate(0,{lower})")
-    heading.add("text", words, x=LEFT, y=y, font_size=15, class_="b")
-    kinds = {PARTS[name]: kind for name, kind in MEMORY_CLASSES.items()}
-    lower = _legend(scene, {**kinds, "headroom": "idle"}, y + 24, lower)
-    names, bars, inside, right = _panels(scene, lower, MEMORY_LEFT, MEMORY_RIGHT, 366)
+    heading.write(words, LEFT, y, 15, "b")
+    kinds = [(PARTS[name], kind) for name, kind in MEMORY_CLASSES.items()]
+    lower = scene.legend([*kinds, ("headroom", "idle")], y + 15, low=lower)
+    names, bars, inside, right = scene.columns(MEMORY_LEFT, MEMORY_RIGHT, 366, lower)
     y += 40
     scale = (MEMORY_RIGHT - MEMORY_LEFT) / max(have, *(s.total for s in best.memory))
     stages = {"first stage": best.memory[0], "last stage": best.memory[-1]}
     if best.layout.pp == 1:
         stages = {"every GPU": best.memory[0]}
     for words, stage in stages.items():
-        names.add("text", words, x=MEMORY_LEFT - 10, y=y + 15, font_size=13, class_="m e")
-        bars.add("rect", x=MEMORY_LEFT, y=y, width=have * scale, height=BAR + 2, class_="idle")
+        names.write(words, MEMORY_LEFT - 10, y + 15, 13, "m e")
+        bars.rect(MEMORY_LEFT, y, have * scale, BAR + 2, "idle")
         drawn = 0.0
         for name, kind in MEMORY_CLASSES.items():
             nbytes = getattr(stage, name)
             # they don't all have their peaks at the same time
             part = min(nbytes, stage.total - drawn)
-            x, width, text = MEMORY_LEFT + drawn * scale, part * scale, decimal_bytes(nbytes)
-            _bar(bars, x, y, width, BAR + 2, kind, f"{PARTS[name]}: {text}")
-            if 7 * len(text) + 6 < width:
-                _inside(inside, text, kind, x + width / 2, y + 15)
+            place = MEMORY_LEFT + drawn * scale, y, part * scale, BAR + 2
+            text = decimal_bytes(nbytes)
+            bars.rect(*place, f"part {kind}", title=f"{PARTS[name]}: {text}")
+            inside.label(text, place, f"o{kind[1]}")
             drawn += part
         text = decimal_bytes(stage.total)
-        right.add("text", text, x=RIGHT, y=y + 17, font_size=17, class_="b e")
+        right.write(text, RIGHT, y + 17, 17, "b e")
         y += MEMORY_ROW
     return y, lower
 
@@ -205,10 +152,10 @@ def _nodes(scene: Scene, best: PlannedLayout, y: float, lower: int) -> float:
     """Draw which GPU has which part of the model and the batch, and return where it ends."""
     layout, per_node = best.layout, min(best.cluster.nodes_of, best.layout.gpus)
     words = scene.panel(f"translate(0,{lower})")
-    words.add("text", "Layout 1 on the nodes", x=LEFT, y=y, font_size=15, class_="b")
+    words.write("Layout 1 on the nodes", LEFT, y, 15, "b")
     for sentence in crossing(layout, per_node):
         y += 20
-        words.add("text", sentence, x=LEFT, y=y + 2, font_size=14, class_="m")
+        words.write(sentence, LEFT, y + 2, 14, "m")
     y += 16
     # rows: the stages, if each has whole nodes; otherwise one row of nodes
     of_stage = layout.gpus // layout.pp
@@ -222,13 +169,13 @@ def _nodes(scene: Scene, best: PlannedLayout, y: float, lower: int) -> float:
     axes = [a for a in axes if a != "pp" or not by_stage] or ["dp"]
     panels = [scene.panel(f"translate(0,{lower})" if k == 0 else "none") for k in range(MOST_NODES)]
     for name, first in rows.items():
-        words.add("text", name, x=LEFT, y=y + 26, font_size=13, class_="m")
+        words.write(name, LEFT, y + 26, 13, "m")
         x, end = NODES_LEFT, first
         for panel, node in zip(panels, _some(inside // per_node, min(fit, MOST_NODES))):
             start = first + node * per_node
             if node and start != end:
                 middle = x - NODE_GAP / 2 - 1
-                panel.add("text", "…", x=middle, y=y + 26, font_size=13, class_="c m")
+                panel.write("…", middle, y + 26, 13, "c m")
             end = start + per_node
             _node(panel, layout, range(start, end), axes, x, y)
             x += wide
@@ -239,7 +186,7 @@ def _nodes(scene: Scene, best: PlannedLayout, y: float, lower: int) -> float:
         f"Each square is a GPU with its place along {listed(axes)}.",
         f"One colour is one place along dp.{many}",
     ):
-        words.add("text", sentence, x=LEFT, y=y + 8, font_size=13, class_="m")
+        words.write(sentence, LEFT, y + 8, 13, "m")
         y += 18
     return y + 12
 
@@ -249,18 +196,16 @@ def _node(
 ) -> None:
     """Draw one node: a square for each of its GPUs."""
     wide = len(gpus) * SQUARE
-    panel.add("rect", x=x - 4, y=y - 4, width=wide + 6, height=TALL + 8, rx=6, class_="node")
+    panel.rect(x - 4, y - 4, wide + 6, TALL + 8, "node", rx=6)
     for number, gpu in enumerate(gpus):
         place = place_of(layout, gpu)
         kind, left = f"f{place['dp'] % 8}", x + number * SQUARE
         title = f"GPU {gpu}: " + ", ".join(f"{a} {n}" for a, n in place.items())
-        _bar(panel, left, y, SQUARE - 2, TALL, kind, title)
-        top = y + TALL / 2 + 3.5 - 5.5 * (len(axes) - 1)
-        middle = left + SQUARE / 2 - 1
+        panel.rect(left, y, SQUARE - 2, TALL, f"part {kind}", title=title)
+        top = y + TALL / 2 - 5.5 * len(axes)
         for line, axis in enumerate(axes):
-            text, below = f"{axis} {place[axis]}", top + 11 * line
-            size = 9 if len(text) < 6 else 8 if len(text) < 7 else 7
-            panel.add("text", text, x=middle, y=below, font_size=size, class_=f"c o{kind[1]}")
+            inside = left - 2, top + 11 * line, SQUARE + 2, 11
+            panel.label(f"{axis} {place[axis]}", inside, f"o{kind[1]}", 9, 0)
 
 
 def place_of(layout: ParallelLayout, gpu: int) -> dict[str, int]:

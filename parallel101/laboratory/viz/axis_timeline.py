@@ -12,16 +12,14 @@ axis of the mesh in whose group the message was sent. `laboratory.analysis.axis_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from parallel101.laboratory.analysis.axis_traffic import AxisTraffic, axis_traffic
-from parallel101.laboratory.analysis.overlap import Interval
+from parallel101.laboratory.analysis.overlap import union
 from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.viz.rows import (
     LEFT,
-    Bar,
     TimeRows,
     legend_entries,
     span_colours,
@@ -34,7 +32,7 @@ RIGHT, TOP = 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
 TALL, ROW, HEAD, BETWEEN = 11.0, 13.0, 22.0, 10.0
 MOST_RANKS = 16
-TICK = 5.0  # the least width of a message with room beside it, so that single ones are seen
+TICK = 2.0  # the least width of a message, so that single ones are seen
 # not the colours of compute
 AXIS_CLASSES = {"dp": "dp", "cp": "f2", "ep": "f4", "pp": "pp", "tp": "f3"}
 OTHER_CLASSES = ("f6", "f5")
@@ -78,8 +76,8 @@ def axes_scene(
     y = TOP
     if spans:
         _ranks(rows, "compute", y, n)
-        for event in spans:
-            rows.span(Bar(event), y + HEAD - 6 + event.rank * ROW, TALL + 1)
+        for bar, event in zip(rows.bars(spans, lanes, 1, TALL + 1, 0), spans):
+            rows.draw([bar], y + HEAD - 6 + event.rank * ROW)
         y += high
     for of in traffic:
         _axis(rows, of, y, n)
@@ -149,30 +147,9 @@ def _axis(rows: TimeRows, of: AxisTraffic, y: float, ranks: int) -> None:
             (received, TALL / 2 + 0.3, TALL / 2 - 0.3, " received", "received"),
         ):
             if pieces:
-                boxes = (box(x, at + low, end - x, tall) for x, end in pixels(pieces, rows.x))
-                path = scene.path("".join(boxes), colour + more)
-                path.add("title", f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}")
-
-
-def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval]:
-    """Return intervals of time as intervals in pixels.
-
-    Intervals are merged if there is no pixel between them. A short one is widened to a visible
-    tick, as far as its neighbours leave room.
-    """
-    merged: list[Interval] = []
-    for left, right in sorted(
-        (x(start), max(min(x(end), RIGHT) - 0.4, x(start) + 0.8)) for start, end in pieces
-    ):
-        if merged and left < merged[-1][1] + 0.3:
-            merged[-1] = merged[-1][0], max(merged[-1][1], right)
-        else:
-            merged.append((left, right))
-    room = [0.0, *(right + 0.8 for _, right in merged[:-1])]
-    ends = [*(left - 0.8 for left, _ in merged[1:]), RIGHT]
-    return [
-        (max(min(left, end - TICK), free), max(right, min(left + TICK, end)))
-        if end == RIGHT
-        else (left, max(right, min(left + TICK, end)))
-        for (left, right), free, end in zip(merged, room, ends)
-    ]
+                title = f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}"
+                boxes = (
+                    box(rows.x(start), at + low, max(rows.x(end) - rows.x(start), TICK), tall)
+                    for start, end in union(pieces)
+                )
+                scene.path("".join(boxes), colour + more).add("title", title)

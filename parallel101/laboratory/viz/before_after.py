@@ -28,7 +28,7 @@ from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.viz.captions import Captions, fitted, matrix_sentence
 from parallel101.laboratory.viz.grid import STYLE as MARKS
 from parallel101.laboratory.viz.grid import Grid
-from parallel101.laboratory.viz.scene import Node, Scene, Stop, check_ranks
+from parallel101.laboratory.viz.scene import Box, Node, Scene, Stop, check_ranks
 
 MOST_RANKS, MOST_BLOCKS = 16, 16
 WIDTH, TOP = 384.0, 124.0  # of a matrix; TOP is the y of the first row
@@ -194,9 +194,7 @@ def _frame(panel: Node, grid: Grid, replay: Replay, name: str, rows: list[list[C
             panel.write(what, grid.left + 6, y, 12, "m")
 
 
-def _block(
-    parent: Node, replay: Replay, block: ChunkPart, place: tuple[float, float, float, float]
-) -> None:
+def _block(parent: Node, replay: Replay, block: ChunkPart, place: Box) -> None:
     """Draw a block at its place, in the colour of its chunk."""
     if block.chunk is None:
         parent.rect(*place, "unused", rx=4)
@@ -205,19 +203,7 @@ def _block(
     several = len(chunk.stripes) > 1 and 1 in block.counts
     parent.rect(*place, f"f{colour}", rx=4)
     text = f"{chunk.label}{block.counts.index(1)}" if several else chunk.label
-    _label(parent, text, place, f"b c o{colour}")
-
-
-def _label(
-    parent: Node,
-    text: str,
-    place: tuple[float, float, float, float],
-    class_: str,
-    middle: float = 0.5,
-) -> None:
-    x, y, width, height = place
-    size = min(15.0, 0.62 * height, 1.35 * width / len(text))
-    parent.write(text, x + width / 2, y + middle * height + 0.35 * size, size, class_)
+    parent.label(text, place, f"b o{colour}", min(15.0, 0.62 * place[3]), 0)
 
 
 def _summed(replay: Replay, block: ChunkPart) -> bool:
@@ -243,7 +229,9 @@ def _marks(parent: Node, grid: Grid, replay: Replay, block: ChunkPart, cell: Cel
         parent.rect(*place, "err", rx=4)
     if not twice or place[3] > 30:
         label = replay.chunks[block.chunk].label
-        _label(parent, label, place, "b c over", middle=0.28 if twice else 0.5)
+        upper = 0.56 if twice else 1.0  # of the block
+        inside = (*place[:3], upper * place[3])
+        parent.label(label, inside, "b over", min(15.0, 0.62 * place[3]), 0)
     for origin in twice:
         low = place[3] - 10 if place[3] > 30 else place[3] / 2
         text = f"×{block.counts[origin]}"

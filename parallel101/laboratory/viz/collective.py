@@ -31,6 +31,7 @@ from parallel101.laboratory.viz.captions import (
 from parallel101.laboratory.viz.graph import draw_graph
 from parallel101.laboratory.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
 from parallel101.laboratory.viz.matrix import draw_matrix, draw_traffic
+from parallel101.laboratory.viz.rows import TimeRows
 from parallel101.laboratory.viz.scene import Scene, Stop, box
 from parallel101.laboratory.viz.timing import Timing
 from parallel101.laboratory.viz.waiting_calls import draw_waiting_calls
@@ -39,10 +40,7 @@ MOST_RANKS, MOST_MESSAGES = 128, 20_000
 # one by one; more ranks are summed up (many_ranks.py)
 MOST_DRAWN_RANKS, MOST_DRAWN_MESSAGES, MOST_CHUNKS = 16, 2000, 16
 LEFT, WIDTH, TOP = 28.0, 904.0, 440.0  # of the bars of the sends
-STYLE = (
-    ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}"
-    ".now{stroke:var(--ink);stroke-width:2;vector-effect:non-scaling-stroke}"
-)
+STYLE = ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}"
 
 
 def collective_scene(
@@ -173,14 +171,13 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> Non
     span = max(m.end for m in replay.messages) - begin
     bars = scene.panel(narrow="translate(14.9,334) scale(.469,1)")
 
-    def x(t: float) -> float:
-        return LEFT + (WIDTH * (t - begin) / span if span else 0.0)
-
+    rows = TimeRows(scene, begin, span, left=LEFT, right=LEFT + WIDTH)
     paths: dict[str, str] = {"sum": "", "copy": ""}
     for i, m in enumerate(replay.messages if not many else ()):
         added = replay.known and any(landing.added for landing in replay.landings[i])
-        width, y = max(0.8, x(m.end) - x(m.start) - 1), TOP + senders[m.src] * row
-        paths["sum" if added else "copy"] += box(x(m.start) + 0.5, y, width, row * 0.72)
+        left, y = rows.x(m.start), TOP + senders[m.src] * row
+        width = max(0.8, rows.x(m.end) - left - 1)
+        paths["sum" if added else "copy"] += box(left + 0.5, y, width, row * 0.72)
     if many and span:
         tall, each = row * len(senders), WIDTH / BINS
         for k, share in enumerate(sending_over_time(replay, begin, span)):
@@ -189,9 +186,7 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> Non
         if path:
             bars.path(path, name)
     bottom = TOP + row * len(senders)
-    cursor = bars.path(f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", "now")
-    frames = [(t, (x(recorded), 0.0)) for t, recorded in timing.cursor()]
-    cursor.key("translate", (0.0, (LEFT, 0.0)), *frames)
+    rows.cursor(bars, [(0.0, begin), *timing.cursor()], TOP - 5, bottom + 3)
     clock = "in virtual time." if replay.trace.backend == "sim" else "as recorded."
     legend = f"All sends, {clock}"
     if all(paths.values()):

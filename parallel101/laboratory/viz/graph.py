@@ -287,22 +287,21 @@ def _bytes(tile: Node, text: str, box: Point) -> None:
     width, height = box
     tile.rect(-width / 2, -height / 2, width, height, "k plain", rx=5)
     if text:
-        tile.add("text", text, y=0.23 * height, font_size=0.65 * height, class_="b c on")
+        tile.label(text, (-width / 2, -height / 2, width, height), "b on", 0.65 * height, 0)
 
 
 def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) -> None:
     """Draw a square for each chunk: up to two side by side, up to four in two rows."""
     columns, rows = min(len(landings), 2), -(-len(landings) // 2)
     width, height = box[0] / columns, box[1] / rows
-    font = min(0.57 * height, 0.8 * width)
     for k, landing in enumerate(landings):
-        x, y = (k % columns - (columns - 1) / 2) * width, (k // columns - (rows - 1) / 2) * height
+        place = k % columns * width - box[0] / 2, k // columns * height - box[1] / 2, width, height
         colour, rim = landing.chunk % 8, "bad" if max(landing.carried) > 1 else "k"
-        look, ink = f"f{colour} {rim}", f"b c o{colour}"
+        look, ink = f"f{colour} {rim}", f"b o{colour}"
         if not any(landing.carried):  # memory that was never written
-            look, ink = "gone", "b c"
-        tile.rect(x - width / 2, y - height / 2, width, height, look, rx=0.21 * min(width, height))
-        tile.write(replay.chunks[landing.chunk].label, x, y + font * 0.32, font, ink)
+            look, ink = "gone", "b"
+        tile.rect(*place, look, rx=0.21 * min(width, height))
+        tile.label(replay.chunks[landing.chunk].label, place, ink, 0.57 * height, 0)
 
 
 def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:

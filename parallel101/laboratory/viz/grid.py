@@ -12,10 +12,11 @@ before_after.py, senders and receivers in matrix.py, many_ranks.py and between_r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from parallel101.laboratory.viz.scene import Node, box
+from parallel101.laboratory.viz.scene import Box, Node, box
 
 MOST_CELLS = 16  # in a row; with more, a grid of lines would be all that is seen
 STYLE = (
@@ -43,14 +44,12 @@ class Grid(NamedTuple):
         """The y below the last row."""
         return self.top + len(self.ranks) * self.height
 
-    def inside(self, row: int, column: int) -> tuple[float, float, float, float]:
+    def inside(self, row: int, column: int) -> Box:
         """Return x, y, width and height of a cell without its gap."""
         x, y = self.left + column * self.width, self.top + row * self.height
         return x + self.gap, y + self.gap, self.width - 2 * self.gap, self.height - 2 * self.gap
 
-    def stripe(
-        self, row: int, column: int, k: int, stripes: int, rim: float = 0.0
-    ) -> tuple[float, float, float, float]:
+    def stripe(self, row: int, column: int, k: int, stripes: int, rim: float = 0.0) -> Box:
         """Return x, y, width and height of the k-th of so many stripes in a cell.
 
         `rim`: by how much it is narrower, if it isn't narrow already.
@@ -106,12 +105,26 @@ class Grid(NamedTuple):
         self, panel: Node, row: int, column: int, text: str, opacity: float, dark: bool
     ) -> Node:
         """Draw a cell with its value, if there is room for it, and return the cell."""
-        x, y, width, height = self.inside(row, column)
-        cell = panel.rect(
-            x, y, width, height, "sent", rx=2 if self.gap else None, fill_opacity=opacity
-        )
+        place = self.inside(row, column)
+        cell = panel.rect(*place, "sent", rx=2 if self.gap else None, fill_opacity=opacity)
         if self.width > 36:
-            size = min(12.0, (self.width - 6) / (0.58 * len(text)))
-            middle = x + width / 2, y + height / 2 + 4
-            panel.write(text, *middle, size, "c on" if dark else "c")
+            panel.label(text, place, "on" if dark else "", 12, 0)
         return cell
+
+
+def side(size: int, longest: int, long: float, short: float) -> float:
+    """Return the pixels of a matrix's side, from `short` to `long`: its square root's share.
+
+    `longest`: the size that is `long`.
+    """
+    return max(short, long * math.sqrt(size / longest))
+
+
+Ranges = Sequence[tuple[int, int]]  # of rows, and of columns: from, and up to before
+
+
+def part_of(matrix: Box, sizes: tuple[int, int], part: Ranges) -> Box:
+    """Return the place of some rows and columns of a matrix that has so many of them."""
+    (x, y, width, height), ((top, low), (left, right)) = matrix, part
+    down, across = height / max(sizes[0], 1), width / max(sizes[1], 1)
+    return x + left * across, y + top * down, (right - left) * across, (low - top) * down

@@ -149,16 +149,9 @@ def _window(
     """Draw the ranks of a window: their spans, and below them their messages."""
     for rank in range(ranks):
         y, here = top + rank * row, [e for e in window.events if e.rank == rank]
-        for class_ in ("card", "idle"):  # what no span covers
-            width = rows.x(window.end) - rows.left
-            rows.scene.rect(rows.left, y + 0.5, width, TALL - 1, class_)
+        idle = Bar(window.begin, window.end, "idle", "", 0.5, TALL - 1)  # what no span covers
         rows.rank(rank, y + 13)
-        for event in here:
-            if event.kind != "span":
-                lane = 2 * flows[id(event)] + (event.kind == "recv")
-                rows.bar(Bar(event), y + depth * TALL + 1 + THIN * lane, THIN - 1, event.kind)
-            elif lanes[id(event)] < depth:
-                rows.span(Bar(event), y + lanes[id(event)] * TALL, TALL)
+        rows.draw([idle, *rows.bars(here, lanes, depth, TALL, THIN, flows)], y)
         _overlap(rows.scene, time_breakdown(window, rank), here, y)
 
 

@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from parallel101.laboratory.viz.grid import part_of, side
 from parallel101.laboratory.viz.palette import CHUNK
 from parallel101.laboratory.viz.scene import Node, Scene
 
@@ -107,8 +108,12 @@ def matrices_scene(
             f"the layout has {len(found)} different matrices: expected 1 to {MOST} to draw"
         )
     longest = max(max(m.rows, m.columns) for m in found)
+    sides = {n: side(n, longest, LONG, SHORT) for m in found for n in (m.rows, m.columns)}
     grid = [found[i : i + ACROSS] for i in range(0, len(found), ACROSS)]
-    heights = [max(side(m.rows, longest) + 16 * len(in_words(m)) for m in row) + 84 for row in grid]
+    heights = [
+        max(side(m.rows, longest, LONG, SHORT) + 16 * len(in_words(m)) for m in row) + 84
+        for row in grid
+    ]
     words = " ".join(matrix_text(m) for m in found)
     scene = Scene(960, math.ceil(TOP + sum(heights) + 10), title, words)
     scene.style += (
@@ -132,15 +137,11 @@ def matrices_scene(
             panel = scene.panel(
                 narrow=f"translate({-CELL * (i - i % 2):g},{low + high * (i // 2) - y:g})"
             )
-            _matrix(panel, matrix, longest, 28 + CELL * i, y)
+            _matrix(panel, matrix, sides, 28 + CELL * i, y)
         y += high
         low += high * -(-len(row) // 2)
     scene.narrow = (480, math.ceil(low + 10))
     return scene
-
-
-def side(size: int, longest: int) -> float:
-    return max(SHORT, LONG * math.sqrt(size / longest))
 
 
 def matrices_of(
@@ -202,8 +203,8 @@ def in_words(m: CutMatrix) -> list[str]:
     return [f"{when}: {what}" for when, what in both.items() if what]
 
 
-def _matrix(scene: Node, m: CutMatrix, longest: int, left: float, top: float) -> None:
-    width, tall = side(m.columns, longest), side(m.rows, longest)
+def _matrix(scene: Node, m: CutMatrix, sides: Mapping[int, float], left: float, top: float) -> None:
+    width, tall = sides[m.columns], sides[m.rows]
     x, y = left + 34, top + 54
     several = f"  × {m.times}" if m.times > 1 else ""
     scene.write(shortened(m.name.removesuffix(".weight")) + several, left, top + 14, 13.5, "b")
@@ -212,18 +213,16 @@ def _matrix(scene: Node, m: CutMatrix, longest: int, left: float, top: float) ->
     scene.write(m.columns, x + width / 2, y - 5, 11, "m c")
     scene.write(m.rows, x - 5, y + tall / 2 + 4, 11, "m e")
     if not m.cut:
-        scene.rect(x, y, width, tall, "whole").add("title", matrix_text(m))
-    at, whole = 0.0, sum(size for _, size in m.blocks)
+        scene.rect(x, y, width, tall, "whole", title=matrix_text(m))
+    at, whole = 0, sum(size for _, size in m.blocks)
     for position, size in m.blocks:
-        part = size / whole if whole else 0.0
-        across, down = (part * width, tall) if m.cut == "columns" else (width, part * tall)
-        corner = (x + at * width, y) if m.cut == "columns" else (x, y + at * tall)
-        rect = scene.rect(corner[0], corner[1], across, down, f"cut f{position % len(CHUNK)}")
-        rect.add("title", f"position {position}: {size} of {whole} {m.cut} of {m.name}")
-        if min(across, down) >= 11 and across >= 8 * len(str(position)):
-            middle = corner[0] + across / 2, corner[1] + down / 2 + 4
-            scene.write(position, middle[0], middle[1], 11.5, f"c o{position % len(CHUNK)}")
-        at += part
+        rows, columns = (0, whole), (at, at + size)
+        part = (rows, columns) if m.cut == "columns" else (columns, rows)
+        place = part_of((x, y, width, tall), (whole, whole), part)
+        title = f"position {position}: {size} of {whole} {m.cut} of {m.name}"
+        scene.rect(*place, f"cut f{position % len(CHUNK)}", title=title)
+        scene.label(position, place, f"o{position % len(CHUNK)}", 11.5, 11)
+        at += size
     for i, words in enumerate(in_words(m)):
         scene.write(words, left, y + tall + 17 + 16 * i, 11, "m")
 

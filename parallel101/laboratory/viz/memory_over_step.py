@@ -18,13 +18,12 @@ from parallel101.laboratory.analysis.held_over_time import (
     held_over_time,
 )
 from parallel101.laboratory.record.units import decimal_bytes
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import PHONE, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 928.0, 104.0
 TALL, LEAST, BELOW = 104.0, 30.0, 50.0  # of a rank's picture, and of what is written below it
 MOST_RANKS = 16
-# on phones the pictures are so much narrower
-SQUEEZED = 372 / (RIGHT - LEFT)
+NARROW = 464.0  # the right end of the pictures on phones
 LETTERS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}
 MOST_LEGEND = 8
 STYLE = (
@@ -69,11 +68,8 @@ def activations_scene(
     scene.head("", sentence)
     microbatches = sorted({i for of in ranks.values() for i in of.layers if i is not None})
     low = scene.legend(_entries(microbatches), 78)
-    scene.narrow = (480, scene.height + low)
-    names = scene.panel(narrow=f"translate(0,{low})")
-    squeezed = f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
-    plots = scene.panel(narrow=squeezed)
-    letters = scene.panel(narrow="none")
+    scene.narrow = (PHONE, scene.height + low)
+    names, plots, letters, _ = scene.columns(LEFT, RIGHT, NARROW, low)
     base = TOP - BELOW
     for (name, of), height in zip(ranks.items(), heights):
         base += BELOW + height

@@ -21,7 +21,7 @@ from itertools import cycle
 from typing import Protocol
 
 from parallel101.laboratory.record.units import decimal_bytes
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import END, PHONE, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
 TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
@@ -31,8 +31,7 @@ PEAK = " (peak)"  # the end of the name of a kind that is held only for a moment
 KIND_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
 OTHER_COLOURS = (4, 6, 2, 7, 5)
 MOST_ROWS = 48
-# on phones the bars are so much shorter, without the bytes inside them
-SQUEEZED = 288 / (RIGHT - LEFT)
+NARROW = 380.0  # the right end of the bars on phones
 # parts that are more than the whole together are not drawn side by side: some ranks hold the same
 OVERLAP = 1.05
 
@@ -101,12 +100,9 @@ def memory_scene(
     scene.head(note, ONLY_OTHERS if several else LARGEST)
     scene.intro = f"{scene.intro} {note}".strip()
     low = scene.legend([(kind, f"f{colour}") for kind, colour in colours.items()], 82)
-    scene.narrow = (480, scene.height + low)
-    names = scene.panel(narrow=f"translate(0,{low})")
-    squeezed = f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
-    bars = scene.panel(narrow=squeezed)
-    inside, totals = scene.panel(narrow="none"), scene.panel(narrow=f"translate(-472,{low})")
-    totals.write("total", 932, 91, 12, "m e")
+    scene.narrow = (PHONE, scene.height + low)
+    names, bars, inside, totals = scene.columns(LEFT, RIGHT, NARROW, low)
+    totals.write("total", END, 91, 12, "m e")
     y = TOP
     for name, of in panels.items():
         names.write(name, LEFT, y + 12, 15, "b")
@@ -124,7 +120,7 @@ def memory_scene(
                     parts = [(place, place + mine / whole)]
                 _bar(bars, inside, kind, mine, whole, parts, lefts[kind], y, scale, colours[kind])
             total = sum(by_position[position] for by_position in of.bytes.values())
-            totals.write(decimal_bytes(total), 932, y + 17, 17, "b e")
+            totals.write(decimal_bytes(total), END, y + 17, 17, "b e")
             y += ROW
         y += BETWEEN
     return scene
@@ -153,13 +149,10 @@ def _bar(
     for low, high in parts:
         wide = (high - low) * exact * width
         at = left + (0.0 if temporary else min(low * width, max(width - wide, 0.0)))
-        rect = bars.rect(at, y, max(wide, 1.0), TALL, f"own f{colour}", rx=2)
-        rect.add("title", f"{kind}: {decimal_bytes(mine)}")
-        drawn.append((wide, at))
-    wide, at = max(drawn)
-    text = decimal_bytes(mine)
-    if 7 * len(text) + 6 < wide:
-        inside.write(text, at + wide / 2, y + 15, 11.5, f"c o{colour}")
+        rect = at, y, max(wide, 1.0), TALL
+        bars.rect(*rect, f"own f{colour}", rx=2, title=f"{kind}: {decimal_bytes(mine)}")
+        drawn.append((wide, rect))
+    inside.label(decimal_bytes(mine), max(drawn)[1], f"o{colour}", 11.5)
 
 
 def share_of(parts: Sequence[tuple[float, float]]) -> float:

@@ -120,8 +120,7 @@ def _links(panel: Node, gpus: int, widths: list[float]) -> None:
 
 def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: str) -> None:
     panel.rect(x, row[0], width, row[1] - row[0], "part", rx=5)
-    middle = sum(row) / 2 + 4.5
-    panel.write(name, x + width / 2, middle, 14, "c")
+    panel.label(name, (x, row[0], width, row[1] - row[0]), "", 14, 0)
 
 
 def _legend(

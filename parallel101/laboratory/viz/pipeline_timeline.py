@@ -12,21 +12,19 @@ where nothing has run; a run from its record. What the times mean is computed in
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from parallel101.laboratory.analysis.overlap import union
 from parallel101.laboratory.analysis.pipeline_times import (
     PipelineTimes,
     Planned,
-    TimedAction,
     planned_times,
     recorded_times,
 )
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds, round_step
-from parallel101.laboratory.viz.rows import LEFT, TimeRows
-from parallel101.laboratory.viz.scene import Scene, Stop, box
+from parallel101.laboratory.viz.rows import LEFT, Bar, TimeRows
+from parallel101.laboratory.viz.scene import Scene, Stop
 
 RIGHT, TOP = 790.0, 108.0
 # where the squares for activations are; their number is at the right of them
@@ -45,10 +43,8 @@ NAMES = {
     "W": "weight gradient",
 }
 STYLE = (
-    ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}"
-    ".later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
+    ".off{stroke:var(--faint)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
     ".most{fill:none;stroke:var(--line)}.veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}"
-    ".now{stroke:var(--ink);stroke-width:2}"
 )
 Source = Planned | Trace
 
@@ -87,7 +83,7 @@ def pipeline_scene(
     high = math.ceil(TOP + rows * row + len(panels) * (HEAD + BETWEEN) + 34)
     words = " ".join(panel_text(name, times) for name, times in panels.items())
     scene = Scene(960, high, title, words)
-    line = TimeRows(scene, 0.0, longest, right=RIGHT)
+    line = TimeRows(scene, 0.0, longest, right=RIGHT, text=("b", LARGEST, SMALLEST))
     scene.style += STYLE + "".join(
         f".k{k}{{fill-opacity:{shade(k)}}}" for k in range(1, max_chunks(panels))
     )
@@ -189,7 +185,7 @@ def _head(rows: TimeRows, panels: Mapping[str, PipelineTimes]) -> None:
 
 def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: int) -> None:
     scene, x = rows.scene, rows.x
-    tall, digits = row - 2, max(len(str(slot.microbatch)) for slot in times.slots)
+    tall = row - 2
     place = {rank: top + i * row for i, rank in enumerate(times.ranks)}
     named = any(times.stages(rank) != [rank] for rank in times.ranks)
     for rank, y in place.items():
@@ -199,24 +195,7 @@ def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: i
         before, after = f"M{LEFT} {middle}{x(first):.1f}", f"M{x(last):.1f} {middle}"
         scene.path(f"{before}{after}{x(times.makespan):.1f}", "off")
         _labels(rows, rank, stages_text(stages) if named else "", y, tall)
-        stripes: dict[int, list[str]] = defaultdict(list)  # of whole backwards, by chunk
-        for slot in times.of(rank):
-            chunk = stages.index(slot.stage)
-            high, low = tall / slot.parts, y + tall / slot.parts * slot.part
-            left, width = x(slot.start), x(slot.end) - x(slot.start)
-            _slot(scene, slot, chunk, (left, low, width, high), times.recorded, digits)
-            if slot.kind == "B":
-                bottom = low + high - stripe(high)
-                stripes[chunk].append(box(left, bottom, gapped(width), stripe(high)))
-        for chunk, pieces in stripes.items():
-            scene.path("".join(pieces), fill("W", chunk))
-        for start, end in times.bubbles(rank):
-            width = x(end) - x(start)
-            if width >= 0.3:
-                if rank in times.waits:  # it may be inside a slot
-                    scene.rect(x(start), y, width, tall, "card", style="stroke:none")
-                hatched = scene.rect(x(start), y, width, tall, "bubble")
-                hatched.add("title", f"rank {rank} waits: {duration(end - start, times.recorded)}")
+        rows.draw(_bars(times, rank, tall), y)
         _held(rows, times, rank, most, y, tall)
     if lines := _lines(times):
         scene.path("".join(_line(m, place, tall, x) for m in lines), "sent").add(
@@ -240,45 +219,32 @@ def stages_text(stages: Sequence[int]) -> str:
     return listed if len(listed) <= 14 else f"{stages[0]}, {stages[1]}, … {stages[-1]}"
 
 
-def _slot(
-    scene: Scene,
-    slot: TimedAction,
-    chunk: int,
-    place: tuple[float, float, float, float],
-    recorded: bool,
-    digits: int,
-) -> None:
-    """Draw a slot's box, and the number of its microbatch if one of so many digits fits."""
-    x, y, width, tall = place
-    low = stripe(tall) if slot.kind == "B" else 0.0
-    rect = scene.rect(x, y, gapped(width), tall - low, fill(slot.kind, chunk))
-    name = f"{NAMES[slot.kind].partition(' (')[0]} of microbatch {slot.microbatch}"
-    together = ", together with another action" * (slot.parts > 1)
-    took = duration(slot.end - slot.start, recorded)
-    rect.add("title", f"stage {slot.stage}, {name}: {took}{together}")
-    size = min(LARGEST, tall - 2, (width - 3.0) / (0.69 * digits))
-    if size >= SMALLEST:
-        middle = y + (tall if tall >= 20 else tall - low) / 2 + 0.36 * size
-        class_ = "b c later" if chunk else f"b c o{COLOURS[slot.kind]}"
-        scene.write(slot.microbatch, x + (width - 1) / 2, middle, size, class_)
+def _bars(times: PipelineTimes, rank: int, tall: float) -> Iterator[Bar]:
+    """Yield the bars of a rank's actions, and then its bubbles.
+
+    A whole backward has a stripe at its bottom, in the colour of its weight gradient.
+    """
+    stages = times.stages(rank)
+    for slot in times.of(rank):
+        chunk, high = stages.index(slot.stage), tall / slot.parts
+        low, under = high * slot.part, round(0.22 * high, 1) if slot.kind == "B" else 0.0
+        name = f"{NAMES[slot.kind].partition(' (')[0]} of microbatch {slot.microbatch}"
+        together = ", together with another action" * (slot.parts > 1)
+        took = duration(slot.end - slot.start, times.recorded)
+        title, texts = f"stage {slot.stage}, {name}: {took}{together}", [slot.microbatch]
+        class_ = fill(slot.kind, chunk)
+        yield Bar(slot.start, slot.end, class_, title, low, high - under, texts)
+        if under:
+            class_ = fill("W", chunk)
+            yield Bar(slot.start, slot.end, class_, "", low + high - under, under)
+    for start, end in times.bubbles(rank):
+        title = f"rank {rank} waits: {duration(end - start, times.recorded)}"
+        yield Bar(start, end, "idle", title, 0.0, tall)
 
 
 def fill(kind: str, chunk: int) -> str:
     """Return the class of a slot on a rank's k-th stage."""
     return f"f{COLOURS[kind]}" + (f" k{chunk}" if chunk else "")
-
-
-def stripe(tall: float) -> float:
-    """Return the height of the stripe at the bottom of a whole backward.
-
-    It has the colour of the backward's weight gradient.
-    """
-    return round(0.22 * tall, 1)
-
-
-def gapped(width: float) -> float:
-    """Return the width of a box, less the gap before the next one."""
-    return max(width - 1.0, 0.6 * width, 0.3)
 
 
 def _held(
@@ -326,8 +292,8 @@ def _cursor(rows: TimeRows, makespan: float, y: float, tall: float) -> None:
     clipped = scene.add("g", clip_path=f"url(#{name})")
     veil = clipped.rect(0, y - 1, RIGHT - LEFT + 2, tall + 2, "veil")
     veil.key("translate", *frames).show((LEAD, end))
-    cursor = scene.path(f"M0 {y - 3:.1f}v{tall + 6:.1f}", "now")
-    cursor.key("translate", *frames).show((LEAD, LEAD + SWEEP))
+    cursor = rows.cursor(scene, [(LEAD, 0.0), (end, makespan)], y - 3, y + tall + 3)
+    cursor.show((LEAD, LEAD + SWEEP))
 
 
 def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:

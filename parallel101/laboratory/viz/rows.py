@@ -1,17 +1,22 @@
-"""The engine of pictures with rows over time: a time scale, rows of ranks, bars, a legend, an axis.
+"""The engine of pictures with rows over time: a time scale, rows of bars, a legend, an axis.
 
-    rows = TimeRows(scene, begin, span)
-    rows.rank(0, y=130); rows.span(Bar(event), y=112, tall=17); rows.axis(y=300)
+    rows = TimeRows(scene, begin, span, colours=span_colours(events))
+    rows.rank(0, y=130)
+    rows.draw(rows.bars(trace.events, span_lanes(trace.spans()), depth=1, tall=17, thin=5), y=112)
+    rows.axis(y=300)
 
-A picture decides which events become bars, and in which row and lane. Rows of compute and messages
-are in timeline.py and lanes.py, those of the axes of a mesh in axis_timeline.py, and those of
-pipelines in pipeline_timeline.py.
+A picture is data: of each row, its bars, each from when to when, of which class, with which texts.
+It decides which events become bars, and how low and tall they are in their row. Rows of compute and
+messages are in timeline.py and lanes.py, those of the axes of a mesh in axis_timeline.py, those of
+pipelines in pipeline_timeline.py, and calls that wait for each other in waiting_calls.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import bookkeeping
 from parallel101.laboratory.record.events import P2P, Event
@@ -36,31 +41,39 @@ SPAN_COLOURS = {
 STYLE = (
     ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}"
     ".row{fill:var(--faint)}.arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
-    ".axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
+    ".axis{stroke:var(--line)}.ground{fill:var(--bg)}.idle{fill:url(#hatching)}.now{stroke:var(--ink);stroke-width:2;"
+    "vector-effect:non-scaling-stroke}"
 )
+HALO = "stroke:var(--bg);stroke-width:3;paint-order:stroke"
 
 
-class Bar:
-    """One bar of a row: an event, or several neighbouring events that are too narrow."""
+class Bar(NamedTuple):
+    """A bar of a row, or a part of one.
 
-    __slots__ = ("count", "end", "event", "start")
+    Attributes:
+        class_: f0 to f7 are a chunk's colours, here "f0 k1" of another shade; "idle" is hatched.
+        title: its tooltip.
+        low, tall: pixels below the row's top, and its height.
+        texts: that may be written in it, the longest first.
+        name: of what it shows.
+    """
 
-    def __init__(self, event: Event):
-        self.event, self.start, self.end, self.count = event, event.start, event.end, 1
-
-    @property
-    def tooltip(self) -> str:
-        """The text that appears when the reader points at the bar."""
-        took = human_seconds(self.end - self.start)
-        if self.count > 1:
-            return f"{self.count} × {self.event.name or self.event.kind}, {took}"
-        return event_text(self.event, took)
+    start: float
+    end: float
+    class_: str
+    title: str
+    low: float
+    tall: float
+    texts: Sequence[object] = ()
+    name: str = ""
 
 
 class TimeRows:
     """Rows over time in a scene, from x = `left` to x = `right`.
 
-    `colours`: of the spans, by name.
+    Args:
+        colours: of the spans, by name.
+        text: of the texts in bars: their class, and the largest and the smallest size.
     """
 
     def __init__(
@@ -72,9 +85,10 @@ class TimeRows:
         left: float = LEFT,
         right: float = RIGHT,
         colours: dict[str, int] | None = None,
+        text: tuple[str, float, float] = ("", 10.5, 10.5),
     ):
         self.scene, self.begin, self.duration = scene, begin, span
-        self.left, self.right, self.colours = left, right, colours or {}
+        self.left, self.right, self.colours, self.text = left, right, colours or {}, text
         if STYLE not in scene.style:
             scene.style += STYLE
 
@@ -96,42 +110,94 @@ class TimeRows:
             self.scene.path(f"M{at:.1f} {y:.1f}v5", "axis")
             self.scene.write(text(k * step) if k else "0", at, y + 19, 11, "m c")
 
-    def bar(self, bar: Bar, y: float, tall: float, kind: str, into: Node | None = None) -> None:
-        """Draw a message, a collective or a part of a span, with a tooltip."""
-        class_ = kind if kind in P2P or kind.startswith("f") or kind == "idle" else "collective"
-        left = self.x(bar.start)
-        width = max(0.8, self.x(bar.end) - left - 0.6)
-        rect = (into or self.scene).rect(left, y, width, tall, class_, rx=1.5 if width > 3 else 0)
-        rect.add("title", bar.tooltip)
+    def bars(
+        self,
+        events: Iterable[Event],
+        lanes: dict[int, int],
+        depth: int,
+        tall: float,
+        thin: float,
+        flows: dict[int, int] | None = None,
+    ) -> list[Bar]:
+        """Return the bars of a rank: its spans in lanes, and below them its messages.
 
-    def span(self, bar: Bar, y: float, tall: float, into: Node | None = None) -> None:
-        """Draw a span with its name and its first label, or what fits of them.
+        Sends and receives alternate. A collective is as tall as both.
 
-        A span in which the rank waits is hatched, or left out if it takes no time.
+        Args:
+            lanes, flows: the lane of each span and of each message, by its id(); a span in a lane
+                beyond `depth` isn't drawn.
+            tall, thin: the height of a lane of spans, and of a lane of messages.
         """
-        event, scene = bar.event, into or self.scene
-        if event.waiting and bar.end == bar.start:
-            return
-        left, right = self.x(bar.start), self.x(bar.end)
-        width, middle = right - left, (left + right) / 2
-        colour = None if event.waiting else self.colours[event.name or "span"]
-        if event.waiting:
-            scene.rect(left, y + 0.5, max(0.8, width - 0.6), tall - 1, "card")
-        self.bar(bar, y + 0.5, tall - 1, "idle" if event.waiting else f"f{colour}", scene)
-        fitting = [text for text in span_texts(event) if 6.6 * len(text) + 6 < width]
-        if fitting and tall >= 11 and bar.count == 1:
-            text, low = fitting[0], y + tall / 2
-            if event.waiting:
-                halo = "stroke:var(--bg);stroke-width:3;paint-order:stroke"
-                scene.write(text, middle, low + 3.6, 10.5, "m c", style=halo)
+        found = []
+        for event in events:
+            name, texts = event.name or event.kind, span_texts(event)
+            if event.kind == "span":
+                low, high = lanes[id(event)] * tall + 0.5, tall - 1
+                if lanes[id(event)] >= depth:
+                    continue
             else:
-                scene.write(text, middle, low + 3.8, 10.5, f"c o{colour}")
+                lane = 2 * (flows or {}).get(id(event), 0) + (event.kind == "recv")
+                low, high, texts = depth * tall + 1 + thin * lane, thin - 1, []
+                high += thin * (event.kind not in P2P)
+            title = event_text(event, human_seconds(event.end - event.start))
+            class_ = event_class(event, self.colours)
+            found.append(Bar(event.start, event.end, class_, title, low, high, texts, name))
+        return found
+
+    def together(self, bars: Iterable[Bar]) -> list[Bar]:
+        """Return the bars of a row; neighbours of one name share one of up to two pixels."""
+        widest, found = 2 * self.duration / (self.right - self.left), list[Bar]()
+        counts: dict[tuple[float, str], tuple[int, int]] = {}  # where the latest is, of how many
+        for bar in bars:
+            at, count = counts.get((bar.low, bar.name), (-1, 0))
+            end = max(bar.end, found[at].end) if count else math.inf
+            if count and end - found[at].start < widest:
+                start, count = found[at].start, count + 1
+                title = f"{count} × {bar.name}, {human_seconds(end - start)}"
+                found[at] = found[at]._replace(end=end, title=title, texts=())
+            else:
+                at, count = len(found), 1
+                found.append(bar)
+            counts[bar.low, bar.name] = at, count
+        return found
+
+    def draw(self, bars: Iterable[Bar], y: float, into: Node | None = None) -> None:
+        """Draw the bars of a row whose top is y. Waits that take no time are left out."""
+        panel, (weight, size, smallest) = into or self.scene, self.text
+        for bar in bars:
+            left, width = self.x(bar.start), self.x(bar.end) - self.x(bar.start)
+            idle, gap = bar.class_ == "idle", 0.6 * (bar.class_ != "idle")
+            place = left, y + bar.low, max(0.8, width - gap), bar.tall
+            if idle and bar.end == bar.start:
+                continue
+            if idle:
+                panel.rect(*place, "ground")
+            panel.rect(*place, bar.class_, rx=1.5 if width > 3.6 else 0, title=bar.title)
+            ink = "m" if idle else f"o{bar.class_[1:]}" if len(bar.class_) == 2 else ""
+            look, halo = (f"{weight} {ink}", size, smallest), HALO if idle else None
+            inside = left, y + bar.low - 0.5, width, bar.tall + 1
+            any(panel.label(text, inside, *look, style=halo) for text in bar.texts)
+
+    def cursor(
+        self, panel: Node, frames: Iterable[tuple[float, float]], top: float, bottom: float
+    ) -> Node:
+        """Draw a line that moves: (second of the scene, time of the rows) pairs."""
+        moves = [(second, (self.x(time), 0.0)) for second, time in frames]
+        cursor = panel.path(f"M0 {top:.1f}V{bottom:.1f}", "now")
+        return cursor.key("translate", *moves)
 
     def notes(self, notes: Sequence[str]) -> None:
         """Write sentences at the bottom of a scene that has 18 pixels for each."""
         self.scene.intro = " ".join([self.scene.intro, *notes])
         for k, note in enumerate(reversed(notes)):
             self.scene.write(note, 28, self.scene.height - 14 - 18 * k, 12, "m")
+
+
+def event_class(event: Event, colours: dict[str, int]) -> str:
+    """Return the class of an event's bar."""
+    if event.kind != "span":
+        return event.kind if event.kind in P2P else "collective"
+    return "idle" if event.waiting else f"f{colours[event.name or 'span']}"
 
 
 def trace_facts(trace: Trace, whole_run: bool = False) -> str:

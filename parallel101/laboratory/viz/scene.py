@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 from parallel101.laboratory.viz.palette import FONT, STYLE, THEMES, variables, with_colours
 
 Point = tuple[float, float]  # (x, y), in units of the picture
+Box = tuple[float, float, float, float]  # x, y, width, height
 MODES = ("linear", "discrete", "ease")
 END = 932.0  # the right end of what is written in a picture
+PHONE = 480  # the width of a picture on phones
 HATCHING = (  # every scene has it: fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--hatch)" '
@@ -90,9 +92,34 @@ class Node:
     def rect(
         self, x: float, y: float, width: float, height: float, class_: str, **attributes: Any
     ) -> Node:
-        """Append a rectangle, and return it."""
+        """Append a rectangle, and return it. `title`: its tooltip."""
+        title = attributes.pop("title", None)
         box = {"x": x, "y": y, "width": width, "height": height}
-        return self.add("rect", **box, class_=class_, **attributes)
+        rect = self.add("rect", **box, class_=class_, **attributes)
+        if title:
+            rect.add("title", title)
+        return rect
+
+    def label(
+        self,
+        text: object,
+        box: Box,
+        class_: str,
+        size: float = 12.0,
+        smallest: float | None = None,
+        **attributes: Any,
+    ) -> Node | None:
+        """Write a text in the middle of a box, and return it; None if there is no room for it.
+
+        It is as large as the box allows: at most `size`, and at least `smallest`, which is `size`
+        by default.
+        """
+        x, y, width, height = box
+        room = min(size, height, (width - 4) / (0.6 * max(len(str(text)), 1)))
+        if room < (size if smallest is None else smallest):
+            return None
+        middle = y + height / 2 + 0.35 * room
+        return self.write(text, x + width / 2, middle, room, f"{class_} c".strip(), **attributes)
 
     def path(self, d: str, class_: str, **attributes: Any) -> Node:
         """Append a path, and return it."""
@@ -171,16 +198,19 @@ class Scene(Node):
             wide.write(sentence, 28, 64, size, "m")
         self.intro = sentence
 
-    def legend(self, entries: Iterable[tuple[str, str]], y: float = 80.0, x: float = 28.0) -> int:
+    def legend(
+        self, entries: Iterable[tuple[str, str]], y: float = 80.0, x: float = 28.0, low: int = 0
+    ) -> int:
         """Draw a row of coloured boxes, each with its label, from `x` on: (label, class).
 
         Entries that do not fit into the picture's width are left out, and "…" says so. On phones
-        they take several lines. Returns by how much the legend is higher there.
+        they take several lines. Returns by how much what is below it is lower there.
 
         Args:
             y: of the boxes' top.
+            low: by how much the legend itself is lower on phones.
         """
-        start, low = x, 0
+        start = x
         for label, class_ in entries:
             wide = 38 + 7 * len(label)
             if x + wide - 18 > END:
@@ -194,6 +224,22 @@ class Scene(Node):
             entry.write(label, x + 20, y + 9, 12.5, "m")
             x += wide
         return low
+
+    def columns(
+        self, left: float, right: float, narrow: float, low: int = 0
+    ) -> tuple[Node, Node, Node, Node]:
+        """Return panels for names, for bars, for what is written in bars, and for numbers.
+
+        On phones they are `low` pixels lower. The bars, from `left` to `right`, are squeezed there
+        to end at `narrow`, and nothing is written in them. The numbers are at the right.
+        """
+        k = (narrow - left) / (right - left)
+        return (
+            self.panel(f"translate(0,{low})"),
+            self.panel(f"translate({left * (1 - k):.1f},{low}) scale({k:.4f},1)"),
+            self.panel("none"),
+            self.panel(f"translate({PHONE - self.width},{low})"),
+        )
 
     def svg(
         self,

@@ -28,8 +28,9 @@ from parallel101.laboratory.analysis.held_blocks import (
     parts_of,
 )
 from parallel101.laboratory.record.units import human_bytes
+from parallel101.laboratory.viz.grid import part_of, side
 from parallel101.laboratory.viz.palette import CHUNK
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import Box, Node, Scene
 
 LEFT, RIGHT, TOP = 112.0, 948.0, 150.0
 WIDEST, LONG, SHORT = 280.0, 92.0, 20.0  # of a column; the longest side of a box, and the shortest
@@ -65,7 +66,7 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
             )
     across = min(WIDEST, (RIGHT - LEFT) / len(columns))
     row = 104.0 if ranks <= 4 else 74.0
-    side = min(across - 26, row - 16, LONG)
+    large = min(across - 26, row - 16, LONG)
     text = f"{' · '.join(map(str, plan.operands))} → {plan.result}"
     drawn = [[parts_of(run, column, rank) for rank in range(ranks)] for column in columns]
     known = [part for of in drawn for parts in of for part in parts if part.cell is not None]
@@ -102,9 +103,9 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
         heading(panel, column, x, sent.get(column.state - 1) if not run.program else None)
         for rank in range(ranks):
             wrong, y = rank in run.wrong and k == len(columns) - 1, TOP + rank * row
-            dashed |= box(panel, run, column, drawn[k][rank], x, y, side, rank, wrong)
+            dashed |= draw_matrix(panel, run, column, drawn[k][rank], x, y, large, rank, wrong)
     for rank, at in enumerate(plan.coordinates()):
-        y = TOP + rank * row + side / 2
+        y = TOP + rank * row + large / 2
         head.write(f"rank {rank}", 28, y, 13, "b")
         head.write(", ".join(f"{axis} {i}" for axis, i in at.items()), 28, y + 16, 11.5, "m")
     signs = "Letter and colour: which block of the matrix."
@@ -127,14 +128,14 @@ def heading(scene: Node, column: BlockColumn, x: float, sent: int | None) -> Non
         scene.write(f"{human_bytes(sent)} a rank" if sent else "no message", x, 134, 12, "m")
 
 
-def box(
+def draw_matrix(
     scene: Node,
     run: RecordedProduct,
     column: BlockColumn,
     parts: Sequence[HeldRectangle],
     x: float,
     y: float,
-    side: float,
+    large: float,
     rank: int,
     wrong: bool,
 ) -> bool:
@@ -145,34 +146,30 @@ def box(
     extents = [run.plan.sizes[dim] for dim in column.array.dims]
     longest = max(run.plan.sizes.values())
     rows, columns = extents if len(extents) == 2 else (1, extents[0])
-    height, width = (max(SHORT, side * math.sqrt(n / longest)) for n in (rows, columns))
-    whole = scene.rect(x, y, width, height, "outline")
     block = run.held[rank][column.state].get(column.array.name)
     shape = tuple(getattr(block, "shape", ()))
-    whole.add("title", f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}")
-    lowest = max((p.rows[1] for p in parts), default=rows)
-    furthest = max((p.columns[1] for p in parts), default=columns)
-    scales = outline = height / rows, width / columns
-    # larger than the matrix: draw it with its own proportions
-    if lowest > rows or furthest > columns:
-        height, width = (
-            max(SHORT, side * math.sqrt(n / max(longest, lowest, furthest)))
-            for n in (lowest, furthest)
-        )
-        scales = height / lowest, width / furthest
+    title = f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}"
+    width, height = (side(n, longest, large, SHORT) for n in (columns, rows))
+    matrix, sizes = (x, y, width, height), (rows, columns)
+    scene.rect(*matrix, "outline", title=title)
     at = list(run.plan.coordinates())[rank]
     block_due = column.array.block(run.plan.sizes, run.plan.mesh, at)
     due = [(0, 1)] * (len(block_due) == 1) + [(part.start, part.stop) for part in block_due]
-    held = due
+    held, whole = due, matrix
     if parts:
         both = [p.rows for p in parts], [p.columns for p in parts]
         held = [(min(a for a, _ in of), max(b for _, b in of)) for of in both]
+    if held[0][1] > rows or held[1][1] > columns:  # larger than the matrix: with its own sides
+        sizes = held[0][1], held[1][1]
+        width, height = (side(n, max(longest, *sizes), large, SHORT) for n in sizes[::-1])
+        whole = x, y, width, height
     if wrong and held != due:
-        frame(scene, x, y, outline, due, "due")
+        scene.rect(*part_of(matrix, (rows, columns), due), "due")
     for part in parts:
-        draw_part(scene, part, *placed(x, y, scales, [part.rows, part.columns]))
+        draw_part(scene, part, part_of(whole, sizes, [part.rows, part.columns]))
     if wrong:
-        frame(scene, x, y, scales, held, "bad", margin=3)
+        left, top, across, down = part_of(whole, sizes, held)
+        scene.rect(left - 3, top - 3, across + 6, down + 6, "bad", rx=3)
     counts = parts[0].counts if parts else (1,)
     if min(counts) < 1 and all(part.counts == counts for part in parts):
         terms = f"{sum(count > 0 for count in counts)} of {len(counts)}"
@@ -181,56 +178,26 @@ def box(
     return wrong and held != due
 
 
-def frame(
-    scene: Node,
-    x: float,
-    y: float,
-    scales: tuple[float, float],
-    part: Sequence[tuple[int, int]],
-    class_: str,
-    margin: float = 0,
-) -> None:
-    """Draw an outline around some rows and columns of the matrix at (x, y)."""
-    left, top, width, height = placed(x, y, scales, part)
-    more = 2 * margin
-    scene.rect(left - margin, top - margin, width + more, height + more, class_, rx=margin)
-
-
-def placed(
-    x: float, y: float, scales: tuple[float, float], part: Sequence[tuple[int, int]]
-) -> tuple[float, float, float, float]:
-    """Return x, y, width and height of some rows and columns of the matrix at (x, y)."""
-    (down, across), ((top, low), (left, right)) = scales, part
-    return x + left * across, y + top * down, (right - left) * across, (low - top) * down
-
-
-def draw_part(
-    scene: Node, part: HeldRectangle, x: float, y: float, width: float, height: float
-) -> None:
+def draw_part(scene: Node, part: HeldRectangle, place: Box) -> None:
     if part.cell is None:
-        scene.rect(x, y, width, height, "strange")
-        scene.write("?", x + width / 2, y + height / 2 + 4, 11, "c w")
+        scene.rect(*place, "strange")
+        scene.label("?", place, "w", 11, 0)
         return
-    colour, letter = part.cell % len(CHUNK), letters(part.cell)
-    whole = set(part.counts) == {1}
-    if whole:
-        scene.rect(x, y, width, height, f"cut f{colour}")
-    else:
-        n, along = len(part.counts), width >= height
-        wide, tall = (width / n, height) if along else (width, height / n)
-        stripes = [(x + k * wide * along, y + k * tall * (not along)) for k in range(n)]
-        for count, (left, top) in zip(part.counts, stripes):
-            scene.rect(left, top, wide, tall, f"cut f{colour}" if count else "lack")
-            if count > 1 and min(wide, tall) >= 9:
-                low = top + (14 if along else tall / 2 + 4)
-                scene.write(f"×{count}", left + wide / 2, low, 11, "c many")
-        scene.rect(x, y, width, height, "outline")
-        # the letter goes into the first
-        first = next((k for k, count in enumerate(part.counts) if count), 0)
-        (x, y), width, height = stripes[first], wide, tall
-    large = min(width, height) >= 10 and (whole or max(width, height) >= 34)
-    if large and width >= 7 * len(letter) + 3:
-        scene.write(letter, x + width / 2, y + height / 2 + 4, 12, f"c o{colour}")
+    (x, y, width, height), letter = place, letters(part.cell)
+    colour, whole = part.cell % len(CHUNK), set(part.counts) == {1}
+    # a stripe for each term of the sum, along the longer side
+    n, along = 1 if whole else len(part.counts), width >= height
+    wide, tall = (width / n, height) if along else (width, height / n)
+    stripes = [(x + k * wide * along, y + k * tall * (not along), wide, tall) for k in range(n)]
+    for count, stripe in zip((1,) if whole else part.counts, stripes):
+        scene.rect(*stripe, f"cut f{colour}" if count else "lack")
+        if count > 1:
+            scene.label(f"×{count}", stripe, "many", 11, 9)
+    if not whole:
+        scene.rect(*place, "outline")
+    # the letter goes into the first
+    first = next((k for k, count in enumerate(part.counts) if count), 0)
+    scene.label(letter, stripes[first if not whole else 0], f"o{colour}", 12, 10)
 
 
 def letters(cell: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from parallel101.laboratory.analysis.critical_path import CriticalPath, Segment
 from parallel101.laboratory.analysis.critical_path import critical_path as path_of
@@ -23,7 +23,6 @@ from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.viz.rows import (
     LEFT,
     RIGHT,
-    Bar,
     TimeRows,
     legend_entries,
     notes_of,
@@ -72,9 +71,9 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     lanes = span_lanes(trace.spans())
     depth = max((lane + 1 for lane in lanes.values()), default=0)
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
-    thin, rim = (10.0, 1.0) if n <= 16 else (6.0, 0.0)  # of a lane of messages
+    thin = 5.0 if n <= 16 else 3.0  # of a lane of messages
     between = 10 if n <= 16 else 4 if n <= 40 else 1
-    row = depth * tall + thin + between + 14 * (critical_path and n <= 16)
+    row = depth * tall + 2 * thin + between + 14 * (critical_path and n <= 16)
     path = path_of(trace) if critical_path else None
     notes = [JUMP] * bool(path and _jumps(path)) + notes_of(trace.events)
     height = math.ceil(TOP + n * row + 44) + 18 * len(notes)
@@ -84,25 +83,21 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     scene.style += PATH_STYLE * critical_path
 
     def message_lane(rank: int) -> float:
-        return TOP + rank * row + depth * tall + thin / 2
+        return TOP + rank * row + depth * tall + thin
 
     _head(rows, trace, path)
-    for rank in range(n):
-        y = TOP + rank * row
-        scene.rect(LEFT, y, RIGHT - LEFT, depth * tall + thin, "row")
+    tops = [TOP + rank * row for rank in range(n)]
+    for rank, y in enumerate(tops):
+        scene.rect(LEFT, y, RIGHT - LEFT, depth * tall + 2 * thin, "row")
         if rank % math.ceil(15 / row) == 0:
-            rows.rank(rank, y + (depth * tall + thin) / 2 + 4, 12)
+            rows.rank(rank, y + depth * tall / 2 + thin + 4, 12)
     drawn = scene.add("g", class_="dim") if path else scene
-    scale, inside = (RIGHT - LEFT) / span if span else 0.0, thin - 2 * rim
-    for (rank, kind, lane), bars in _bars(trace.events, lanes, scale).items():
-        y = TOP + rank * row
-        at = y + depth * tall + rim + 0.5 * (kind == "recv") * inside
-        high = inside * (0.5 if kind in P2P else 1.0) - 0.4
-        for bar in bars:
-            if kind == "span":
-                rows.span(bar, y + lane * tall, tall, drawn)
-            else:
-                rows.bar(bar, at, high, kind, drawn)
+    of_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in trace.events:
+        of_rank[event.rank].append(event)
+    for rank, events in of_rank.items():
+        bars = rows.together(rows.bars(events, lanes, depth, tall, thin))
+        rows.draw(bars, tops[rank], drawn)
     _arrows(drawn, trace, rows.x, message_lane)
     if path:
         _critical_path(scene, path, rows.x, message_lane)
@@ -136,26 +131,6 @@ def _head(rows: TimeRows, trace: Trace, path: CriticalPath | None) -> None:
         scene.path("M28.0 85h14", "path")
         scene.write("critical path", 48.0, 89, 12.5, "m")
     scene.legend(entries, x=28.0 + (38 + 7 * len("critical path")) * bool(path))
-
-
-def _bars(
-    events: Iterable[Event], lanes: dict[int, int], scale: float
-) -> dict[tuple[int, str, int], list[Bar]]:
-    """Return the bars of each (rank, kind, lane).
-
-    Neighbouring events of one name that are narrower than a pixel share a bar.
-    """
-    rows: dict[tuple[int, str, int], list[Bar]] = defaultdict(list)
-    for event in events:
-        bars = rows[event.rank, event.kind, lanes.get(id(event), 0)]
-        last = bars[-1] if bars else Bar(event)
-        near = (event.start - last.end) * scale < 0.5 and (last.end - last.start) * scale < 2
-        small = near and (event.end - event.start) * scale < 1
-        if bars and small and last.event.name == event.name:
-            last.end, last.count = max(last.end, event.end), last.count + 1
-        else:
-            bars.append(Bar(event))
-    return rows
 
 
 def _arrows(
