@@ -12,8 +12,6 @@ from parallel101.cost.mesh_forms import torus_form, two_level_form
 from parallel101.laboratory.publish.tools.recorded_collectives import (
     BANDWIDTH,
     ELEMENT,
-    INSIDE_BANDWIDTH,
-    INSIDE_LATENCY,
     LARGE,
     LATENCY,
     NETWORKS,
@@ -26,6 +24,7 @@ from parallel101.laboratory.publish.tools.recorded_collectives import (
     numbers_of,
     record,
 )
+from parallel101.laboratory.viz.collective_run import INSIDE_BANDWIDTH, INSIDE_LATENCY
 
 
 def test_every_algorithm_is_there():

@@ -25,8 +25,6 @@ from tqdm import tqdm
 from parallel101.laboratory.publish.templates import render
 from parallel101.laboratory.publish.tools.recorded_collectives import (
     BANDWIDTH,
-    INSIDE_BANDWIDTH,
-    INSIDE_LATENCY,
     LARGE,
     LATENCY,
     NETWORKS,
@@ -41,6 +39,7 @@ from parallel101.laboratory.publish.tools.recorded_collectives import (
     record,
 )
 from parallel101.laboratory.record.units import human_bytes, human_seconds
+from parallel101.laboratory.viz.collective_run import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from parallel101.laboratory.viz.scene import PLAYER, PLAYER_CSS, Scene, script_json
 
 ADDRESS, TITLE = "atlas_of_collectives.html", "Atlas of collectives"

@@ -11,12 +11,11 @@ with the small array has all its numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, isqrt
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from parallel101 import collectives
 from parallel101.laboratory.analysis.critical_path import critical_path
@@ -26,6 +25,13 @@ from parallel101.laboratory.record.trace import Trace, collector_paused
 from parallel101.laboratory.sim.network import Network
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.laboratory.viz.collective import collective_scene
+from parallel101.laboratory.viz.collective_run import (
+    BLOCKS,
+    enlarged,
+    links,
+    program,
+    torus_shape,
+)
 from parallel101.laboratory.viz.scene import Scene
 
 OPERATIONS = {  # the one that opens the page is the first
@@ -46,12 +52,7 @@ MOST_DRAWN, MOST_ON_ALL_NETWORKS = 8, 16  # ranks; more of them are on the switc
 LARGE, SMALL = 105 * 1024**2, 105 * 1024
 ELEMENT = 8  # bytes of a number
 LATENCY, BANDWIDTH = 5e-6, 50e9  # seconds, and bytes per second, of a link
-INSIDE_LATENCY, INSIDE_BANDWIDTH = 2e-6, 450e9  # of a link inside a node
-Speed = tuple[float, float]  # latency and bandwidth
-COUNTED: dict[str, Speed] = {"link": (1.0, inf), "inside": (1.0, inf)}  # each message takes 1
-# a rank's tensor is one block; of the other operations, the ranks cut it into blocks
-BLOCKS = ("gather", "all_gather")
-ROOTS = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
+COUNTED = 1.0, inf  # latency and bandwidth with which each message takes 1
 
 
 class Choice(NamedTuple):
@@ -100,12 +101,6 @@ def algorithms(operation: str) -> dict[str, Callable]:
     return collectives.TEXTBOOK[operation] | collectives.ON_A_MESH.get(operation, {})
 
 
-def torus_shape(ranks: int) -> tuple[int, int]:
-    """Return the most square grid of so many ranks: 8 -> (2, 4)."""
-    short = next(n for n in range(isqrt(ranks), 0, -1) if ranks % n == 0)
-    return short, ranks // short
-
-
 def mesh_shape(algorithm: str, ranks: int) -> tuple[int, int]:
     """Return the mesh of an algorithm that follows one; two-level: of two nodes."""
     return (2, ranks // 2) if algorithm == "two_level" else torus_shape(ranks)
@@ -135,47 +130,24 @@ def all_choices() -> list[Choice]:
     return [choice for choice in every if fits(choice)]
 
 
-def links(choice: Choice, each: int = 1) -> Network:
-    """Return the links between the ranks.
+def network_of(choice: Choice, each: int = 1, counted: bool = False) -> Network:
+    """Return the links between the ranks, where a byte that is sent counts as `each` bytes.
 
-    A byte that is sent counts as `each` bytes.
+    counted: all messages take 1, of any size.
     """
-    inside = INSIDE_LATENCY, INSIDE_BANDWIDTH / each
-    return topology(choice, (LATENCY, BANDWIDTH / each), inside)
+    where = choice.network.replace("_", " "), choice.ranks
+    if counted:
+        return links(*where, *COUNTED, inside=COUNTED)
+    return links(*where, LATENCY, BANDWIDTH, each=each)
 
 
-def topology(choice: Choice, link: Speed, inside: Speed) -> Network:
-    """Return a network with links of this latency and bandwidth; `inside`: those inside a node."""
-    latency, bandwidth = link
-    if choice.network == "ring":
-        return Network.ring(latency=latency, bandwidth=bandwidth)
-    if choice.network == "torus":
-        shape = torus_shape(choice.ranks)
-        return Network.torus(shape, latency=latency, bandwidth=bandwidth)
-    if choice.network == "two_nodes":
-        return Network.two_level(
-            -(-choice.ranks // 2),
-            latency=latency,
-            bandwidth=bandwidth,
-            inside_latency=inside[0],
-            inside_bandwidth=inside[1],
-        )
-    return Network(latency, bandwidth)
-
-
-def program(choice: Choice, nbytes: int) -> Callable[[Tensor], Any]:
+def program_of(choice: Choice, nbytes: int) -> Callable[[Tensor], Any]:
     """Return the function that every rank calls with its tensor. `nbytes`: of the whole array."""
     operation, algorithm, ranks, _ = choice
-    options: dict[str, Any] = {"algorithm": algorithm}
-    if operation in ROOTS:
-        options[ROOTS[operation]] = 0
-    if choice.segments > 1:
-        options["segment_bytes"] = nbytes // choice.segments
-    function = getattr(collectives, operation)
-    if algorithm in collectives.ON_A_MESH.get(operation, {}):
-        shape = mesh_shape(algorithm, ranks)
-        return lambda x: function(x, group=init_device_mesh("cpu", shape), **options)
-    return lambda x: function(**options) if operation == "barrier" else function(x, **options)
+    chain = nbytes // choice.segments if choice.segments > 1 else None
+    on_a_mesh = algorithm in collectives.ON_A_MESH.get(operation, {})
+    mesh = mesh_shape(algorithm, ranks) if on_a_mesh else None
+    return program(operation, algorithm, segment_bytes=chain, mesh=mesh)
 
 
 def numbers_of(choice: Choice, nbytes: int) -> int:
@@ -188,18 +160,17 @@ def numbers_of(choice: Choice, nbytes: int) -> int:
 @collector_paused()
 def record(choice: Choice) -> tuple[RecordedRun, Scene]:
     """Run it with both arrays, and draw the run with the large one."""
-    small, _ = run(choice, links(choice), SMALL)
+    small, _ = run(choice, network_of(choice), SMALL)
     # a block has so many numbers: a torus cuts it into 4 parts, a chain the array into segments
     in_block = 8 if choice.segments > 1 else 4
     nbytes = choice.ranks * in_block * ELEMENT
     each = 1 if choice.operation == "barrier" else LARGE // nbytes
     drawn = choice.ranks <= MOST_DRAWN
-    trace, results = run(choice, links(choice, each), nbytes, drawn)
+    trace, results = run(choice, network_of(choice, each), nbytes, drawn)
     steps = critical_path(trace).messages
     if choice.network != "switch":  # where messages wait for links, another clock counts
-        steps = round(run(choice, topology(choice, **COUNTED), nbytes)[0].makespan)
-    events = [event._replace(nbytes=event.nbytes * each) for event in trace.events]
-    trace = Trace(events, trace.world_size, trace.backend, trace.unfinished)
+        steps = round(run(choice, network_of(choice, counted=True), nbytes)[0].makespan)
+    trace = enlarged(trace, each)
     watched = Watched((numbers_of(choice, nbytes),), ()) if drawn else None
     scene = collective_scene(trace, results, title=choice.title, watched=watched, summary=not drawn)
     sent = trace.bytes_sent
@@ -215,7 +186,7 @@ def run(
         nbytes: of the whole array.
         watched: whether the record has the values, which then show their origin.
     """
-    numbers, call = numbers_of(choice, nbytes), program(choice, nbytes)
+    numbers, call = numbers_of(choice, nbytes), program_of(choice, nbytes)
 
     def rank_main(rank: int) -> Any:
         if not watched:

@@ -29,6 +29,14 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.sim.network import Network
 from parallel101.laboratory.sim.simulate import simulate
+from parallel101.laboratory.viz.collective_run import (
+    BLOCKS,
+    ROOTS,
+    TOPOLOGIES,
+    enlarged,
+    links,
+    program,
+)
 from parallel101.laboratory.viz.explore.explorer import Explorer, ExplorerResult, menu, slider
 from parallel101.laboratory.viz.watch import watch
 
@@ -43,9 +51,6 @@ OPERATIONS = (
     "all_to_all",
     "barrier",
 )
-# a rank's tensor is one block of the result; of the others, the ranks cut it into blocks
-BLOCKS = ("gather", "all_gather", "barrier")
-ROOT = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
 # and the unit of a bare prediction
 QUANTITIES = {
     "steps": "",
@@ -81,26 +86,8 @@ BANDWIDTHS = {
     "50 GB/s": 5e10,
     "no limit": math.inf,
 }
-INSIDE = 450e9  # bytes per second
 # topology → closed_form's links
 FORMS = {"switch": "switch", "ring": "ring", "one-way ring": "one_way_ring"}
-
-
-def torus_shape(ranks: int) -> tuple[int, int]:
-    """Return the most square grid of so many ranks: 8 → (2, 4)."""
-    short = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
-    return short, ranks // short
-
-
-TOPOLOGIES: dict[str, Callable[..., Network]] = {  # called with the number of ranks
-    "switch": lambda ranks, **speed: Network(**speed),
-    "ring": lambda ranks, **speed: Network.ring(**speed),
-    "one-way ring": lambda ranks, **speed: Network.ring(bidirectional=False, **speed),
-    "line": lambda ranks, **speed: Network.ring(wraparound=False, **speed),
-    "torus": lambda ranks, **speed: Network.torus(torus_shape(ranks), **speed),
-    # inside a node: 2 µs, and INSIDE unless given
-    "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),
-}
 
 
 def most_numbers(ranks: int) -> int:
@@ -159,8 +146,8 @@ def explore_collective(
     controls["network"] = menu("network", TOPOLOGIES, network)
     controls["latency"] = menu("latency", LATENCIES, latency)
     controls["bandwidth"] = menu("bandwidth", BANDWIDTHS, bandwidth)
-    program = (run, adjust) if own is None else (partial(run_own, own), adjust_world)
-    return Explorer(controls, *program, quantities=QUANTITIES, predict=predict)
+    calls = (run, adjust) if own is None else (partial(run_own, own), adjust_world)
+    return Explorer(controls, *calls, quantities=QUANTITIES, predict=predict)
 
 
 def adjust(controls: Mapping[str, Any], changed: str) -> str:
@@ -171,17 +158,19 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
         algorithm.options, algorithm.value = names, kept
     why = adjust_world(controls, changed)
     ranks, numbers = controls["ranks"].value, controls["numbers"]
-    if changed == "ranks" and operation not in BLOCKS:  # equal blocks again
+    if (
+        changed == "ranks" and operation not in BLOCKS and operation != "barrier"
+    ):  # equal blocks again
         numbers.value = max(1, min(round(numbers.value / ranks), numbers.max // ranks)) * ranks
     controls["root"].max = ranks - 1
     size = controls["size"]
     size.disabled = operation == "barrier" or controls["world"].value == "gloo"
     if size.disabled:
         size.value = NUMBERS
-    controls["root"].disabled = operation not in ROOT
+    controls["root"].disabled = operation not in ROOTS
     numbers.disabled = operation == "barrier" or size.value != NUMBERS
     controls["segments"].disabled = algorithm.value != "pipelined_chain"
-    sentences = [f"{operation} has no root."] * (operation not in ROOT)
+    sentences = [f"{operation} has no root."] * (operation not in ROOTS)
     sentences += ["A barrier sends no numbers."] * (operation == "barrier")
     return " ".join([*sentences, why]).strip()
 
@@ -215,19 +204,22 @@ def run(
     """Run it once, and count."""
     numbers, each = blocks_of(operation, ranks, size) if size != NUMBERS else (numbers, 1)
     segment_bytes = 8 * -(-numbers // segments) if algorithm == "pipelined_chain" else None
-    function = program(operation, algorithm, root, segment_bytes)
-    links = links_of(world, ranks, network, latency, bandwidth, each)
+    function = program(
+        operation, algorithm, root=root, segment_bytes=segment_bytes, module=autograd
+    )
+    slow = links_of(world, ranks, network, latency, bandwidth, each)
     clock_only = ranks > MOST_WATCHED or size != NUMBERS
-    ran, counted = counted_run(function, world, numbers, ranks, links, not clock_only)
-    counted |= counts(ran.trace, network if links else None, function, numbers)
+    ran, counted = counted_run(function, world, numbers, ranks, slow, not clock_only)
+    counted |= counts(ran.trace, network if slow else None, function, numbers)
     if each > 1:
         for what in {"busiest rank sends", "bytes on the critical path"} & set(counted):
             counted[what] *= each
+        assert ran.trace is not None  # it records
         ran.trace = enlarged(ran.trace, each)
     real = links_of(world, ranks, network, latency, bandwidth)
     segment = segment_bytes and segment_bytes * each
     of = (operation, algorithm, ranks, numbers * each, root)
-    expected, note = predicted(*of, network if links else "switch", real, segment)
+    expected, note = predicted(*of, network if slow else "switch", real, segment)
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
         pairs = f"{ranks} isn't a power of two: {algorithm} first lets ranks work in pairs, {more}."
@@ -253,13 +245,6 @@ def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
     return BLOCK * blocks, round(in_block / BLOCK)
 
 
-def enlarged(trace: Trace | None, each: int) -> Trace:
-    """Return the record of the same messages, each with `each` times as many bytes."""
-    assert trace is not None
-    events = [e._replace(nbytes=e.nbytes * each) for e in trace.events]
-    return Trace(events, trace.world_size, trace.backend, trace.unfinished)
-
-
 def run_own(
     function: Callable[[torch.Tensor], Any],
     world: str,
@@ -270,10 +255,10 @@ def run_own(
     bandwidth: str,
 ) -> ExplorerResult:
     """Run a function of the reader's own, and count."""
-    links = links_of(world, ranks, network, latency, bandwidth)
-    ran, counted = counted_run(function, world, numbers, ranks, links, ranks <= MOST_WATCHED)
-    if links is None or network == "switch":
-        counted |= counts(ran.trace, network if links else None, function, numbers)
+    speed = links_of(world, ranks, network, latency, bandwidth)
+    ran, counted = counted_run(function, world, numbers, ranks, speed, ranks <= MOST_WATCHED)
+    if speed is None or network == "switch":
+        counted |= counts(ran.trace, network if speed else None, function, numbers)
     rows = [(what, shown(counted, what)) for what in QUANTITIES]
     return ExplorerResult(ran.animate(), rows, exact=counted)
 
@@ -286,16 +271,9 @@ def shown(numbers: Mapping[str, float], what: str) -> str:
 def links_of(
     world: str, ranks: int, network: str, latency: str, bandwidth: str, each: int = 1
 ) -> Network | None:
-    """Return the links between virtual ranks, or None on gloo.
-
-    A byte that is sent stands for `each` bytes, so the links are that many times slower.
-    """
-    if world == "gloo":
-        return None
-    speed = {"latency": LATENCIES[latency], "bandwidth": BANDWIDTHS[bandwidth] / each}
-    if network == "two nodes":  # its links inside a node too
-        speed["inside_bandwidth"] = INSIDE / each
-    return TOPOLOGIES[network](ranks, **speed)
+    """Return the links between virtual ranks, or None on gloo."""
+    speed = LATENCIES[latency], BANDWIDTHS[bandwidth]
+    return None if world == "gloo" else links(network, ranks, *speed, each=each)
 
 
 def counted_run(
@@ -303,7 +281,7 @@ def counted_run(
     world: str,
     numbers: int,
     ranks: int,
-    links: Network | None,
+    network: Network | None,
     watched: bool,
 ) -> tuple[Run, dict[str, float]]:
     """Run, and return the run with the bytes that the busiest rank sends and its time.
@@ -311,10 +289,10 @@ def counted_run(
     The values show their origin if they are `watched`; otherwise no contents are recorded.
     """
     if watched:
-        ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
+        ran = watch(function, ranks, numel=numbers, network=network, **WORLDS[world])
     else:
         start = partial(_call_on_ones, function, numbers)
-        ran = launch(start, world_size=ranks, network=links, trace=True, **WORLDS[world])
+        ran = launch(start, world_size=ranks, network=network, trace=True, **WORLDS[world])
     assert ran.trace is not None  # both record
     time = round(ran.trace.makespan, 12)
     return ran, {"busiest rank sends": max(ran.trace.bytes_sent), "time": time}
@@ -343,24 +321,11 @@ def counts(
     found = {}
     clocks = {"steps": (1.0, math.inf), "bytes on the critical path": (0.0, 1.0)}
     for what, (latency, bandwidth) in clocks.items():
-        links = TOPOLOGIES[network](trace.world_size, latency=latency, bandwidth=bandwidth)
+        speed = links(network, trace.world_size, latency, bandwidth)
         # in this process, which needs no fork: 5 ms, not 50
-        ran = simulate(lambda _: _call_on_ones(function, numbers), trace.world_size, links)
+        ran = simulate(lambda _: _call_on_ones(function, numbers), trace.world_size, speed)
         found[what] = Trace.from_rows(ran.events, trace.world_size, "sim").makespan
     return found
-
-
-def program(
-    operation: str, algorithm: str, root: int, segment_bytes: int | None
-) -> Callable[[torch.Tensor], Any]:
-    """Return the function that every rank calls with its tensor."""
-    options: dict[str, Any] = {"algorithm": algorithm}
-    if segment_bytes is not None:
-        options["segment_bytes"] = segment_bytes
-    if operation in ROOT:
-        options[ROOT[operation]] = root
-    function = getattr(autograd, operation)
-    return lambda x: function(**options) if operation == "barrier" else function(x, **options)
 
 
 def predicted(
@@ -370,7 +335,7 @@ def predicted(
     numbers: int,
     root: int,
     network: str,
-    links: Network | None,
+    speed: Network | None,
     segment_bytes: int | None,
 ) -> tuple[dict[str, float], str]:
     """Return the rows of the closed form, and a sentence that says why some are missing."""
@@ -381,7 +346,7 @@ def predicted(
     nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
     form = partial(closed_form, operation, algorithm, ranks, nbytes, segment_bytes=segment_bytes)
     sent: dict[str, float] = {"busiest rank sends": form().sent}  # the same on every network
-    off_root = network == "one-way ring" and operation in ROOT and root > 0
+    off_root = network == "one-way ring" and operation in ROOTS and root > 0
     try:
         cost = form(FORMS[network]) if network in FORMS and not off_root else None
     except ValueError:  # this algorithm has none on these links
@@ -390,6 +355,6 @@ def predicted(
         on = f"On this network{' and for this root' * off_root}"
         return sent, f"{on}, only the bytes that a rank sends have a simple closed form."
     rows = sent | {"steps": cost.steps, "bytes on the critical path": cost.path}
-    if links is None:
+    if speed is None:
         return rows, "On gloo the time is measured, and includes what the record costs."
-    return rows | {"time": round(cost.seconds(links.latency, links.bandwidth), 12)}, ""
+    return rows | {"time": round(cost.seconds(speed.latency, speed.bandwidth), 12)}, ""

@@ -1,8 +1,7 @@
 """Judges a reader's prediction: "252" µs of a time of 252.4 µs is right.
 
-So is "1.344 KB" if the screen shows 1.3 KiB, and "6" of 6 steps. It is compared with the exact
-result, and may differ from it by the rounding of the prediction, or by that of the result on the
-screen.
+So is "1.344 KB" if the screen shows 1.3 KiB, and "6" of 6 steps. A prediction is right within 1 %
+of the exact result, or if it is what the screen shows. A count must be exact.
 """
 
 from __future__ import annotations
@@ -10,29 +9,17 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from decimal import Decimal, InvalidOperation
-from typing import NamedTuple
 
 BYTES = {"b": 1.0, "byte": 1.0, "bytes": 1.0}
 BYTES |= {f"{prefix}b": 1000.0**k for k, prefix in enumerate("kmgt", 1)} | {
     f"{prefix}ib": 1024.0**k for k, prefix in enumerate("kmgt", 1)
 }
 SECONDS = {"s": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6, "μs": 1e-6}
-GROUPED = re.compile(r"[-+]?\d{1,3}([, ]\d{3})+(\.\d+)?")
+TOLERANCE = 0.01
 
 
-class Number(NamedTuple):
-    """A number that was written, in bytes, seconds or as a count.
-
-    It means all numbers within `rounding` of it.
-    """
-
-    value: float
-    rounding: float
-
-
-def readings(text: str, unit: str) -> list[Number]:
-    """Return every reading of a text as a number.
+def readings(text: str, unit: str) -> list[float]:
+    """Return every reading of a text as a number, in bytes, seconds or as a count.
 
     Empty if it can't be read: "many", "8-9 B", or "41 s" of a quantity in bytes.
 
@@ -46,13 +33,10 @@ def readings(text: str, unit: str) -> list[Number]:
     parts = re.fullmatch(r"(.*?[\d.])\s*([a-zµμ ]*)", written)
     if parts is None or (scale := scale_of(parts[2] or unit, unit)) is None:
         return []
-    body, found = parts[1], []
-    grouped = [re.sub("[, ]", "", body)] if GROUPED.fullmatch(body) else []
-    for number in (body, *grouped, body.replace(",", ".")):
-        with suppress(InvalidOperation):
-            read = Decimal(number)
-            last_digit = 10.0 ** min(0, int(read.as_tuple().exponent))
-            found.append(Number(float(read) * scale, 0.5 * last_digit * scale))
+    found = []
+    for number in (re.sub("[, ]", "", parts[1]), parts[1].replace(",", ".")):
+        with suppress(ValueError):
+            found.append(float(number) * scale)
     return found
 
 
@@ -79,9 +63,7 @@ def verdict(prediction: str, unit: str, shown: str, exact: float | None) -> str:
     guesses = readings(prediction, unit)
     if not guesses or exact is None:
         return ""
-    on_screen = readings(shown, unit)[0]
-    rounding = 0.0 if math.isclose(on_screen.value, exact) else on_screen.rounding
-    differences = [(guess.value - exact, max(guess.rounding, rounding)) for guess in guesses]
-    if any(abs(difference) <= most * (1 + 1e-9) for difference, most in differences):
+    tolerance, on_screen = TOLERANCE if unit else 1e-9, readings(shown, unit)
+    if any(math.isclose(n, exact, rel_tol=tolerance) or n in on_screen for n in guesses):
         return "right"
-    return "too low" if min(differences, key=lambda pair: abs(pair[0]))[0] < 0 else "too high"
+    return "too low" if min(guesses, key=lambda n: abs(n - exact)) < exact else "too high"
