@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "analysis": {"record"},
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "ranks", "sim"},  # runs a program, and draws it
+    "viz.collective_run": {"collectives", "sim", "record"},  # one collective, and its links
     # the same, at each move of a slider
     "viz.explore.collective_explorer": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
     "viz.node_links": {"cost", "record"},  # draws the figures of hardware.py
