@@ -17,7 +17,7 @@ model_shape.py, parallel_layout.py, cluster.py, software.py     what is trained,
 kernels.py         seconds of one kernel; virtual GPUs compute with the same
 collective_seconds.py     seconds of a collective along an axis of a layout
 layer_kernels.py, layer_seconds.py     the kernels and messages of a layer, and their seconds
-rank_parameters.py     parameters on a rank
+layer_arrays.py    the arrays of parameters on a rank, and the messages of their gradients
 update_seconds.py  seconds from gradients to new weights: accumulation, dp, optimizer
 step_time.py       seconds of a step by part
 step_memory.py     peak bytes of a step on each rank along pp
@@ -36,7 +36,6 @@ from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS, Chip, KernelFigures, Level, Torus
 from parallel101.cost.layer_activations import (
     LayerShape,
-    first_stage_activations,
     kept_by_our_gpt,
     layer_activations,
 )
@@ -45,17 +44,15 @@ from parallel101.cost.model_flops import hardware_flops, model_flops
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.products import ProductTime, flops_per_byte, matmul
+from parallel101.cost.products import ProductTime, matmul
 from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
 from parallel101.cost.step_memory import StageMemory, step_memory
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.cost.times import (
-    Memory,
     Time,
     all_gather,
     all_reduce,
     all_to_all,
-    memory,
     reduce_scatter,
 )
 
@@ -72,7 +69,6 @@ __all__ = [
     "KernelFigures",
     "LayerShape",
     "Level",
-    "Memory",
     "ModelShape",
     "ModelStates",
     "ParallelLayout",
@@ -90,13 +86,10 @@ __all__ += [
     "all_to_all",
     "best_segments",
     "closed_form",
-    "first_stage_activations",
-    "flops_per_byte",
     "hardware_flops",
     "kept_by_our_gpt",
     "layer_activations",
     "matmul",
-    "memory",
     "model_flops",
     "model_states",
     "reduce_scatter",

@@ -121,11 +121,6 @@ class Chip:
     def __hash__(self) -> int:
         return hash((self.name, self.flops))  # not of all figures: caches ask for it often
 
-    @property
-    def link_bandwidth(self) -> float:
-        """Bytes per second of a link, one way: along a torus axis, or into the node's switch."""
-        return self.links.bandwidth if isinstance(self.links, Torus) else self.links[0].bandwidth
-
 
 BOOK = "Austin et al., How to Scale Your Model (2025), "
 TPUS = (

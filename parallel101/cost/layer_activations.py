@@ -109,28 +109,6 @@ def kept_of(of: LayerShape, *, regather: bool, cpu: bool = False) -> dict[str, f
     return {n: kept[n] for n in kept if n not in CORE or of.recompute == "none"}
 
 
-def first_stage_activations(
-    of: LayerShape, layers: int, stages: int, *, chunks: int = 1, vocabulary: int = 0
-) -> float:
-    """Return the bytes of activations on the first stage of a pipeline with the schedule 1F1B.
-
-    It holds `stages` microbatches of its layers, which are as many as one microbatch of all layers.
-    With one stage, the output layer and the loss are on it, too: 4sbh(1 + v/h)/t, with the logits
-    in fp32. (Section 4.3.)
-
-    Args:
-        of: one of the layers, with one microbatch, as on each rank with sequence parallel.
-        layers: of the whole model.
-        chunks: stages on each rank ("interleaved").
-        vocabulary: v.
-    """
-    sbh = of.time * of.batch * of.width
-    penalty = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
-    embedding = stages * sbh / of.ranks if of.dropout else 0.0  # its dropout mask
-    head = 4 * (sbh + of.time * of.batch * vocabulary) / of.ranks if stages == 1 else 0.0
-    return sum(layer_activations(of).values()) * layers * penalty + embedding + head
-
-
 def layer_kept(
     shape: ModelShape, layout: ParallelLayout, *, regather: bool = False, cpu: bool = False
 ) -> dict[str, float]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from parallel101.cost.layer_arrays import expert_parameters
 from parallel101.cost.model_shape import ModelShape
 
 SMALL = 1.0  # bytes of a kernel that takes as long as its launch
@@ -47,10 +48,6 @@ class Product(NamedTuple):
     n: int
     k: int
     batch: int = 1
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.batch
 
     @property
     def input_gradient(self) -> Product:
@@ -199,7 +196,7 @@ def eager_memory(shape: ModelShape, cut: LayerCut, fused_ring: bool = False) -> 
         rows = tokens * shape.top_k * shape.width
         around += [2 * e * rows] * 2 + [3 * e * rows] * 2
         after += [2 * e * rows] * 2 + [3 * e * rows] * 2
-        after += [2 * e * max(1, shape.experts // cut.ep) * shape.mlp_parameters]
+        after += [2 * e * expert_parameters(shape, cut.ep)]
     if cut.sequence_parallel:  # a rank's own block is copied to its place
         around += [2 * e * N] * 2
         after += [2 * e * N] * 2

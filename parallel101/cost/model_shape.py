@@ -6,13 +6,16 @@ h width   L layers   a heads   V vocabulary   s time
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from parallel101.cost.field_checks import check_known, check_whole
+from parallel101.cost.layer_arrays import rank_parameters
 
-KNOWN = {
+KNOWN: dict[str, tuple[Any, ...]] = {
     "norm": ("layer", "rms"),
     "positions": ("learned", "rotary"),
     "attention": ("fused", "unfused"),
+    **dict.fromkeys(("gated", "biases", "tied", "dropout"), (False, True)),
 }
 
 
@@ -71,7 +74,7 @@ class ModelShape:
         check_known(self, KNOWN)
         if type(self.experts) is not int or self.experts < 0:
             raise ValueError(f"experts={self.experts!r}: expected a whole number, 0 for none")
-        if self.experts and not 1 <= self.top_k <= self.experts:
+        if self.experts and (type(self.top_k) is not int or not 1 <= self.top_k <= self.experts):
             raise ValueError(f"top_k={self.top_k}: expected 1 to experts={self.experts}")
 
     @property
@@ -102,44 +105,6 @@ class ModelShape:
         return 1 if self.experts else tp
 
     @property
-    def attention_parameters(self) -> int:
-        """The parameters of a layer's attention: query, key, value and output layer.
-
-        A key has no bias, as in models/gpt.py: softmax would ignore it.
-        """
-        h, kv = self.width, self.kv_width
-        return 2 * h * h + 2 * h * kv + (2 * h + kv if self.biases else 0)
-
-    @property
-    def mlp_parameters(self) -> int:
-        """The parameters of one MLP, or of one expert."""
-        h, inside = self.width, self.inside
-        first = 2 if self.gated else 1
-        return (first + 1) * h * inside + (first * inside + h if self.biases else 0)
-
-    @property
-    def norm_parameters(self) -> int:
-        return self.width * (2 if self.norm == "layer" else 1)
-
-    @property
-    def layer_parameters(self) -> int:
-        """The parameters of one layer, with all of its experts and their router."""
-        mlps = max(1, self.experts) * self.mlp_parameters + self.experts * self.width
-        return self.attention_parameters + mlps + 2 * self.norm_parameters
-
-    @property
-    def embedding_parameters(self) -> int:
-        """The parameters of the embedding of tokens, and of positions if those are learned."""
-        return (self.vocabulary + (self.time if self.positions == "learned" else 0)) * self.width
-
-    @property
-    def head_parameters(self) -> int:
-        """The parameters of the output layer, and of the norm before it."""
-        return self.norm_parameters + (0 if self.tied else self.vocabulary * self.width)
-
-    @property
     def parameters(self) -> int:
         """The parameters of the whole model."""
-        return (
-            self.embedding_parameters + self.layers * self.layer_parameters + self.head_parameters
-        )
+        return int(rank_parameters(self, 1, 1, self.layers, True, True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel101.cost.hardware import Chip, Torus, chip_of
+from parallel101.cost.hardware import Chip, chip_of
 from parallel101.cost.times import decimal
 
 
@@ -60,17 +60,3 @@ def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) 
         )
     flops, nbytes = 2 * m * k * n, (m * k + k * n + m * n) * element_bytes
     return ProductTime(flops, nbytes, flops / chip.flops, nbytes / chip.hbm_bandwidth)
-
-
-def flops_per_byte(chip: str | Chip, axes: int = 1) -> float:
-    """Return the flops that a chip does while its links carry one byte of an all-gather.
-
-    Over `axes` axes of a torus that is C / (W · axes), on switches the ratio inside a node. A
-    product with fewer flops for each byte that it communicates is communication-bound.
-    """
-    chip = chip_of(chip)
-    if isinstance(chip.links, Torus):
-        if type(axes) is not int or not 1 <= axes <= chip.links.axes:
-            raise ValueError(f"axes={axes!r}: {chip.name} has 1 to {chip.links.axes} axes")
-        return chip.flops / (chip.links.both_ways * axes)
-    return chip.flops / chip.links[0].bandwidth

@@ -24,18 +24,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel101.cost.layer_activations import CORE, gradient_itemsize, itemsize, layer_kept
-from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
-from parallel101.cost.rank_parameters import (
-    embedding_parameters,
+from parallel101.cost.layer_arrays import (
+    BUCKET,
+    embedding_arrays,
     expert_parameters,
     layer_parameters,
     rank_parameters,
+    size_of,
     table_parameters,
 )
+from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 
-BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 # field of StageMemory → what it is, as reports, pictures and pages say it
 PARTS = {
     "weights": "weights",
@@ -120,7 +121,7 @@ class _RankMemory:
         # parameters, and those that this rank's optimizer updates; fewer ranks share experts
         self.of_layer = layer_parameters(shape, tp, ep)
         self.table = table_parameters(shape, tp)
-        self.of_embedding = embedding_parameters(shape, tp)
+        self.of_embedding = size_of(embedding_arrays(shape, tp))
         self.parameters = rank_parameters(shape, tp, ep, sum(layers), self.first, self.last)
         self.owned = self.parameters
         if zero:

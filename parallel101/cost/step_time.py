@@ -25,6 +25,7 @@ from parallel101.cost.collective_seconds import (
     send_seconds,
 )
 from parallel101.cost.layer_activations import gradient_itemsize, itemsize
+from parallel101.cost.layer_arrays import table_parameters
 from parallel101.cost.layer_kernels import LayerCut
 from parallel101.cost.layer_seconds import (
     Pass,
@@ -36,7 +37,6 @@ from parallel101.cost.layer_seconds import (
 from parallel101.cost.model_flops import hardware_flops, model_flops
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.rank_parameters import table_parameters
 from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (

@@ -31,8 +31,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from parallel101.cost.closed_forms import ring_cost
 from parallel101.cost.hardware import Chip, Level, Torus, chip_of
 
 
@@ -139,77 +139,43 @@ def all_to_all(
     return _time("all-to-all", nbytes, axes, chip, wraparound)
 
 
-class Memory(NamedTuple):
-    """Bytes of the array on one rank, before a collective and after it."""
-
-    before: float
-    after: float
-
-
-def memory(operation: str, nbytes: float, axes: int | Sequence[int]) -> Memory:
-    """Return the bytes that one rank holds of an array, before and after a collective.
-
-    Gathering over an axis of n ranks takes n times the memory. Raises ValueError for an operation
-    other than "all_gather", "reduce_scatter", "all_reduce" and "all_to_all".
-    """
-    shard = nbytes / math.prod(_lengths(axes))
-    held = {
-        "all_gather": (shard, nbytes),
-        "reduce_scatter": (nbytes, shard),
-        "all_reduce": (nbytes, nbytes),
-        "all_to_all": (shard, shard),
-    }
-    if operation not in held:
-        raise ValueError(f"operation={operation!r}: expected one of {', '.join(map(repr, held))}")
-    return Memory(*held[operation])
-
-
-# ── Each returns (bandwidth seconds, latency seconds)
+# ── Each returns (bandwidth seconds, latency seconds) of one pass
 
 Bounds = tuple[float, float]
 
 
-def _gather_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus) -> Bounds:
-    hops = [n // 2 if ring else n - 1 for n, ring in zip(axes, rings)]
-    latency = sum(hops) * links.latency
-    if len(axes) == 1:
-        return hops[0] * V / axes[0] / links.bandwidth, latency
-    return V / sum(links.both_ways if ring else links.bandwidth for ring in rings), latency
+def _on_torus(exchange: bool, V: float, axes: list[int], rings: list[bool], links: Torus) -> Bounds:
+    """Return the bounds on a torus. All axes work at the same time.
 
-
-def _all_to_all_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus) -> Bounds:
-    """Return the bounds of an all-to-all on a torus: V · max(nᵢ) / (4 · N · W) for bandwidth.
-
-    The axes work at the same time, and the longest has most to carry.
-
-    Of the n² pairs of ranks on an axis, n² / 4 cross each cut in each direction, on a ring over two
-    links.
+    In an exchange, n² / 4 of the n² pairs of ranks on an axis cross each cut in each direction, on
+    a ring over two links. The longest axis has most to carry: V · max(nᵢ) / (4 · N · W).
     """
-    N = math.prod(axes)
-    bandwidth = max(
-        V * (n * n // 4) / n / N / (links.both_ways if ring else links.bandwidth)
-        for n, ring in zip(axes, rings)
-    )
-    return bandwidth, sum(n // 2 if ring else n - 1 for n, ring in zip(axes, rings)) * links.latency
+    hops = [n // 2 if ring else n - 1 for n, ring in zip(axes, rings)]
+    widths = [links.both_ways if ring else links.bandwidth for ring in rings]
+    if exchange:
+        N = math.prod(axes)
+        bandwidth = max(V * (n * n // 4) / n / N / width for n, width in zip(axes, widths))
+    elif len(axes) == 1:
+        bandwidth = hops[0] * V / axes[0] / links.bandwidth
+    else:
+        bandwidth = V / sum(widths)
+    return bandwidth, sum(hops) * links.latency
 
 
-def _gather_on_switches(V: float, sizes: list[int], levels: Sequence[Level]) -> Bounds:
+def _on_switches(exchange: bool, V: float, sizes: list[int], levels: Sequence[Level]) -> Bounds:
     """Return the bounds of a ring at each level of the tree, all levels at the same time.
 
-    Latency assumes doubling instead of a ring: ⌈lg D⌉ hops.
+    Latency assumes doubling instead of a ring: ⌈lg D⌉ hops. In an exchange at a level of U units,
+    each sends V/U² bytes to each other one, over its only link.
     """
-    bandwidth = max(V * (D - 1) / D / level.bandwidth for D, level in zip(sizes, levels))
-    return bandwidth, sum((D - 1).bit_length() * level.latency for D, level in zip(sizes, levels))
-
-
-def _all_to_all_on_switches(V: float, sizes: list[int], levels: Sequence[Level]) -> Bounds:
-    """Return the bounds of an all-to-all through switches.
-
-    At a level of U units, each sends V/U² bytes to each other one, over its only link.
-    """
-    units = [math.prod(sizes[i:]) for i in range(len(sizes))]
-    bandwidth = max(V * (U - 1) / U**2 / level.bandwidth for U, level in zip(units, levels))
-    return bandwidth, max((level.latency for D, level in zip(sizes, levels) if D > 1), default=0.0)
+    hops = [(D - 1).bit_length() * level.latency for D, level in zip(sizes, levels)]
+    shares = [(D, V) for D in sizes]
+    if exchange:
+        units = [math.prod(sizes[i:]) for i in range(len(sizes))]
+        shares = [(U, V / U) for U in units]
+        hops = [max(level.latency * (D > 1) for D, level in zip(sizes, levels))]
+    paths = [ring_cost("all_gather", ranks, nbytes).path for ranks, nbytes in shares]
+    return max(path / level.bandwidth for path, level in zip(paths, levels)), sum(hops)
 
 
 def _time(
@@ -228,16 +194,16 @@ def _time(
     )
     if len(shape) > most:
         raise ValueError(f"axes={list(shape)}: {chip.name} has {most} {words}")
+    bounds = 0.0, 0.0
     if isinstance(links, Torus):
         moving = [n for n in shape if n > 1]
         rings = [n % links.ring_multiple == 0 if wraparound is None else wraparound for n in moving]
-        on_torus = _all_to_all_on_torus if exchange else _gather_on_torus
-        bounds = on_torus(nbytes, moving, rings, links) if moving else (0.0, 0.0)
+        if moving:
+            bounds = _on_torus(exchange, nbytes, moving, rings, links)
     else:
         sizes = list(reversed(shape))
         check_levels(chip.name, sizes, links, wraparound)
-        on_switches = _all_to_all_on_switches if exchange else _gather_on_switches
-        bounds = on_switches(nbytes, sizes, links)
+        bounds = _on_switches(exchange, nbytes, sizes, links)
     passes = 2 if operation == "all-reduce" else 1
     bandwidth, latency = (passes * bound for bound in bounds) if nbytes else (0.0, 0.0)
     return Time(operation, nbytes, shape, chip.name, bandwidth, latency)

@@ -12,7 +12,6 @@ import torch
 import parallel101 as p101
 from parallel101.cost import (
     LayerShape,
-    first_stage_activations,
     kept_by_our_gpt,
     layer_activations,
 )
@@ -97,17 +96,6 @@ def test_the_terms_add_up_to_the_papers_table_2():
     ours = kept_by_our_gpt(gathered)
     inputs = ours["input of query, key and value"] + ours["input of the MLP"]
     assert inputs + 34 / t * sbh == (4 + 30 / t) * sbh
-
-
-def test_the_first_stage_holds_as_much_as_all_layers_of_one_microbatch():
-    of = LayerShape(8192, 64, 2048, 4, 8, sequence_parallel=True, dropout=False)
-    layer = sum(layer_activations(of).values())
-    for stages in (2, 4, 8):
-        assert first_stage_activations(of, 48, stages) == 48 * layer
-    interleaved = first_stage_activations(of, 48, 4, chunks=3)
-    assert interleaved == pytest.approx(48 * layer * (1 + 3 / 12))
-    head = first_stage_activations(of, 48, 1, vocabulary=51200) - 48 * layer
-    assert head == 4 * 2048 * 4 * 8192 / 8 * (1 + 51200 / 8192)
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_every_layout_fits_divides_and_adds_up(shape):
         assert sum(entries) == shape.layers + 3 and len(of.memory) == layout.pp
         assert of.headroom >= 0 and max(s.total for s in of.memory) <= 80e9
         assert sum(of.parts.values()) == pytest.approx(of.seconds)
-        assert of.low <= of.seconds <= of.high and 0 < of.mfu <= of.hfu < 1
+        assert of.time.low <= of.seconds <= of.time.high and 0 < of.mfu <= of.time.hfu < 1
         assert of.tokens_per_second == pytest.approx(64 * shape.time / of.seconds)
-        assert of.simulated is None and of.limit
+        assert of.simulated is None and of.time.limit
     assert [of.seconds for of in plan] == sorted(of.seconds for of in plan)
 
 
@@ -287,7 +287,7 @@ def test_the_text_and_the_json_say_what_was_found(tmp_path):
     for of in plan:
         assert f"{of.mfu:.1%}" in text and layout_text(of.layout)
     assert plan.best.call.splitlines()[-2].strip() in text
-    for words in ("allocator fragmentation", "uneven routing", "headroom", plan.best.limit):
+    for words in ("allocator fragmentation", "uneven routing", "headroom", plan.best.time.limit):
         assert words in text
     assert all(why.reason in text for why in plan.why_not)
     found = json.loads(plan.save(tmp_path / "plan.json").read_text())

@@ -98,10 +98,7 @@ def shape_of_model(
         shape = replace(from_keys(model, "the model"), attention=attention)
     else:
         shape = replace(from_text(str(model)), attention=attention)
-    if time is not None:
-        shape = replace(shape, time=time)
-    check_shape(shape)
-    return shape
+    return shape if time is None else replace(shape, time=time)
 
 
 def batch_of_model(model: Any) -> int | None:
@@ -205,18 +202,6 @@ def from_hugging_face(found: Mapping[str, Any], where: str) -> ModelShape:
                 f"{where} has {key}={value!r}: expected {expected!r}; other LLaMAs aren't modelled"
             )
     return shape
-
-
-def check_shape(shape: ModelShape) -> None:
-    """Raise ValueError for what a file may have and ModelShape doesn't check."""
-    for name in ("gated", "biases", "tied", "dropout"):
-        if type(getattr(shape, name)) is not bool:
-            raise ValueError(f"the model's {name}={getattr(shape, name)!r}: expected true or false")
-    if type(shape.name) is not str or type(shape.top_k) is not int:
-        raise ValueError(
-            f"the model's name={shape.name!r}, top_k={shape.top_k!r}: expected a text, and a whole "
-            "number"
-        )
 
 
 def made(where: str, **values: Any) -> ModelShape:

@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+# those with plan's names and meanings
+PLAN_OPTIONS = (
+    *("gpus", "device", "batch_tokens", "memory", "nodes_of", "attention", "precision"),
+    *("layout", "top", "every", "ring", "time"),
+)
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMG]i?|Ki|)")
 
 
@@ -92,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many layouts are shown, the fastest of each mesh (default: 10)",
     )
-    parser.add_argument("--all", action="store_true", help="show several layouts of one mesh, too")
+    parser.add_argument(
+        "--all", dest="every", action="store_true", help="show several layouts of one mesh, too"
+    )
     parser.add_argument(
         "--simulate",
         type=count,
@@ -128,22 +135,8 @@ def main(args: argparse.Namespace) -> int:
             f"--picture {args.picture}: expected a name that ends in .svg, .html or .png"
         )
     try:
-        found = plan(
-            args.model,
-            gpus=args.gpus,
-            device=args.device,
-            batch_tokens=args.batch_tokens,
-            memory=args.memory,
-            nodes_of=args.nodes_of,
-            attention=args.attention,
-            precision=args.precision,
-            layout=args.layout,
-            simulate=0,
-            top=args.top,
-            every=args.all,
-            ring=args.ring,
-            time=args.time,
-        )
+        options = {name: getattr(args, name) for name in PLAN_OPTIONS}
+        found = plan(args.model, simulate=0, **options)
     except NoLayoutError as error:
         print(f"parallel101 plan: {error}", file=sys.stderr)
         return 1

@@ -10,13 +10,18 @@ which GPU of which node has which part of it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import PARTS
 from parallel101.laboratory.planner.plan_report import model_words
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
+from parallel101.laboratory.planner.planned_layout import PlannedLayout
 from parallel101.laboratory.planner.search import layout_text, layout_words
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds, listed
 from parallel101.laboratory.viz.scene import PHONE, Node, Scene
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.planner.training_plan import TrainingPlan
 
 LEFT, RIGHT = 28.0, 932.0
 MOST_BARS = 5
@@ -38,7 +43,7 @@ STYLE = (
 )
 
 
-def plan_scene(plan: RankedLayouts) -> Scene:
+def plan_scene(plan: TrainingPlan) -> Scene:
     """Draw a plan as a still Scene."""
     cluster, best = plan.cluster, plan.best
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
@@ -64,14 +69,14 @@ def plan_scene(plan: RankedLayouts) -> Scene:
 # ── time ──
 
 
-def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[float, int]:
+def _times(scene: Scene, plan: TrainingPlan, y: float, lower: int) -> tuple[float, int]:
     """Draw the bars of the best layouts, and return where they end."""
     shown = list(plan)[:MOST_BARS]
     names = [n for n in shown[0].parts if any(of.parts[n] > 0.001 * of.seconds for of in shown)]
     kinds = [(SHORT.get(name, name), PART_CLASSES[name]) for name in names]
     lower = scene.legend(kinds, y - 9, low=lower)
     words, bars, inside, right = scene.columns(LEFT, RIGHT, PHONE - LEFT, lower)
-    ends = [max(of.high, of.simulated.seconds if of.simulated else 0.0) for of in shown]
+    ends = [max(of.time.high, of.simulated.seconds if of.simulated else 0.0) for of in shown]
     scale = (RIGHT - LEFT) / max(ends)
     y += 26
     for number, of in enumerate(shown, 1):
@@ -100,7 +105,7 @@ def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[flo
 
 def _range(panel: Node, of: PlannedLayout, y: float, scale: float) -> None:
     """Draw the range of the quick model, and the simulated step."""
-    low, high = LEFT + of.low * scale, LEFT + of.high * scale
+    low, high = LEFT + of.time.low * scale, LEFT + of.time.high * scale
     d = f"M{low:.1f} {y - 3}v6M{low:.1f} {y}H{high:.1f}M{high:.1f} {y - 3}v6"
     panel.path(d, "range")
     if of.simulated is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
+from parallel101.laboratory.planner.planned_layout import PlannedLayout
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
 from parallel101.laboratory.viz.run_table import TextTable, as_text
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.planner.training_plan import TrainingPlan
 
 NOT_MODELLED = {
     "allocator fragmentation": "PyTorch's allocator reserves more than the tensors need. Leave "
@@ -36,12 +39,12 @@ NOT_MODELLED = {
 # ── text ──
 
 
-def plan_text(plan: RankedLayouts) -> str:
+def plan_text(plan: TrainingPlan) -> str:
     """Return all tables, for a terminal of about 130 columns."""
     return quick_text(plan) + simulated_text(plan)
 
 
-def quick_text(plan: RankedLayouts) -> str:
+def quick_text(plan: TrainingPlan) -> str:
     """Return the tables of the quick model."""
     best = plan.best
     parts = [
@@ -58,7 +61,7 @@ def quick_text(plan: RankedLayouts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def simulated_text(plan: RankedLayouts) -> str:
+def simulated_text(plan: TrainingPlan) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     ran = [(number, of, of.simulated) for number, of in enumerate(plan, 1) if of.simulated]
     rows = [
@@ -90,7 +93,7 @@ def simulated_text(plan: RankedLayouts) -> str:
     return "".join(f"\n{part}\n" for part in parts)
 
 
-def heading(plan: RankedLayouts) -> str:
+def heading(plan: TrainingPlan) -> str:
     """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -105,11 +108,11 @@ def heading(plan: RankedLayouts) -> str:
     )
 
 
-def model_words(plan: RankedLayouts) -> str:
+def model_words(plan: TrainingPlan) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: RankedLayouts) -> TextTable:
+def layouts_table(plan: TrainingPlan) -> TextTable:
     """Return a table with one row for each of the best layouts."""
     meshes = len({of.layout.mesh for of in plan})
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
@@ -122,10 +125,10 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
             str(of.layout.chunks),
             str(of.layout.zero_stage),
             human_seconds(of.seconds),
-            f"{human_seconds(of.low)} – {human_seconds(of.high)}",
+            f"{human_seconds(of.time.low)} – {human_seconds(of.time.high)}",
             f"{of.tokens_per_second:,.0f}",
             f"{of.mfu:.1%}",
-            f"{of.hfu:.1%}",
+            f"{of.time.hfu:.1%}",
             decimal_bytes(of.memory[0].total),
             decimal_bytes(of.memory[-1].total),
             of.layout.recompute,
@@ -153,7 +156,7 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
     )
 
 
-def ring_note(plan: RankedLayouts) -> str:
+def ring_note(plan: TrainingPlan) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -173,8 +176,8 @@ def time_table(of: PlannedLayout) -> TextTable:
     ]
     rows.append([human_seconds(of.seconds), "", "a step"])
     most = of.parts["matmul"] == max(of.parts.values())
-    besides = most and not of.limit.startswith("the tensor cores")
-    note = f"What limits it{' besides the products' * besides}: {of.limit}."
+    besides = most and not of.time.limit.startswith("the tensor cores")
+    note = f"What limits it{' besides the products' * besides}: {of.time.limit}."
     return TextTable(
         f"Time of layout 1: {layout_text(of.layout)}",
         ["seconds", "share", "goes to"],
@@ -204,7 +207,7 @@ def call_or_reason(of: PlannedLayout) -> str:
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: RankedLayouts) -> TextTable:
+def refused_table(plan: TrainingPlan) -> TextTable:
     rows = [
         [f"{why.count:,}", why.of, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
@@ -219,7 +222,7 @@ def not_modelled_table() -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: RankedLayouts) -> str:
+def plan_json(plan: TrainingPlan) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {
@@ -242,14 +245,15 @@ def plan_json(plan: RankedLayouts) -> str:
 
 def as_json(of: PlannedLayout) -> dict[str, Any]:
     names = ["seconds", "low", "high", "tokens_per_second", "mfu", "hfu", "parts", "limit"]
-    names += ["headroom", "not_simulated"]
     simulated = of.simulated and {
         **{name: getattr(of.simulated, name) for name in ("seconds", "mfu", "hfu", "peak_bytes")},
         "difference": of.difference,
     }
     return {
         "layout": asdict(of.layout),
-        **{name: getattr(of, name) for name in names},
+        **{name: getattr(of.time, name) for name in names},
+        "headroom": of.headroom,
+        "not_simulated": of.not_simulated,
         "memory": [asdict(stage) for stage in of.memory],
         "simulated": simulated,
         "call": None if why_no_model(of.shape) else of.call,

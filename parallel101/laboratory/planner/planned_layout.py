@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.cluster import Cluster
@@ -28,7 +28,7 @@ class PlannedLayout:
 
     Attributes:
         shape, cluster, layout: what was planned.
-        time: the quick model's, see cost/step_time.py.
+        time: the quick model's, see cost/step_time.py: also its range, the HFU and what limits it.
         memory: peak bytes on each rank along pp, see cost/step_memory.py.
         simulated: the step on virtual GPUs; None if it was not run.
         not_simulated: why the run failed, if it did.
@@ -48,31 +48,13 @@ class PlannedLayout:
         return self.time.seconds
 
     @property
-    def low(self) -> float:
-        return self.time.low
-
-    @property
-    def high(self) -> float:
-        return self.time.high
-
-    @property
     def mfu(self) -> float:
         """The model's FLOPs over what the GPUs could do in this time."""
         return self.time.mfu
 
     @property
-    def hfu(self) -> float:
-        """The hardware FLOPs utilization: `mfu` with the FLOPs that backward computes again."""
-        return self.time.hfu
-
-    @property
     def tokens_per_second(self) -> float:
         return self.time.tokens_per_second
-
-    @property
-    def limit(self) -> str:
-        """The limit of the step, in words."""
-        return self.time.limit
 
     @property
     def parts(self) -> dict[str, float]:
@@ -127,37 +109,3 @@ class WhyNot:
     count: int
     of: str  # "meshes" or "layouts"
     example: ParallelLayout
-
-
-@dataclass(frozen=True)
-class RankedLayouts:
-    """The best layouts, fastest first. They can be indexed and iterated over.
-
-    Attributes:
-        shape, cluster, batch: what was planned for; batch in samples.
-        layouts: of each mesh the best; see `plan`.
-        tried: how many layouts were compared.
-        why_not: why others were refused, most of them first.
-        fixed: what the user fixed of the layout.
-    """
-
-    shape: ModelShape
-    cluster: Cluster
-    batch: int
-    layouts: tuple[PlannedLayout, ...]
-    tried: int
-    why_not: tuple[WhyNot, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def best(self) -> PlannedLayout:
-        return self.layouts[0]
-
-    def __iter__(self) -> Iterator[PlannedLayout]:
-        return iter(self.layouts)
-
-    def __getitem__(self, index: int) -> PlannedLayout:
-        return self.layouts[index]
-
-    def __len__(self) -> int:
-        return len(self.layouts)

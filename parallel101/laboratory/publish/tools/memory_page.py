@@ -18,10 +18,11 @@ from functools import cache
 from markupsafe import Markup
 
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
+from parallel101.cost.layer_arrays import BUCKET
 from parallel101.cost.model_shape import KNOWN, ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import TRAINERS
-from parallel101.cost.step_memory import BUCKET, MASTER, MOMENT, PARTS, step_memory
+from parallel101.cost.step_memory import MASTER, MOMENT, PARTS, step_memory
 from parallel101.laboratory.planner.known_models import KNOWN_MODELS
 from parallel101.laboratory.planner.layout_rules import CHOICES
 from parallel101.laboratory.publish.templates import file_text, render
@@ -34,7 +35,6 @@ START = "llama-3-8b", "H100", ParallelLayout(dp=8, microbatches=4)
 OWN = ModelShape(width=768, layers=12, heads=12, vocabulary=50257, time=1024)
 KINDS = {"GPT": "gpt3-175b", "Llama": "llama-3-8b"}  # a model of each kind
 KIND_FIELDS = "gated", "norm", "biases", "positions"
-FLAGS = "gated", "biases", "tied", "dropout"
 
 
 def _levels(chip: Chip) -> tuple[Level, ...]:
@@ -82,7 +82,6 @@ def _given() -> str:
         "choices": {
             **CHOICES,
             **KNOWN,
-            **dict.fromkeys(FLAGS, (False, True)),
             "optimizer": tuple(AVERAGES),
         },
         "start": {"model": model, "gpu": gpu, "layout": asdict(layout)},
