@@ -17,7 +17,7 @@ model_shape.py, parallel_layout.py, cluster.py, software.py     what is trained,
 kernels.py         seconds of one kernel; virtual GPUs compute with the same
 collective_seconds.py     seconds of a collective along an axis of a layout
 layer_kernels.py, layer_seconds.py     the kernels and messages of a layer, and their seconds
-layer_arrays.py    the arrays of parameters on a rank, and the messages of their gradients
+buckets.py         the messages in which gradients travel along dp
 update_seconds.py  seconds from gradients to new weights: accumulation, dp, optimizer
 step_time.py       seconds of a step by part
 step_memory.py     peak bytes of a step on each rank along pp

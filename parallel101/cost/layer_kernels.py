@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from parallel101.cost.layer_arrays import expert_parameters
-from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.model_shape import ModelShape, expert_parameters
 
 SMALL = 1.0  # bytes of a kernel that takes as long as its launch
 

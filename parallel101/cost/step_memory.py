@@ -23,9 +23,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel101.cost.buckets import BUCKET
 from parallel101.cost.layer_activations import CORE, gradient_itemsize, itemsize, layer_kept
-from parallel101.cost.layer_arrays import (
-    BUCKET,
+from parallel101.cost.model_shape import (
+    ModelShape,
     embedding_arrays,
     expert_parameters,
     layer_parameters,
@@ -33,7 +34,6 @@ from parallel101.cost.layer_arrays import (
     size_of,
     table_parameters,
 )
-from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.stage_layers import stage_layers
 

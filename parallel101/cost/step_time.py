@@ -25,7 +25,6 @@ from parallel101.cost.collective_seconds import (
     send_seconds,
 )
 from parallel101.cost.layer_activations import gradient_itemsize, itemsize
-from parallel101.cost.layer_arrays import table_parameters
 from parallel101.cost.layer_kernels import LayerCut
 from parallel101.cost.layer_seconds import (
     Pass,
@@ -35,7 +34,7 @@ from parallel101.cost.layer_seconds import (
     layer_seconds,
 )
 from parallel101.cost.model_flops import hardware_flops, model_flops
-from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.model_shape import ModelShape, table_parameters
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.stage_layers import stage_layers

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from parallel101.cost.buckets import buckets
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.collective_seconds import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
 from parallel101.cost.layer_activations import gradient_itemsize, itemsize
-from parallel101.cost.layer_arrays import (
+from parallel101.cost.layer_seconds import beside
+from parallel101.cost.model_shape import (
     Gradients,
-    buckets,
+    ModelShape,
     count_arrays,
     expert_parameters,
     layer_parameters,
     rank_parameters,
 )
-from parallel101.cost.layer_seconds import beside
-from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import Software
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
-from parallel101.laboratory.planner.planned_layout import PlannedLayout
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
 from parallel101.laboratory.viz.run_table import TextTable, as_text
-
-if TYPE_CHECKING:
-    from parallel101.laboratory.planner.training_plan import TrainingPlan
 
 NOT_MODELLED = {
     "allocator fragmentation": "PyTorch's allocator reserves more than the tensors need. Leave "
@@ -39,12 +36,12 @@ NOT_MODELLED = {
 # ── text ──
 
 
-def plan_text(plan: TrainingPlan) -> str:
+def plan_text(plan: RankedLayouts) -> str:
     """Return all tables, for a terminal of about 130 columns."""
     return quick_text(plan) + simulated_text(plan)
 
 
-def quick_text(plan: TrainingPlan) -> str:
+def quick_text(plan: RankedLayouts) -> str:
     """Return the tables of the quick model."""
     best = plan.best
     parts = [
@@ -61,7 +58,7 @@ def quick_text(plan: TrainingPlan) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def simulated_text(plan: TrainingPlan) -> str:
+def simulated_text(plan: RankedLayouts) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     ran = [(number, of, of.simulated) for number, of in enumerate(plan, 1) if of.simulated]
     rows = [
@@ -93,7 +90,7 @@ def simulated_text(plan: TrainingPlan) -> str:
     return "".join(f"\n{part}\n" for part in parts)
 
 
-def heading(plan: TrainingPlan) -> str:
+def heading(plan: RankedLayouts) -> str:
     """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -108,11 +105,11 @@ def heading(plan: TrainingPlan) -> str:
     )
 
 
-def model_words(plan: TrainingPlan) -> str:
+def model_words(plan: RankedLayouts) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: TrainingPlan) -> TextTable:
+def layouts_table(plan: RankedLayouts) -> TextTable:
     """Return a table with one row for each of the best layouts."""
     meshes = len({of.layout.mesh for of in plan})
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
@@ -156,7 +153,7 @@ def layouts_table(plan: TrainingPlan) -> TextTable:
     )
 
 
-def ring_note(plan: TrainingPlan) -> str:
+def ring_note(plan: RankedLayouts) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -207,7 +204,7 @@ def call_or_reason(of: PlannedLayout) -> str:
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: TrainingPlan) -> TextTable:
+def refused_table(plan: RankedLayouts) -> TextTable:
     rows = [
         [f"{why.count:,}", why.of, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
@@ -222,7 +219,7 @@ def not_modelled_table() -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: TrainingPlan) -> str:
+def plan_json(plan: RankedLayouts) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {

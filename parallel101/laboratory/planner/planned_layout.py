@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.cluster import Cluster
@@ -109,3 +109,37 @@ class WhyNot:
     count: int
     of: str  # "meshes" or "layouts"
     example: ParallelLayout
+
+
+@dataclass(frozen=True)
+class RankedLayouts:
+    """The best layouts, fastest first. They can be indexed and iterated over.
+
+    Attributes:
+        shape, cluster, batch: what was planned for; batch in samples.
+        layouts: of each mesh the best; see `plan`.
+        tried: how many layouts were compared.
+        why_not: why others were refused, most of them first.
+        fixed: what the user fixed of the layout.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    batch: int
+    layouts: tuple[PlannedLayout, ...]
+    tried: int
+    why_not: tuple[WhyNot, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> PlannedLayout:
+        return self.layouts[0]
+
+    def __iter__(self) -> Iterator[PlannedLayout]:
+        return iter(self.layouts)
+
+    def __getitem__(self, index: int) -> PlannedLayout:
+        return self.layouts[index]
+
+    def __len__(self) -> int:
+        return len(self.layouts)

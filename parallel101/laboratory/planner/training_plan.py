@@ -13,8 +13,8 @@ are run on virtual GPUs, by the trainer itself (simulated_step.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import OWN_RING, TRAINERS
 from parallel101.laboratory.planner.known_models import batch_of_model, shape_of_model
 from parallel101.laboratory.planner.layout_rules import KEYS, check_fixed
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, WhyNot
+from parallel101.laboratory.planner.planned_layout import RankedLayouts, WhyNot
 from parallel101.laboratory.planner.search import Found, bar, nothing_fits, search
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
@@ -38,39 +38,8 @@ BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gi
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
-    """The best layouts, fastest first: with tables, a picture and JSON of them.
-
-    They can be indexed and iterated over.
-
-    Attributes:
-        shape, cluster, batch: what was planned for; batch in samples.
-        layouts: of each mesh the best; see `plan`.
-        tried: how many layouts were compared.
-        why_not: why others were refused, most of them first.
-        fixed: what the user fixed of the layout.
-    """
-
-    shape: ModelShape
-    cluster: Cluster
-    batch: int
-    layouts: tuple[PlannedLayout, ...]
-    tried: int
-    why_not: tuple[WhyNot, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def best(self) -> PlannedLayout:
-        return self.layouts[0]
-
-    def __iter__(self) -> Iterator[PlannedLayout]:
-        return iter(self.layouts)
-
-    def __getitem__(self, index: int) -> PlannedLayout:
-        return self.layouts[index]
-
-    def __len__(self) -> int:
-        return len(self.layouts)
+class TrainingPlan(RankedLayouts):
+    """The best layouts, fastest first: with tables, a picture and JSON of them."""
 
     def simulate(self, count: int = 3, progress: bool = True) -> TrainingPlan:
         """Return the same plan, with the first `count` layouts run on virtual GPUs.

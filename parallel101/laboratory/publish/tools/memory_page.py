@@ -17,8 +17,8 @@ from functools import cache
 
 from markupsafe import Markup
 
+from parallel101.cost.buckets import BUCKET
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
-from parallel101.cost.layer_arrays import BUCKET
 from parallel101.cost.model_shape import KNOWN, ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import TRAINERS
