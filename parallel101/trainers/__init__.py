@@ -14,16 +14,16 @@ The ideas, each in one file that is read from top to bottom, and that the traine
 Behind them:
 
     hybrid.py, one_axis.py, options.py    the public trainers: HybridTrainer, and it on one axis
-    local_model.py, layout.py    from the whole model to a rank's part; where every parameter is
-    gradient_sync.py, make_sync.py, zero/    what gradients need; odd models
-    context/                whose positions are where, a batch cut along time, Ulysses
-    experts_plan.py         which modules hold experts
-    tensor/                 which layers a plan cuts; sequence parallel
-    pipeline/               stages, and the messages between them
+    axis.py, layout.py      what an axis does to a model; where every parameter is
+    data_axis.py, gradient_sync.py, zero/    the axis dp: what gradients need; odd models
+    context/                the axis cp: a batch cut along time, Ulysses
+    experts_plan.py         the axis ep: which modules hold experts
+    tensor/                 the axis tp: which layers a plan cuts; sequence parallel
+    pipeline/               the axis pp: stages, and the messages between them
     weight_gradients.py     ∂W, computed later than ∂x
     recompute.py            activations that backward computes again
     precision.py            16 bit, and master weights
-    agreement.py, shares.py, replicas.py     what the ranks agree on, errors included
+    agreement.py            what the ranks agree on, errors included
     verify/                 before the first step: equal to one process?
     support/                arguments, batches, losses, optimizers, fit, checkpoints, memory use
 """

@@ -1,4 +1,4 @@
-"""The modules of a model that hold experts, and how the axis ep deals the experts out.
+"""The axis ep: the modules of a model that hold experts, and how it deals the experts out.
 
     plan      {"blocks.*.mlp.experts": "experts"}, or "auto": modules with the name "experts"
     before    up (8, width, hidden), down (8, hidden, width)     expert e is [e] of each parameter
@@ -12,81 +12,67 @@ ranks that hold their experts, and the results back.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from parallel101.mesh import Group, split_sizes
+from parallel101.mesh import split_sizes
+from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.expert_parallel import experts_over_ranks
-from parallel101.trainers.layout import Shard
+from parallel101.trainers.layout import Axes, Shard
+from parallel101.trainers.options import EXPERTS, Options
+from parallel101.trainers.tensor.styles import names_of
 
-EXPERTS = "experts"  # the style, and the usual name of such a module
 
-
-@dataclass(frozen=True)
-class ExpertsPlan:
-    """The placement of each module's experts on the ranks.
+class ExpertsAxis(Axis):
+    """The axis ep, which deals the model's experts out to its positions, as evenly as possible.
 
     Attributes:
         sizes: name of a module → how many experts each position along ep has.
-        placements: name of a parameter → how ep cuts it.
+
+    Raises ValueError for a model without experts, or with fewer than ranks.
     """
 
-    sizes: Mapping[str, tuple[int, ...]]
-    placements: Mapping[str, Shard]
+    name = "ep"
 
-    def apply(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, axes: Axes, options: Options):
+        named = {name: module for name, module in model.named_modules() if name}
+        ranks, self.axes, patterns = axes.sizes["ep"], axes, options.experts_plan
+        if not patterns:
+            found = [name for name in named if name.rpartition(".")[2] == EXPERTS]
+            if not found:
+                raise ValueError(
+                    f"the mesh has an axis ep, but {type(model).__name__} has no module named "
+                    '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
+                )
+        else:
+            matched = {name for p in patterns for name in names_of(p, list(named))}
+            found = [name for name in named if name in matched]
+        found = [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self.sizes, self.placements = {}, {}
+        for name in found:
+            count = check_experts(name, named[name], ranks, uses)
+            self.sizes[name] = tuple(split_sizes(count, ranks))
+            for of_module, _ in named[name].named_parameters(prefix=name):
+                self.placements[of_module] = Shard(0, self.sizes[name])
+
+    def cut(self, model: nn.Module, stages: OneStage) -> None:
         """Keep this rank's experts, and let the modules send rows to the others."""
-        assert group.position is not None
+        group, position = self.axes.along(["ep"]), self.axes.here["ep"]
         for name, sizes in self.sizes.items():
             module = model.get_submodule(name)
             for part in module.modules():
                 for of_part, p in part.named_parameters(recurse=False):
-                    mine = Shard(0, sizes).cut(p.detach(), group.position).clone()
+                    mine = Shard(0, sizes).cut(p.detach(), position).clone()
                     setattr(part, of_part, nn.Parameter(mine, p.requires_grad))
             module.forward = partial(experts_over_ranks, module.forward, sizes=sizes, group=group)
 
     def describe(self) -> Iterator[str]:
         for name, sizes in self.sizes.items():
             yield f"{name}: {' + '.join(map(str, sizes))} experts along ep"
-
-
-def experts_plan(patterns: Mapping[str, str] | None, model: nn.Module, ranks: int) -> ExpertsPlan:
-    """Return the plan that deals the model's experts out to `ranks` positions, evenly.
-
-    Args:
-        patterns: names of modules, `*` for one or more parts. None: modules with the name
-            "experts".
-
-    The shares are as even as possible. Raises ValueError for a model without experts, or with fewer
-    than ranks.
-    """
-    from parallel101.trainers.tensor.styles import names_of
-
-    named = {name: module for name, module in model.named_modules() if name}
-    if patterns is None:
-        found = [name for name in named if name.rpartition(".")[2] == EXPERTS]
-        if not found:
-            raise ValueError(
-                f"the mesh has an axis ep, but {type(model).__name__} has no module named "
-                '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
-            )
-    else:
-        matched = {name for p in patterns for name in names_of(p, list(named))}
-        found = [name for name in named if name in matched]
-    found = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
-    uses: dict[int, int] = {}
-    for _, p in model.named_parameters(remove_duplicate=False):
-        uses[id(p)] = uses.get(id(p), 0) + 1
-    sizes, placements = {}, {}
-    for name in found:
-        count = check_experts(name, named[name], ranks, uses)
-        sizes[name] = tuple(split_sizes(count, ranks))
-        for of_module, _ in named[name].named_parameters(prefix=name):
-            placements[of_module] = Shard(0, sizes[name])
-    return ExpertsPlan(sizes, placements)
 
 
 def check_experts(name: str, module: nn.Module, ranks: int, uses: Mapping[int, int]) -> int:

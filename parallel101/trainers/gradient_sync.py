@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,21 +32,16 @@ class GradientSync:
 
     Attributes:
         owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
-        pieces: the parts of the model's own parameters that these stand for.
         scale: by which the loss is multiplied before backward; `finish` divides by it.
         placements: name → Pieces, what the data axis leaves here. Empty: every rank has all.
-        zero_stage: how much of the rest it cuts: 1 is the optimizer state, 2 the gradients too, 3
-            the weights too.
-        how: in words. live: see `LiveBytes`, of ZeRO.
+        how: in words.
     """
 
-    zero_stage = 0
-    live: Any = None
     how = "of the whole batch on each rank that has them"
     scale = 1.0
 
     def __init__(self, parameters: Parameters):
-        self.owned = self.pieces = parameters
+        self.owned = parameters
         self.placements: Mapping[str, Pieces] = {}
 
     def begin(self) -> None:
@@ -92,16 +86,12 @@ class Together(GradientSync):
     def __init__(self, syncs: Sequence[GradientSync]):
         super().__init__({name: p for sync in syncs for name, p in sync.owned.items()})
         self.syncs = syncs
-        self.placements = {name: at for sync in syncs for name, at in sync.placements.items()}
-        self.zero_stage = max((sync.zero_stage for sync in syncs), default=0)
-        self.live = next((sync.live for sync in syncs), None)
-        self.how = "; ".join(dict.fromkeys(sync.how for sync in syncs))
 
     def forward(self) -> AbstractContextManager:
-        return nested(sync.forward() for sync in self.syncs)
+        return nested(sync.forward for sync in self.syncs)
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
-        return nested(sync.backward(kind, last) for sync in self.syncs)
+        return nested(partial(sync.backward, kind, last) for sync in self.syncs)
 
     def begin(self) -> None:
         for sync in self.syncs:
@@ -115,12 +105,16 @@ class Together(GradientSync):
             sync.publish()
 
 
+def together(syncs: Sequence[GradientSync]) -> GradientSync:
+    return syncs[0] if len(syncs) == 1 else Together(syncs)
+
+
 @contextmanager
-def nested(contexts: Iterable[AbstractContextManager]) -> Iterator[None]:
-    """Enter all of the contexts, one inside the other."""
+def nested(contexts: Iterable[Callable[[], AbstractContextManager]]) -> Iterator[None]:
+    """Enter all of these contexts, one inside the other."""
     with ExitStack() as stack:
         for context in contexts:
-            stack.enter_context(context)
+            stack.enter_context(context())
         yield
 
 

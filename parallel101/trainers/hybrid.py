@@ -14,51 +14,44 @@ The other trainers are this one on a single axis: one_axis.py. The step itself i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import DATA, Axes, Entry, Layout, state_names, tensors_of_state
-from parallel101.trainers.local_model import prepare
-from parallel101.trainers.make_sync import MakeSync
-from parallel101.trainers.options import Options, check_names, for_another_axis, takes
-from parallel101.trainers.precision import MasterWeights, choose_precision
+from parallel101.trainers.axis import Axis, OneStage
+from parallel101.trainers.data_axis import DataAxis
+from parallel101.trainers.gradient_sync import nested
+from parallel101.trainers.layout import DATA, Axes, Layout, state_names, tensors_of_state
+from parallel101.trainers.options import Options, check_names, takes
+from parallel101.trainers.precision import choose_precision
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import modules_to_recompute, recompute_in_backward
-from parallel101.trainers.step import Accumulation, step
+from parallel101.trainers.step import step
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
     LossFn,
     OptimizerFn,
     check_loss_fn,
     check_model,
-    is_vocabulary_loss,
-    mark_as_cut,
+    loss_over,
 )
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
 from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronize_norms
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
-
-if TYPE_CHECKING:
-    from parallel101.trainers.context.cut_time import ContextAxis
-    from parallel101.trainers.experts_plan import ExpertsPlan
-    from parallel101.trainers.pipeline.stages import PipelineStages
-    from parallel101.trainers.tensor.plan import ResolvedPlan
 
 AXES = ("dp", "cp", "tp", "pp", "ep")
 OPTIONS = [field.name for field in fields(Options)]
 
 
-class HybridTrainer(Trainer):
+class HybridTrainer:
     """Trains one model on a mesh of ranks with up to five axes; equal to one process with the whole
     batch.
 
@@ -153,6 +146,11 @@ class HybridTrainer(Trainer):
         [1.152, 1.152, 1.152, 1.152]
     """
 
+    steps = 0
+    reached: Sequence[str] = ()  # names that some rank's samples reached in the last step
+    reads_parts = False  # whether the model's own state_dict may be read now
+    activations: Any = None  # an Activations, the last that were counted
+
     def __init__(
         self,
         model: nn.Module,
@@ -162,83 +160,73 @@ class HybridTrainer(Trainer):
         mesh: DeviceMesh | Axes,
         **options: Any,
     ):
-        # what is asked for
+        # what is asked for, refused before anything is changed
         check_names(self, options, OPTIONS)
         given = Options(**options)
-        axes = mesh if isinstance(mesh, Axes) else Axes(mesh, axis_sizes(mesh))
+        self.axes = axes = mesh if isinstance(mesh, Axes) else Axes(mesh, axis_sizes(mesh))
         given.check_axes(axes)
         check_loss_fn(loss_fn)
         self.device = check_model(model)
-        recomputed = modules_to_recompute(given.recompute, model)
         self.precision = choose_precision(given, self.device)
-        make_sync = MakeSync(given, axes, self.precision)
-        pipeline = pipeline_stages(model, axes, given)
-        many = pipeline.schedule.microbatches if pipeline else given.accumulate
-        synchronized = given.sync_batch_norm
+        recomputed = modules_to_recompute(given.recompute, model)
+        stages, self.context, *cutting = other_axes(model, loss_fn, axes, given)
+        many, synchronized = stages.microbatches, given.sync_batch_norm
         self.check_norms = partial(check_norms, model, axes.size(DATA), many, synchronized)
         self.check_norms()
+        self.frozen_norms = [norm for _, norm in norms_of(model) if not norm.training]
 
         # what is known of the whole model, before it is cut
-        self.model, self.axes, self.clip_norm = model, axes, given.clip_norm
-        self.position = axes.position
+        self.model, self.clip_norm, self.position = model, given.clip_norm, axes.position
         self.agree = Agreement(axes.group, self.device)
         self.agree.check_or_copy(model, given.sync)
-        shapes = tensors_of_state(model)
-        kept = {name: Entry(t.shape, self.precision.kept(t.dtype)) for name, t in shapes.items()}
-        masters = self.precision.cast_model(model)
-        whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if self.precision.master:
-            whole = {name: nn.Parameter(masters[name]) for name in whole}
+        tensors = tensors_of_state(model).items()
+        shapes = {name: (t.shape, self.precision.kept(t.dtype)) for name, t in tensors}
+        whole = self.precision.cast_model(model)
         self.trained, self.state = list(whole), state_names(model)
         self.optimizer = build_optimizer(optimizer, whole)
         self.verification = Verification(self, model, loss_fn, given.verify)
-        plan, experts = tensor_and_experts_plan(model, loss_fn, axes, given, make_sync.algorithms)
-        if is_vocabulary_loss(loss_fn):
-            loss_fn = partial(loss_fn, group=axes.along(["tp"] if plan and plan.vocabulary else []))
-        self.loss_fn = self.precision.of_loss(loss_fn)
+        over = [axis.name for axis in cutting if axis.cuts_logits]
+        self.loss_fn = self.precision.of_loss(loss_over(axes.along(over), loss_fn))
 
         # cut
-        local = prepare(model, axes, self.agree, make_sync, pipeline, plan, experts)
+        cutting.append(stages)
+        self.data = data = DataAxis(given, axes, self.precision, self.agree, self.trained, cutting)
+        self.parts_of_mesh = [*cutting, data, self.context]
+        for axis in self.parts_of_mesh:
+            axis.cut(model, stages)
         for name in recomputed:
             recompute_in_backward(model.get_submodule(name), name)
-        if pipeline or plan or experts or given.zero_stage == 3:
-            mark_as_cut(model)
-        placed = {name: e._replace(placements=local.placements[name]) for name, e in kept.items()}
-        self.layout = Layout(axes, placed, self.device)
-        self.local, self.sums, self.notes = local.local, local.sums, list(local.notes)
-        self.random_numbers = RandomNumbers(axes, self.agree, self.device)
-        around: Callable[[], Any] = partial(self.precision.forward, self.device)
-        if given.sequence_parallel:
-            around = partial(self.random_numbers.of_forward, around)
-        self.context = context_axis(axes, given, pipeline.entries if pipeline else [model])
-        if self.context:
-            around = partial(self.context.of_forward, around)
-            self.notes += self.context.describe()
+        self.layout = Layout.of_axes(axes, shapes, self.parts_of_mesh, self.device)
+        self.notes = [line for axis in self.parts_of_mesh for line in axis.describe()]
+        self.local, self.sums = data.local, data.after
 
         # what runs
-        always = axes.size(["ep"]) > 1
-        self.runner = (
-            pipeline.runner(local.parts, local.syncs, axes, around, self.device)
-            if pipeline
-            else Accumulation(model, local.syncs[0][1], many, around, always)
-        )
-        self.sync = self.runner.sync
-        if self.precision.master:
-            mine = {name: self.layout.cut(name, masters[name]) for name in self.sync.owned}
-            here = [name for name in self.trained if name in self.local]
-            self.sync = MasterWeights(self.sync, mine, here, self.precision.scaled, self.agree)
+        self.random_numbers = RandomNumbers(axes, self.agree, self.device)
+        of_forward = [
+            *(axis.forward for axis in self.parts_of_mesh),
+            self.random_numbers.of_forward,
+            partial(self.precision.forward, self.device),
+        ]
+        self.runner = stages.runner(data.syncs, axes, lambda: nested(of_forward))
+        here = [name for name in self.trained if name in self.local]
+        self.sync = self.precision.updating(self.runner.sync, whole, self.layout, here, self.agree)
         self.owned = self.sync.owned
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
-        self.least, self.why_least = 0, ""
-        if synchronized and axes.size(DATA) > 1 and any(norms_of(model)):
-            synchronize_norms(model, axes.along(set(DATA).intersection(axes.sizes)))
-            self.least, self.why_least = 1, "sync_batch_norm needs one on each rank"
-        if pipeline and always:
-            why = f"a pipeline with experts needs one for each of {many} microbatches"
-            self.least, self.why_least = many, why
-        checkpoint.refuse_parts(self)
+        self.least = stages.least
+        if synchronized:
+            self.least = max(self.least, synchronize_norms(model, axes))
         self.history = History()
-        self.verification.note_cut(many)
+        checkpoint.refuse_parts(self)
+        self.verification.note_cut()
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's part of each tensor, by name: of trained parameters what it owns, and the
+        others and buffers whole.
+        """
+        here = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        others = self.layout.entries.keys() & self.local.keys() - set(self.trained)
+        return {name: here[name] for name in here if name in others} | dict(self.owned)
 
     def step(self, inputs: Batch, targets: Batch = None) -> float:
         """Train on one batch, of which this rank gives its share, and return the loss of the whole,
@@ -298,8 +286,7 @@ class HybridTrainer(Trainer):
             progress: show the bar (on the first rank only).
         """
         self.need_numbers("fit")
-        options = fit.FitOptions(until, save_to, save_every, scheduler, on_step, progress)
-        return fit.fit(self, batches, options)
+        return fit.fit(self, batches, until, save_to, save_every, scheduler, on_step, progress)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss over the samples of whole batches (see `fit`), with the model in
@@ -416,54 +403,32 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     return sizes if "dp" in sizes else {"dp": 1} | sizes
 
 
-# ── what the axes do to the model; their code is loaded only if the mesh has them ──
-
-
-def pipeline_stages(model: nn.Module, axes: Axes, options: Options) -> PipelineStages | None:
-    if "pp" not in axes.sizes:
-        return None
-    from parallel101.trainers.pipeline.stages import PipelineStages
-
-    stages = PipelineStages(model, axes, options)
-    if options.zero_stage == 3:
-        stages.check_ties(model)
-    return stages
-
-
-def tensor_and_experts_plan(
-    model: nn.Module, loss_fn: Any, axes: Axes, options: Options, algorithms: Mapping[str, str]
-) -> tuple[ResolvedPlan | None, ExpertsPlan | None]:
-    """Return how the option `plan` cuts modules over tp, and how it places experts over ep.
-
-    Without styles of experts, those are placed automatically; with nothing else, the rest is.
+def other_axes(
+    model: nn.Module, loss_fn: LossFn | None, axes: Axes, options: Options
+) -> Iterator[Any]:
+    """Yield what the axes besides dp do to the model: the stages, cp, and those of tp and ep that
+    the mesh has. The code of an axis is loaded only if the mesh has it.
     """
-    plan, of_experts = options.plan, None
-    if isinstance(plan, Mapping):
-        of_experts = {name: style for name, style in plan.items() if style == "experts"} or None
-        plan = {name: style for name, style in plan.items() if style != "experts"}
-        plan = "auto" if of_experts and not plan else plan
-    for axis, given in (("tp", plan if plan != "auto" else None), ("ep", of_experts)):
-        if given is not None and axis not in axes.sizes:
-            raise for_another_axis("plan", given, axis, axes)
-    resolved, experts = None, None
-    if "tp" in axes.sizes and plan is not None:
-        from parallel101.trainers.tensor.plan import resolve
+    stages = OneStage(model, axes, options)
+    if "pp" in axes.sizes:
+        from parallel101.trainers.pipeline.stages import PipelineStages
 
-        in_time = options.sequence_parallel, algorithms, options.overlap, options.regather
-        resolved = resolve(plan, model, loss_fn, axes.sizes["tp"], *in_time)
+        stages = PipelineStages(model, axes, options)
+    yield stages
+    if axes.size(["cp"]) > 1:
+        from parallel101.trainers.context.cut_time import ContextAxis
+
+        yield ContextAxis(stages, axes, options)
+    else:
+        yield Axis()
+    if "tp" in axes.sizes and options.tensor_plan is not None:
+        from parallel101.trainers.tensor.plan import TensorAxis
+
+        yield TensorAxis(model, loss_fn, axes, options)
     if "ep" in axes.sizes:
-        from parallel101.trainers.experts_plan import experts_plan
+        from parallel101.trainers.experts_plan import ExpertsAxis
 
-        experts = experts_plan(of_experts, model, axes.sizes["ep"])
-    return resolved, experts
-
-
-def context_axis(axes: Axes, options: Options, called: Sequence[nn.Module]) -> ContextAxis | None:
-    if axes.size(["cp"]) == 1:
-        return None
-    from parallel101.trainers.context.cut_time import ContextAxis
-
-    return ContextAxis(axes.along(["cp"]), options.context, *called)
+        yield ExpertsAxis(model, axes, options)
 
 
 takes(HybridTrainer.__init__, OPTIONS)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from parallel101.trainers.schedules.schedule import Schedule
     from parallel101.trainers.tensor.plan import TensorPlan
 
+EXPERTS = "experts"  # the style of modules that ep cuts, and their usual name
 CONTEXTS = ("zigzag", "contiguous", "ulysses")
 
 
@@ -83,6 +84,23 @@ class Options:
             value, axis = getattr(self, field.name), axis_of.get(field.name, "dp")
             if value != field.default and axis not in axes.sizes:
                 raise for_another_axis(field.name, value, axis, axes)
+        for plan, axis in ((self.tensor_plan, "tp"), (self.experts_plan or None, "ep")):
+            if plan not in (None, "auto") and axis not in axes.sizes:
+                raise for_another_axis("plan", plan, axis, axes)
+
+    @property
+    def experts_plan(self) -> dict[str, str]:
+        """The part of `plan` that places experts; empty: automatically."""
+        styles = self.plan if isinstance(self.plan, Mapping) else {}
+        return {name: EXPERTS for name, style in styles.items() if style == EXPERTS}
+
+    @property
+    def tensor_plan(self) -> TensorPlan | None:
+        """The rest of `plan`; "auto" if it says nothing else than where experts are."""
+        experts = self.experts_plan
+        if not experts or not isinstance(self.plan, Mapping):
+            return self.plan
+        return {n: style for n, style in self.plan.items() if n not in experts} or "auto"
 
     def algorithms(self, axes: Axes) -> Mapping[str, str]:
         """Return operation → the algorithm of each that a trainer uses; empty for the defaults.

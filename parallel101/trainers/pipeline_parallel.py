@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from parallel101.mesh import split_sizes
 from parallel101.spans import span
-from parallel101.trainers.gradient_sync import GradientSync, Together
+from parallel101.trainers.gradient_sync import GradientSync, together
 from parallel101.trainers.pipeline.stage_messages import Messages, activations, is_first_forward
 from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.support.batches import Batch, call, count_samples, split
@@ -102,7 +102,7 @@ class Pipeline:
         autocast: Callable[[], Any],
     ):
         self.parts, self.actions, self.messages = parts, actions, messages
-        self.sync = Together([sync for _, sync in syncs])
+        self.sync = together([sync for _, sync in syncs])
         self.on_stage = [(stages, sync, last_backward(stages, actions)) for stages, sync in syncs]
         self.last_stage, self.autocast = stages - 1, autocast
         self.microbatches = 1 + max(action.microbatch for action in actions)

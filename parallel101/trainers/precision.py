@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from parallel101.collectives.meta_device import number_in, numbers_device
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync
+from parallel101.trainers.layout import Layout
 from parallel101.trainers.options import Options
 from parallel101.trainers.support.batches import Batch, map_tensors
 
@@ -74,17 +75,34 @@ class Precision(NamedTuple):
         on = self.autocast is not None
         return torch.autocast(numbers_device(device).type, dtype=self.autocast, enabled=on)
 
-    def cast_model(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Round the model's weights and buffers, in place. Returns the master weights, if there
-        are some: the weights as they were, by name, in at least 32 bits.
+    def cast_model(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Round the model's weights and buffers, in place. Return what the optimizer updates, by
+        name: the trained weights, or master weights, as they were, in at least 32 bits.
         """
-        named = model.named_parameters() if self.master else ()
-        masters = {name: _in_32_bit(p.detach()) for name, p in named}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self.master:
+            trained = {n: nn.Parameter(_in_32_bit(p.detach())) for n, p in trained.items()}
         if self.weights is not None:
             for t in (*model.parameters(), *model.buffers()):
                 if t.is_floating_point():
                     t.data = t.data.to(self.weights)
-        return masters
+        return trained
+
+    def updating(
+        self,
+        sync: GradientSync,
+        weights: Mapping[str, nn.Parameter],
+        layout: Layout,
+        local: Sequence[str],
+        agree: Agreement,
+    ) -> GradientSync:
+        """Return a synchronization whose `owned` are what the optimizer updates: see `cast_model`,
+        which has returned `weights`.
+        """
+        if not self.master:
+            return sync
+        masters = {name: layout.cut(name, weights[name].detach()) for name in sync.owned}
+        return MasterWeights(sync, masters, local, self.scaled, agree)
 
     def gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set the dtype of these parameters' .grad, in which backward then adds up."""
@@ -160,8 +178,6 @@ class MasterWeights(GradientSync):
         for master in masters.values():
             master.grad_dtype = None  # it may be in 32 bits or rounded
         self.sync, self.local, self.scaled, self.agree = sync, local, scaled, agree
-        self.pieces, self.placements, self.live = sync.owned, sync.placements, sync.live
-        self.zero_stage, self.how = sync.zero_stage, f"{sync.how}; it updates master weights"
         self.scale, self.steps_at_scale = (FIRST_SCALE if scaled else 1.0), 0
 
     def begin(self) -> None:

@@ -15,8 +15,8 @@ of Python, of NumPy and of a torch.Generator of the program's own are left alone
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -50,7 +50,6 @@ class RandomNumbers:
             yield
             return
         with torch.random.fork_rng(self.gpus):
-            self.seed(f"{step}")
             self.step, self.forwards = step, 0
             try:
                 yield
@@ -58,15 +57,14 @@ class RandomNumbers:
                 self.step = None
 
     @contextmanager
-    def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
-        """Run a forward with sequence parallel. Ranks along tp that have unequal parts of the time
-        draw different amounts of numbers. In the next forward they draw the same ones again.
+    def of_forward(self) -> Iterator[None]:
+        """Run a forward, which draws numbers of its own: with sequence parallel, ranks along tp
+        that have unequal parts of the time draw different amounts of them.
         """
         if self.step is not None:
             self.seed(f"{self.step} {self.forwards}")
             self.forwards += 1
-        with inner():
-            yield
+        yield
 
     def seed(self, what: str) -> None:
         text = f"{self.first} {self.place} {what}"

@@ -14,7 +14,7 @@ Afterwards every weight is what one process would have made of it with the whole
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,36 +23,34 @@ from parallel101.collectives import all_reduce
 from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
 from parallel101.trainers.gradient_sync import GradientSync, sum_gradients
-from parallel101.trainers.shares import check_shares
 from parallel101.trainers.support.batches import Batch, call, count_samples, split
-from parallel101.trainers.support.losses import Losses, agree_on_loss
-from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.support.losses import Losses, agree_on_loss, check_shares
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 
-def step(trainer: Trainer, inputs: Batch, targets: Batch) -> float:
+def step(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> float:
     """Train on one batch: see `HybridTrainer.step`."""
     total = check_shares(trainer, inputs, targets)
     trainer.verification.before_step(inputs, targets)
     loss = compute_gradients(trainer, inputs, targets, total)
     trainer.verification.after_gradients()
     with span("optimizer"):
-        if trainer.clip_norm is not None:
-            parameters, norm = list(trainer.owned.values()), gradient_norm(trainer)
-            nn.utils.clip_grads_with_norm_(parameters, trainer.clip_norm, norm)
+        clip(trainer)
         trainer.optimizer.step()
         trainer.sync.publish()
     trainer.steps += 1
     return loss
 
 
-def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: int) -> float:
+def compute_gradients(trainer: HybridTrainer, inputs: Batch, targets: Batch, total: int) -> float:
     """Set the owned .grad to the gradients of the mean loss of `total` samples; return it."""
     trainer.optimizer.zero_grad()
     trainer.sync.begin()
     losses = Losses(trainer.loss_fn, total, trainer.sync.scale)
     trainer.verification.watch(losses)
-    if trainer.context is not None:
-        inputs, targets, losses.part = trainer.context.cut(inputs, targets)
+    inputs, targets, losses.part = trainer.context.cut_batch(inputs, targets)
     with trainer.random_numbers.of_step(trainer.steps):
         trainer.runner.run(trainer.precision.cast(inputs), targets, losses)
     with wait_span("synchronize"):
@@ -74,7 +72,7 @@ def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: in
     return loss
 
 
-def reached_by_none(trainer: Trainer, unused: Sequence[str]) -> set[str]:
+def reached_by_none(trainer: HybridTrainer, unused: Sequence[str]) -> set[str]:
     """Return the names of the parameters that no rank's samples reached. Collective."""
     mine, device = trainer.local.keys() - set(unused), trainer.agree.device
     reached = torch.tensor([name in mine for name in trainer.trained], device=device)
@@ -82,7 +80,14 @@ def reached_by_none(trainer: Trainer, unused: Sequence[str]) -> set[str]:
     return {name for name, count in zip(trainer.trained, counts) if not count}
 
 
-def gradient_norm(trainer: Trainer) -> Tensor:
+def clip(trainer: HybridTrainer) -> None:
+    """Scale the gradients if the norm of all of them together is more than clip_norm."""
+    if trainer.clip_norm is not None:
+        norm = gradient_norm(trainer)
+        nn.utils.clip_grads_with_norm_(list(trainer.owned.values()), trainer.clip_norm, norm)
+
+
+def gradient_norm(trainer: HybridTrainer) -> Tensor:
     """Return the norm of all gradients together, each element counted once."""
     gradients = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return trainer.layout.norm(gradients)

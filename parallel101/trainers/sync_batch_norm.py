@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel101.autograd import all_gather
 from parallel101.mesh import Group
+from parallel101.trainers.layout import DATA, Axes
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -56,17 +57,22 @@ def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: b
         )
 
 
-def synchronize_norms(model: nn.Module, group: Group) -> None:
-    """Let the model's norms take the statistics of the samples of all these ranks from now on.
+def synchronize_norms(model: nn.Module, axes: Axes) -> tuple[int, str]:
+    """Let the model's norms take the statistics of all ranks' samples from now on. Return how many
+    samples each rank then needs, and why.
 
     Each forward and backward of a norm in training mode sends a message, so all ranks must use the
     same norms in the same order. These messages have a process group of their own, so that they are
     never taken for gradients, which leave at any time during backward.
     """
+    group = axes.along([axis for axis in axes.sizes if axis in DATA])
+    if group.size == 1 or not any(norms_of(model)):
+        return 0, ""
     own = dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc="mesh_dp")
     statistics = OfAllRanks(group._replace(process_group=own))
     for _, module in norms_of(model):
         module.forward = partial(forward, MethodType(type(module).forward, module), statistics)
+    return 1, "sync_batch_norm needs one on each rank"
 
 
 def norms_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -43,8 +43,9 @@ from parallel101.trainers.zero.flat import (
     gather,
     pack_and_unpack,
     wait,
+    walk,
 )
-from parallel101.trainers.zero.model_layers import layers_of, share_out, walk
+from parallel101.trainers.zero.model_layers import layers_of, share_out
 
 
 class ZeRO12(ZeRO):
@@ -114,8 +115,6 @@ class ZeRO3(ZeRO):
     Attributes: order: of use; a layer that is used twice is in it twice. sends: whether gradients
         leave in this backward; not so in the first half of a split one.
     """
-
-    zero_stage = 3
 
     def __init__(
         self,

@@ -242,7 +242,8 @@ def same_step(count):
 
 def test_counting_changes_no_number():
     plain, with_count = (
-        p101.launch(same_step, count, world_size=2).results[0] for count in (False, True)
+        p101.launch(same_step, count, world_size=2, backend="sim").results[0]
+        for count in (False, True)
     )
     for name, weight in plain.items():
         assert torch.equal(weight, with_count[name]), name

@@ -120,7 +120,7 @@ def errors_of_all_cases():
     return {case: error for case, error in found.items() if not error <= 1e-12}
 
 
-@on_backends(sim=[1, 2, 3, 4, 8], gloo=[2, 3])
+@on_backends(sim=[1, 8], gloo=[3])
 def test_equal_to_one_process(backend, world_size):
     run = p101.launch(errors_of_all_cases, world_size=world_size, backend=backend)
     assert run.results == [{}] * world_size

@@ -42,9 +42,7 @@ def run(kind, start=None, death=None, save_to=None):
     ).losses
 
 
-@pytest.mark.parametrize(
-    ("kind", "place"), [("overlapped", "backward"), ("ZeRO-3", "save"), ("pipeline", "backward")]
-)
+@pytest.mark.parametrize(("kind", "place"), [("ZeRO-3", "save"), ("pipeline", "backward")])
 def test_a_rank_that_dies_ends_the_run_and_the_last_save_continues_the_curve(kind, place, tmp_path):
     path = tmp_path / "run.pt"
     with pytest.raises(p101.RankFailed, match="rank 1") as failed:

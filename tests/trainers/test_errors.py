@@ -114,7 +114,7 @@ def batches_that_do_not_fit():
 
 
 def test_a_batch_that_one_rank_can_not_take_is_an_error_on_all():
-    results = p101.launch(batches_that_do_not_fit, world_size=3).results
+    results = p101.launch(batches_that_do_not_fit, world_size=3, backend="sim").results
     assert len({loss for _, loss in results}) == 1, "the next step is like any other"
     for rank, (of_rank, _) in enumerate(results):
         assert "the batch of step 0 has no samples" in of_rank["none"]

@@ -82,7 +82,7 @@ def holdings():
 
 def test_describe_says_who_holds_what():
     weights = 8 * (4 * 8 + 8 + 8 * 4 + 4)
-    for empty, held, table in p101.launch(holdings, world_size=2).results:
+    for empty, held, table in p101.launch(holdings, world_size=2, backend="sim").results:
         assert empty == {"weights": [weights] * 2, "gradients": [0, 0], "optimizer state": [0, 0]}
         assert held == {
             "weights": [weights] * 2,
@@ -105,7 +105,7 @@ def told():
 
 
 def test_on_step_hears_of_every_step_on_every_rank():
-    for steps, taken, history in p101.launch(told, world_size=2).results:
+    for steps, taken, history in p101.launch(told, world_size=2, backend="sim").results:
         assert taken == (1, 2, 3)
         assert list(steps[0]) == ["step", "loss", "seconds", "samples", "tokens"]
         columns = zip(*(step.values() for step in steps))
@@ -161,4 +161,5 @@ def different_batches():
 
 
 def test_fit_refuses_batches_that_differ_between_ranks():
-    assert len(set(p101.launch(different_batches, world_size=2).results)) == 1
+    run = p101.launch(different_batches, world_size=2, backend="sim")
+    assert len(set(run.results)) == 1

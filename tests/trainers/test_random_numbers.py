@@ -50,7 +50,7 @@ def masks_of(trainer, steps=2):
 
 
 def on_a_mesh(mesh, seed):
-    """This rank's place along dp, and its masks.
+    """The masks of this rank.
 
     Every rank has another seed, and changes it before the step.
     """
@@ -60,7 +60,13 @@ def on_a_mesh(mesh, seed):
     torch.manual_seed(seed + group_of().position)
     trainer = on_mesh(mesh)(built, F.mse_loss, OPTIMIZERS["sgd"], **options)
     torch.manual_seed(seed + 100 + group_of().position)
-    return mesh_of(mesh)["dp"].get_local_rank(), masks_of(trainer)
+    return masks_of(trainer)
+
+
+def with_each_seed(mesh, seeds):
+    """This rank's place along dp, and its masks."""
+    found = [on_a_mesh(mesh, seed) for seed in seeds]
+    return mesh_of(mesh)["dp"].get_local_rank(), found
 
 
 @pytest.mark.parametrize(
@@ -68,19 +74,15 @@ def on_a_mesh(mesh, seed):
     [("dp 2, tp 2", "sim"), ("dp 2, pp 2", "sim"), ("tp 2, dp 2", "gloo")],
 )
 def test_they_differ_along_dp_and_agree_along_tp_and_pp(mesh, backend):
-    def run(seed):
-        n = ranks_of(mesh)
-        return p101.launch(on_a_mesh, mesh, seed, world_size=n, backend=backend).results
-
-    by_place = {}
-    for place, masks in run(5):
+    where, by_place = {"world_size": ranks_of(mesh), "backend": backend}, {}
+    for place, masks in p101.launch(with_each_seed, mesh, (5, 5, 6), **where).results:
         assert by_place.setdefault(place, masks) == masks
-    first, second = by_place[0], by_place[1]
+    (first, again, other), (second, *_) = by_place[0], by_place[1]
     assert len({str(mask) for mask in first + second}) == len(first) + len(second) >= 4, (
         "also from step to step"
     )
-    assert dict(run(5)) == by_place, "a run is the same again"
-    assert dict(run(6)) != by_place, "with another seed it is another one"
+    assert again == first, "a run is the same again"
+    assert other != first, "with another seed it is another one"
 
 
 def with_seeds(seeds):

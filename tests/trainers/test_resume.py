@@ -153,7 +153,7 @@ def saved_and_resumed(place):
 
 
 def test_a_group_without_parameters_and_a_rank_without_weights(tmp_path):
-    for state in p101.launch(saved_and_resumed, tmp_path, world_size=3).results:
+    for state in p101.launch(saved_and_resumed, tmp_path, world_size=3, backend="sim").results:
         assert state[0] == state[1] > state[2] == 0
 
 
@@ -247,7 +247,7 @@ def refused(files, place):
 
 def test_a_resume_that_fails_changes_nothing(files, tmp_path):
     refused(files, tmp_path)
-    p101.launch(refused, files, tmp_path, world_size=2)
+    p101.launch(refused, files, tmp_path, world_size=2, backend="sim")
 
 
 DIFFERENT = {  # what rank 1 reads, and what rank 0 is told
@@ -276,7 +276,9 @@ def test_ranks_that_do_not_read_the_same_are_told_so(tmp_path):
     steps(build(), 2).save(tmp_path / "later")
     torch.save({**torch.load(tmp_path / "good"), "steps": 0}, tmp_path / "earlier")
     (tmp_path / "cut").write_bytes((tmp_path / "good").read_bytes()[:999])
-    first, second = p101.launch(on_disks_of_their_own, tmp_path, world_size=2).results
+    first, second = p101.launch(
+        on_disks_of_their_own, tmp_path, world_size=2, backend="sim"
+    ).results
     for (name, words), (missing, message), (also, _) in zip(
         [*DIFFERENT.items()] * 2, first, second
     ):
@@ -337,5 +339,5 @@ def where_nobody_can_write(path):
 
 def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
     path = tmp_path / "no folder" / "run.pt"
-    first, second = p101.launch(where_nobody_can_write, path, world_size=2).results
+    first, second = p101.launch(where_nobody_can_write, path, world_size=2, backend="sim").results
     assert "rank 0 could not save to" in second and first in second

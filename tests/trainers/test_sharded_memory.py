@@ -76,7 +76,7 @@ def one_at_a_time():
 
 
 def test_without_overlap_one_layer_is_whole_at_a_time_and_afterwards_none():
-    for holdings in p101.launch(one_at_a_time, world_size=2).results[0]:
+    for holdings in p101.launch(one_at_a_time, world_size=2, backend="sim").results[0]:
         assert holdings.bytes["gathered (peak)"] == [LAYER] * 2
         assert holdings.bytes["weights"] == [ALL // 2] * 2
 
@@ -93,7 +93,7 @@ def leaking():
 
 
 def test_a_leaked_layer_raises_the_figure():
-    for figures in p101.launch(leaking, world_size=2).results:
+    for figures in p101.launch(leaking, world_size=2, backend="sim").results:
         assert figures == [(2 + leaked) * LAYER for leaked in range(4)]
 
 
@@ -108,7 +108,7 @@ def gpt_weights():
 
 
 def test_tied_weights_are_whole_beside_two_layers():
-    for most, expected in p101.launch(gpt_weights, world_size=2).results:
+    for most, expected in p101.launch(gpt_weights, world_size=2, backend="sim").results:
         assert most == expected
 
 

@@ -106,6 +106,8 @@ class Averaged(torch.optim.Adam):
 
 
 def three_losses(kind, verify):
+    global CALLS
+    CALLS = 0
     random.seed(0)
     torch.manual_seed(0)
     model = seeded(
@@ -120,14 +122,16 @@ def three_losses(kind, verify):
     return losses, counts, torch.rand(1).item(), random.random(), trainer.optimizer.count
 
 
-@pytest.mark.parametrize("kind", ["DataParallelTrainer", "ShardedTrainer", "TensorParallelTrainer"])
-def test_a_program_that_counts_sees_no_trace_of_it(kind):
+def test_a_program_that_counts_sees_no_trace_of_it():
     """On processes of their own: virtual ranks share globals."""
-    seen = [
-        p101.launch(three_losses, kind, verify, world_size=2).results for verify in (True, False)
-    ]
-    assert seen[0] == seen[1]
-    assert all(of_rank[1][0] == 5 for of_rank in seen[0])
+
+    def program():
+        kinds = "DataParallelTrainer", "ShardedTrainer", "TensorParallelTrainer"
+        return [[three_losses(kind, verify) for kind in kinds] for verify in (True, False)]
+
+    for compared, plain in p101.launch(program, world_size=2).results:
+        assert compared == plain
+        assert all(of_kind[1][0] == 5 for of_kind in plain)
 
 
 def built(name, check):
@@ -258,16 +262,12 @@ def test_it_appears_in_no_record_and_on_no_clock(name, rules):
 
 def times_made(options):
     """How often it is made in three steps."""
-    made = []
-    original = verification.Comparison.run
-    verification.Comparison.run = lambda self: made.append(1) or original(self)
-    try:
-        trainer = p101.DataParallelTrainer(
-            seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, OPTIMIZERS["sgd"], **options
-        )
-        trainer.fit([(randn(i, 8, 4), randn(9 + i, 8, 3)) for i in range(3)], progress=False)
-    finally:
-        verification.Comparison.run = original
+    trainer = p101.DataParallelTrainer(
+        seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, OPTIMIZERS["sgd"], **options
+    )
+    made, compare = [], trainer.verification.compare
+    trainer.verification.compare = lambda *args: made.append(1) or compare(*args)
+    trainer.fit([(randn(i, 8, 4), randn(9 + i, 8, 3)) for i in range(3)], progress=False)
     return len(made)
 
 
@@ -277,9 +277,8 @@ def times_made(options):
     ids=["two ranks", "one rank", "accumulated", "verify=False"],
 )
 def test_it_is_made_once_before_the_first_step(world_size, options, expected):
-    assert (
-        p101.launch(times_made, options, world_size=world_size).results == [expected] * world_size
-    )
+    run = p101.launch(times_made, options, world_size=world_size, backend="sim")
+    assert run.results == [expected] * world_size
 
 
 class Reads(nn.Module):
@@ -300,7 +299,7 @@ def reading():
 
 
 def test_what_cannot_be_put_back_is_named(capsys):
-    p101.launch(reading, world_size=2)
+    p101.launch(reading, world_size=2, backend="sim")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "put back" in line]
     assert "builtins.generator" in line
 
@@ -326,7 +325,8 @@ def too_large(limit):
 )
 def test_too_little_memory_is_said_once_and_verify_can_be_called_all_the_same(limit, says, capsys):
     try:
-        assert p101.launch(too_large, limit, world_size=2).results == [True, True]
+        run = p101.launch(too_large, limit, world_size=2, backend="sim")
+        assert run.results == [True, True]
     finally:
         verification.MOST_BYTES = None
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "verified" in line]
@@ -362,7 +362,7 @@ def resident():
     return 1024 * int(re.search(r"VmRSS:\s*(\d+)", status)[1])
 
 
-def memory_of_three_steps(kind, verify):
+def memory_of_three_steps(verify):
     """What three steps add to what is resident of this process, in multiples of the weights."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     weights = sum(p.nbytes for p in model.parameters())
@@ -370,7 +370,7 @@ def memory_of_three_steps(kind, verify):
     optimizer = torch.optim.AdamW(first.parameters())
     first(torch.ones(8, 512)).sum().backward()
     optimizer.step()
-    trainer = getattr(p101, kind)(model, F.mse_loss, torch.optim.AdamW, verify=verify)
+    trainer = p101.TensorParallelTrainer(model, F.mse_loss, torch.optim.AdamW, verify=verify)
     before = resident()
     for _ in range(3):
         trainer.step(torch.ones(8, 512), torch.ones(8, 512))
@@ -378,12 +378,10 @@ def memory_of_three_steps(kind, verify):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-@pytest.mark.parametrize("kind", ["TensorParallelTrainer", "DataParallelTrainer"])
-def test_afterwards_a_process_has_the_memory_that_it_had_without(kind):
+def test_afterwards_a_process_has_the_memory_that_it_had_without():
     """A difference of up to 2 is noise. It was 12 to 14 while glibc kept what had been freed."""
     without, compared = (
-        p101.launch(memory_of_three_steps, kind, verify, world_size=2).results
-        for verify in (False, True)
+        p101.launch(memory_of_three_steps, verify, world_size=2).results for verify in (False, True)
     )
     assert all(b < a + 4 for a, b in zip(without, compared)), (without, compared)
 
@@ -405,7 +403,7 @@ def a_table(wrong):
 
 
 def test_a_report_is_a_table_the_same_on_all_ranks():
-    first, second = p101.launch(a_table, False, world_size=2).results
+    first, second = p101.launch(a_table, False, world_size=2, backend="sim").results
     assert first == second
     assert first.equal
     assert first.worst.ratio <= 1
@@ -422,7 +420,7 @@ def test_a_report_is_a_table_the_same_on_all_ranks():
 
 
 def test_an_error_has_the_report():
-    for error in p101.launch(a_table, True, world_size=2).results:
+    for error in p101.launch(a_table, True, world_size=2, backend="sim").results:
         assert not error.report.equal
         assert "loss_fn isn't a mean over samples" in str(error)
         assert "✗" in str(error.report)

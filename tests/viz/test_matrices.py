@@ -16,15 +16,17 @@ from torch import nn
 from parallel101.laboratory.viz.matrices import matrices_scene
 from parallel101.models.gpt import GPT, GPTConfig
 from parallel101.models.mlp import MLP
-from parallel101.trainers.layout import Entry, Shard
+from parallel101.trainers.layout import Axes, Entry, Shard
+from parallel101.trainers.options import Options
 from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
-from parallel101.trainers.tensor.plan import resolve
+from parallel101.trainers.tensor.plan import TensorAxis
 from tests.viz.drawn import SVG, titled
 
 
 def cut(model: nn.Module, size: int, loss=F.mse_loss, plan="auto"):
     """The entries of the layout, and the styles, of a plan for this model."""
-    resolved = resolve(plan, model, loss, size)
+    axes, options = Axes(None, {"tp": size}), Options(plan=plan)
+    resolved = TensorAxis(model, loss, axes, options)
     placed = {name: {"tp": shard} for name, shard in resolved.placements.items()}
     return {
         name: Entry(p.shape, p.dtype, placed.get(name, {})) for name, p in model.named_parameters()

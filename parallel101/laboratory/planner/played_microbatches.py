@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,10 @@ from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.step import Accumulation
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.weight_gradients import WeightGradients
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 Key = tuple[int, str]  # stage and kind of an action
 Event = tuple[float, Callable[[], None]]  # a message or a wait, after so many seconds of computing
@@ -268,10 +270,10 @@ class TapeRecorder:
 # ── a trainer's runner ──
 
 
-def replay(trainer: Trainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
+def replay(trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
     """Let the trainer run only some of its microbatches for real from now on."""
     runner, recorder = trainer.runner, TapeRecorder(rank, gpu)
-    first, last = (3, 2) if runner.sync.zero_stage >= 2 else (2, 1)
+    first, last = (3, 2) if trainer.data.options.zero_stage >= 2 else (2, 1)
     if isinstance(runner, Pipeline):
         actions, replace = runner.actions, replace_in_pipeline
     else:

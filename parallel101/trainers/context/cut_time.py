@@ -11,8 +11,8 @@ All else in the model acts on each position alone, so it doesn't know that other
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel101.mesh import Group
+from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.context.time_layout import local_positions, time_sizes
 from parallel101.trainers.context.ulysses import ulysses_attention
 from parallel101.trainers.context_parallel import ring_attention
+from parallel101.trainers.layout import Axes
+from parallel101.trainers.options import Options
 from parallel101.trainers.recompute import and_its_repetitions
 from parallel101.trainers.support.batches import Batch, in_words, map_tensors, tensors_of
 
@@ -37,33 +39,30 @@ WAYS = {
 }
 
 
-class ContextAxis:
-    """This rank's positions of each sequence, and the attention over all ranks.
+class ContextAxis(Axis):
+    """The axis cp: this rank's positions of each sequence, and the attention over all ranks.
 
     Args:
-        group: the ranks along cp.
-        way: see `HybridTrainer`, `context`.
-        first: the module that is called with the inputs.
-        others: of a pipeline, the modules after it. Each that takes `positions` in its forward is
-            given those of this rank, (batch, time) whole numbers, and so is the first.
+        stages: their first entry is called with the inputs. Each entry that takes `positions` in
+            its forward is given those of this rank, (batch, time) whole numbers.
     """
 
-    def __init__(self, group: Group, way: str, first: nn.Module, *others: nn.Module):
-        assert group.position is not None
-        self.group, self.position, self.way = group, group.position, way
-        self.attention, self.layout = WAYS[way]
-        self.signature = signature_of(first)
+    name = "cp"
+
+    def __init__(self, stages: OneStage, axes: Axes, options: Options):
+        self.group, self.position, self.way = axes.along(["cp"]), axes.here["cp"], options.context
+        self.attention, self.layout = WAYS[self.way]
+        self.signature = signature_of(stages.entries[0])
         self.name_of_positions = positions_in(self.signature)
-        self.takes_positions = self.name_of_positions is not None
-        for module in others:
-            if (name := positions_in(signature_of(module))) is not None:
-                module.register_forward_pre_hook(partial(self.to_module, name), with_kwargs=True)
-                self.takes_positions = True
         self.sizes: list[int] = []  # of the ranks' parts of the time, in this step
         self.here = torch.empty(0)  # the positions of this rank, (time,)
 
-    def check(self, inputs: Batch, targets: Batch) -> None:
-        """Raise ValueError for tensors that can't be cut along time."""
+    def cut(self, model: nn.Module, stages: OneStage) -> None:
+        for module in stages.entries[1:]:
+            if (name := positions_in(signature_of(module))) is not None:
+                module.register_forward_pre_hook(partial(self.to_module, name), with_kwargs=True)
+
+    def check_batch(self, inputs: Batch, targets: Batch) -> None:
         for what, tree in (("inputs", inputs), ("targets", targets)):
             for t in tensors_of(tree):
                 if t.dim() <= TIME:
@@ -79,8 +78,7 @@ class ContextAxis:
                 "length for all, and at least one position for each rank"
             )
 
-    def cut(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch, float]:
-        """Return this rank's positions of both, and their fraction of all positions."""
+    def cut_batch(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch, float]:
         first = tensors_of(inputs)[0]
         samples, time = first.shape[: TIME + 1]
         self.sizes = time_sizes(time, self.group.size, self.layout)
@@ -103,12 +101,12 @@ class ContextAxis:
         return args, {name: self.here.expand(len(args[0]), -1), **kwargs}
 
     @contextmanager
-    def of_forward(self, inner: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """Run a forward whose attention is that of the whole sequence. A shape error says that
         time is cut.
         """
         try:
-            with inner(), and_its_repetitions(lambda: AttentionOverRanks(self)):
+            with and_its_repetitions(lambda: AttentionOverRanks(self)):
                 yield
         except RuntimeError as error:
             if type(error) is not RuntimeError or "shape" not in str(error):

@@ -20,8 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parallel101.autograd import all_to_all
 from parallel101.mesh import GroupLike
-from parallel101.trainers.context.attention_arguments import checked
-from parallel101.trainers.context.attention_call import AttentionCall, computing
+from parallel101.trainers.context.attention_call import AttentionCall, checked, computing
 from parallel101.trainers.context.time_layout import local_positions
 
 HEADS, TIME = 1, 2

@@ -39,16 +39,17 @@ def sequence_of(model: nn.Module) -> list[nn.Module] | None:
     return entries
 
 
-def entries_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose composition is the model's forward.
-
-    Raises ValueError if the model doesn't tell.
-    """
-    entries = sequence_of(model)
-    if entries is not None:
-        return entries
+def order_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return the modules whose composition is the model's forward; None if it doesn't tell."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return list(model)
+    return sequence_of(model)
+
+
+def entries_of(model: nn.Module) -> list[nn.Module]:
+    """Return the same. Raises ValueError if the model doesn't tell."""
+    if (entries := order_of(model)) is not None:
+        return entries
     raise ValueError(
         f"a {type(model).__name__} can't be cut into pipeline stages: expected an "
         "nn.Sequential without a forward of its own, or a model "

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from parallel101.mesh import Group
+
 LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -85,3 +87,8 @@ def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     own = getattr(function, "__module__", "").startswith("parallel101.trainers.")
     return own and getattr(function, "__name__", "") == "vocabulary_cross_entropy"
+
+
+def loss_over(group: Group, loss_fn: LossFn | None) -> LossFn | None:
+    """Return loss_fn for logits that are cut over this group, if it takes such logits."""
+    return functools.partial(loss_fn, group=group) if is_vocabulary_loss(loss_fn) else loss_fn

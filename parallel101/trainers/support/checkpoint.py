@@ -15,19 +15,22 @@ import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from parallel101.trainers.support.arguments import mark_as_cut
 from parallel101.trainers.support.history import History
-from parallel101.trainers.trainer import Trainer
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}
 
 
-def state_dict(trainer: Trainer) -> dict[str, Any]:
+def state_dict(trainer: HybridTrainer) -> dict[str, Any]:
     """Return the whole model's state: see `HybridTrainer.state_dict`."""
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
     trainer.reads_parts = True
@@ -41,13 +44,13 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     return state
 
 
-def gradients(trainer: Trainer) -> dict[str, Tensor | None]:
+def gradients(trainer: HybridTrainer) -> dict[str, Tensor | None]:
     """Return the whole gradients: see `HybridTrainer.gradients`."""
     parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
-def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
+def save(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> None:
     """Write a checkpoint: see `HybridTrainer.save`."""
     content = {
         "model": state_dict(trainer),
@@ -63,7 +66,7 @@ def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
     )
 
 
-def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
+def resume(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> int:
     """Continue from a checkpoint: see `HybridTrainer.resume`."""
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
@@ -98,7 +101,7 @@ def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
 
 
 @torch.no_grad()
-def load_model(trainer: Trainer, state: Mapping[str, Any]) -> None:
+def load_model(trainer: HybridTrainer, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
     parts = trainer.parts
     trainer.model.load_state_dict(
@@ -111,14 +114,17 @@ def load_model(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.sync.publish()
 
 
-def refuse_parts(trainer: Trainer) -> None:
+def refuse_parts(trainer: HybridTrainer) -> None:
     """Let `state_dict` and copies of a model that is cut raise an error: they would have
-    shards, or nothing, in place of weights.
+    shards, or nothing, in place of weights. Another trainer refuses it.
     """
     entries, model = trainer.layout.entries, trainer.model
-    if all(
+    whole = all(
         p.shape == entries[name].shape for name, p in model.named_parameters() if name in entries
-    ):
+    )
+    if not whole or any(entry.placements.keys() - {"dp"} for entry in entries.values()):
+        mark_as_cut(model)
+    if whole:
         return
 
     def refuse(*_: Any) -> None:
@@ -194,7 +200,7 @@ def check_place(path: str | os.PathLike) -> None:
         raise PermissionError(f"the folder {path.parent} can't be written to")
 
 
-def check_state(state: Mapping[str, Any], trainer: Trainer) -> None:
+def check_state(state: Mapping[str, Any], trainer: HybridTrainer) -> None:
     """Raise ValueError if the names and shapes in a model's state are not those of the
     trainer's whole model.
     """

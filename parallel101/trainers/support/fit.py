@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,30 +39,21 @@ from parallel101.trainers.support.batches import (
 from parallel101.trainers.support.checkpoint import check_place, save
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.losses import Losses
-from parallel101.trainers.trainer import Trainer
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 END = object()
 
 
-class FitOptions(NamedTuple):
-    """See `HybridTrainer.fit`."""
-
-    until: int | None
-    save_to: str | os.PathLike | None
-    save_every: int | None
-    scheduler: Any
-    on_step: Callable[[StepResult], object] | None
-    progress: bool
-
-
-def share(trainer: Trainer, batch: Batch) -> Batch:
+def share(trainer: HybridTrainer, batch: Batch) -> Batch:
     """Return this rank's part of a whole batch: see `HybridTrainer.share`."""
     axes = trainer.axes
     mine = split(batch, split_sizes(count_samples(batch), axes.size(SAMPLES)))[axes.place(SAMPLES)]
     return map_tensors(lambda t: t.to(trainer.device), mine)
 
 
-def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(trainer: HybridTrainer, batch: Any) -> tuple[Any, Any]:
     """Return a batch's inputs and targets, as `step` takes them.
 
     If the model returns its loss, all of the batch is what the model is called with.
@@ -71,12 +62,16 @@ def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
 
 
 def fit(
-    trainer: Trainer,
+    trainer: HybridTrainer,
     batches: Iterable[Batch] | Callable[[int], Batch],
-    options: FitOptions,
+    until: int | None,
+    save_to: str | os.PathLike | None,
+    save_every: int | None,
+    scheduler: Any,
+    on_step: Callable[[StepResult], object] | None,
+    progress: bool,
 ) -> History:
     """Train on batch after batch: see `HybridTrainer.fit`."""
-    until, save_to, save_every, scheduler, on_step, progress = options
     check_fit(batches, until, save_to, save_every, on_step)
     if save_to is not None:
         trainer.agree.all_or_none(
@@ -115,7 +110,7 @@ def fit(
     return trainer.history
 
 
-def check_same(trainer: Trainer, batch: Batch) -> None:
+def check_same(trainer: HybridTrainer, batch: Batch) -> None:
     """Raise ValueError, on every rank, if the ranks' batches differ: each cuts its share out of
     the whole one.
     """
@@ -135,7 +130,7 @@ def check_same(trainer: Trainer, batch: Batch) -> None:
         )
 
 
-def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bool) -> tqdm:
+def progress_bar(trainer: HybridTrainer, batches: Any, until: int | None, progress: bool) -> tqdm:
     length = trainer.steps + len(batches) if hasattr(batches, "__len__") else None
     total = min((n for n in (until, length) if n is not None), default=None)
     hidden = not progress or trainer.position != 0
@@ -143,7 +138,7 @@ def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bo
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
+def evaluate(trainer: HybridTrainer, batches: Iterable[Batch]) -> float:
     """Return the mean loss of whole batches: see `HybridTrainer.evaluate`."""
     total, weight = 0.0, 0.0
     with evaluation_mode(trainer):
@@ -165,14 +160,13 @@ def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
     return math.fsum(totals) / math.fsum(weights)
 
 
-def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[float, float]:
+def evaluate_share(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> tuple[float, float]:
     """Return the sum of this share's losses, and its weight; (0, 0) on a rank whose loss another
     rank along tp or pp returns.
     """
     samples = count_samples(inputs)
     losses = Losses(trainer.loss_fn, samples, training=False)
-    if trainer.context is not None:
-        inputs, targets, losses.part = trainer.context.cut(inputs, targets)
+    inputs, targets, losses.part = trainer.context.cut_batch(inputs, targets)
     trainer.runner.evaluate(trainer.precision.cast(inputs), targets, losses)
     if not losses.parts or trainer.axes.here.get("tp", 0) > 0:
         return 0.0, 0.0
@@ -182,7 +176,7 @@ def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[flo
 
 
 @contextmanager
-def evaluation_mode(trainer: Trainer) -> Iterator[None]:
+def evaluation_mode(trainer: HybridTrainer) -> Iterator[None]:
     """Put the trainer's model in eval mode inside; its layers compute what they hold."""
     with (
         evaluating(trainer.model),

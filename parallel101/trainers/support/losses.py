@@ -1,4 +1,9 @@
-"""The losses of a step's microbatches, whose sum over all ranks is the loss of the whole batch.
+"""The shares of a batch that the ranks are given, and the losses of their microbatches, whose sum
+over all ranks is the loss of the whole batch.
+
+rank 0   tp 0   samples 0 … 3  ┐ the same: ranks along tp, pp and cp work on one share
+rank 1   tp 1   samples 0 … 3  ┘
+rank 2   tp 0   samples 4 … 6    another one along dp and ep, of any size, even none
 
 loss_fn returns a mean        microbatch of 3 samples, batch of 8: mean · 3/8
                               of half of their positions in time (cp): · 1/2
@@ -9,15 +14,101 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import Axes
+from parallel101.trainers.layout import SAMPLES, Axes
 from parallel101.trainers.support.arguments import LossFn
-from parallel101.trainers.support.batches import in_words, map_tensors
+from parallel101.trainers.support.batches import (
+    Batch,
+    check_pair,
+    count_samples,
+    in_words,
+    map_tensors,
+    number_of_shape,
+    number_of_values,
+)
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
+
+
+# ── shares, before the first message of a step ──
+
+
+def check_shares(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> int:
+    """Return the number of samples in the whole batch. Collective.
+
+    Raises, on all ranks, TypeError or ValueError if the shares don't fit together, or if something
+    is trained that was frozen when the trainer was built.
+    """
+    axes, agree, step = trainer.axes, trainer.agree, trainer.steps
+    problem, mine = None, (-1, 0, 0)
+    several = len(agree.ranks) > axes.size(SAMPLES)  # ranks with the same samples
+    try:
+        if trainer.loss_fn is not None:
+            check_pair((inputs, targets))
+        elif targets is not None:
+            raise ValueError(
+                "loss_fn is None, so the model returns its loss: expected step(inputs), without "
+                "separate targets"
+            )
+        check_frozen(trainer)
+        trainer.context.check_batch(inputs, targets)
+        values = number_of_values((inputs, targets)) if several else 0
+        mine = count_samples(inputs), number_of_shape(inputs), values
+    except (TypeError, ValueError) as error:
+        problem = error
+    counts, *told = agree.numbers(*mine) if several else agree.numbers(mine[0])
+    if min(counts) < 0:
+        agree.raise_problem(problem, f"take its batch in step {step}")
+    firsts: dict[int, int] = {}  # place along dp and ep → the first rank there
+    for position, here in enumerate(zip(counts, *told)):
+        first = firsts.setdefault(axes.place(SAMPLES, axes.coordinates(position)), position)
+        if here != tuple(of_ranks[first] for of_ranks in (counts, *told)):
+            given = (
+                f"{counts[first]:.0f} and {counts[position]:.0f} samples"
+                if counts[position] != counts[first]
+                else "different samples"
+            )
+            raise ValueError(
+                f"rank {agree.ranks[first]} and rank {agree.ranks[position]} were given {given}, "
+                "but ranks that differ only along tp, pp or cp work on the same ones: pass the "
+                "same batch to all of them. share(batch) cuts over dp and ep only; a "
+                "DistributedSampler, or a loader that shuffles with a seed of its own on each "
+                "rank, gives them different samples"
+            )
+    total, fewest = sum(counts[first] for first in firsts.values()), min(counts)
+    if not total:
+        raise ValueError(f"the batch of step {step} has no samples: expected at least one")
+    least, why = trainer.least
+    if fewest < least:
+        raise ValueError(
+            f"rank {agree.ranks[counts.index(fewest)]} has {fewest:.0f} of the {total:.0f} "
+            f"samples, and {why}: leave such a batch out, or use fewer ranks"
+        )
+    return int(total)
+
+
+def check_frozen(trainer: HybridTrainer) -> None:
+    """Raise ValueError for a parameter or a norm that was frozen when the trainer was built, and
+    is not any more.
+    """
+    if any(norm.training for norm in trainer.frozen_norms):
+        trainer.check_norms()
+    trained = set(trainer.trained)
+    for name, p in trainer.local.items():
+        if p.requires_grad and name not in trained:
+            raise ValueError(
+                f"{name!r} was frozen when the trainer was built, and now requires a gradient: "
+                "build a new trainer for it"
+            )
+
+
+# ── losses ──
 
 
 class Losses:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,7 +21,9 @@ from parallel101.trainers.layout import (
     Shard,
     Stages,
 )
-from parallel101.trainers.trainer import Trainer
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 Part = tuple[float, float]  # from, to: fractions of the whole model
 
@@ -69,23 +72,23 @@ class Holdings:
     __repr__ = __str__
 
 
-def describe(trainer: Trainer, title: str) -> Holdings:
+def describe(trainer: HybridTrainer, title: str) -> Holdings:
     """Return the bytes of each rank: see `HybridTrainer.describe`."""
-    sync, state = trainer.sync, trainer.optimizer.state.values()
-    parameters = [*trainer.model.parameters(), *sync.pieces.values()]
+    data, owned, state = trainer.data, trainer.owned, trainer.optimizer.state.values()
+    parameters = [*trainer.model.parameters(), *trainer.runner.sync.owned.values()]
     held: dict[str, Iterable[Tensor]] = {
         "weights": [*parameters, *trainer.model.buffers()],
-        "gradients": [p.grad for p in [*parameters, *sync.owned.values()] if p.grad is not None],
+        "gradients": [p.grad for p in [*parameters, *owned.values()] if p.grad is not None],
         "optimizer state": [
             value for of_one in state for value in of_one.values() if isinstance(value, Tensor)
         ],
     }
     if trainer.precision.master:
-        held["master weights"] = sync.owned.values()
+        held["master weights"] = owned.values()
     mine = {kind: storage_bytes(tensors) for kind, tensors in held.items()}
-    if sync.live is not None:
-        mine["gathered (peak)"] = sync.live.peak["weights"]
-        mine["gradients in flight (peak)"] = sync.live.peak["gradients"]
+    if zero_stage := data.options.zero_stage:
+        mine["gathered (peak)"] = data.live.peak["weights"]
+        mine["gradients in flight (peak)"] = data.live.peak["gradients"]
     if trainer.activations is not None:
         mine["activations (peak)"] = trainer.activations.peak
     layout, trained = trainer.layout, trainer.trained
@@ -96,11 +99,10 @@ def describe(trainer: Trainer, title: str) -> Holdings:
     kinds = dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
     counts = {kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in kinds}
     ranks = trainer.agree.ranks
-    how = f"{len(trainer.owned)} gradients, {sync.how}"
-    notes = [*trainer.notes, *trainer.layout.describe(), how]
+    notes = [*trainer.notes, *trainer.layout.describe(), f"{len(owned)} gradients, {data.how()}"]
     # dp cuts what its ZeRO stage says, and everything else is the same along it
     parts = {
-        kind: parts_held(layout, names, of_pieces if sync.zero_stage >= stage else ())
+        kind: parts_held(layout, names, of_pieces if zero_stage >= stage else ())
         for kind, names, stage in (
             ("weights", layout.entries, 3),
             ("gradients", trained, 2),

@@ -22,7 +22,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from parallel101.trainers.pipeline.split import sequence_of
+from parallel101.trainers.pipeline.split import order_of
 from parallel101.trainers.tensor.styles import Style, column, is_plain
 
 NAMES = (
@@ -188,10 +188,7 @@ def chain_of(model: nn.Module) -> Chain | None:
     """Return the modules whose composition is the model's forward, those of an nn.Sequential one
     by one: embedding, blocks.0, …, norm, head of a GPT. None if the model does not tell.
     """
-    modules = sequence_of(model)
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        modules = list(model)
-    if modules is None:
+    if (modules := order_of(model)) is None:
         return None
     names = first_names(model)
     return [(names.get(id(module), ""), module) for entry in modules for module in flat(entry)]

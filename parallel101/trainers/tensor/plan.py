@@ -1,9 +1,9 @@
-"""A tensor-parallel plan, resolved: the style of each module, checks that it can work, and the cut
+"""The axis tp: the style of each module, checks that it can work, and the cut
 of each parameter.
 
 plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}, beside the model
-resolve   names the modules and sizes, and refuses what cannot work; nothing is sent or changed
-apply     puts this rank's layers (../tensor_parallel.py) in the modules' places
+before    modules and sizes are named, and what cannot work is refused; nothing is sent or changed
+cut       puts this rank's layers (../tensor_parallel.py) in the modules' places
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel101.mesh import GroupLike, group_of, split_sizes
-from parallel101.trainers.layout import Shard
+from parallel101.mesh import Group, split_sizes
+from parallel101.trainers.axis import Axis, OneStage
+from parallel101.trainers.layout import Axes, Shard
+from parallel101.trainers.options import Options
 from parallel101.trainers.support.arguments import is_vocabulary_loss
 from parallel101.trainers.tensor.auto_plan import (
     auto_plan,
@@ -41,28 +42,50 @@ from parallel101.trainers.tensor_parallel import (
 TensorPlan = str | Mapping[str, str | Style]
 
 
-@dataclass(frozen=True)
-class ResolvedPlan:
-    """A plan for one model and one number of ranks.
+class TensorAxis(Axis):
+    """The axis tp: a plan for one model and one number of ranks.
+
+    Args:
+        model: the whole model.
+        loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is
+            cut.
+        options: `plan` is a dict from names of modules to styles, where `*` matches one or more
+            parts of a name, or "auto": from the model's structure.
 
     Attributes:
         styles: name of a module → its style.
-        placements: name of a parameter → how the tensor axis cuts it; the others are replicated.
-        partial: names of parameters of which each rank's gradient is partial, to be summed over the
-            tensor axis after backward.
-        vocabulary: whether the logits stay cut, so that the loss must be called with group=.
         time_cuts: where sequence parallel cuts activations.
-        algorithm, overlap, regather: see `SequenceGroup`.
+
+    Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
+    that does not fit.
     """
 
-    styles: Mapping[str, Style]
-    placements: Mapping[str, Shard]
-    partial: Collection[str]
-    vocabulary: bool
-    time_cuts: TimeCuts
-    algorithm: Mapping[str, str]
-    overlap: bool
-    regather: bool
+    name = "tp"
+    placements: dict[str, Shard]
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, axes: Axes, options: Options
+    ):
+        self.axes, self.options, self.algorithm = axes, options, options.algorithms(axes)
+        chain, cut_head, plan = chain_of(model), is_vocabulary_loss(loss_fn), options.tensor_plan
+        if isinstance(plan, str):
+            if plan != "auto":
+                raise ValueError(
+                    f'plan={plan!r}: expected "auto" or a dict from names of modules to styles'
+                )
+            styles = auto_plan(model, chain, cut_head)
+        else:
+            styles = match(plan or {}, model)
+        modules = dict(model.named_modules())
+        self.styles = {name: styles[name] for name in modules if name in styles}
+        shards = {
+            name: shard_of(name, modules[name], style, axes.sizes["tp"], modules)
+            for name, style in self.styles.items()
+        }
+        self.cuts_logits = check_loss(model, self.styles, cut_head)
+        self.placements = placements_of(model, self.styles, shards)
+        in_time = options.sequence_parallel
+        self.time_cuts = time_cuts(model, chain, self.styles) if in_time else TimeCuts()
 
     def describe(self) -> Iterator[str]:
         """Yield a line for each way of cutting modules: "blocks.*.mlp.up (4 modules): column"."""
@@ -74,24 +97,22 @@ class ResolvedPlan:
         for (names, way), count in ways.items():
             yield f"{names}{f' ({count} modules)' if count > 1 else ''}: {way}"
 
-    def apply(
-        self, model: nn.Module, group: GroupLike, local: Collection[str] | None = None
-    ) -> None:
+    def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
+        """Yield the parameters that see some positions only: each rank's gradient is a part."""
+        if partial := [name for name in names if name in self.time_cuts.partial]:
+            yield partial, self.axes.along(["tp"])
+
+    def cut(self, model: nn.Module, stages: OneStage) -> None:
         """Put this rank's layers in the places of the modules, with this rank's blocks of their
         parameters.
-
-        Args:
-            model: the whole model, as `resolve` saw it.
-            group: the ranks along the tensor axis.
-            local: the modules (with all that is below them) that this rank has of a pipeline; None:
-                all.
         """
-        position = group_of(group).position
-        assert position is not None
-        tp = TensorGroup(group, self.algorithm, self.overlap)
-        tp_in_time = SequenceGroup(group, self.algorithm, self.overlap, self.regather)
+        group, position, local = self.axes.along(["tp"]), self.axes.here["tp"], stages.names(model)
+        tp = TensorGroup(group, self.algorithm, self.options.overlap)
+        tp_in_time = SequenceGroup(
+            group, self.algorithm, self.options.overlap, self.options.regather
+        )
         named = list(model.named_modules(remove_duplicate=False))
-        here = {name for name, _ in named if local is None or is_below(name, local)}
+        here = {name for name, _ in named if is_below(name, local)}
         uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
         names = first_names(model)
         name_of = {id(p): name for name, p in model.named_parameters()}
@@ -133,57 +154,8 @@ class ResolvedPlan:
             tp_in_time.forget()
 
         # no column layer outside of a module of the sequence takes what layers inside share
-        for module in [model] if local is None else map(model.get_submodule, local):
+        for module in map(model.get_submodule, local):
             module.register_forward_hook(forget)
-
-
-def resolve(
-    plan: TensorPlan,
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    size: int,
-    sequence_parallel: bool = False,
-    algorithm: Mapping[str, str] = {},
-    overlap: bool = True,
-    regather: bool = False,
-) -> ResolvedPlan:
-    """Return which modules of the model are cut over `size` ranks, and how. Changes nothing.
-
-    Args:
-        plan: name of a module → style; `*` matches one or more parts of a name. "auto": from the
-            model's structure.
-        model: the whole model.
-        loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is
-            cut.
-        size: of the tensor axis.
-        sequence_parallel: cut activations along time wherever they are not cut along features.
-        algorithm: of the layers' collectives, by operation.
-        overlap: compute weight gradients while the sum of the inputs' gradients is in flight; only
-            without `algorithm`.
-
-    Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
-    that does not fit.
-    """
-    chain, cut_head = chain_of(model), is_vocabulary_loss(loss_fn)
-    if isinstance(plan, str):
-        if plan != "auto":
-            raise ValueError(
-                f'plan={plan!r}: expected "auto" or a dict from names of modules to styles'
-            )
-        styles = auto_plan(model, chain, cut_head)
-    else:
-        styles = match(plan, model)
-    modules = dict(model.named_modules())
-    styles = {name: styles[name] for name in modules if name in styles}  # in the model's order
-    shards = {
-        name: shard_of(name, modules[name], style, size, modules) for name, style in styles.items()
-    }
-    vocabulary = check_loss(model, styles, cut_head)
-    placements = placements_of(model, styles, shards)
-    cuts = time_cuts(model, chain, styles) if sequence_parallel else TimeCuts()
-    return ResolvedPlan(
-        styles, placements, cuts.partial, vocabulary, cuts, algorithm, overlap, regather
-    )
 
 
 # ── how they are cut ──
@@ -306,4 +278,5 @@ def check_tokens(rows: int, _: nn.Module, args: tuple[Tensor]) -> None:
 
 
 def is_below(name: str, modules: Collection[str]) -> bool:
-    return any(name == module or name.startswith(module + ".") for module in modules)
+    """Return whether a module is one of these, or inside one; "" is the whole model."""
+    return any(f"{name}.".startswith(f"{module}.") or not module for module in modules)

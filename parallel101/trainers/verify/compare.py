@@ -21,18 +21,17 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.step import compute_gradients, gradient_norm
+from parallel101.trainers.step import clip, compute_gradients, gradient_norm
 from parallel101.trainers.support.batches import count_samples, join, map_tensors, tensors_of
 from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.losses import NoTargets
 from parallel101.trainers.support.memory import readable
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import (
@@ -51,6 +50,9 @@ from parallel101.trainers.verify.report import (
     refusal,
 )
 from parallel101.trainers.verify.snapshot import Snapshot, seed_all
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 SAFETY, NOISE = 4, 16
 LARGE = 1000.0  # about the largest gradient of the scaled loss
@@ -77,7 +79,7 @@ class Comparison:
         snapshot: Snapshot,
         room: float,
     ):
-        trainer: Trainer = verification.trainer
+        trainer: HybridTrainer = verification.trainer
         self.trainer, self.verification, self.snapshot = trainer, verification, snapshot
         self.batch, self.room = batch, room
         self.of_first: WholeModel | None = verification.whole
@@ -312,9 +314,7 @@ class Comparison:
     def update(self) -> None:
         """Take the optimizer's step, with clipping."""
         trainer = self.trainer
-        if trainer.clip_norm is not None:
-            parameters, norm = list(trainer.owned.values()), gradient_norm(trainer)
-            nn.utils.clip_grads_with_norm_(parameters, trainer.clip_norm, norm)
+        clip(trainer)
         seed_all(self.seeds[1])
         torch.manual_seed(self.seeds[0])
         try:

@@ -2,7 +2,7 @@
 
 before the first step          three steps, here and in one process       compare.py
 in steps 2, 4, 8, 16, …        is the loss a mean over samples?           halves.py
-                               are copies of the model still equal?       replicas.py
+                               are copies of the model still equal?
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ import os
 import sys
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from parallel101.spans import unrecorded
+from parallel101.trainers.agreement import Agreement, tensors_of
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.replicas import compare_copies
-from parallel101.trainers.shares import check_shares
-from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss
+from parallel101.trainers.support.arguments import LossFn, loss_over
 from parallel101.trainers.support.batches import Batch
-from parallel101.trainers.support.losses import Losses
+from parallel101.trainers.support.losses import Losses, check_shares
 from parallel101.trainers.support.memory import readable
-from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.verify.compare import Comparison
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import of_the_loss
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import NotEqualError, Report, refusal
 from parallel101.trainers.verify.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 # of the first rank, for all that it holds at once; None: half of what is free
 MOST_BYTES: int | None = None
@@ -55,7 +57,9 @@ class Verification:
         always: whether the loss is checked in the next step, whatever its number.
     """
 
-    def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, asked: bool):
+    def __init__(
+        self, trainer: HybridTrainer, model: nn.Module, loss_fn: LossFn | None, asked: bool
+    ):
         self.trainer, self.asked, self.loss_fn = trainer, asked, loss_fn
         self.whole: WholeModel | None = None
         self.due = False
@@ -64,13 +68,12 @@ class Verification:
         self.comparable = asked and trainer.device.type != "meta"
         self.of_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
         if self.comparable and trainer.position == 0 and not self.of_keras:
-            if is_vocabulary_loss(loss_fn):
-                loss_fn = partial(loss_fn, group=trainer.axes.along([]))
-            self.whole = WholeModel(model, loss_fn, trainer.precision)
+            alone = loss_over(trainer.axes.along([]), loss_fn)
+            self.whole = WholeModel(model, alone, trainer.precision)
 
-    def note_cut(self, microbatches: int) -> None:
+    def note_cut(self) -> None:
         """Note that the trainer is built and its model cut."""
-        trainer = self.trainer
+        trainer, microbatches = self.trainer, self.trainer.runner.microbatches
         if self.whole is not None:
             self.whole.note_cut()
         parts = len(trainer.axes.members.ranks) > 1 or microbatches > 1
@@ -204,6 +207,23 @@ class Verification:
             "fewer or narrower layers, or call trainer.verify(inputs, targets) if the memory is "
             "there"
         ), 0.0
+
+
+def compare_copies(trainer: HybridTrainer) -> None:
+    """Raise ValueError, on every rank, if ranks that hold the same weights and buffers no longer
+    hold the same bits. Without it each would train a model of its own, and no loss would show it.
+    """
+    axes = [axis for axis in ("dp", "cp") if axis in trainer.axes.sizes]
+    trainer.agree.all_or_none(
+        "compare its copy of the model",
+        partial(
+            Agreement(trainer.axes.along(axes), trainer.device).check_same,
+            tensors_of(trainer.model),
+            f"before step {trainer.steps + 1} the copies of the model are no longer equal",
+            "something changes it on some ranks only, such as an nn.Embedding with max_norm, which "
+            "shortens the rows that a rank's own samples use, or code between the steps",
+        ),
+    )
 
 
 def free_bytes(device: torch.device) -> float:

@@ -13,11 +13,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+
+# torch has no public name for it; tests/trainers/test_unusual_models.py needs it
+from torch.utils._pytree import tree_leaves
 
 from parallel101.collectives import all_gather, reduce_scatter
 from parallel101.collectives.asynchronous import (
@@ -393,3 +397,36 @@ def source_of_cast(tensor: Tensor) -> Any:
         return None
     source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
     return source if source is not None and source.numel() == copy.numel() else None
+
+
+# ── the layers of a model, in turn ──
+
+
+def walk(
+    model: nn.Module, layers: Mapping[str, nn.Module], use: Callable[[str, bool], None]
+) -> None:
+    """Let hooks call `use` with a layer's name: with False before it computes, and again if
+    activation checkpointing repeats that in backward; with True once the gradient of an output is
+    there.
+    """
+    # messages are not traced
+    hook = torch.compiler.disable if any(map(is_compiled, model.modules())) else lambda f: f
+
+    def before(name: str, *_: Any) -> None:
+        use(name, False)
+
+    def after(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: use(name, True))
+
+    for name, module in layers.items():
+        # first, so that other hooks see whole weights
+        module.register_forward_pre_hook(hook(partial(before, name)), prepend=True)
+        module.register_forward_hook(hook(partial(after, name)))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether it is torch.compile(module), or was compiled in place by .compile()."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or "_orig_mod" in module._modules
