@@ -20,7 +20,7 @@ from parallel101.trainers.recompute import Recompute
 
 if TYPE_CHECKING:
     from parallel101.trainers.schedules.schedule import Schedule
-    from parallel101.trainers.tensor.plan import TensorPlan
+    from parallel101.trainers.tensor.styles import TensorPlan
 
 EXPERTS = "experts"  # the style of modules that ep cuts, and their usual name
 CONTEXTS = ("zigzag", "contiguous", "ulysses")

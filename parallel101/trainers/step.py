@@ -14,7 +14,7 @@ Afterwards every weight is what one process would have made of it with the whole
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,12 @@ from parallel101.collectives import all_reduce
 from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
 from parallel101.trainers.gradient_sync import GradientSync, sum_gradients
+from parallel101.trainers.support.arguments import Trainer
 from parallel101.trainers.support.batches import Batch, call, count_samples, split
 from parallel101.trainers.support.losses import Losses, agree_on_loss, check_shares
 
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
-
-def step(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> float:
+def step(trainer: Trainer, inputs: Batch, targets: Batch) -> float:
     """Train on one batch: see `HybridTrainer.step`."""
     total = check_shares(trainer, inputs, targets)
     trainer.verification.before_step(inputs, targets)
@@ -44,7 +42,7 @@ def step(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> float:
     return loss
 
 
-def compute_gradients(trainer: HybridTrainer, inputs: Batch, targets: Batch, total: int) -> float:
+def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: int) -> float:
     """Set the owned .grad to the gradients of the mean loss of `total` samples; return it."""
     trainer.optimizer.zero_grad()
     trainer.sync.begin()
@@ -72,7 +70,7 @@ def compute_gradients(trainer: HybridTrainer, inputs: Batch, targets: Batch, tot
     return loss
 
 
-def reached_by_none(trainer: HybridTrainer, unused: Sequence[str]) -> set[str]:
+def reached_by_none(trainer: Trainer, unused: Sequence[str]) -> set[str]:
     """Return the names of the parameters that no rank's samples reached. Collective."""
     mine, device = trainer.local.keys() - set(unused), trainer.agree.device
     reached = torch.tensor([name in mine for name in trainer.trained], device=device)
@@ -80,14 +78,14 @@ def reached_by_none(trainer: HybridTrainer, unused: Sequence[str]) -> set[str]:
     return {name for name, count in zip(trainer.trained, counts) if not count}
 
 
-def clip(trainer: HybridTrainer) -> None:
+def clip(trainer: Trainer) -> None:
     """Scale the gradients if the norm of all of them together is more than clip_norm."""
     if trainer.clip_norm is not None:
         norm = gradient_norm(trainer)
         nn.utils.clip_grads_with_norm_(list(trainer.owned.values()), trainer.clip_norm, norm)
 
 
-def gradient_norm(trainer: HybridTrainer) -> Tensor:
+def gradient_norm(trainer: Trainer) -> Tensor:
     """Return the norm of all gradients together, each element counted once."""
     gradients = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return trainer.layout.norm(gradients)

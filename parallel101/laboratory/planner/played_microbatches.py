@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +34,13 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.clock import VirtualRank
 from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
 from parallel101.spans import Collective, current_collective, set_current_collective, span
+from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline
 from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.step import Accumulation
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.weight_gradients import WeightGradients
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
 Key = tuple[int, str]  # stage and kind of an action
 Event = tuple[float, Callable[[], None]]  # a message or a wait, after so many seconds of computing

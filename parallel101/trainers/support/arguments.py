@@ -21,6 +21,8 @@ from parallel101.mesh import Group
 LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
+Trainer = Any  # a HybridTrainer, which hybrid.py puts together from what takes one
+
 CUT = "cut_by_a_parallel101_trainer"  # attribute of modules
 
 

@@ -15,22 +15,19 @@ import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel101.trainers.support.arguments import mark_as_cut
+from parallel101.trainers.support.arguments import Trainer, mark_as_cut
 from parallel101.trainers.support.history import History
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}
 
 
-def state_dict(trainer: HybridTrainer) -> dict[str, Any]:
+def state_dict(trainer: Trainer) -> dict[str, Any]:
     """Return the whole model's state: see `HybridTrainer.state_dict`."""
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
     trainer.reads_parts = True
@@ -44,13 +41,13 @@ def state_dict(trainer: HybridTrainer) -> dict[str, Any]:
     return state
 
 
-def gradients(trainer: HybridTrainer) -> dict[str, Tensor | None]:
+def gradients(trainer: Trainer) -> dict[str, Tensor | None]:
     """Return the whole gradients: see `HybridTrainer.gradients`."""
     parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
-def save(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> None:
+def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
     """Write a checkpoint: see `HybridTrainer.save`."""
     content = {
         "model": state_dict(trainer),
@@ -66,7 +63,7 @@ def save(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> Non
     )
 
 
-def resume(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> int:
+def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
     """Continue from a checkpoint: see `HybridTrainer.resume`."""
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
@@ -101,7 +98,7 @@ def resume(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> i
 
 
 @torch.no_grad()
-def load_model(trainer: HybridTrainer, state: Mapping[str, Any]) -> None:
+def load_model(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
     parts = trainer.parts
     trainer.model.load_state_dict(
@@ -114,7 +111,7 @@ def load_model(trainer: HybridTrainer, state: Mapping[str, Any]) -> None:
     trainer.sync.publish()
 
 
-def refuse_parts(trainer: HybridTrainer) -> None:
+def refuse_parts(trainer: Trainer) -> None:
     """Let `state_dict` and copies of a model that is cut raise an error: they would have
     shards, or nothing, in place of weights. Another trainer refuses it.
     """
@@ -136,7 +133,7 @@ def refuse_parts(trainer: HybridTrainer) -> None:
             )
 
     model.register_state_dict_pre_hook(refuse)
-    model.__deepcopy__ = refuse  # type: ignore[assignment]
+    model.__deepcopy__ = refuse
 
 
 def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
@@ -200,7 +197,7 @@ def check_place(path: str | os.PathLike) -> None:
         raise PermissionError(f"the folder {path.parent} can't be written to")
 
 
-def check_state(state: Mapping[str, Any], trainer: HybridTrainer) -> None:
+def check_state(state: Mapping[str, Any], trainer: Trainer) -> None:
     """Raise ValueError if the names and shapes in a model's state are not those of the
     trainer's whole model.
     """

@@ -20,16 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel101.spans import listening
+from parallel101.trainers.support.arguments import Trainer
 from parallel101.trainers.support.memory import readable
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
 OUTSIDE = "(outside of the model)"  # where the loss saves
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a module's name: blocks.3.mlp
@@ -37,7 +35,7 @@ PHASES = ("forward", "backward", "input gradient", "weight gradient")
 
 
 @contextmanager
-def count_activations(of: nn.Module | HybridTrainer) -> Iterator[Activations]:
+def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
     """Count what autograd keeps for the backward pass inside of the block.
 
     with p101.count_activations(trainer) as activations:

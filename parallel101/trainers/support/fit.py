@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from parallel101.mesh import split_sizes
 from parallel101.spans import span
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.step import step as take_step
+from parallel101.trainers.support.arguments import Trainer
 from parallel101.trainers.support.batches import (
     Batch,
     check_pair,
@@ -40,20 +41,17 @@ from parallel101.trainers.support.checkpoint import check_place, save
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.losses import Losses
 
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
-
 END = object()
 
 
-def share(trainer: HybridTrainer, batch: Batch) -> Batch:
+def share(trainer: Trainer, batch: Batch) -> Batch:
     """Return this rank's part of a whole batch: see `HybridTrainer.share`."""
     axes = trainer.axes
     mine = split(batch, split_sizes(count_samples(batch), axes.size(SAMPLES)))[axes.place(SAMPLES)]
     return map_tensors(lambda t: t.to(trainer.device), mine)
 
 
-def inputs_and_targets(trainer: HybridTrainer, batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
     """Return a batch's inputs and targets, as `step` takes them.
 
     If the model returns its loss, all of the batch is what the model is called with.
@@ -62,7 +60,7 @@ def inputs_and_targets(trainer: HybridTrainer, batch: Any) -> tuple[Any, Any]:
 
 
 def fit(
-    trainer: HybridTrainer,
+    trainer: Trainer,
     batches: Iterable[Batch] | Callable[[int], Batch],
     until: int | None,
     save_to: str | os.PathLike | None,
@@ -110,7 +108,7 @@ def fit(
     return trainer.history
 
 
-def check_same(trainer: HybridTrainer, batch: Batch) -> None:
+def check_same(trainer: Trainer, batch: Batch) -> None:
     """Raise ValueError, on every rank, if the ranks' batches differ: each cuts its share out of
     the whole one.
     """
@@ -130,7 +128,7 @@ def check_same(trainer: HybridTrainer, batch: Batch) -> None:
         )
 
 
-def progress_bar(trainer: HybridTrainer, batches: Any, until: int | None, progress: bool) -> tqdm:
+def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bool) -> tqdm:
     length = trainer.steps + len(batches) if hasattr(batches, "__len__") else None
     total = min((n for n in (until, length) if n is not None), default=None)
     hidden = not progress or trainer.position != 0
@@ -138,7 +136,7 @@ def progress_bar(trainer: HybridTrainer, batches: Any, until: int | None, progre
 
 
 @torch.no_grad()
-def evaluate(trainer: HybridTrainer, batches: Iterable[Batch]) -> float:
+def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
     """Return the mean loss of whole batches: see `HybridTrainer.evaluate`."""
     total, weight = 0.0, 0.0
     with evaluation_mode(trainer):
@@ -160,7 +158,7 @@ def evaluate(trainer: HybridTrainer, batches: Iterable[Batch]) -> float:
     return math.fsum(totals) / math.fsum(weights)
 
 
-def evaluate_share(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> tuple[float, float]:
+def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[float, float]:
     """Return the sum of this share's losses, and its weight; (0, 0) on a rank whose loss another
     rank along tp or pp returns.
     """
@@ -176,7 +174,7 @@ def evaluate_share(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> tup
 
 
 @contextmanager
-def evaluation_mode(trainer: HybridTrainer) -> Iterator[None]:
+def evaluation_mode(trainer: Trainer) -> Iterator[None]:
     """Put the trainer's model in eval mode inside; its layers compute what they hold."""
     with (
         evaluating(trainer.model),

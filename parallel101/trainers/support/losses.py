@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import SAMPLES, Axes
-from parallel101.trainers.support.arguments import LossFn
+from parallel101.trainers.support.arguments import LossFn, Trainer
 from parallel101.trainers.support.batches import (
     Batch,
     check_pair,
@@ -32,14 +32,10 @@ from parallel101.trainers.support.batches import (
     number_of_values,
 )
 
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
-
-
 # ── shares, before the first message of a step ──
 
 
-def check_shares(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> int:
+def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
     """Return the number of samples in the whole batch. Collective.
 
     Raises, on all ranks, TypeError or ValueError if the shares don't fit together, or if something
@@ -93,7 +89,7 @@ def check_shares(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> int:
     return int(total)
 
 
-def check_frozen(trainer: HybridTrainer) -> None:
+def check_frozen(trainer: Trainer) -> None:
     """Raise ValueError for a parameter or a norm that was frozen when the trainer was built, and
     is not any more.
     """

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,9 +20,7 @@ from parallel101.trainers.layout import (
     Shard,
     Stages,
 )
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
+from parallel101.trainers.support.arguments import Trainer
 
 Part = tuple[float, float]  # from, to: fractions of the whole model
 
@@ -72,7 +69,7 @@ class Holdings:
     __repr__ = __str__
 
 
-def describe(trainer: HybridTrainer, title: str) -> Holdings:
+def describe(trainer: Trainer, title: str) -> Holdings:
     """Return the bytes of each rank: see `HybridTrainer.describe`."""
     data, owned, state = trainer.data, trainer.owned, trainer.optimizer.state.values()
     parameters = [*trainer.model.parameters(), *trainer.runner.sync.owned.values()]

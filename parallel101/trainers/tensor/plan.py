@@ -39,8 +39,6 @@ from parallel101.trainers.tensor_parallel import (
     cut_heads,
 )
 
-TensorPlan = str | Mapping[str, str | Style]
-
 
 class TensorAxis(Axis):
     """The axis tp: a plan for one model and one number of ranks.

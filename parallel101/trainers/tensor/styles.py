@@ -37,6 +37,9 @@ class Style(NamedTuple):
         return f"{self.name}({', '.join(options)})" if options else self.name
 
 
+TensorPlan = str | Mapping[str, str | Style]
+
+
 def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
     """Return the style "column" with options, for a plan:
     `{"attention.qkv": p101.column(parts=3, heads=8)}`.

@@ -21,13 +21,14 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.step import clip, compute_gradients, gradient_norm
+from parallel101.trainers.support.arguments import Trainer
 from parallel101.trainers.support.batches import count_samples, join, map_tensors, tensors_of
 from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.losses import NoTargets
@@ -50,9 +51,6 @@ from parallel101.trainers.verify.report import (
     refusal,
 )
 from parallel101.trainers.verify.snapshot import Snapshot, seed_all
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
 SAFETY, NOISE = 4, 16
 LARGE = 1000.0  # about the largest gradient of the scaled loss
@@ -79,7 +77,7 @@ class Comparison:
         snapshot: Snapshot,
         room: float,
     ):
-        trainer: HybridTrainer = verification.trainer
+        trainer: Trainer = verification.trainer
         self.trainer, self.verification, self.snapshot = trainer, verification, snapshot
         self.batch, self.room = batch, room
         self.of_first: WholeModel | None = verification.whole

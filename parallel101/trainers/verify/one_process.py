@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,12 @@ from torch.optim import Optimizer
 
 from parallel101.trainers.gradient_sync import dense_gradient
 from parallel101.trainers.precision import Precision
-from parallel101.trainers.support.arguments import LossFn
+from parallel101.trainers.support.arguments import LossFn, Trainer
 from parallel101.trainers.support.batches import Batch, call, count_samples, map_tensors
 from parallel101.trainers.support.fit import evaluating
 from parallel101.trainers.support.losses import loss_and_weight
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.snapshot import MISSING, seed_all
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
 TENSORS, HOOKS = ("_parameters", "_buffers", "_modules"), "_hooks"
 LEAST_LR = 1e-3
@@ -195,7 +192,7 @@ class Training:
         self,
         whole: WholeModel,
         values: Mapping[str, Tensor],
-        trainer: HybridTrainer,
+        trainer: Trainer,
         state: Mapping[str, Any],
     ):
         self.whole, self.values, self.optimizer = whole, dict(values), trainer.optimizer

@@ -13,7 +13,6 @@ import os
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch import nn
 from parallel101.spans import unrecorded
 from parallel101.trainers.agreement import Agreement, tensors_of
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.support.arguments import LossFn, loss_over
+from parallel101.trainers.support.arguments import LossFn, Trainer, loss_over
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.losses import Losses, check_shares
 from parallel101.trainers.support.memory import readable
@@ -31,9 +30,6 @@ from parallel101.trainers.verify.halves import of_the_loss
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import NotEqualError, Report, refusal
 from parallel101.trainers.verify.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from parallel101.trainers.hybrid import HybridTrainer
 
 # of the first rank, for all that it holds at once; None: half of what is free
 MOST_BYTES: int | None = None
@@ -57,9 +53,7 @@ class Verification:
         always: whether the loss is checked in the next step, whatever its number.
     """
 
-    def __init__(
-        self, trainer: HybridTrainer, model: nn.Module, loss_fn: LossFn | None, asked: bool
-    ):
+    def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, asked: bool):
         self.trainer, self.asked, self.loss_fn = trainer, asked, loss_fn
         self.whole: WholeModel | None = None
         self.due = False
@@ -209,7 +203,7 @@ class Verification:
         ), 0.0
 
 
-def compare_copies(trainer: HybridTrainer) -> None:
+def compare_copies(trainer: Trainer) -> None:
     """Raise ValueError, on every rank, if ranks that hold the same weights and buffers no longer
     hold the same bits. Without it each would train a model of its own, and no loss would show it.
     """
