@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from parallel101.mesh import Group
-from parallel101.trainers.agreement import Agreement, tensors_of
+from parallel101.trainers.agreement import tensors_of
 from parallel101.trainers.axis import Axis, OneStage, Syncs
 from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import DATA, Axes, Pieces
 from parallel101.trainers.options import Options
 from parallel101.trainers.precision import Precision
+from parallel101.trainers.support.arguments import Trainer
 
 if TYPE_CHECKING:
     from parallel101.trainers.zero.flat import LiveBytes
@@ -30,7 +31,7 @@ class DataAxis(Axis):
     """The synchronizations of a model's gradients. Cutting the model builds them.
 
     Args:
-        trained: names of the model's trained parameters.
+        trainer: which is being built.
         others: the axes that cut the model before.
 
     Attributes:
@@ -43,21 +44,15 @@ class DataAxis(Axis):
     local: Mapping[str, Tensor]
     syncs: Syncs
 
-    def __init__(
-        self,
-        options: Options,
-        axes: Axes,
-        precision: Precision,
-        agree: Agreement,
-        trained: Sequence[str],
-        others: Sequence[Axis],
-    ):
-        self.options, self.axes, self.precision = options, axes, precision
-        self.agree, self.trained, self.others = agree, trained, others
-        self.algorithms = options.algorithms(axes)
+    def __init__(self, trainer: Trainer, options: Options, others: Sequence[Axis]):
+        self.axes: Axes = trainer.axes
+        self.precision: Precision = trainer.precision
+        self.agree, self.trained = trainer.agree, trainer.trained
+        self.options, self.others = options, others
+        self.algorithms = options.algorithms(self.axes)
         # Along cp and ep the model's backward sends, too. If ranks take different ways through the
         # model, gradients that leave meanwhile would meet those messages.
-        alone = options.zero_stage == 3 or axes.size(["cp", "ep"]) == 1
+        alone = options.zero_stage == 3 or self.axes.size(["cp", "ep"]) == 1
         self.overlap = options.overlap and alone
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:

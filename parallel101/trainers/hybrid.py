@@ -26,7 +26,7 @@ from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.data_axis import DataAxis
 from parallel101.trainers.gradient_sync import nested
-from parallel101.trainers.layout import DATA, Axes, Layout, state_names, tensors_of_state
+from parallel101.trainers.layout import Axes, Layout, entries_of, state_names, tensors_of_state
 from parallel101.trainers.options import Options, check_names, takes
 from parallel101.trainers.precision import choose_precision
 from parallel101.trainers.random_numbers import RandomNumbers
@@ -43,7 +43,7 @@ from parallel101.trainers.support.arguments import (
 from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History, StepResult
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
-from parallel101.trainers.sync_batch_norm import check_norms, norms_of, synchronize_norms
+from parallel101.trainers.sync_batch_norm import Norms
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
 
@@ -170,10 +170,7 @@ class HybridTrainer:
         self.precision = choose_precision(given, self.device)
         recomputed = modules_to_recompute(given.recompute, model)
         stages, self.context, *cutting = other_axes(model, loss_fn, axes, given)
-        many, synchronized = stages.microbatches, given.sync_batch_norm
-        self.check_norms = partial(check_norms, model, axes.size(DATA), many, synchronized)
-        self.check_norms()
-        self.frozen_norms = [norm for _, norm in norms_of(model) if not norm.training]
+        norms = Norms(model, axes, given, stages.microbatches)
 
         # what is known of the whole model, before it is cut
         self.model, self.clip_norm, self.position = model, given.clip_norm, axes.position
@@ -190,31 +187,28 @@ class HybridTrainer:
 
         # cut
         cutting.append(stages)
-        self.data = data = DataAxis(given, axes, self.precision, self.agree, self.trained, cutting)
-        self.parts_of_mesh = [*cutting, data, self.context]
-        for axis in self.parts_of_mesh:
+        self.data = data = DataAxis(self, given, cutting)
+        self.mesh_axes = [*cutting, data, self.context, norms]
+        for axis in self.mesh_axes:
             axis.cut(model, stages)
         for name in recomputed:
             recompute_in_backward(model.get_submodule(name), name)
-        self.layout = Layout.of_axes(axes, shapes, self.parts_of_mesh, self.device)
-        self.notes = [line for axis in self.parts_of_mesh for line in axis.describe()]
+        placed = {axis.name: axis.placements for axis in self.mesh_axes}
+        self.layout = Layout(axes, entries_of(shapes, placed), self.device)
+        self.notes = [line for axis in self.mesh_axes for line in axis.describe()]
         self.local, self.sums = data.local, data.after
 
         # what runs
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         of_forward = [
-            *(axis.forward for axis in self.parts_of_mesh),
+            *(axis.forward for axis in self.mesh_axes),
             self.random_numbers.of_forward,
             partial(self.precision.forward, self.device),
         ]
         self.runner = stages.runner(data.syncs, axes, lambda: nested(of_forward))
-        here = [name for name in self.trained if name in self.local]
-        self.sync = self.precision.updating(self.runner.sync, whole, self.layout, here, self.agree)
+        self.sync = self.precision.updating(self, whole)
         self.owned = self.sync.owned
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
-        self.least = stages.least
-        if synchronized:
-            self.least = max(self.least, synchronize_norms(model, axes))
         self.history = History()
         checkpoint.refuse_parts(self)
         self.verification.note_cut()

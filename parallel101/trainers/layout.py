@@ -16,7 +16,7 @@ gradient synchronizations do, and say so here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,19 @@ class Entry(NamedTuple):
             for axis, placement in self.placements.items()
             for name in (placement.axes if isinstance(placement, Pieces) else (axis,))
         }
+
+
+def entries_of(
+    shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
+    placed: Mapping[str, Mapping[str, Placement]],
+) -> dict[str, Entry]:
+    """Return the entry of each name. `placed`: axis → name → how the axis cuts it."""
+    return {
+        name: Entry(
+            *of, {axis: placed[axis][name] for axis in ORDER if name in placed.get(axis, ())}
+        )
+        for name, of in shapes.items()
+    }
 
 
 class Axes:
@@ -176,26 +189,6 @@ class Layout:
         self.cut_axes = [axis for axis in axes.sizes if axis in cut_axes]
         # the ranks that together have everything
         self.line = [axes.coordinates(position) for position in axes.line(self.cut_axes)]
-
-    @classmethod
-    def of_axes(
-        cls,
-        axes: Axes,
-        shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
-        cutting: Iterable[Any],
-        device: torch.device,
-    ) -> Layout:
-        """Return the layout of a model that these axes (see axis.py) have cut.
-
-        Args: shapes: name → shape and dtype of the whole.
-        """
-        by_name = {axis.name: axis.placements for axis in cutting}
-        order = [(axis, by_name[axis]) for axis in ORDER if axis in by_name]
-        entries = {
-            name: Entry(shape, dtype, {axis: p[name] for axis, p in order if name in p})
-            for name, (shape, dtype) in shapes.items()
-        }
-        return cls(axes, entries, device)
 
     # ── one entry, no messages ──
 

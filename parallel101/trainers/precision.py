@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from parallel101.collectives.meta_device import number_in, numbers_device
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync
-from parallel101.trainers.layout import Layout
 from parallel101.trainers.options import Options
+from parallel101.trainers.support.arguments import Trainer
 from parallel101.trainers.support.batches import Batch, map_tensors
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler's
@@ -88,21 +88,16 @@ class Precision(NamedTuple):
                     t.data = t.data.to(self.weights)
         return trained
 
-    def updating(
-        self,
-        sync: GradientSync,
-        weights: Mapping[str, nn.Parameter],
-        layout: Layout,
-        local: Sequence[str],
-        agree: Agreement,
-    ) -> GradientSync:
+    def updating(self, trainer: Trainer, weights: Mapping[str, nn.Parameter]) -> GradientSync:
         """Return a synchronization whose `owned` are what the optimizer updates: see `cast_model`,
         which has returned `weights`.
         """
+        sync: GradientSync = trainer.runner.sync
         if not self.master:
             return sync
-        masters = {name: layout.cut(name, weights[name].detach()) for name in sync.owned}
-        return MasterWeights(sync, masters, local, self.scaled, agree)
+        masters = {n: trainer.layout.cut(n, weights[n].detach()) for n in sync.owned}
+        local = [name for name in trainer.trained if name in trainer.local]
+        return MasterWeights(sync, masters, local, self.scaled, trainer.agree)
 
     def gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set the dtype of these parameters' .grad, in which backward then adds up."""

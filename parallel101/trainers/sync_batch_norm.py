@@ -29,50 +29,67 @@ from torch.overrides import TorchFunctionMode
 
 from parallel101.autograd import all_gather
 from parallel101.mesh import Group
+from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.layout import DATA, Axes
+from parallel101.trainers.options import Options
+from parallel101.trainers.support.batches import Batch
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronized: bool) -> None:
-    """Raise ValueError for a norm that would see a part of the batch only: of `ranks` along
-    dp, a rank's share; or a microbatch.
+class Norms(Axis):
+    """A model's BatchNorms, whose statistics are those of the whole batch.
+
+    Raises ValueError for a norm that would see a part of the batch only: a rank's share along dp,
+    or a microbatch.
     """
-    for name, module in norms_of(model):
-        if not module.training and module.running_mean is not None:
-            continue  # it is frozen
-        if microbatches > 1:
-            why = f"a step runs it on {microbatches} microbatches, one by one"
-            how = "one microbatch per step (accumulate=1; in a pipeline microbatches=1)"
-        elif ranks > 1 and not synchronized:
-            why = "each rank has only its share"
-            how = "sync_batch_norm=True (not in a TensorParallelTrainer or PipelineTrainer)"
-        else:
-            continue
-        freeze = f", or freeze it: model.get_submodule({name!r}).eval()"
-        raise ValueError(
-            f"{name!r} is a {type(module).__name__}, which looks at the whole batch, but {why}: "
-            f"the result would differ from one process. Use {how}, or LayerNorm, GroupNorm or "
-            f"RMSNorm{freeze if module.running_mean is not None else ''}"
-        )
 
+    def __init__(self, model: nn.Module, axes: Axes, options: Options, microbatches: int):
+        self.model, self.synchronized = model, options.sync_batch_norm
+        self.data = axes.along([axis for axis in axes.sizes if axis in DATA])
+        self.microbatches = microbatches
+        self.frozen = [norm for _, norm in norms_of(model) if not norm.training]
+        self.check()
 
-def synchronize_norms(model: nn.Module, axes: Axes) -> tuple[int, str]:
-    """Let the model's norms take the statistics of all ranks' samples from now on. Return how many
-    samples each rank then needs, and why.
+    def check(self) -> None:
+        for name, module in norms_of(self.model):
+            if not module.training and module.running_mean is not None:
+                continue  # it is frozen
+            if self.microbatches > 1:
+                why = f"a step runs it on {self.microbatches} microbatches, one by one"
+                how = "one microbatch per step (accumulate=1; in a pipeline microbatches=1)"
+            elif self.data.size > 1 and not self.synchronized:
+                why = "each rank has only its share"
+                how = "sync_batch_norm=True (not in a TensorParallelTrainer or PipelineTrainer)"
+            else:
+                continue
+            freeze = f", or freeze it: model.get_submodule({name!r}).eval()"
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}, which looks at the whole batch, but "
+                f"{why}: the result would differ from one process. Use {how}, or LayerNorm, "
+                f"GroupNorm or RMSNorm{freeze if module.running_mean is not None else ''}"
+            )
 
-    Each forward and backward of a norm in training mode sends a message, so all ranks must use the
-    same norms in the same order. These messages have a process group of their own, so that they are
-    never taken for gradients, which leave at any time during backward.
-    """
-    group = axes.along([axis for axis in axes.sizes if axis in DATA])
-    if group.size == 1 or not any(norms_of(model)):
-        return 0, ""
-    own = dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc="mesh_dp")
-    statistics = OfAllRanks(group._replace(process_group=own))
-    for _, module in norms_of(model):
-        module.forward = partial(forward, MethodType(type(module).forward, module), statistics)
-    return 1, "sync_batch_norm needs one on each rank"
+    def check_batch(self, inputs: Batch, targets: Batch) -> None:
+        """Raise ValueError if a norm that was frozen is not any more."""
+        if any(norm.training for norm in self.frozen):
+            self.check()
+
+    def cut(self, model: nn.Module, stages: OneStage) -> None:
+        """Let the norms take the statistics of all ranks' samples from now on.
+
+        Each forward and backward of a norm in training mode sends a message, so all ranks must use
+        the same norms in the same order. These messages have a process group of their own, so that
+        they are never taken for gradients, which leave at any time during backward.
+        """
+        if not self.synchronized or self.data.size == 1 or not any(norms_of(model)):
+            return
+        ranks = list(self.data.ranks)
+        own = dist.new_group(ranks, use_local_synchronization=True, group_desc="mesh_dp")
+        statistics = OfAllRanks(self.data._replace(process_group=own))
+        for _, module in norms_of(model):
+            module.forward = partial(forward, MethodType(type(module).forward, module), statistics)
+        self.least = 1, "sync_batch_norm needs one on each rank"
 
 
 def norms_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -150,9 +150,10 @@ def test_spans_tell_microbatches_and_phases_apart():
 # ── trainers ──
 
 
-def gpt_step(build, **options):
+def gpt_step(build, verify=False, **options):
     model = GPT(GPTConfig(13, context=8, layers=4, heads=2, width=16))
-    trainer = build(model, next_token_loss, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    trainer = build(model, next_token_loss, sgd, verify=verify, **options)
     tokens = torch.randint(13, (8, 9), generator=torch.Generator().manual_seed(0))
     x, y = trainer.share((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
     with p101.count_activations(trainer) as activations:
@@ -171,9 +172,9 @@ def alone():
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
 def test_data_parallel_holds_its_share_and_the_table_says_so(backend):
     whole = alone().peak
-    # verify=True: what is compared before the first step isn't counted
+    # verified: what is compared before the first step isn't counted
     for activations, held_by_rank in p101.launch(
-        gpt_step, p101.DataParallelTrainer, accumulate=2, world_size=2, backend=backend
+        gpt_step, p101.DataParallelTrainer, True, accumulate=2, world_size=2, backend=backend
     ).results:
         # an int64 target a token more in all microbatches, and the scalars of the loss
         assert activations.peak == pytest.approx(whole / 4, rel=1e-3)

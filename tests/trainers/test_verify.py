@@ -31,6 +31,7 @@ LAYOUTS = {  # on 4 ranks: the mesh, and options
     "zero bubble": ("pp 4", {"microbatches": 4, "schedule": "zb-h1"}),
     "tensor and pipeline": ("pp 2, tp 2", {"microbatches": 3}),
 }
+ON_GLOO = ["ZeRO-1", "tensor and pipeline"]
 
 
 class WithBuffers(nn.Module):
@@ -201,7 +202,7 @@ def same(a, b):
 
 def traces_of_verify(name):
     trainer, found = built(name, True), []
-    for step in range(3):  # before the first step, and between others
+    for step in range(2):  # before the first step, and after it
         inputs, targets = trainer.share(text(step))
         before = state_of(trainer)
         report = trainer.verify(inputs, targets)
@@ -212,14 +213,17 @@ def traces_of_verify(name):
 
 @pytest.mark.parametrize(
     ("backend", "names"),
-    [("sim", list(LAYOUTS)), ("gloo", ["ZeRO-1", "tensor and pipeline"])],
+    [
+        ("sim", [name for name in LAYOUTS if name not in ON_GLOO]),
+        ("gloo", ON_GLOO),
+    ],
     ids=["sim", "gloo"],
 )
 def test_it_changes_nothing(backend, names):
     found = p101.launch(
         lambda: {name: traces_of_verify(name) for name in names}, world_size=4, backend=backend
     ).results
-    assert found == [{name: [(True, [])] * 3 for name in names}] * 4
+    assert found == [{name: [(True, [])] * 2 for name in names}] * 4
 
 
 def two_steps(name, check):

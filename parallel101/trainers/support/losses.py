@@ -53,7 +53,8 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
                 "separate targets"
             )
         check_frozen(trainer)
-        trainer.context.check_batch(inputs, targets)
+        for axis in trainer.mesh_axes:
+            axis.check_batch(inputs, targets)
         values = number_of_values((inputs, targets)) if several else 0
         mine = count_samples(inputs), number_of_shape(inputs), values
     except (TypeError, ValueError) as error:
@@ -80,7 +81,7 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
     total, fewest = sum(counts[first] for first in firsts.values()), min(counts)
     if not total:
         raise ValueError(f"the batch of step {step} has no samples: expected at least one")
-    least, why = trainer.least
+    least, why = max(axis.least for axis in trainer.mesh_axes)
     if fewest < least:
         raise ValueError(
             f"rank {agree.ranks[counts.index(fewest)]} has {fewest:.0f} of the {total:.0f} "
@@ -90,11 +91,9 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
 
 
 def check_frozen(trainer: Trainer) -> None:
-    """Raise ValueError for a parameter or a norm that was frozen when the trainer was built, and
-    is not any more.
+    """Raise ValueError for a parameter that was frozen when the trainer was built, and is not any
+    more.
     """
-    if any(norm.training for norm in trainer.frozen_norms):
-        trainer.check_norms()
     trained = set(trainer.trained)
     for name, p in trainer.local.items():
         if p.requires_grad and name not in trained:
