@@ -206,8 +206,8 @@ class HybridTrainer:
             partial(self.precision.forward, self.device),
         ]
         self.runner = stages.runner(data.syncs, axes, lambda: nested(of_forward))
-        self.sync = self.precision.updating(self, whole)
-        self.owned = self.sync.owned
+        self.gradient_sync = self.precision.updating(self, whole)
+        self.owned = self.gradient_sync.owned
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
         self.history = History()
         checkpoint.refuse_parts(self)

@@ -37,7 +37,7 @@ def step(trainer: Trainer, inputs: Batch, targets: Batch) -> float:
     with span("optimizer"):
         clip(trainer)
         trainer.optimizer.step()
-        trainer.sync.publish()
+        trainer.gradient_sync.publish()
     trainer.steps += 1
     return loss
 
@@ -45,14 +45,14 @@ def step(trainer: Trainer, inputs: Batch, targets: Batch) -> float:
 def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: int) -> float:
     """Set the owned .grad to the gradients of the mean loss of `total` samples; return it."""
     trainer.optimizer.zero_grad()
-    trainer.sync.begin()
-    losses = Losses(trainer.loss_fn, total, trainer.sync.scale)
+    trainer.gradient_sync.begin()
+    losses = Losses(trainer.loss_fn, total, trainer.gradient_sync.scale)
     trainer.verification.watch(losses)
     inputs, targets, losses.part = trainer.context.cut_batch(inputs, targets)
     with trainer.random_numbers.of_step(trainer.steps):
         trainer.runner.run(trainer.precision.cast(inputs), targets, losses)
     with wait_span("synchronize"):
-        unused = trainer.sync.finish()
+        unused = trainer.gradient_sync.finish()
         for names, group in trainer.sums:
             parts = {name: trainer.owned[name] for name in names if name in trainer.owned}
             if parts:  # along tp as the layers' sums are

@@ -233,7 +233,7 @@ def overflow(stage: int) -> tuple[list[float], list[bool], list[float]]:
         clip_norm=1.0,
         verify=False,
     )
-    scales, changed, losses = [trainer.sync.scale], [], []
+    scales, changed, losses = [trainer.gradient_sync.scale], [], []
     for factor in (1.0, 300.0, 1.0):  # in step 1, rank 1's gradients are too large for fp16
         x, y = trainer.share(rows(0))
         y = y * factor if trainer.position == 1 else y
@@ -241,7 +241,7 @@ def overflow(stage: int) -> tuple[list[float], list[bool], list[float]]:
         losses.append(trainer.step(x, y))
         after = trainer.state_dict()
         changed.append(any(not torch.equal(before[name], after[name]) for name in before))
-        scales.append(trainer.sync.scale)
+        scales.append(trainer.gradient_sync.scale)
     return scales, changed, losses
 
 

@@ -98,13 +98,9 @@ def check_complete(
                     f"{stage}B{i} and {stage}{twice}{i}"
                 )
             if "B" not in has and not has >= {"I", "W"}:
-                lacks = (
-                    f"{stage}B{i}"
-                    if not has & {"I", "W"}
-                    else f"{stage}{({'I', 'W'} - has).pop()}{i}"
-                )
+                lacks = min({"I", "W"} - has) if has & {"I", "W"} else "B"
                 raise ScheduleError(
-                    f"{lacks} is missing: stage {stage} has the forward of microbatch {i}"
+                    f"{stage}{lacks}{i} is missing: stage {stage} has the forward of microbatch {i}"
                 )
 
 
@@ -206,20 +202,16 @@ def progress(
     waiting: dict[int, tuple[int, str]] = {}  # rank → the rank that it waits for, and for what
     for rank, actions in enumerate(ranks):
         if posted[rank]:
-            action, other = posted[rank][0], partner(posted[rank][0])
-            waiting[rank] = (
-                where[other][0],
-                f"rank {rank}'s {action} waits for {other} of rank {where[other][0]}",
-            )
+            part, needed = posted[rank][0], partner(posted[rank][0])
         elif place[rank] < len(actions):
             parts = actions[place[rank]].computed()
             part, needed = next(
                 (p, n) for p in parts for n in needs(p, placement, where, listed) if n not in done
             )
-            waiting[rank] = (
-                where[needed][0],
-                f"rank {rank}'s {part} waits for {needed} of rank {where[needed][0]}",
-            )
+        else:
+            continue
+        of, _ = where[needed]
+        waiting[rank] = of, f"rank {rank}'s {part} waits for {needed} of rank {of}"
     if waiting:
         cycle, rank = [], min(waiting)
         while rank not in cycle:

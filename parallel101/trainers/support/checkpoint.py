@@ -54,7 +54,7 @@ def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
         "optimizer": trainer.sharded_optimizer.state(),
         "steps": trainer.steps,
         "history": trainer.history.as_dict(),
-        "loss_scale": trainer.sync.scale,
+        "loss_scale": trainer.gradient_sync.scale,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     trainer.agree.all_or_none(
@@ -92,7 +92,7 @@ def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
     if scheduler is not None:
         scheduler.load_state_dict(content["scheduler"])
     if trainer.precision.scaled and content.get("loss_scale", 1.0) != 1.0:
-        trainer.sync.scale = content["loss_scale"]
+        trainer.gradient_sync.scale = content["loss_scale"]
     trainer.steps, trainer.history = content["steps"], history
     return trainer.steps
 
@@ -108,7 +108,7 @@ def load_model(trainer: Trainer, state: Mapping[str, Any]) -> None:
         name = trainer.state.get(key)
         if name in parts:
             parts[name].copy_(trainer.layout.cut(name, value))
-    trainer.sync.publish()
+    trainer.gradient_sync.publish()
 
 
 def refuse_parts(trainer: Trainer) -> None:

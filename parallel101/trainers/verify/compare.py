@@ -289,12 +289,12 @@ class Comparison:
         for name, p in self.trainer.owned.items():
             if name in values:
                 p.copy_(self.trainer.layout.cut(name, values[name]))
-        self.trainer.sync.publish()
+        self.trainer.gradient_sync.publish()
 
     def gradients(self, samples: int, scale: float) -> float:
         """Compute the gradients as the trainer does, of a scaled loss. Returns the loss."""
         trainer, verification = self.trainer, self.verification
-        trainer.sync.scale = scale
+        trainer.gradient_sync.scale = scale
         inputs, targets = map_tensors(torch.clone, self.batch)  # which may be changed in place
         with deterministic(trainer.model, self.called()):
             verification.always = True
