@@ -83,8 +83,7 @@ def case(experts, mesh="ep 2", **options):
     return Case(task, on_mesh(mesh), "adamw", 0.05, {"bucket_bytes": 64, **options})
 
 
-@pytest.mark.parametrize("backend", ["sim", "gloo"])
-def test_each_is_one_process(backend):
+def test_each_is_one_process():
     stacked = partial(Experts, 2, WIDTH, 5)
     cases = [
         case(stacked, verify=True),
@@ -93,7 +92,7 @@ def test_each_is_one_process(backend):
         case(Loop, zero_stage=1),
         case(stacked, zero_stage=2, accumulate=2),
     ]
-    assert p101.launch(unlike_one_process, cases, world_size=2, backend=backend).results == [[]] * 2
+    assert p101.launch(unlike_one_process, cases, world_size=2, backend="sim").results == [[]] * 2
 
 
 def test_an_evaluation_may_have_fewer_samples_than_places():

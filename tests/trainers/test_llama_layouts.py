@@ -76,12 +76,6 @@ def test_each_layout_is_one_process(n):
     assert p101.launch(program, cases, world_size=n, backend="sim").results == [[]] * n
 
 
-def test_on_gloo():
-    cases = [case("cp 2", zero_stage=3, recompute="full")[1], case("tp 2", **AGAIN)[1]]
-    program = partial(unlike_one_process, steps=2)
-    assert p101.launch(program, cases, world_size=2).results == [[]] * 2
-
-
 def verified(precision, cases):
     """What verify says of each; in 32 bits, or less."""
     found = []

@@ -65,9 +65,9 @@ def activations_and_gradients(trace):
     ]
 
 
-@pytest.mark.parametrize(("backend", "schedule"), [("sim", "zb-h2"), ("gloo", "1f1b")])
-def test_activations_travel_to_the_next_stage_only_and_gradients_back(backend, schedule):
-    trace = p101.launch(step, schedule, world_size=3, backend=backend, trace=True).trace
+@pytest.mark.parametrize("schedule", ["zb-h2", "1f1b"])
+def test_activations_travel_to_the_next_stage_only_and_gradients_back(schedule):
+    trace = p101.launch(step, schedule, world_size=3, backend="sim").trace
     counted = Counter((e.rank, e.peer) for e in activations_and_gradients(trace))
     assert counted == dict.fromkeys([(0, 1), (1, 2), (1, 0), (2, 1)], MICROBATCHES)
     assert {e.nbytes for e in activations_and_gradients(trace)} == {
