@@ -60,9 +60,9 @@ def test_the_state_from_before_the_run_comes_back(monkeypatch):
         state.index = 7
         states = ProcessStates([torch_private.RankWorld() for _ in range(2)])
         assert library().PartialState().__dict__ == {}, "a fresh process has none"
-        states.switcher()(0, 1)
+        states.switch(1)
         library().PartialState().index = 1
-        states.switcher()(1, 0)
+        states.switch(0)
         states.restore()
         assert library().PartialState().index == 7 == state.index
     finally:

@@ -243,6 +243,9 @@ class RankWorld:
         c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
+WORLD = c10d, "_world"  # the attribute in which torch has its RankWorld
+
+
 def use_world(world: object) -> object:
     """Make torch.distributed use `world` from now on. Returns what it used before."""
     before, c10d._world = c10d._world, world  # type: ignore[assignment]

@@ -166,8 +166,8 @@ class World:
         )
         # the first exception that reports another rank's failure
         self._report: tuple[BaseException, VirtualRank] | None = None
-        self._switch: Callable[[int, int], None] = lambda old, new: None
-        self._current = 0
+        self._switch: Callable[[int], None] = lambda index: None
+        self._running = 0
         self._ready: list[int] = []  # the ranks that still run at this time, the next one last
         self._woken: list[int] = []
         self._pollers: list[VirtualRank] = []
@@ -179,11 +179,11 @@ class World:
 
     # ---- a run, from the thread that starts it ----
 
-    def run(self, rank_main: Callable[[int], Any], switch: Callable[[int, int], None]) -> list[Any]:
+    def run(self, rank_main: Callable[[int], Any], switch: Callable[[int], None]) -> list[Any]:
         """Run `rank_main(rank)` on every rank, and return what they returned.
 
-        If the run has failed, `failure` is the error. `switch(index, next_index)` is called
-        whenever one rank stops running and another starts.
+        If the run has failed, `failure` is the error. `switch(index)` is called whenever
+        another rank than before starts running.
         """
         self._switch = switch
         results: list[Any] = [None] * len(self.ranks)
@@ -373,9 +373,9 @@ class World:
         # later
         if rank is None:
             raise AssertionError("no virtual rank can run, but the run has not ended")
-        if rank.index != self._current:
-            self._switch(self._current, rank.index)
-            self._current = rank.index
+        if rank.index != self._running:
+            self._switch(rank.index)
+            self._running = rank.index
         rank.turn.release()
 
     def _next(self) -> VirtualRank | None:

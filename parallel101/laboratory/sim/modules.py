@@ -27,25 +27,28 @@ importing: Any = _bootstrap
 
 
 class RankModules:
-    """The modules of each rank; rank 0's are in use first.
+    """Keeps apart which modules are loaded, as one attribute: see process_state.py.
 
-    It is in `sys.meta_path` during the run, to see what is imported.
-
-    Until a rank imports a module of the program (`in_use`) or replaces `__main__`, there is nothing
-    to switch.
+    It is in `sys.meta_path` during the run, to see what is imported. Until a rank imports a module
+    of the program (`in_use`) or replaces `__main__`, there is nothing to switch.
     """
 
-    def __init__(self, size: int):
+    # a rank's modules, and the locks of those that it is importing
+    at_start: tuple[dict[str, ModuleType], dict[str, Any]] = {}, {}
+
+    def __init__(self) -> None:
         self.before_run = {name.partition(".")[0] for name in sys.modules}
-        self.main = sys.modules[MAIN]
+        self.main, self.locks = sys.modules[MAIN], importing._module_locks
         self.names = {MAIN}
-        self.own: list[dict[str, ModuleType]] = [{MAIN: self.main} for _ in range(size)]
-        self.import_locks: list[dict[str, Any]] = [
-            importing._module_locks,
-            *({} for _ in range(size - 1)),
-        ]
         self.in_use = False
+
+    def __enter__(self) -> RankModules:
         sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+        importing._module_locks = self.locks
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -60,23 +63,23 @@ class RankModules:
                 return spec
         return None
 
-    def switch(self, old: int, new: int) -> None:
-        """Switch from the modules of rank `old` to those of rank `new`."""
-        loaded, self.in_use = sys.modules, True
-        self.own[old] = leaving = {name: loaded[name] for name in self.names if name in loaded}
-        coming = self.own[new]
-        for name in leaving.keys() - coming.keys():
-            del loaded[name]
-        loaded.update(coming)
-        importing._module_locks = self.import_locks[new]
+    @property
+    def loaded(self) -> tuple[dict[str, ModuleType], dict[str, Any]]:
+        """The running rank's own modules."""
+        loaded = sys.modules
+        if not self.in_use and loaded[MAIN] is self.main:
+            return self.at_start
+        self.in_use = True
+        own = {name: loaded[name] for name in self.names if name in loaded}
+        return own, importing._module_locks
 
-    def restore(self) -> None:
-        """Unload all ranks' modules, because the run is over."""
-        sys.meta_path.remove(self)
-        importing._module_locks = self.import_locks[0]
-        for name in self.names:
+    @loaded.setter
+    def loaded(self, coming: tuple[dict[str, ModuleType], dict[str, Any]]) -> None:
+        own, locks = coming if coming is not self.at_start else ({MAIN: self.main}, {})
+        for name in self.names - own.keys():
             sys.modules.pop(name, None)
-        sys.modules[MAIN] = self.main
+        sys.modules.update(own)
+        importing._module_locks = locks
 
 
 def in_library(spec: ModuleSpec) -> bool:

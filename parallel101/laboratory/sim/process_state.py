@@ -1,23 +1,23 @@
 """Gives each virtual rank what a process has to itself, although all ranks share one process.
 
-Only one rank runs at a time. Whenever the turn passes from one rank to another, the state of the
-first is put away, and the state of the second is put in its place:
+Only one rank runs at a time. ProcessStates lists the attributes of which each rank has its own
+value. Whenever the turn passes from one rank to another, the values of the first are put away,
+and those of the second are put in their place:
 
-    rank 0 blocks ──▶ ProcessStates.switch(0, 1) ──▶ rank 1 runs
+    rank 0 blocks ──▶ ProcessStates.switch(1) ──▶ rank 1 runs
 
     torch.distributed   the default group and all others, as `dist.get_rank()` and DDP find them
                         (record/torch_private.RankWorld)
     modules             those that the program imports from its own files, with their globals, and
                         `__main__` (modules.py)
     random numbers      torch's, Python's and NumPy's, and torch's default dtype (random_states.py)
-    attributes          of which each rank has its own value (RankAttributes):
-      os.environ        with RANK, WORLD_SIZE, … (ranks/program.py sets them)
-      logging           the root logger and the loggers that the program makes, with handlers and
+    os.environ          with RANK, WORLD_SIZE, … (ranks/program.py sets them)
+    logging             the root logger and the loggers that the program makes, with handlers and
                         levels. There is one root logger object, since the loggers of libraries hold
                         it as their parent. Loggers from before the run, as torch's, are shared.
-      print, sys.stdout, sys.stderr
+    print, sys.stdout, sys.stderr
                         if a rank replaces them, as programs do to silence all ranks but one
-      accelerate        the dict that all instances of PartialState and two other classes have in a
+    accelerate          the dict that all instances of PartialState and two other classes have in a
                         process: the rank, the device, whether gradients are synchronized, …
 
 A thread has its own no_grad, autocast and default device anyway, and ranks are threads.
@@ -46,29 +46,48 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.modules import RankModules
-from parallel101.laboratory.sim.random_states import RandomStates
+from parallel101.laboratory.sim.random_states import (
+    functions_of_running_rank,
+    own_random_states,
+)
 
 ACCELERATE = "accelerate.state"
 ITS_CLASSES = ("PartialState", "AcceleratorState", "GradientState")
 
 
-class RankAttributes:
+class ProcessStates:
     """Attributes of modules, classes and objects, of which each rank has its own value.
 
-    Rank 0's are in use first. `restore()` brings back those from before the run.
+    What isn't an attribute in Python, such as the state of torch's generator, is a property of an
+    object made for it. Rank 0's values are in use first, and `restore()` brings back those from
+    before the run.
+
+    Args:
+        worlds: each rank's state of torch.distributed.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, worlds: Sequence[torch_private.RankWorld]):
+        self.running = 0
         self.owners: list[Any] = []
         self.names: list[str] = []
-        self.before_run: list[Any] = []
-        self.own: list[list[Any]] = [[] for _ in range(size)]
+        self.own: list[list[Any]] = [[] for _ in worlds]
+        self.undo = ExitStack()
+        self.restore = self.undo.close
+        self.profiled: int | None = None  # the rank whose profiler is running
+        self.add(*torch_private.WORLD, iter(worlds).__next__)
+        modules = self.undo.enter_context(RankModules())
+        self.add(modules, "loaded", lambda: modules.at_start)
+        self.undo.enter_context(functions_of_running_rank())
+        for owner, name, fresh in (*own_random_states(), *own_attributes()):
+            self.add(owner, name, fresh)
+        self.knows_accelerate = self.add_accelerate()
 
     def add(
         self, owner: Any, name: str, fresh: Callable[[], Any], keeps: int | None = None
@@ -82,44 +101,10 @@ class RankAttributes:
             present, values[keeps] = values[keeps], present
         self.owners.append(owner)
         self.names.append(name)
-        self.before_run.append(present)
+        self.undo.callback(setattr, owner, name, present)
         for of_rank, value in zip(self.own, values):
             of_rank.append(value)
         setattr(owner, name, values[keeps or 0])
-
-    def switch(self, old: int, new: int) -> None:
-        """Switch from the attributes of rank `old` to those of rank `new`."""
-        owners, names, coming = self.owners, self.names, self.own[new]
-        self.own[old] = leaving = [*map(getattr, owners, names)]
-        for owner, name, value, present in zip(owners, names, coming, leaving):
-            if value is not present:
-                setattr(owner, name, value)
-
-    def restore(self) -> None:
-        for owner, name, value in zip(self.owners, self.names, self.before_run):
-            setattr(owner, name, value)
-
-
-class ProcessStates:
-    """The states of all ranks; rank 0's is active first.
-
-    `restore()` brings back the process as it was before the run.
-
-    Args:
-        worlds: each rank's state of torch.distributed.
-    """
-
-    def __init__(self, worlds: list[torch_private.RankWorld]):
-        size = len(worlds)
-        self.worlds = worlds
-        self.world_before_run = torch_private.use_world(worlds[0])
-        self.attributes = RankAttributes(size)
-        self.random = RandomStates(size, self.attributes.add)
-        self.modules = RankModules(size)
-        for owner, name, fresh in own_attributes():
-            self.attributes.add(owner, name, fresh)
-        self.knows_accelerate = self.add_accelerate()
-        self.profiled: int | None = None  # the rank whose profiler is running
 
     def add_accelerate(self, importer: int | None = None) -> bool:
         """Let each rank have its own state of accelerate. False if it isn't imported.
@@ -129,39 +114,26 @@ class ProcessStates:
         module = sys.modules.get(ACCELERATE)
         for kind in (getattr(module, name, None) for name in ITS_CLASSES):
             if isinstance(kind, type) and type(vars(kind).get("_shared_state")) is dict:
-                self.attributes.add(kind, "_shared_state", dict, importer)
+                self.add(kind, "_shared_state", dict, importer)
         return module is not None
 
-    def switcher(self) -> Callable[[int, int], None]:
-        """Return switch(old, new), to call when rank `old` stops running and rank `new` runs.
-
-        It takes a microsecond.
-        """
-        worlds, random_states, modules, loaded = (
-            self.worlds,
-            self.random,
-            self.modules,
-            sys.modules,
-        )
-        switch_attributes = self.attributes.switch
-
-        def switch(old: int, new: int) -> None:
-            torch_private.use_world(worlds[new])
-            random_states.switch(old, new)
-            if modules.in_use or loaded["__main__"] is not modules.main:
-                modules.switch(old, new)
-            if not self.knows_accelerate and ACCELERATE in loaded:
-                self.knows_accelerate = self.add_accelerate(old)
-            switch_attributes(old, new)
-
-        return switch
+    def switch(self, rank: int) -> None:
+        """Switch from the state of the running rank to that of `rank`. It takes a microsecond."""
+        if not self.knows_accelerate and ACCELERATE in sys.modules:
+            self.knows_accelerate = self.add_accelerate(self.running)
+        owners, names = self.owners, self.names
+        self.own[self.running] = leaving = [*map(getattr, owners, names)]
+        self.running = rank
+        for owner, name, value, present in zip(owners, names, self.own[rank], leaving):
+            if value is not present:
+                setattr(owner, name, value)
 
     def use_profiler(self) -> None:
         """Note that a rank starts or stops torch's profiler.
 
         Two ranks that do so at the same time would crash the process.
         """
-        rank = self.random.running
+        rank = self.running
         if self.profiled not in (None, rank):
             raise RuntimeError(
                 f"rank {rank} uses torch's profiler while rank {self.profiled} does. torch has one "
@@ -172,12 +144,6 @@ class ProcessStates:
 
     def profiler_stopped(self) -> None:
         self.profiled = None
-
-    def restore(self) -> None:
-        torch_private.use_world(self.world_before_run)
-        self.random.restore()
-        self.modules.restore()
-        self.attributes.restore()
 
 
 def own_attributes() -> Iterator[tuple[Any, str, Callable[[], Any]]]:

@@ -7,9 +7,11 @@ processes do, and a run is the same every time.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -18,81 +20,85 @@ import torch
 from parallel101.laboratory.record import torch_private
 
 
-class RandomStates:
-    """The random states of all ranks; rank 0's are active first.
+class TorchRandom:
+    """What torch keeps once a process, as attributes: its generator's state, and the default dtype."""
 
-    `restore()` brings back the states from before the run.
+    def __init__(self) -> None:
+        # changes with every draw; get_state() would copy 5 kB at each switch
+        self._fingerprint: Callable[[], Any] = torch_private.generator_words() or object
+        self._last: Any = None
+        self._state = torch.empty(0)
 
-    `torch.set_default_dtype` is switched too, as torch keeps one per process.
+    @property
+    def state(self) -> torch.Tensor:
+        """The generator's state: the same tensor until a number is drawn."""
+        if (fingerprint := self._fingerprint()) != self._last:
+            self._state, self._last = torch.default_generator.get_state(), fingerprint
+        return self._state
 
-    Args:
-        size: how many ranks.
-        own: own(owner, name, fresh) gives each rank its own attribute (RankAttributes.add).
+    @state.setter
+    def state(self, state: torch.Tensor) -> None:
+        torch.default_generator.set_state(state)
+        self._state, self._last = state, self._fingerprint()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.get_default_dtype()
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        torch.set_default_dtype(dtype)
+
+
+def hidden_generators() -> list[tuple[ModuleType, Any, str, Callable[[int], Any]]]:
+    """Return where `random` and NumPy keep their generator.
+
+    Each is (the module whose functions are its methods, its owner, its name there, what makes one
+    from a seed). SciPy, scikit-learn and NumPy's own seed() use NumPy's.
+    """
+    hidden: list[tuple[ModuleType, Any, str, Callable[[int], Any]]] = [
+        (random, random, "_inst", random.Random)
+    ]
+    # np.random is imported here, as a rank that imported it later would share one generator
+    # with all
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        hidden.append((np.random, np.random.mtrand, "_rand", np.random.RandomState))
+    return hidden
+
+
+def own_random_states() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
+    """Yield attributes of which each rank has its own value, and what makes the next rank's."""
+    of_torch, fresh = TorchRandom(), torch.Generator().get_state()
+    yield of_torch, "state", lambda: fresh
+    yield of_torch, "dtype", torch.get_default_dtype
+    for _, owner, name, make in hidden_generators():
+        yield owner, name, map(make, itertools.count()).__next__
+
+
+@contextmanager
+def functions_of_running_rank() -> Iterator[None]:
+    """Let the functions of `random` and `numpy.random` use the running rank's generator inside.
+
+    They are methods of the generator from before the run, and programs import them by name.
     """
 
-    def __init__(self, size: int, own: Callable[..., None]):
-        self.before_run = (torch.default_generator.get_state(), torch.get_default_dtype())
-        fresh = torch.Generator().get_state()
-        torch.default_generator.set_state(fresh)
-        self.torch, self.loaded = [fresh] * size, fresh
-        # changes with every draw; get_state() would copy 5 kB at each switch
-        self.fingerprint = torch_private.generator_words()
-        self.last_fingerprint = self.fingerprint() if self.fingerprint else None
-        self.dtype = [torch.get_default_dtype()] * size
-        self.running = 0
-        # modules, and the functions they had before
-        self.replaced: list[tuple[ModuleType, dict[str, Any]]] = []
-        generators = [random.Random(rank) for rank in range(size)]
-        hidden = random.random.__self__  # type: ignore[attr-defined]
-        self._give_each_rank(random, hidden, generators)
-        # np.random is imported here, as a rank that imported it later would share one generator
-        # with all
-        if "numpy" in sys.modules:
-            import numpy as np
-
-            # its `_rand` is the global generator: SciPy, scikit-learn and NumPy's own seed() use it
-            mtrand: Any = np.random.mtrand
-            numpy = [np.random.RandomState(rank) for rank in range(size)]
-            self._give_each_rank(np.random, mtrand._rand, numpy)
-            own(mtrand, "_rand", iter(numpy).__next__)
-
-    def switch(self, old: int, new: int) -> None:
-        """Switch from the random states of rank `old` to those of rank `new`."""
-        self.running = new
-        fingerprint = self.fingerprint
-        if fingerprint is None or fingerprint() != self.last_fingerprint:
-            self.torch[old] = self.loaded = torch.default_generator.get_state()
-        if self.torch[new] is not self.loaded:
-            self.loaded = self.torch[new]
-            torch.default_generator.set_state(self.loaded)
-            self.last_fingerprint = fingerprint() if fingerprint else None
-        dtype = self.dtype[old] = torch.get_default_dtype()
-        if self.dtype[new] is not dtype:
-            torch.set_default_dtype(self.dtype[new])
-
-    def restore(self) -> None:
-        state, dtype = self.before_run
-        torch.default_generator.set_state(state)
-        torch.set_default_dtype(dtype)
-        for module, functions in self.replaced:
-            vars(module).update(functions)
-
-    def _give_each_rank(
-        self, module: ModuleType, hidden: object, generators: Sequence[object]
-    ) -> None:
-        """Replace the functions of `random` or `numpy.random` by the running rank's.
-
-        They are methods of one hidden generator.
-        """
-        functions = {
-            name: f for name, f in vars(module).items() if getattr(f, "__self__", None) is hidden
-        }
-        self.replaced.append((module, functions))
-        vars(module).update({name: self._of_running_rank(name, generators) for name in functions})
-
-    def _of_running_rank(self, name: str, generators: Sequence[object]) -> Callable[..., Any]:
+    def follow(owner: Any, generator: str, name: str) -> Callable[..., Any]:
         def function(*args: Any, **kwargs: Any) -> Any:
-            return getattr(generators[self.running], name)(*args, **kwargs)
+            return getattr(getattr(owner, generator), name)(*args, **kwargs)
 
         function.__name__ = name
         return function
+
+    with ExitStack() as undo:
+        for module, owner, generator, _ in hidden_generators():
+            before = getattr(owner, generator)
+            methods = {
+                name: f
+                for name, f in vars(module).items()
+                if getattr(f, "__self__", None) is before
+            }
+            undo.callback(vars(module).update, methods)
+            vars(module).update({name: follow(owner, generator, name) for name in methods})
+        yield

@@ -168,7 +168,7 @@ def simulate(
         profiler = torch_private.around_profiler(states.use_profiler, states.profiler_stopped)
         futures = torch_private.ahead_of_futures(wait_for_future, poll_future)
         with on_one_core(), futures, profiler, stores.used():
-            results = world.run(main, states.switcher())
+            results = world.run(main, states.switch)
     finally:
         torch_private.name_groups_by_thread(False)
         states.restore()
