@@ -9,7 +9,6 @@ replay.py               these together: what each rank held after each step
 rank_blocks.py          what each rank was given and returned, as rows of blocks
 results.py              what is wrong with the values that ranks returned
 verdict.py              which collective it was, and what is wrong with its result
-unwritten.py            elements of a result that nothing was written to
 held_blocks.py          which blocks each rank of a sharded product held
 sum_terms.py                which terms of its sum are in a block
 rank_sums.py            what each rank did, in sums

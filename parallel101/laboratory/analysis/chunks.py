@@ -10,11 +10,12 @@ all ranks: then a chunk is again a part of the tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from parallel101.laboratory.analysis.provenance import ElementOrigin, Mark
+from parallel101.laboratory.analysis.provenance import ElementOrigin
 
 Counts = tuple[int, ...]  # how often each rank's data is in something, by rank
 # (origin, or None for all; position, or None for a mixture of positions)
@@ -47,7 +48,7 @@ def chunks_of(
     messages: Sequence[list[ElementOrigin]],
     results: Sequence[list[ElementOrigin] | None],
     ranks: Sequence[int],
-    meant_for: Mapping[Mark, Element] | None = None,
+    meant_for: Sequence[Mapping[int, Element]] = (),
 ) -> Chunks:
     """Group the terms of messages and results into chunks.
 
@@ -55,12 +56,15 @@ def chunks_of(
         messages: the decoded payload of each message.
         results: the decoded result of each rank, None if it is not known.
         ranks: those that took part.
-        meant_for: of memory that was never written: the element that belongs there, if that is
-            known.
+        meant_for: of the first results, the element that belongs at each place, as far as that is
+            known. It counts for memory that was never written.
     """
     tensors = [
-        _placed(tensor, meant_for or {})
-        for tensor in (*messages, *(result or [] for result in results))
+        *(_placed(message, {}) for message in messages),
+        *(
+            _placed(r or [], of)
+            for r, of in itertools.zip_longest(results, meant_for, fillvalue={})
+        ),
     ]
     terms = {(element, counts) for tensor in tensors for element, counts in tensor}
     sums = any(sum(counts) > 1 for _, counts in terms)
@@ -126,11 +130,11 @@ def letter(chunk: int) -> str:
 
 
 def _placed(
-    tensor: Sequence[ElementOrigin], meant_for: Mapping[Mark, Element]
+    tensor: Sequence[ElementOrigin], meant_for: Mapping[int, Element]
 ) -> list[tuple[Element, Counts]]:
     """Return a tensor's elements that hold data or are meant for it, each with whose data it is."""
     elements: list[tuple[Element, Counts]] = []
-    for term in tensor:
+    for place, term in enumerate(tensor):
         if any(term.counts):
             elements.append(
                 (
@@ -138,8 +142,8 @@ def _placed(
                     term.counts,
                 )
             )
-        elif term.mark is not None and term.mark in meant_for:
-            elements.append((meant_for[term.mark], term.counts))
+        elif term.unwritten and place in meant_for:
+            elements.append((meant_for[place], term.counts))
     return elements
 
 

@@ -13,6 +13,7 @@ a mean, and a mean of means, exact: what a sum was divided by is found by trying
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,15 +27,6 @@ MOST = BASE - 1  # how often one rank can be counted in a sum
 _LARGEST = {torch.int64: 2**63 - 1, torch.float64: 2**53}
 
 
-# memory that was never written: its rank, the number of its buffer there, the position in it; () if
-# not known
-Mark = tuple[int, ...]
-# a mark can name so many buffers of a rank, and so many elements of each
-BUFFERS, LONGEST = 32, 256
-# a mark is a negative number that is so far below all sums of origins
-_FAR = {torch.int64: 2**62, torch.float64: 2**52}
-
-
 class ElementOrigin(NamedTuple):
     """The origin of one element's value."""
 
@@ -42,7 +34,7 @@ class ElementOrigin(NamedTuple):
     position: int | None
     counts: tuple[int, ...]  # how often each rank's data is in it, by rank
     divisor: int = 1  # what the sum was divided by
-    mark: Mark | None = None  # memory that was never written is in it
+    unwritten: bool = False  # memory that was never written is in it
 
     @property
     def mixed(self) -> bool:
@@ -135,8 +127,8 @@ def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | No
     for value in values:
         if value not in origins:
             term = _term(value, world_size)
-            if term is None or term.mixed:
-                term = _marked(value, world_size) or term
+            if (term is None or term.mixed) and is_unwritten(value):
+                term = ElementOrigin(None, (0,) * world_size, unwritten=True)
             if term is None:
                 return None
             origins[value] = term
@@ -173,37 +165,12 @@ def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
     return None
 
 
-def marks_of(
-    rank: int, world_size: int, buffer: int, numel: int, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Return the marks of a buffer, flat. None if they do not fit beside this many ranks."""
-    one = unit(world_size)
-    first = _FAR[dtype] // one + (rank * BUFFERS + buffer) * LONGEST
-    if (first + LONGEST) * one > 2 * _FAR[dtype]:
-        return None
-    return torch.tensor([-(first + j) * one for j in range(numel)], dtype=dtype)
+def is_unwritten(value: float) -> bool:
+    """Return whether torch has filled new memory with this value, or a sum has such a value in it.
 
-
-def mark_in(value: float, world_size: int) -> Mark | None:
-    """Return the mark that a value is, or None if it isn't one.
-
-    It is () for a sum with a mark in it, and for what torch fills memory with.
+    It fills it with NaN or the largest integer, if it is deterministic, as `watch` makes it.
     """
-    if value != value:
-        return ()
-    if abs(value) == float("inf"):
-        return None
-    far, one = _FAR[torch.int64 if isinstance(value, int) else torch.float64], unit(world_size)
-    whole, rest = divmod(-int(value), one)
-    code = whole - far // one
-    if not rest and 0 <= code < BUFFERS * LONGEST * world_size:
-        return code // LONGEST // BUFFERS, code // LONGEST % BUFFERS, code % LONGEST
-    return () if abs(value) >= far // 2 else None
-
-
-def _marked(value: float, world_size: int) -> ElementOrigin | None:
-    mark = None if isinstance(value, bool) else mark_in(value, world_size)
-    return None if mark is None else ElementOrigin(None, (0,) * world_size, mark=mark)
+    return not isinstance(value, bool) and (value != value or 2**61 <= abs(value) < math.inf)
 
 
 def _check(world_size: int) -> int:

@@ -21,21 +21,13 @@ from parallel101.laboratory.analysis.logical_topology import (
     connected_ranks,
     topology_of,
 )
-from parallel101.laboratory.analysis.provenance import (
-    LONGEST,
-    ElementOrigin,
-    Mark,
-    decode,
-    flat_values,
-)
+from parallel101.laboratory.analysis.provenance import ElementOrigin, decode, flat_values
 from parallel101.laboratory.analysis.steps import steps_of
-from parallel101.laboratory.analysis.unwritten import Watched
 from parallel101.laboratory.record.events import Message
 from parallel101.laboratory.record.trace import Trace
 
 # the moments at which a cell changes, and what it holds from then on
 States = list[tuple[float, Counts]]
-RESULT = -1  # in a mark: not the number of a buffer, but the result
 # moments are numbers: START is before the first step, s the start of step s, s + 0.5 the arrival of
 # its messages
 START = -1.0
@@ -129,15 +121,15 @@ def replay_of(
     trace: Trace,
     results: Sequence[Any] | None = None,
     inputs: Sequence[Any] | None = None,
-    watched: Watched | None = None,
+    watched: Sequence[int] | None = None,
     idle: bool = False,
 ) -> Replay:
     """Replay a trace.
 
     `results` and `inputs` are what each rank returned and was given, by rank, if that is known.
 
-    A rank takes part if it is in the group of a message. `watched` is what `watch` knows beyond the
-    record. `idle`: all ranks take part.
+    A rank takes part if it is in the group of a message. `watched`: the shape of the tensor that
+    `watch` gave each rank. `idle`: all ranks take part.
 
     Raises ValueError if `results` or `inputs` do not have one entry a rank, or if the trace lacks
     the earlier events of its run.
@@ -162,7 +154,7 @@ def replay_of(
     )
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
     replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)
-    replay.numel = None if watched is None else math.prod(watched.shape)
+    replay.numel = None if watched is None else math.prod(watched)
     payloads = [_decode(m.payload, trace.world_size) for m in messages]
     if all(payload is not None for payload in payloads):
         returned: list[list[ElementOrigin] | None] = [None] * trace.world_size
@@ -185,25 +177,12 @@ def replay_of(
             connected_ranks(ranks, pairs + forgotten),
         )
         replay.no_data = bool(messages) and not any(
-            any(term.counts) or term.mark is not None for p in payloads for term in p or ()
+            any(term.counts) or term.unwritten for p in payloads for term in p or ()
         )
-        replay.unwritten = [
-            any(term.mark is not None for term in payload or ()) for payload in payloads
-        ]
-        sent = [
-            [_of(m.src, term) for term in payload or ()]
-            for m, payload in zip(messages, payloads, strict=True)
-        ]
-        _fill_in(replay, sent, returned, given, watched)
+        sent = [payload or [] for payload in payloads]
+        replay.unwritten = [any(term.unwritten for term in payload) for payload in sent]
+        _fill_in(replay, sent, returned, given)
     return replay
-
-
-def _of(rank: int, term: ElementOrigin) -> ElementOrigin:
-    """Drop the chunk for which an element was meant, if another rank's memory is in it.
-
-    That memory was never written, and nothing tells which chunk the sender meant it for.
-    """
-    return term._replace(mark=()) if term.mark and term.mark[0] != rank else term
 
 
 def _decode(values: list | None, world_size: int) -> list[ElementOrigin] | None:
@@ -226,24 +205,13 @@ def _fill_in(
     payloads: list[list[ElementOrigin]],
     returned: list[list[ElementOrigin] | None],
     given: list[list[ElementOrigin] | None] | None,
-    watched: Watched | None,
 ) -> None:
     """Fill in the chunks, and what each rank held of them."""
-    meant_for: dict[Mark, Element] = {}
-    for rank, buffers in enumerate(watched.places if watched is not None else ()):
-        elements = _meant_for(replay, rank)
-        for buffer, start in buffers.items():
-            meant_for |= {
-                (rank, buffer, i - start): element
-                for i, element in elements.items()
-                if start <= i < start + LONGEST
-            }
-        meant_for |= {(rank, RESULT, i): element for i, element in elements.items()}
-    results = [None if r is None else _numbered(rank, r) for rank, r in enumerate(returned)]
-    parts = chunks_of(payloads, [*results, *(given or [])], replay.ranks, meant_for)
+    n = replay.trace.world_size
+    meant_for = [_meant_for(replay, rank) for rank in range(n)]
+    parts = chunks_of(payloads, [*returned, *(given or [])], replay.ranks, meant_for)
     if not parts.chunks:
         return
-    n = replay.trace.world_size
     replay.known, replay.sums, replay.chunks, replay.number = (
         True,
         parts.sums,
@@ -261,17 +229,6 @@ def _fill_in(
             )
     replay.landings = [
         [landed[i, c] for c in sorted(content)] for i, content in enumerate(parts.in_messages)
-    ]
-
-
-def _numbered(rank: int, terms: list[ElementOrigin]) -> list[ElementOrigin]:
-    """Return a rank's result.
-
-    Memory in it that was never written is marked with its place in the result.
-    """
-    return [
-        term if term.mark is None else term._replace(mark=(rank, RESULT, i))
-        for i, term in enumerate(terms)
     ]
 
 

@@ -111,8 +111,7 @@ class Verdict:
                 replay.known
                 and not holders_of
                 and any(
-                    term.mark is not None
-                    for term in (replay.terms[rank] if replay.terms else None) or ()
+                    term.unwritten for term in (replay.terms[rank] if replay.terms else None) or ()
                 )
             ):
                 # it is not known which chunk was meant to be there

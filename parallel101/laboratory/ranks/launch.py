@@ -70,7 +70,7 @@ class Run:
     backend: str
     world_size: int
     gpus: list[GpuCount] | None = field(default=None, repr=False)
-    # what `watch` knows beyond the record: an analysis.unwritten.Watched
+    # the shape of the tensor that `watch` gave each rank
     watched: Any = field(default=None, repr=False)
 
     def animate(self, title: str | None = None):

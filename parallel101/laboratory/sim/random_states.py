@@ -21,7 +21,7 @@ from parallel101.laboratory.record import torch_private
 
 
 class TorchRandom:
-    """What torch keeps once a process, as attributes: its generator's state, and the default dtype."""
+    """What torch keeps once a process, as attributes: its generator's state and default dtype."""
 
     def __init__(self) -> None:
         # changes with every draw; get_state() would copy 5 kB at each switch

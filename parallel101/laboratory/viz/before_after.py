@@ -21,7 +21,6 @@ from parallel101.laboratory.analysis.rank_blocks import (
     returned_blocks,
 )
 from parallel101.laboratory.analysis.replay import Replay, replay_of
-from parallel101.laboratory.analysis.unwritten import Watched
 from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import ranks_text
@@ -50,7 +49,10 @@ class Flight(NamedTuple):
 
 
 def before_after_scene(
-    trace: Trace, results: Sequence[Any] | None, watched: Watched | None, title: str | None = None
+    trace: Trace,
+    results: Sequence[Any] | None,
+    watched: Sequence[int] | None,
+    title: str | None = None,
 ) -> Scene:
     """Draw what each rank was given and what it returned, block by block.
 

@@ -245,22 +245,10 @@ class Captions:
         return ""
 
     def _unwritten(self, step: int) -> str:
-        named, others = [], []
-        for i in self.replay.in_step(step):
-            src = self.replay.messages[i].src
-            unknown = (x.chunk for x in self.replay.landings[i] if not any(x.carried))
-            names = [self.replay.chunks[chunk].label for chunk in unknown]
-            if names:
-                chunks, it = ("chunks", "them") if len(names) > 1 else ("chunk", "it")
-                named.append(f"rank {src} sends {chunks} {chunk_letters(names)} before it has {it}")
-            elif self.replay.unwritten[i]:
-                others.append(src)
-        if len(named) > 4:
-            named[3:] = [f"{len(named) - 3} more ranks do the same"]
-        if others:
-            send = "sends" if len(set(others)) == 1 else "send"
-            named.append(f"{ranks_text(others)} {send} memory that was never written")
-        return sentence(", ".join(named))
+        replay = self.replay
+        ranks = {replay.messages[i].src for i in replay.in_step(step) if replay.unwritten[i]}
+        send = "sends" if len(ranks) == 1 else "send"
+        return sentence(f"{ranks_text(sorted(ranks))} {send} memory that was never written")
 
     def _most_before(self, chunk: int, origin: int, step: int) -> int:
         states = [state for rank in self.replay.ranks for state in self.replay.cells[rank, chunk]]

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallel101.laboratory.analysis.replay import Replay, replay_of
-from parallel101.laboratory.analysis.unwritten import Watched
 from parallel101.laboratory.analysis.verdict import Verdict
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds
@@ -49,7 +48,7 @@ def collective_scene(
     *,
     title: str | None = None,
     inputs: Sequence[Any] | None = None,
-    watched: Watched | None = None,
+    watched: Sequence[int] | None = None,
     idle: bool = False,
     summary: bool = False,
 ) -> Scene:
@@ -68,7 +67,7 @@ def collective_scene(
         title: above the picture; None: a title derived from the record.
         inputs: what each rank was given, by rank; None: each rank starts with the part that carries
             its own origin.
-        watched: what `watch` knows beyond the record.
+        watched: the shape of the tensor that `watch` gave each rank.
         idle: also draw ranks that sent and received nothing.
         summary: sum up each step, as for more than 16 ranks.
 

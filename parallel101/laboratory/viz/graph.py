@@ -298,8 +298,6 @@ def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) ->
         place = k % columns * width - box[0] / 2, k // columns * height - box[1] / 2, width, height
         colour, rim = landing.chunk % 8, "bad" if max(landing.carried) > 1 else "k"
         look, ink = f"f{colour} {rim}", f"b o{colour}"
-        if not any(landing.carried):  # memory that was never written
-            look, ink = "gone", "b"
         tile.rect(*place, look, rx=0.21 * min(width, height))
         tile.label(replay.chunks[landing.chunk].label, place, ink, 0.57 * height, 0)
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.analysis.provenance import most_elements, origin_tensor
-from parallel101.laboratory.analysis.unwritten import MarkUnwritten, Places, Watched
 from parallel101.laboratory.ranks.launch import Run, launch
 from parallel101.laboratory.sim.network import Network
 
@@ -80,18 +79,15 @@ def watch(
         )
     origin_tensor(0, world_size, numel, dtype)
 
-    def watched() -> tuple[Any, Places]:
+    def watched() -> Any:
         x = origin_tensor(dist.get_rank(), world_size, numel, dtype)
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        marked = MarkUnwritten(dist.get_rank(), world_size)
-        with _settings(keep=backend != "sim"), marked as unwritten:
-            result = fn(x.to(device).reshape(size))
-        return result, unwritten.places(result)
+        with _settings(keep=backend != "sim"):
+            return fn(x.to(device).reshape(size))
 
     on: dict[str, Any] = {"backend": backend, "network": network, "rules": rules}
     run = launch(watched, world_size=world_size, trace="payload", **on)
-    run.watched = Watched(size, tuple(found for _, found in run.results))
-    run.results = [result for result, _ in run.results]
+    run.watched = size
     return run
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from parallel101 import collectives
 from parallel101.laboratory.analysis.critical_path import critical_path
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.analysis.unwritten import Watched
 from parallel101.laboratory.record.trace import Trace, collector_paused
 from parallel101.laboratory.sim.network import Network
 from parallel101.laboratory.sim.simulate import simulate
@@ -171,7 +170,7 @@ def record(choice: Choice) -> tuple[RecordedRun, Scene]:
     if choice.network != "switch":  # where messages wait for links, another clock counts
         steps = round(run(choice, network_of(choice, counted=True), nbytes)[0].makespan)
     trace = enlarged(trace, each)
-    watched = Watched((numbers_of(choice, nbytes),), ()) if drawn else None
+    watched = (numbers_of(choice, nbytes),) if drawn else None
     scene = collective_scene(trace, results, title=choice.title, watched=watched, summary=not drawn)
     sent = trace.bytes_sent
     return RecordedRun(steps, max(sent), sum(sent), trace.makespan, small.makespan), scene
