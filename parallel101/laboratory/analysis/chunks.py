@@ -10,7 +10,6 @@ all ranks: then a chunk is again a part of the tensor.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -59,13 +58,9 @@ def chunks_of(
         meant_for: of the first results, the element that belongs at each place, as far as that is
             known. It counts for memory that was never written.
     """
-    tensors = [
-        *(_placed(message, {}) for message in messages),
-        *(
-            _placed(r or [], of)
-            for r, of in itertools.zip_longest(results, meant_for, fillvalue={})
-        ),
-    ]
+    tensors = [_placed(message, {}) for message in messages]
+    for i, result in enumerate(results):
+        tensors.append(_placed(result or [], meant_for[i] if i < len(meant_for) else {}))
     terms = {(element, counts) for tensor in tensors for element, counts in tensor}
     sums = any(sum(counts) > 1 for _, counts in terms)
     origins = sorted(

@@ -280,15 +280,16 @@ class World:
             self.limits.begin(rank, work, seconds)
         # a future's callback may wait while its rank waits for something else
         outer, rank.waiting = rank.waiting, work
-        began, call = rank.now(), work.call() if rank.record_waits else None
+        began = (rank.now(), work.call()) if rank.record_waits else None
         while not work.done and rank.interrupted is None:
             self.block(rank)
         rank.waiting = outer
         if rank.interrupted is not None:
             error, rank.interrupted = rank.interrupted, None
             raise error
-        if call is not None and self.now > began:
-            rank.add_span(call.kind, began, self.now, call.wait_labels, waiting=True)
+        if began is not None and self.now > began[0]:
+            start, call = began
+            rank.add_span(call.kind, start, self.now, call.wait_labels, waiting=True)
 
     def poll(self, rank: VirtualRank, work: Waitable) -> None:
         """Handle a rank's question whether a work is done, while it is not.

@@ -17,7 +17,6 @@ network.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from ctypes import Array, c_char
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,14 +51,6 @@ NO_MESSAGE_YET = object()
 # a run records millions of events: equal shapes share one plain tuple, equal dtypes one string
 _shapes: dict[Any, tuple[int, ...]] = {}
 _dtypes: dict[torch.dtype, str] = {}
-
-
-def plain_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    return _shapes.get(shape) or _shapes.setdefault(shape, tuple(shape))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return _dtypes.get(dtype) or _dtypes.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
 @lru_cache(maxsize=1024)
@@ -103,8 +94,8 @@ class MessageWork(SimWork):
     where: str
     posted: float
     nbytes: int
-    shape: torch.Size
-    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dtype: str
     pointer: int
     number: int  # counts all sends and receives of the run, in the order in which they were posted
     # the collective of parallel101 that the message belongs to: operation and ranks
@@ -119,7 +110,7 @@ class MessageWork(SimWork):
             raise error
         self.waited = True
         if not self.done:
-            self.world.wait(self.rank, self, own_limit(timeout) if timeout is not None else None)
+            self.world.wait(self.rank, self, own_limit(timeout))
         if self.tensor is not None:
             self.settle()
         return True
@@ -130,7 +121,6 @@ class MessageWork(SimWork):
     def call(self) -> Call:
         group, me = self.group, self.rank.number
         peers = tuple(r for r in group.ranks if r != me) if self.peer is None else (self.peer,)
-        shape, dtype = plain_shape(self.shape), dtype_name(self.dtype)
         return Call(
             rank=me,
             kind=self.kind,
@@ -139,8 +129,8 @@ class MessageWork(SimWork):
             group=group.label,
             seq=0,
             nbytes=self.nbytes,
-            shape=shape,
-            dtype=dtype,
+            shape=self.shape,
+            dtype=self.dtype,
             where=self.where,
             within=self.within,
         )
@@ -196,7 +186,6 @@ class SendWork(MessageWork):
     order: int  # its number among the messages that its sender has in flight
     seq: int  # its number among the messages on its channel: see UnmatchedMessages
     started: float
-    ended: bool
     # the tensor's bytes when it was sent, all or samples; None: the sender may change it now
     snapshot: bytes | None
     data: bytes | None  # the bytes in flight
@@ -236,7 +225,6 @@ class SendWork(MessageWork):
         if self.hops and not links.latency_overlaps:
             links.free(self.hops[-1])
         rank.in_flight -= 1
-        self.ended = True
         if self.receive is not None:
             self.deliver(self.receive)
         self.done = True
@@ -264,8 +252,8 @@ class SendWork(MessageWork):
             world.now,
             self.event_group,
             self.seq,
-            _shapes.get(self.shape) or plain_shape(self.shape),
-            _dtypes.get(self.dtype) or dtype_name(self.dtype),
+            self.shape,
+            self.dtype,
             self.payload,
             self.where,
             self.posted,
@@ -386,7 +374,6 @@ class PointToPointGroup(torch_private.PythonGroup):
         work, peer = self.make_send(), self.ranks[dst]
         self._fill_in(work, tensor, peer, tag, where_from(sys._getframe(1)))
         now, nbytes, pointer = work.posted, work.nbytes, work.pointer
-        work.ended = False
         work.snapshot = snapshot(pointer, nbytes) if pointer else None
         work.payload = (
             tensor.detach().reshape(-1).tolist()
@@ -445,8 +432,9 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.event_group = self.event_group
         work.posted = world.now
         work.nbytes = tensor.nbytes
-        work.shape = tensor.shape
-        work.dtype = tensor.dtype
+        shape, dtype = tensor.shape, tensor.dtype
+        work.shape = _shapes.get(shape) or _shapes.setdefault(shape, tuple(shape))
+        work.dtype = _dtypes.get(dtype) or _dtypes.setdefault(dtype, str(dtype)[6:])
         self.unmatched.number = work.number = self.unmatched.number + 1
 
     def _set_collective(self, collective: Collective | None) -> None:
@@ -486,7 +474,7 @@ class PointToPointGroup(torch_private.PythonGroup):
                 return work
         send = channel.pop(1)
         unmatched.match(send, channel, work)
-        if send.ended:  # an eager message that has arrived already
+        if send.done:  # an eager message that has arrived already
             send.deliver(work)
         elif send.nbytes > self.eager:
             world.links.request(work.posted, send.order, send.rank.number, send.number, send)

@@ -233,7 +233,7 @@ class Queues:
         self.shared.unmatched.match(send, channel, receive)
         self.met(send)
         self.met(receive)
-        if send.ended:  # an eager message that has arrived already
+        if send.done:  # an eager message that has arrived already
             send.deliver(receive)
             self.end(receive)
         elif send is message or send.nbytes > self.eager:

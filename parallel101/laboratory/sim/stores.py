@@ -17,6 +17,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -95,24 +96,21 @@ class SimStore(dist.Store):
 
     # ---- what doesn't ----
 
-    def set(self, key: str, value: Any) -> None:
-        self._change("set", key, value)
+    def _change(self, method: str, *args: Any) -> Any:
+        self._rank(f"store.{method}")
+        result = getattr(self.keys.held, method)(*args)
+        self.keys.changed()
+        return result
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        self._change("multi_set", list(keys), list(values))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._change("add", key, amount)
-
-    def append(self, key: str, value: Any) -> None:
-        self._change("append", key, value)
+    set = partialmethod(_change, "set")
+    multi_set = partialmethod(_change, "multi_set")
+    add = partialmethod(_change, "add")
+    append = partialmethod(_change, "append")
+    delete_key = partialmethod(_change, "delete_key")
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         as_text = (v.decode() if isinstance(v, bytes) else v for v in (expected, desired))
         return self._change("compare_set", key, *as_text)
-
-    def delete_key(self, key: str) -> bool:
-        return self._change("delete_key", key)
 
     def num_keys(self) -> int:
         return self.keys.held.num_keys()
@@ -142,12 +140,6 @@ class SimStore(dist.Store):
             )
         rank.world.enter(rank)
         return rank
-
-    def _change(self, method: str, *args: Any) -> Any:
-        self._rank(f"store.{method}")
-        result = getattr(self.keys.held, method)(*args)
-        self.keys.changed()
-        return result
 
     def _until(self, method: str, keys: Sequence[str], timeout: timedelta) -> None:
         """Block the rank until these keys are set."""

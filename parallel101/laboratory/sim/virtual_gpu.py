@@ -236,7 +236,7 @@ def explained() -> Iterator[None]:
     except Exception as error:
         said = str(error)
         if NO_NUMBERS not in said and any(
-            word in said for word in ("meta", "Meta", "cuda", "CUDA", "FSDP")
+            word in said for word in ("meta", "Meta", "cuda", "CUDA", "FSDP", "Tensor.__format__")
         ):
             error.args = (f"{said}\n{NO_NUMBERS}", *error.args[1:])
         raise
@@ -322,9 +322,8 @@ def _as_on_a_gpu() -> Iterator[None]:
                 library.impl(operation, kernel, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
-            for kind, name, method in REFUSED:
-                _changes.callback(setattr, kind, name, getattr(kind, name))
-                setattr(kind, name, method)
+            _changes.callback(setattr, torch.autocast, "__init__", _init_autocast)
+            torch.autocast.__init__ = _autocast  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
@@ -334,14 +333,7 @@ def _as_on_a_gpu() -> Iterator[None]:
                 _changes.close()
 
 
-_format, _init_autocast = Tensor.__format__, torch.autocast.__init__
-
-
-def _formatted(x: Tensor, spec: str) -> str:
-    """Format a tensor as f"{x:.3f}" does."""
-    if spec and x.is_meta:
-        raise RuntimeError(f"The format {spec!r} needs the numbers in a tensor. {NO_NUMBERS}")
-    return _format(x, spec)
+_init_autocast = torch.autocast.__init__
 
 
 def _autocast(
@@ -359,10 +351,6 @@ def _autocast(
             'precision="bf16" or "bf16-mixed"'
         )
     _init_autocast(block, device_type, dtype, enabled, cache_enabled)
-
-
-# what torch would ignore on the meta device, or refuse without a reason
-REFUSED = ((Tensor, "__format__", _formatted), (torch.autocast, "__init__", _autocast))
 
 
 def _fused_attention(
