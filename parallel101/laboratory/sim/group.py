@@ -49,7 +49,6 @@ from parallel101.laboratory.sim.message_matching import (
     snapshot,
 )
 from parallel101.laboratory.sim.torch_collectives import (
-    Buffer,
     Buffers,
     buffers_of,
     check_counts,
@@ -378,7 +377,7 @@ class CollectiveWork(SimWork, dist.Work):
         )
 
 
-def unfit_buffers(work: CollectiveWork, given: Buffer, output: Buffer) -> MisuseError:
+def unfit_buffers(work: CollectiveWork, given: torch.Tensor, output: torch.Tensor) -> MisuseError:
     """Return the error for a rank that expects something else than another rank gives it."""
     rank, call = work.rank.number, work.call().brief
     if given.nbytes != output.nbytes:
@@ -481,7 +480,7 @@ class RunningCollective:
             for position, output, inputs in moves:
                 for given in inputs:
                     if given.nbytes != output.nbytes or (
-                        given.nbytes and bool(given.pointer) != bool(output.pointer)
+                        given.nbytes and given.is_meta != output.is_meta
                     ):
                         world.fail(unfit_buffers(works[position], given, output))
                         return

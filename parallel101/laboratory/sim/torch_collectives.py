@@ -20,7 +20,6 @@ group.py.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,33 +30,14 @@ from parallel101.laboratory.record.signatures import COLLECTIVES, flat, layout
 from parallel101.laboratory.sim.network import Router
 
 
-class Buffer(NamedTuple):
-    """Contiguous memory of a tensor, or of a piece of one."""
-
-    pointer: int  # 0: it is on the meta device, or empty
-    nbytes: int
-    dtype: torch.dtype
-
-    def values(self) -> torch.Tensor:
-        """Return this memory as a new flat tensor.
-
-        It lacks the autograd history, version counter and subclass of the rank's own tensor.
-        """
-        if not self.nbytes:
-            return torch.empty(0, dtype=self.dtype)
-        return torch.frombuffer(
-            (ctypes.c_char * self.nbytes).from_address(self.pointer), dtype=self.dtype
-        )
-
-
 class Buffers(NamedTuple):
-    """The inputs and outputs of one rank's call, piece by piece.
+    """The inputs and outputs of one rank's call, piece by piece, each flat: see `whole`.
 
     A coalesced collective has several of these.
     """
 
-    inputs: list[Buffer]
-    outputs: list[Buffer]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
 
 
 # ── The buffers of a call
@@ -82,7 +62,7 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
     out_rows, in_rows = args[2:4] if spec.splits else ((), ())
     spread = _SPREAD[kind]
 
-    def side(name: str, tensors: Any, rows: Sequence[int]) -> list[Buffer]:
+    def side(name: str, tensors: Any, rows: Sequence[int]) -> list[torch.Tensor]:
         if isinstance(tensors, torch.Tensor) and name in spread:
             return pieces(tensors, p, rows)
         return [whole(tensor) for tensor in flat(tensors)]
@@ -116,11 +96,15 @@ def _tensors(count: int) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
 
 
-def whole(tensor: torch.Tensor) -> Buffer:
-    return Buffer(0 if tensor.is_meta else tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in the order of its memory, which they share.
+
+    It lacks the tensor's autograd history and version counter.
+    """
+    return tensor.data.as_strided((tensor.numel(),), (1,))
 
 
-def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffer]:
+def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[torch.Tensor]:
     """Split a tensor along dim 0 into p pieces, equally or with the given numbers of rows."""
     if layout(tensor) and not str(layout(tensor)).startswith("dim order (0,"):
         raise ValueError("Tensors must be contiguous, as they are split along dim 0")
@@ -130,7 +114,7 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffe
                 f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal pieces, "
                 "one for each rank"
             )
-        sizes = [tensor.nbytes // p] * p
+        sizes = [tensor.numel() // p] * p
     else:
         length = tensor.shape[0] if tensor.dim() else 1
         if len(rows) != p or sum(rows) != length:
@@ -138,12 +122,8 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffe
                 f"split sizes {list(rows)} do not fit {p} ranks and a tensor of {length} rows: "
                 f"pass one size for each rank, {length} in total"
             )
-        sizes = [n * (tensor.nbytes // length if length else 0) for n in rows]
-    start, buffers = whole(tensor).pointer, []
-    for size in sizes:
-        buffers.append(Buffer(start, size, tensor.dtype))
-        start += size if start else 0
-    return buffers
+        sizes = [n * (tensor.numel() // max(length, 1)) for n in rows]
+    return [*whole(tensor).split(sizes)]
 
 
 # ── The data movement
@@ -156,8 +136,8 @@ class Move(NamedTuple):
     """
 
     position: int  # of the rank that gets it, in the group
-    output: Buffer
-    inputs: list[Buffer]
+    output: torch.Tensor
+    inputs: list[torch.Tensor]
 
 
 def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move]:
@@ -188,21 +168,16 @@ def execute(moves: Sequence[Move], op: str | None) -> None:
 
     A reduction goes in rank order, and all sums are computed before any is written.
     """
-    moves = [move for move in moves if move.output.pointer]
-    results: dict[tuple[int, ...], torch.Tensor] = {}  # all ranks of an all-reduce share one sum
-    for move in moves:
-        key = tuple(buffer.pointer for buffer in move.inputs)
-        if op is not None and key not in results and move.inputs[0].nbytes:
-            results[key] = reduced([buffer.values() for buffer in move.inputs], op)
-    for _, output, inputs in moves:
-        if output.nbytes and op is not None:
-            ctypes.memmove(
-                output.pointer,
-                results[tuple(buffer.pointer for buffer in inputs)].data_ptr(),
-                output.nbytes,
-            )
-        elif output.nbytes:
-            ctypes.memmove(output.pointer, inputs[0].pointer, output.nbytes)
+    moves = [move for move in moves if move.output.numel() and not move.output.is_meta]
+    sums: dict[tuple[int, ...], torch.Tensor] = {}  # all ranks of an all-reduce share one
+    for move in moves if op is not None else ():
+        key = tuple(given.data_ptr() for given in move.inputs)
+        sums[key] = sums[key] if key in sums else reduced(move.inputs, str(op))
+    # a tensor that was made in inference mode can be written only there
+    with torch.inference_mode(any(move.output.is_inference() for move in moves)):
+        for _, output, inputs in moves:
+            given = sums[tuple(given.data_ptr() for given in inputs)] if sums else inputs[0]
+            output.view(torch.uint8).copy_(given.view(torch.uint8))
 
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
