@@ -204,9 +204,7 @@ class RecordedGroup(torch_private.PythonGroup):
             if arguments.root is None
             else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
         )
-        names = ("nbytes", "shape", "dtype", "op", "layout")
-        facts: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-        call = posted.call(caller())._replace(root=root, **facts)
+        call = posted.call(caller())._replace(root=root, **arguments.compared())
         if spec.kind == "all_to_all":
             gives, takes = bytes_by_rank(args, self.ranks)
             call = call._replace(

@@ -44,6 +44,10 @@ class CollectiveArguments(NamedTuple):
     op: str | None
     root: int | None  # position in the group
 
+    def compared(self) -> dict[str, Any]:
+        """Return the facts of a Call that the ranks compare."""
+        return {name: getattr(self, name) for name in ("nbytes", "shape", "dtype", "op", "layout")}
+
 
 class CollectiveSpec(NamedTuple):
     """The arguments of a collective's methods, which all of its names share."""

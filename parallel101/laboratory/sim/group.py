@@ -327,21 +327,17 @@ class CollectiveWork(SimWork, dist.Work):
         return None if self.arguments.root is None else self.group.ranks[self.arguments.root]
 
     def call(self) -> Call:
-        group, arguments, me = self.group, self.arguments, self.rank.number
+        group, me = self.group, self.rank.number
         others = tuple(r for r in group.ranks if r != me)
         return Call(
-            rank=me,
-            kind=self.kind,
-            peers=others,
-            group=group.label,
-            seq=self.seq,
-            nbytes=arguments.nbytes,
-            shape=arguments.shape,
-            dtype=arguments.dtype,
-            op=arguments.op,
+            me,
+            self.kind,
+            others,
+            group.label,
+            self.seq,
+            self.where,
             root=self.root,
-            where=self.where,
-            layout=arguments.layout,
+            **self.arguments.compared(),
         )
 
     def missing(self) -> set[int]:

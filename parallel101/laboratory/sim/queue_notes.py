@@ -5,14 +5,13 @@ They say what waits behind what, and what never meets (see queues.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from parallel101.laboratory.record.calls import disagreement
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.sim.message_matching import MessageWork
 from parallel101.laboratory.sim.queues import (
     Operation,
-    Queue,
     QueuedCollective,
     QueuedState,
 )
@@ -32,24 +31,23 @@ def queue_notes(shared: QueuedState) -> list[Note]:
     behind: list[Note] = []
     other_queues: list[Note] = []
     for (communicator, _), queue in sorted(queues.items()):
-        if not queue.operations:
+        if not queue:
             continue
-        started = queue.operations[0]
+        started = queue[0]
         for message in started.to_meet:
             others = list(_other_sides(queues, started.label, message))
-            here = [other for other in others if other[1].queue.communicator == communicator]
+            here = [other for other in others if other[1].communicator == communicator]
             later = [(other, operation) for other, operation in here if not operation.started]
             elsewhere = [o for o, operation in others if o in operation.to_meet]
             if later:
-                behind.append(_behind(later[0][0], later[0][1].queue.operations[0]))
+                behind.append(_behind(later[0][0], later[0][1].queue[0]))
             elif elsewhere:
                 other_queues.append(
                     _in_another_queue(message, communicator == started.label, elsewhere[0])
                 )
         for collective in started.collectives:
             for rank in sorted(collective.absent()):
-                theirs = queues.get((communicator, rank))
-                operations = list(theirs.operations) if theirs else []
+                operations = list(queues.get((communicator, rank), ()))
                 same = [
                     other
                     for operation in operations
@@ -68,11 +66,11 @@ def queue_notes(shared: QueuedState) -> list[Note]:
 
 
 def _other_sides(
-    queues: dict[tuple[str, int], Queue], group: str, message: MessageWork
+    queues: Mapping[tuple[str, int], Iterable[Operation]], group: str, message: MessageWork
 ) -> Iterator[tuple[MessageWork, Operation]]:
     """Yield what a message could meet in the queues of its group, and the operation that has it."""
     for (_, rank), queue in queues.items():
-        for operation in queue.operations if rank == message.peer else ():
+        for operation in queue if rank == message.peer else ():
             for other in operation.messages if operation.label == group else ():
                 if other.kind != message.kind and other.peer == message.rank.number:
                     yield other, operation

@@ -72,6 +72,7 @@ class Operation(SimWork):
     """
 
     def __init__(self, group: QueuedGroup):
+        self.group = group
         self.world = group.world
         self.rank = group.member
         self.label = group.label
@@ -82,7 +83,8 @@ class Operation(SimWork):
         self.tensors: list[torch.Tensor] = []
         self.to_meet: list[MessageWork] = []  # messages whose other side has not started
         self.to_end = 0  # messages and collectives that have not ended
-        self.queue: Queue
+        self.communicator = ""
+        self.queue: deque[Operation]  # of its rank and communicator
 
     def add_message(self, message: MessageWork) -> None:
         self.messages.append(message)
@@ -98,7 +100,9 @@ class Operation(SimWork):
         self.to_end -= 1
         if not self.to_end:
             self.finish()
-            self.queue.next()
+            self.queue.popleft()
+            if self.queue:
+                self.group.queues.start(self.queue[0])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block this rank until all of it has ended.
@@ -127,7 +131,7 @@ class Operation(SimWork):
     # queue waits for ----
 
     def call(self) -> Call:
-        first = self.queue.operations[0].first
+        first = self.queue[0].first
         # tags play no part
         return (
             first.own_call()
@@ -136,7 +140,7 @@ class Operation(SimWork):
         )
 
     def missing(self) -> set[int]:
-        operation = self.queue.operations[0]
+        operation = self.queue[0]
         peers = {peer for message in operation.to_meet for peer in message.missing()}
         return peers.union(*(collective.absent() for collective in operation.collectives))
 
@@ -146,42 +150,19 @@ class Operation(SimWork):
         return (self.to_meet or self.messages or self.collectives)[0]
 
 
-class Queue:
-    """The operations that one rank has put into one communicator and that have not ended.
-
-    The first operation has started, the others have not.
-    """
-
-    def __init__(self, run: Queues, communicator: str):
-        self.run = run
-        self.communicator = communicator
-        self.operations: deque[Operation] = deque()
-
-    def put(self, operation: Operation) -> None:
-        operation.queue = self
-        operation.in_queue = True
-        self.operations.append(operation)
-        if len(self.operations) == 1:
-            self.run.start(operation)
-
-    def next(self) -> None:
-        """Start the next operation: the first one has ended."""
-        self.operations.popleft()
-        if self.operations:
-            self.run.start(self.operations[0])
-
-
 class Queues:
     """All queues of a run, and the messages in them.
 
-    A send and a receive meet when both have started.
+    A queue has the operations that one rank has put into one communicator and that have not ended.
+    The first one has started, the others have not. A send and a receive meet when both have
+    started.
     """
 
     def __init__(self, shared: SharedState):
         self.shared = shared
         self.world = shared.world
         self.eager = shared.world.network.eager or -1
-        self.of: dict[tuple[str, int], Queue] = {}  # by communicator and rank
+        self.of: dict[tuple[str, int], deque[Operation]] = defaultdict(deque)
         self.operation_of: dict[MessageWork, Operation] = {}  # for messages that have not ended
         # ranks that passed device_id: their messages outside a batch use the group's queue
         self.with_device: set[int] = set()
@@ -190,19 +171,20 @@ class Queues:
         """Put a rank's operation into its queue of a communicator."""
         for message in operation.messages:
             self.operation_of[message] = operation
-        key = communicator, operation.rank.number
-        if key not in self.of:
-            self.of[key] = Queue(self, communicator)
-        self.of[key].put(operation)
+        queue = self.of[communicator, operation.rank.number]
+        operation.communicator, operation.queue, operation.in_queue = communicator, queue, True
+        queue.append(operation)
+        if len(queue) == 1:
+            self.start(operation)
 
     def start(self, operation: Operation) -> None:
         operation.started = True
         for message in operation.messages:
-            self.start_message(message, self.channel(operation.queue, message))
+            self.start_message(message, self.channel(operation.communicator, message))
         for collective in operation.collectives:
             collective.collective.join(collective)
 
-    def channel(self, queue: Queue, message: MessageWork) -> list:
+    def channel(self, communicator: str, message: MessageWork) -> list:
         """Return the started messages of a communicator from one rank to another, without tags.
 
         message_matching.py has the same for gloo's rules.
@@ -210,7 +192,7 @@ class Queues:
         src, dst = message.rank.number, cast(int, message.peer)
         if message.kind == "recv":
             src, dst = dst, src
-        return self.shared.unmatched.channels.setdefault(queue.communicator, {}).setdefault(
+        return self.shared.unmatched.channels.setdefault(communicator, {}).setdefault(
             src * self.world.size + dst, [0]
         )
 
@@ -256,11 +238,11 @@ class Queues:
         rows: list[EventRow] = []
         # of the last message with this communicator, kind, rank and peer
         numbers: dict[tuple[str, str, int, int | None], int] = {}
-        for queue in self.of.values():
-            for operation in queue.operations:
+        for (communicator, _), queue in self.of.items():
+            for operation in queue:
                 for message in operation.messages:
-                    channel = self.channel(queue, message)
-                    key = queue.communicator, message.kind, message.rank.number, message.peer
+                    channel = self.channel(communicator, message)
+                    key = communicator, message.kind, message.rank.number, message.peer
                     numbers[key] = numbers.get(key, channel[0]) + (
                         not operation.started or message in channel
                     )
@@ -285,7 +267,7 @@ class QueuedState(SharedState):
         return super().unfinished() + self.queues.unfinished()
 
     def unwaited(self) -> list[MessageWork]:
-        queued = [operation for queue in self.queues.of.values() for operation in queue.operations]
+        queued = [operation for queue in self.queues.of.values() for operation in queue]
         behind = [
             message
             for operation in queued
