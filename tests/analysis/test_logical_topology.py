@@ -127,7 +127,7 @@ def test_groups_along_the_axes_of_a_mesh_are_rows_and_columns(extents, down):
     topology = topology_of(range(math.prod(extents)), links, groups[::-1])
     assert (topology.kind, topology.columns) == ("grid", extents[-1])
     assert topology.axes[0] == "x" and {*topology.axes[1].split(", ")} == {*down}
-    assert topology.wrap_around == {link for link in links if not topology._adjacent(*link)}
+    assert topology.wrap_around == {link for link in links if sum(topology._distance(link)) != 1}
 
 
 def test_groups_of_one_kind_are_a_mesh_if_they_are_whole_rows_or_columns():

@@ -58,9 +58,7 @@ class LogicalTopology:
         Such are the links between the two ends of a row or a column of a torus.
         """
         return frozenset(
-            link
-            for link in self.links
-            if self.columns and not self._adjacent(*map(self.order.index, link))
+            link for link in self.links if self.columns and sum(self._distance(link)) != 1
         )
 
     @property
@@ -69,19 +67,13 @@ class LogicalTopology:
 
         The lines are rows or columns, as on a torus.
         """
-        last_row, last_column = len(self.order) // self.columns - 1, self.columns - 1
-        coordinates = [
-            [divmod(self.order.index(rank), self.columns) for rank in link]
-            for link in self.wrap_around
-        ]
-        return all(
-            (abs(r0 - r1), abs(c0 - c1)) in ((last_row, 0), (0, last_column))
-            for (r0, c0), (r1, c1) in coordinates
-        )
+        ends = {(len(self.order) // self.columns - 1, 0), (0, self.columns - 1)}
+        return {self._distance(link) for link in self.wrap_around} <= ends
 
-    def _adjacent(self, a: int, b: int) -> bool:
-        (row, column), (other_row, other_column) = divmod(a, self.columns), divmod(b, self.columns)
-        return abs(row - other_row) + abs(column - other_column) == 1
+    def _distance(self, link: Link) -> tuple[int, int]:
+        """Return how many rows and columns of a grid are between two ranks."""
+        (r0, c0), (r1, c1) = (divmod(self.order.index(rank), self.columns) for rank in link)
+        return abs(r0 - r1), abs(c0 - c1)
 
 
 def topology_of(
@@ -120,12 +112,8 @@ def topology_of(
         order[0], neighbours
     ) == set(order):
         return LogicalTopology("tree", order, links, root=_root(order, links))
-    columns = _grid_columns(order, neighbours)
-    return (
-        LogicalTopology("grid", order, links, columns=columns)
-        if columns
-        else LogicalTopology("circle", order, links)
-    )
+    columns = _grid_columns(order, links)
+    return LogicalTopology("grid" if columns else "circle", order, links, columns=columns)
 
 
 def connected_ranks(ranks: Iterable[int], pairs: Iterable[Link]) -> dict[int, set[int]]:
@@ -228,7 +216,7 @@ def _names(axes: Iterable[str | None]) -> str:
     return ", ".join(dict.fromkeys(axis for axis in axes if axis))
 
 
-def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
+def _grid_columns(order: list[int], links: list[Link]) -> int:
     """Return the number of columns with which every link joins neighbours in a row or a column.
 
     Wrap-around links count. It is 0 if there is no such number. If it has more rows than columns,
@@ -239,22 +227,12 @@ def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
     position = {rank: i for i, rank in enumerate(order)}
 
     def fits(columns: int) -> bool:
-        rows = n // columns
-        kinds = set()
-        for rank, others in neighbours.items():
-            for other in others:
-                (r0, c0), (r1, c1) = (
-                    divmod(position[rank], columns),
-                    divmod(position[other], columns),
-                )
-                across, down = (c1 - c0) % columns, (r1 - r0) % rows
-                if not (
-                    (down == 0 and across in (1, columns - 1))
-                    or (across == 0 and down in (1, rows - 1))
-                ):
-                    return False
-                kinds.add(down == 0)
-        return columns >= rows or len(kinds) == 2
+        rows, steps = n // columns, set()
+        for link in links:
+            (r0, c0), (r1, c1) = (divmod(position[rank], columns) for rank in link)
+            down, across = abs(r1 - r0), abs(c1 - c0)
+            steps.add((min(down, rows - down), min(across, columns - across)))
+        return steps <= {(0, 1), (1, 0)} and (columns >= rows or len(steps) == 2)
 
     possible = [c for c in range(2, n // 2 + 1) if n % c == 0 and fits(c)]
     return min(possible, key=lambda c: (max(c, n // c), -c), default=0)

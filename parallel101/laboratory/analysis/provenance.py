@@ -191,12 +191,7 @@ def _term(value: float, world_size: int) -> ElementOrigin | None:
 
     If it isn't a sum of origins, it may be such a sum divided by a whole number.
     """
-    if (
-        isinstance(value, bool)
-        or value != value
-        or value in (float("inf"), float("-inf"))
-        or value < 0
-    ):
+    if isinstance(value, bool) or not 0 <= value < math.inf:
         return None
     whole = next((_sum(total, world_size) for total in _multiplied(value, 1, world_size)), None)
     if whole is not None and not whole.mixed:
