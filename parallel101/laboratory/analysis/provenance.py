@@ -126,18 +126,18 @@ def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | No
     origins: dict[float, ElementOrigin] = {}
     for value in values:
         if value not in origins:
-            term = _term(value, world_size)
-            if (term is None or term.mixed) and is_unwritten(value):
-                term = ElementOrigin(None, (0,) * world_size, unwritten=True)
-            if term is None:
+            origin = _origin(value, world_size)
+            if (origin is None or origin.mixed) and is_unwritten(value):
+                origin = ElementOrigin(None, (0,) * world_size, unwritten=True)
+            if origin is None:
                 return None
-            origins[value] = term
-    divisors = {term.divisor for term in origins.values() if term.divisor > 1}
+            origins[value] = origin
+    divisors = {origin.divisor for origin in origins.values() if origin.divisor > 1}
     # what looks like a mixture may be a mean, like its neighbours
-    for value, term in origins.items() if divisors else ():
-        if term.mixed:
+    for value, origin in origins.items() if divisors else ():
+        if origin.mixed:
             origins[value] = next(
-                (mean for divisor in divisors for mean in _sums(value, divisor, world_size)), term
+                (mean for divisor in divisors for mean in _sums(value, divisor, world_size)), origin
             )
     return [origins[value] for value in values]
 
@@ -186,7 +186,7 @@ def _code(position: int, world_size: int) -> int:
     return check * (position + 1) + position * position % check
 
 
-def _term(value: float, world_size: int) -> ElementOrigin | None:
+def _origin(value: float, world_size: int) -> ElementOrigin | None:
     """Return the origin of one value.
 
     If it isn't a sum of origins, it may be such a sum divided by a whole number.
@@ -201,18 +201,18 @@ def _term(value: float, world_size: int) -> ElementOrigin | None:
         if whole is None
         else (world_size, world_size**2)
     )
-    means = [term for divisor in divisors for term in _sums(value, divisor, world_size)]
+    means = [origin for divisor in divisors for origin in _sums(value, divisor, world_size)]
     if whole is not None:  # a mixture, it seems: it is a mean only if each rank is in it once
-        means = [term for term in means if set(term.counts) == {1}]
-    return min(means, key=lambda term: (max(term.counts), term.divisor), default=whole)
+        means = [origin for origin in means if set(origin.counts) == {1}]
+    return min(means, key=lambda origin: (max(origin.counts), origin.divisor), default=whole)
 
 
 def _sums(value: float, divisor: int, world_size: int) -> Iterator[ElementOrigin]:
     """Yield the sums of elements of one position that give `value` when they are divided."""
     for total in _multiplied(value, divisor, world_size):
-        term = _sum(total, world_size)
-        if term is not None and term.position is not None and term.position < MOST_DIVIDED:
-            yield term._replace(divisor=divisor)
+        origin = _sum(total, world_size)
+        if origin is not None and origin.position is not None and origin.position < MOST_DIVIDED:
+            yield origin._replace(divisor=divisor)
 
 
 def _multiplied(value: float, divisor: int, world_size: int) -> Iterator[int]:

@@ -54,7 +54,7 @@ def given_blocks(replay: Replay) -> list[list[ChunkPart]]:
 def returned_blocks(replay: Replay) -> list[list[ChunkPart]]:
     """Return the blocks that each of the replay's ranks returned, in order."""
     return [
-        _in_blocks(_block(replay, term) for term in replay.terms[rank] or ())
+        _in_blocks(_block(replay, element) for element in replay.elements(rank))
         for rank in replay.ranks
     ]
 
@@ -68,15 +68,15 @@ def is_transposed(given: list[list[ChunkPart]], returned: list[list[ChunkPart]])
     )
 
 
-def _block(replay: Replay, term: ElementOrigin) -> ChunkPart:
-    if not any(term.counts):  # zeros, or memory that was never written
+def _block(replay: Replay, element: ElementOrigin) -> ChunkPart:
+    if not any(element.counts):  # zeros, or memory that was never written
         return ChunkPart(None, ())
     try:
-        chunk = replay.number(term)
+        chunk = replay.number(element)
     except KeyError:
         return ChunkPart(None, ())
-    used = any(term.counts[rank] for rank in replay.chunks[chunk].stripes)
-    return ChunkPart(chunk, term.counts) if used else ChunkPart(None, ())
+    used = any(element.counts[rank] for rank in replay.chunks[chunk].stripes)
+    return ChunkPart(chunk, element.counts) if used else ChunkPart(None, ())
 
 
 def _in_blocks(blocks: Iterable[ChunkPart]) -> list[ChunkPart]:

@@ -62,7 +62,7 @@ class Replay:
     # by rank; None if not known
     returned: list[dict[int, Counts] | None] = field(default_factory=list)
     # by rank, element by element what it returned; None if not known
-    terms: list[list[ElementOrigin] | None] = field(default_factory=list)
+    origins: list[list[ElementOrigin] | None] = field(default_factory=list)
     number: Callable[[ElementOrigin], int] = lambda _: 0  # the chunk of an element of a result
     results: Sequence[Any] = ()  # by rank, as it was returned
     numel: int | None = None  # of the tensor that each rank was given
@@ -84,6 +84,10 @@ class Replay:
         for i, step in enumerate(self.step):
             by_step.setdefault(step, []).append(i)
         return by_step
+
+    def elements(self, rank: int) -> list[ElementOrigin]:
+        """Return what a rank returned, element by element: nothing if that isn't known."""
+        return (self.origins[rank] if self.origins else None) or []
 
     def adds(self, step: int) -> bool:
         """Return whether a rank adds data that arrives in this step to its own."""
@@ -163,7 +167,7 @@ def replay_of(
         given = (
             None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
         )
-        replay.terms, replay.results = returned, results or ()
+        replay.origins, replay.results = returned, results or ()
         pairs = [(m.src, m.dst) for m in messages]
         forgotten = [
             (m.src, rank)
@@ -177,10 +181,10 @@ def replay_of(
             connected_ranks(ranks, pairs + forgotten),
         )
         replay.no_data = bool(messages) and not any(
-            any(term.counts) or term.unwritten for p in payloads for term in p or ()
+            any(element.counts) or element.unwritten for p in payloads for element in p or ()
         )
         sent = [payload or [] for payload in payloads]
-        replay.unwritten = [any(term.unwritten for term in payload) for payload in sent]
+        replay.unwritten = [any(element.unwritten for element in payload) for payload in sent]
         _fill_in(replay, sent, returned, given)
     return replay
 
@@ -194,7 +198,7 @@ def _meant_for(replay: Replay, rank: int) -> dict[int, Element]:
 
     That is known if the result has one element for each of the input, or for each of all inputs.
     """
-    length, numel = len(replay.terms[rank] or ()), replay.numel or 0
+    length, numel = len(replay.elements(rank)), replay.numel or 0
     if length == numel * len(replay.ranks):
         return {i: (replay.ranks[i // numel], i % numel) for i in range(length)}
     return {i: (None, i) for i in range(length)} if length == numel else {}

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from parallel101.laboratory.analysis.provenance import ElementOrigin
 from parallel101.laboratory.analysis.replay import Replay
 
 ElementKey = tuple[
@@ -54,9 +55,9 @@ def value_faults(replay: Replay, operation: str) -> list[Fault]:
     )
     if forgotten:
         return [Fault("lost", 0, 0, (), forgotten)]
-    if not any(replay.terms):
+    if not any(replay.origins):
         return []
-    keys = {rank: keys_of(replay, rank, whose) for rank in replay.ranks if replay.terms[rank]}
+    keys = {rank: keys_of(replay, rank, whose) for rank in replay.ranks if replay.elements(rank)}
     return [
         *_orders(replay, keys),
         *_place_faults(replay, keys, operation),
@@ -90,10 +91,15 @@ def part_faults(replay: Replay) -> list[Fault]:
 
 
 def keys_of(replay: Replay, rank: int, whose: bool) -> list[ElementKey]:
-    terms = [term for term in replay.terms[rank] or () if term.position is not None]
     return [
-        (term.counts.index(max(term.counts)) if whose else 0, term.position or 0) for term in terms
+        (element.counts.index(max(element.counts)) if whose else 0, element.position or 0)
+        for element in _placed(replay, rank)
     ]
+
+
+def _placed(replay: Replay, rank: int) -> list[ElementOrigin]:
+    """Return the elements of a result that are copies, sums or means of one position."""
+    return [element for element in replay.elements(rank) if element.position is not None]
 
 
 def _orders(replay: Replay, keys: dict[int, list[ElementKey]]) -> list[Fault]:
@@ -137,7 +143,7 @@ def _each(result: Sequence, elements: list[ElementKey]) -> list[list[ElementKey]
 
 def _chunk_of(replay: Replay, rank: int) -> list[int]:
     """Return the chunk of each element that a rank returned, in order."""
-    return [replay.number(term) for term in replay.terms[rank] or () if term.position is not None]
+    return [replay.number(element) for element in _placed(replay, rank)]
 
 
 def _place_faults(replay: Replay, keys: dict[int, list[ElementKey]], operation: str) -> list[Fault]:
@@ -165,11 +171,11 @@ def _factors(replay: Replay) -> list[Fault]:
     divisors: dict[tuple[int, int], int] = {}  # of each (rank, chunk)
     right: Counter[bool] = Counter()  # how many elements are sums, and how many are means
     for rank in replay.ranks:
-        terms = [term for term in replay.terms[rank] or () if term.position is not None]
-        for term, chunk in zip(terms, _chunk_of(replay, rank), strict=True):
-            divisors[rank, chunk] = max(term.divisor, divisors.get((rank, chunk), 1))
-            if term.divisor in (1, sum(term.counts)):
-                right[term.divisor == 1] += 1
+        for element in _placed(replay, rank):
+            chunk = replay.number(element)
+            divisors[rank, chunk] = max(element.divisor, divisors.get((rank, chunk), 1))
+            if element.divisor in (1, sum(element.counts)):
+                right[element.divisor == 1] += 1
     expected = dict.fromkeys(divisors, 1)
     if replay.sums and right[False] > right[True]:
         expected = {(rank, chunk): sum(replay.final(rank)[chunk]) for rank, chunk in divisors}

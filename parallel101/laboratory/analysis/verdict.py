@@ -110,9 +110,7 @@ class Verdict:
             if (
                 replay.known
                 and not holders_of
-                and any(
-                    term.unwritten for term in (replay.terms[rank] if replay.terms else None) or ()
-                )
+                and any(element.unwritten for element in replay.elements(rank))
             ):
                 # it is not known which chunk was meant to be there
                 holders_of[len(replay.chunks), "unwritten", 0, 0].append(rank)
@@ -169,9 +167,7 @@ class Verdict:
         """Return whether a rank returned a sum that was divided."""
         replay = self.replay
         return any(
-            term.divisor > 1
-            for rank in replay.ranks
-            for term in (replay.terms[rank] if replay.terms else None) or ()
+            element.divisor > 1 for rank in replay.ranks for element in replay.elements(rank)
         )
 
     @property
@@ -181,7 +177,7 @@ class Verdict:
         return [
             rank
             for rank in replay.ranks
-            if replay.results and replay.results[rank] is not None and replay.terms[rank] is None
+            if replay.results and replay.results[rank] is not None and replay.origins[rank] is None
         ]
 
     def _not_judged(self) -> str:
@@ -200,12 +196,12 @@ class Verdict:
     def _joined(self) -> str:
         """Return ", joined along dim 1" if the parts of the results are, else ""."""
         replay = self.replay
-        if not any(replay.terms):
+        if not any(replay.origins):
             return ""
         dims = {
             joined_along(replay, rank, keys_of(replay, rank, whose=True))
             for rank in replay.ranks
-            if replay.terms[rank]
+            if replay.elements(rank)
         }
         return f", joined along dim {next(iter(dims))}" if len(dims) == 1 and dims != {0} else ""
 
@@ -326,7 +322,7 @@ def lacks_chunks(replay: Replay, rank: int) -> list[int]:
         or len({chunk.stripes for chunk in replay.chunks}) != len(replay.ranks)
     ):
         return []
-    full = len(replay.terms[rank] or ()) == sum(chunk.elements for chunk in replay.chunks)
+    full = len(replay.elements(rank)) == sum(chunk.elements for chunk in replay.chunks)
     return [c for c in range(len(replay.chunks)) if c not in returned] if full else []
 
 

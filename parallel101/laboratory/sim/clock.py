@@ -30,8 +30,8 @@ from parallel101.laboratory.record.errors import broken_connection, reports_anot
 from parallel101.laboratory.record.events import EventGroups, EventRow, span_event
 from parallel101.laboratory.record.program_lines import caller, where
 from parallel101.laboratory.record.wait_for import find_deadlock
-from parallel101.laboratory.sim.limits import TimeLimits, Waitable
 from parallel101.laboratory.sim.network import Links, Network, TimedEvent
+from parallel101.laboratory.sim.time_limits import TimeLimits, Waitable
 from parallel101.spans import record_into
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class World:
         numbers = range(size) if mirrors is None else mirrors.present
         self.ranks = [VirtualRank(number, index, self) for index, number in enumerate(numbers)]
         self.links = Links(self.schedule, network.latency_overlaps)
-        self.limits = TimeLimits(self)
+        self.time_limits = TimeLimits(self)
         self.events: list[EventRow] = []
         self.event_groups = EventGroups()
         self.failure: BaseException | None = None
@@ -167,7 +167,7 @@ class World:
         # the first exception that reports another rank's failure
         self._report: tuple[BaseException, VirtualRank] | None = None
         self._switch: Callable[[int], None] = lambda index: None
-        self._running = 0
+        self._current = 0
         self._ready: list[int] = []  # the ranks that still run at this time, the next one last
         self._woken: list[int] = []
         self._pollers: list[VirtualRank] = []
@@ -272,12 +272,12 @@ class World:
     def wait(self, rank: VirtualRank, work: Waitable, seconds: float | None = None) -> None:
         """Block a rank until a work is done, or until the program's time limit, if it has one.
 
-        See limits.py.
+        See time_limits.py.
         """
         if self.failure is not None:
             raise RankCancelled
-        if seconds is not None or self.limits.in_use:
-            self.limits.begin(rank, work, seconds)
+        if seconds is not None or self.time_limits.in_use:
+            self.time_limits.begin(rank, work, seconds)
         # a future's callback may wait while its rank waits for something else
         outer, rank.waiting = rank.waiting, work
         began = (rank.now(), work.call()) if rank.record_waits else None
@@ -374,9 +374,9 @@ class World:
         # later
         if rank is None:
             raise AssertionError("no virtual rank can run, but the run has not ended")
-        if rank.index != self._running:
+        if rank.index != self._current:
             self._switch(rank.index)
-            self._running = rank.index
+            self._current = rank.index
         rank.turn.release()
 
     def _next(self) -> VirtualRank | None:
@@ -424,13 +424,13 @@ class World:
         links = self.links
         if links.requests or links.freed:
             links.arbitrate(self.now)
-        limit = self.limits.next() if self.limits.waits else None
+        limit = self.time_limits.next() if self.time_limits.waits else None
         if limit is not None and (not self._times or limit < self._times[0]):
             if (error := self._proven()) is not None:
                 self.fail(error)
                 return True
             self.now = limit
-            self.limits.expire()
+            self.time_limits.expire()
         elif self._times:
             # it may be earlier, because a rank has left unrecorded(): see second_world.py
             before, self.now = self.now, heappop(self._times)
@@ -462,7 +462,7 @@ class World:
         """
         worlds = [self, self.second] if self.second is not None else [self]
         others = {rank.number for rank in self._pollers}.union(
-            *(w.limits.handled() for w in worlds)
+            *(w.time_limits.handled() for w in worlds)
         )
         _, deadlock = self._deadlock(worlds, but=others)
         return deadlock and (self._misuse(worlds) or deadlock)

@@ -37,6 +37,7 @@ from parallel101.laboratory.record.signatures import (
     own_limit,
     with_collectives,
 )
+from parallel101.laboratory.sim.async_work import SimWork
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.laboratory.sim.message_matching import (
     ON_META,
@@ -58,7 +59,6 @@ from parallel101.laboratory.sim.torch_collectives import (
     moves_of,
     sum_sparse,
 )
-from parallel101.laboratory.sim.work import SimWork
 
 
 class SharedState:
@@ -191,9 +191,9 @@ class SimGroup(PointToPointGroup):
     def set_timeout(self, timeout: timedelta | None) -> None:
         """Give this rank's later calls of the group this time limit, in virtual time.
 
-        See limits.py.
+        See time_limits.py.
         """
-        self.world.limits.set_limit(self, timeout)
+        self.world.time_limits.set_limit(self, timeout)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -303,7 +303,7 @@ class CollectiveWork(SimWork, dist.Work):
         self.seq = group.posted
         # the options are last, and may have a limit for this call only
         self.seconds = own_limit(args[-1].timeout)
-        self.world.limits.in_use |= self.seconds is not None
+        self.world.time_limits.in_use |= self.seconds is not None
         self.payload: list | None = None
         self.snapshots: list[tuple[torch.Tensor, bytes]] = []
         if arguments.layout != "sparse":

@@ -39,8 +39,8 @@ from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup, EventRow
 from parallel101.laboratory.record.program_lines import where as where_from
 from parallel101.laboratory.record.signatures import own_limit, unfit
+from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import VirtualRank, World
-from parallel101.laboratory.sim.work import SimFuture, SimWork
 from parallel101.spans import Collective, current_collective
 
 # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only

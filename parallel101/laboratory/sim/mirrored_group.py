@@ -77,19 +77,15 @@ class MirroredChannels(dict):
     def __init__(self, group: MirroredGroup, channels: dict):
         super().__init__()
         self.group, self.channels = group, channels
-        self.collective: object = None
-        self.known: dict[int, list] = {}  # of this collective
-        self.of: dict[int, tuple[Collective | None, dict[int, list]]] = {}
+        # those of each collective, by the group's key
+        self.known: dict[int, tuple[object, dict[int, list]]] = {}
 
     def get(self, key: int, default: object = None) -> list:
         collective = self.group.collective
-        if collective is not self.collective:
-            self.collective = collective
-            self.known = self.of.setdefault(id(collective), (collective, {}))[1]  # type: ignore[arg-type]
-        channel = self.known.get(key)
-        if channel is None:
-            channel = self.known[key] = self.channels.setdefault(self.common(key), [0])
-        return channel
+        known = self.known.setdefault(id(collective), (collective, {}))[1]
+        if key not in known:
+            known[key] = self.channels.setdefault(self.common(key), [0])
+        return known[key]
 
     def common(self, key: int) -> tuple:
         group = self.group

@@ -58,11 +58,11 @@ from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import CollectiveArguments
+from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import CollectiveWork, SharedState, SimGroup
 from parallel101.laboratory.sim.message_matching import MessageWork, RecvWork, SendWork
 from parallel101.laboratory.sim.nccl_warnings import CollectiveKey, NcclWarnings
-from parallel101.laboratory.sim.work import SimFuture, SimWork
 
 
 class Operation(SimWork):

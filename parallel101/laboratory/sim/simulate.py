@@ -4,13 +4,13 @@
     network.py            how long a message takes, which links it occupies, and which message
                           gets them first (network_text.py reads a network from text)
     message_matching.py   sends and receives
-    work.py               what isend, irecv and async collectives return
+    async_work.py         what isend, irecv and async collectives return
     group.py              the process group that torch.distributed uses, and how ranks wait for
                           each other in its collectives
     torch_collectives.py  which bytes torch's own collectives move, and how long they take
     queues.py             rules="nccl": in which order a rank's operations start on NCCL (with
                           queue_notes.py, and nccl_warnings.py on what may hang)
-    limits.py             time limits of groups and of wait()
+    time_limits.py        time limits of groups and of wait()
     second_world.py       unrecorded(): calls that leave nothing in the run
     stores.py             torch's stores: waiting for a key lets time pass
     virtual_gpu.py        device="H100": operations on meta tensors take a GPU's time (with
@@ -49,6 +49,7 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 from parallel101.laboratory.record.events import EventRow
+from parallel101.laboratory.sim.async_work import poll_future, wait_for_future
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import SharedState, SimGroup
 from parallel101.laboratory.sim.mirrored import MirroredAxes
@@ -59,7 +60,6 @@ from parallel101.laboratory.sim.queue_notes import queue_notes
 from parallel101.laboratory.sim.queues import QueuedGroup, QueuedState
 from parallel101.laboratory.sim.second_world import SecondGroups
 from parallel101.laboratory.sim.stores import SimStore, SimStores
-from parallel101.laboratory.sim.work import poll_future, wait_for_future
 
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
 
@@ -107,7 +107,7 @@ def simulate(
             of those. None: all have one.
         recording: whether events are kept.
         keep_waiting: whether the program handles the time limits of its groups itself (see
-            limits.py).
+            time_limits.py).
         on_start: called with the run's state before it begins, so that another thread can look at
             it during the run.
 
@@ -117,7 +117,7 @@ def simulate(
         raise ValueError(f"world_size must be a number of ranks, 1 or more; got {world_size!r}")
     network = Network() if network is None else network
     world = World(world_size, network, mirrors)
-    world.limits.keep_waiting = keep_waiting
+    world.time_limits.keep_waiting = keep_waiting
     if not recording:
         world.events = deque(maxlen=0)  # type: ignore[assignment]
     torch_worlds = [torch_private.RankWorld() for _ in world.ranks]

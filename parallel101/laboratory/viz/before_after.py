@@ -191,7 +191,7 @@ def _frame(panel: Node, grid: Grid, replay: Replay, name: str, rows: list[list[C
             if block.chunk is not None:
                 panel.rect(*grid.inside(row, column), "faint", rx=4)
         if not blocks:
-            unreadable = replay.terms[rank] is None and replay.results[rank] is not None
+            unreadable = replay.origins[rank] is None and replay.results[rank] is not None
             what = "can't be read" if name == "after" and unreadable else "nothing"
             panel.write(what, grid.left + 6, y, 12, "m")
 

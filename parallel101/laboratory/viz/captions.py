@@ -97,7 +97,7 @@ class Captions:
         """
         replay = self.replay
         heard = all(replay.connected.get(rank) == set(replay.ranks) for rank in replay.ranks)
-        return replay.no_data and heard and not any(terms for terms in replay.terms)
+        return replay.no_data and heard and not any(replay.origins)
 
     @cached_property
     def intro(self) -> str:
