@@ -107,7 +107,8 @@ class SharedState:
             *(item for item in in_flight if isinstance(item, RunningCollective)),
         ]
         works = [work for collective in collectives for work in collective.works.values()]
-        return self.unmatched.rows() + messages + [work.row(work.posted) for work in works]
+        unmatched = [work.row(number) for number, work in self.unmatched.numbered()]
+        return unmatched + messages + [work.row(work.posted) for work in works]
 
     def unwaited(self) -> list[MessageWork]:
         """Return the sends and receives for which no rank has waited, in the order of posting.

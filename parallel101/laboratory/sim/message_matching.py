@@ -288,25 +288,15 @@ class UnmatchedMessages:
         self.channels: dict[str, dict[int, list]] = {}
         self.from_anyone: dict[tuple, list[RecvWork]] = {}  # by (group, dst, tag)
 
-    def rows(self) -> list[EventRow]:
-        """Return the events of these messages, as if they ended now."""
+    def numbered(self) -> list[tuple[int, MessageWork]]:
+        """Return these sends and receives, each with its number on its channel."""
         channels = [channel for group in self.channels.values() for channel in group.values()]
-        rows = [
-            work.row(channel[0] + i)
-            for channel in channels
-            for i, work in enumerate(channel[1:], start=1)
-        ]
-        return rows + [
-            work.row(i)
-            for works in self.from_anyone.values()
-            for i, work in enumerate(works, start=1)
-        ]
+        channels += [[0, *works] for works in self.from_anyone.values()]
+        return [pair for count, *works in channels for pair in enumerate(works, start=count + 1)]
 
     def unwaited(self) -> list[MessageWork]:
         """Return the sends and receives for which nobody has waited."""
-        channels = [channel[1:] for group in self.channels.values() for channel in group.values()]
-        works = [work for channel in (*channels, *self.from_anyone.values()) for work in channel]
-        return [work for work in works if work.tensor is not None and work.future is None]
+        return [w for _, w in self.numbered() if w.tensor is not None and w.future is None]
 
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """Match a send with its receive. Raises MisuseError if they do not agree."""
