@@ -23,7 +23,6 @@ from parallel101.laboratory.publish.page import (
     cover_of,
     lesson_body,
     lesson_page,
-    moving_picture_of,
 )
 from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.tools import TOOL_PAGES
@@ -148,7 +147,7 @@ def index(tmp_path_factory, around) -> str:
         homework,
         glossary=True,
         opening=read_opening(LESSONS),
-        moving=moving_picture_of(body),
+        moving=cover_of(body),
         tools=TOOL_PAGES,
         pages=around,
         repository=Repository("owner/name"),

@@ -11,7 +11,7 @@ import pytest
 import parallel101 as p101
 from parallel101.laboratory.planner.plan_picture import crossing, place_of
 from parallel101.laboratory.viz.scene import Scene
-from tests.viz.drawn import SVG, text_boxes, titled
+from tests.viz.drawn import SVG, assert_apart, text_boxes, titled
 
 PLANS = {
     "many": ("llama-3-70b", {"gpus": 1024, "layout": {"tp": 4, "pp": 8, "zero_stage": 1}}),
@@ -66,13 +66,7 @@ def test_every_gpu_that_is_drawn_is_where_the_layout_has_it(plan):
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 def test_no_text_leaves_the_card_or_covers_another(plan, narrow):
-    scene = plan.picture()
-    width, height = scene.narrow if narrow else (scene.width, scene.height)
-    boxes = [box for box in text_boxes(scene, 0.0, narrow) if box[0] != "…"]
-    for i, (text, left, top, right, bottom) in enumerate(boxes):
-        assert left >= 0 and right <= width + 1 and bottom <= height - 2, text
-        for other, x0, y0, x1, y1 in boxes[:i]:
-            assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top, (text, other)
+    assert_apart(plan.picture(), 0.0, narrow)
 
 
 def test_which_axes_stay_inside_a_node():

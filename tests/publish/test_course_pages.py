@@ -15,8 +15,7 @@ import parallel101 as p101
 from parallel101.laboratory.planner.search import NoLayoutError
 from parallel101.laboratory.publish import course_pages as module
 from parallel101.laboratory.publish import write_site
-from parallel101.laboratory.publish.citation_page import citation
-from parallel101.laboratory.publish.course_pages import course_pages, raised
+from parallel101.laboratory.publish.course_pages import citation, course_pages, raised
 from parallel101.laboratory.publish.find import select_lessons
 from parallel101.laboratory.publish.page import Lesson, lesson_page
 from parallel101.laboratory.publish.repository import Repository
@@ -123,6 +122,7 @@ def test_a_site_has_these_pages_in_its_index(tmp_path, monkeypatch):
     monkeypatch.setattr(write_site, "run_notebook", lambda path, timeout: nbformat.read(path, 4))
     monkeypatch.setattr(module, "raised", lambda program: "an error")
     monkeypatch.setattr(write_site, "TOOL_PAGES", ())
+    monkeypatch.setattr(write_site, "homework_body", lambda path: "")
     lessons = select_lessons(LESSONS, ["00"])
     write_site.publish(lessons, tmp_path, repository=HERE, report=lambda _: None)
     index = BeautifulSoup((tmp_path / "index.html").read_text(), "html.parser")

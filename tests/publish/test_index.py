@@ -17,7 +17,7 @@ from parallel101.laboratory.publish.index import (
     minutes,
     read_opening,
 )
-from parallel101.laboratory.publish.page import Lesson
+from parallel101.laboratory.publish.page import Cover, Lesson
 from tests.lessons.lesson import LESSONS, read
 
 COURSE = {
@@ -70,9 +70,11 @@ def shown(lessons, opening=OPENING, **options) -> BeautifulSoup:
 
 
 def test_the_index_opens_with_a_moving_picture_and_three_routes():
-    page = shown([*COURSE.values()], moving="<picture><img alt='a ring'></picture>")
+    page = shown([*COURSE.values()], moving=Cover("data:still", "data:moving", "a ring"))
     assert page.find("h1").find_next("a")["href"].startswith("https://arxiv.org")
-    assert page.select_one("figure.moving img")["alt"] == "a ring"
+    image = page.select_one("figure.moving img")
+    assert (image["alt"], image["src"]) == ("a ring", "data:moving")
+    assert page.select_one("figure.moving source")["srcset"] == "data:still"
     assert page.select_one("figcaption a").get_text() == "01 Collectives"
     assert [h.get_text() for h in page.select(".route h3")] == [
         "One lecture 75\u00a0minutes",

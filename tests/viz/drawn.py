@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import xml.etree.ElementTree as ET
 
@@ -96,3 +97,23 @@ def text_boxes(
 
     walk(ET.fromstring(scene.svg(t)), 0.0, 0.0, 1.0)
     return found
+
+
+def assert_apart(scene: Scene, t: float, narrow: bool = False) -> None:
+    """No text leaves the card at second t or covers another one, and no box leaves it."""
+    boxes = text_boxes(scene, t, narrow)
+    assert len(boxes) > 2
+    width, height = scene.narrow if narrow else (scene.width, scene.height)
+    for text, left, top, right, bottom in boxes:
+        assert left > 0 and top > 0 and right < width and bottom < height, text
+    for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(
+        boxes, 2
+    ):
+        assert (
+            min(right, right_) - max(left, left_) < 1 or min(bottom, bottom_) - max(top, top_) < 1
+        ), (round(t, 2), a, b)
+
+
+def texts(scene: Scene) -> list[str]:
+    """The words of all texts, also of those with parts of another size."""
+    return ["".join(text.itertext()) for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]

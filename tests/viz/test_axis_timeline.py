@@ -141,15 +141,6 @@ def test_words_for_readers_who_do_not_see_it():
     assert "torch's own" not in axes_scene(record()).svg().replace("&#x27;", "'")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark", None])
-def test_everything_is_inside_the_card(theme):
-    for scene in (axes_scene(record(), "step"), axes_scene(Trace([], 16, "gloo"))):
-        for element in ET.fromstring(scene.svg(theme=theme)).iter(f"{SVG}rect"):
-            if element.get("x"):
-                assert float(element.get("x")) + float(element.get("width")) <= scene.width
-                assert float(element.get("y")) + float(element.get("height")) <= scene.height
-
-
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(
         ValueError, match=r"17 ranks, and this picture can show up to 16: use run\.timeline"

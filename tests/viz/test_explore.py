@@ -211,7 +211,8 @@ def test_every_control_has_a_label_and_keeps_its_keys(collective):
 # ── Collectives
 
 
-def test_every_operation_and_algorithm_runs_and_equals_its_closed_form(collective):
+def test_every_operation_runs_and_equals_its_closed_form(collective):
+    """All algorithms do in tests/publish/test_recorded_collectives.py."""
     for operation in OPERATIONS:
         move(collective, operation=operation)
         algorithm = collective.controls["algorithm"]
@@ -221,7 +222,7 @@ def test_every_operation_and_algorithm_runs_and_equals_its_closed_form(collectiv
             == (operation not in ROOTS)
             == (f"{operation} has no root" in collective.hint.value)
         )
-        for name in algorithm.options:
+        for name in {algorithm.options[0], algorithm.options[-1]}:
             algorithm.value = name
             assert "<figure" in collective.html
             assert all(run == form for run, form in rows(collective).values()), (

@@ -11,7 +11,7 @@ import pytest
 from parallel101.laboratory.analysis.held_over_time import MOST_POINTS, held_over_time
 from parallel101.laboratory.viz.memory_over_step import activations_scene
 from parallel101.trainers.support.count_activations import Activations, Change, Kept, Phase
-from tests.viz.drawn import SVG, text_boxes
+from tests.viz.drawn import SVG
 
 
 def counted(*program):
@@ -84,16 +84,6 @@ def test_equal_bytes_are_equally_high_on_all_ranks():
     assert (max(first) - min(first)) / 30 == pytest.approx(
         (max(second) - min(second)) / 40, rel=0.02
     )
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-def test_no_text_leaves_the_card(narrow):
-    gpipe = counted(*[("F", i, 10) for i in range(12)], *[("B", i) for i in range(12)])
-    scene = activations_scene({"rank 10": gpipe, "rank 11": ONE_F_ONE_B})
-    assert "peak 120 B: microbatches 0 to 11" in scene.svg()
-    width = scene.narrow[0] if narrow else scene.width
-    for text, left, _, right, _ in text_boxes(scene, 0.0, narrow):
-        assert left >= 0 and right <= width, text
 
 
 def test_one_rank_or_none():

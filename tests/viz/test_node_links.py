@@ -10,7 +10,7 @@ import pytest
 
 from parallel101.cost import CHIPS, Level
 from parallel101.laboratory.viz.node_links import node_scene
-from tests.viz.drawn import SVG, text_boxes
+from tests.viz.drawn import SVG, texts
 
 H100 = CHIPS["H100"]
 
@@ -22,10 +22,6 @@ def widths(scene, kind):
         for path in ET.fromstring(scene.svg()).iter(f"{SVG}path")
         if path.get("class") == f"link {kind}"
     }
-
-
-def texts(scene):
-    return [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
 
 
 @pytest.mark.parametrize("gpus", [1, 4, 8])
@@ -47,17 +43,6 @@ def test_the_figures_are_those_of_the_table():
     for rate in (node.bandwidth, 2 * node.bandwidth, H100.pcie_bandwidth, leaf.bandwidth):
         assert f"{rate / 1e9:g} GB/s" in words
     assert re.search(rf"\b{8e-9 * leaf.bandwidth / leaf.rails:g} Gbit/s", words)
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-def test_no_text_leaves_the_card_or_covers_another(narrow):
-    scene = node_scene()
-    width, height = scene.narrow if narrow else (scene.width, scene.height)
-    boxes = text_boxes(scene, 0.0, narrow)
-    for i, (text, left, top, right, bottom) in enumerate(boxes):
-        assert left >= 0 and right <= width + 1 and bottom <= height - 8, text
-        for other, x0, y0, x1, y1 in boxes[:i]:
-            assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top, (text, other)
 
 
 @pytest.mark.parametrize("chip", ["TPU v5e", "A100", "B200", "GB200"])

@@ -4,7 +4,6 @@ numbers, tiles in flight, labels.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,15 +11,20 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
+from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.viz.axis_timeline import axes_scene
 from parallel101.laboratory.viz.between_ranks import traffic_scene
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.loss_curves import loss_scene
 from parallel101.laboratory.viz.matrices import matrices_scene
+from parallel101.laboratory.viz.memory_over_step import activations_scene
 from parallel101.laboratory.viz.memory_per_rank import memory_scene
+from parallel101.laboratory.viz.node_links import node_scene
 from parallel101.trainers.layout import Entry, Shard
 from tests.viz import programs as p
-from tests.viz.drawn import text_boxes
+from tests.viz.drawn import assert_apart, span
 from tests.viz.programs import recorded
+from tests.viz.test_memory_over_step import ONE_F_ONE_B, counted
 
 
 def on_a_mesh(rows, columns, operation, algorithm, x):
@@ -56,20 +60,6 @@ def test_no_two_texts_of_a_collective_overlap(name):
         assert_apart(scene, t)
 
 
-def assert_apart(scene, t, narrow=False):
-    boxes = text_boxes(scene, t, narrow)
-    assert len(boxes) > 2
-    width, height = scene.narrow if narrow else (scene.width, scene.height)
-    for text, left, top, right, bottom in boxes:
-        assert left > 0 and top > 0 and right < width and bottom < height, text
-    for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(
-        boxes, 2
-    ):
-        assert (
-            min(right, right_) - max(left, left_) < 1 or min(bottom, bottom_) - max(top, top_) < 1
-        ), (round(t, 2), a, b)
-
-
 def test_an_all_reduce_along_one_axis_at_a_time_has_two_levels():
     titles = {
         name: collective_scene(*recorded(partial(on_a_mesh, 4, 2, "all_reduce", name), 8, 16)).title
@@ -93,7 +83,9 @@ def entries():
     }
 
 
-ON_A_PHONE = {
+GPIPE = counted(*[("F", i, 10) for i in range(12)], *[("B", i) for i in range(12)])
+STEP = [span(0, "step", 0.0, 4.0), span(1, "step", 0.0, 4.0), span(0, "forward", 1.0, 2.0, 1)]
+PICTURES = {
     "memory": lambda: memory_scene(
         {
             name: held(
@@ -106,6 +98,15 @@ ON_A_PHONE = {
     "matrices": lambda: matrices_scene(entries()),
     "traffic": lambda: traffic_scene(recorded(p.ring_all_reduce, 4, 4)[0]),
     "before and after": lambda: p101.watch(p101.reduce_scatter, 4, backend="sim").before_after(),
+    "axes": lambda: axes_scene(Trace(STEP, 2, "sim"), "step"),
+    "no axes": lambda: axes_scene(Trace([], 16, "gloo")),
+    "node": node_scene,
+    "activations": lambda: activations_scene({"rank 10": GPIPE, "rank 11": ONE_F_ONE_B}),
+    "pipeline": lambda: p101.schedule("1f1b", stages=16, microbatches=32).time().timeline(),
+    "one microbatch": lambda: p101.schedule("1f1b", stages=1, microbatches=1).time().timeline(),
+    "five stages a rank": lambda: (
+        p101.schedule("interleaved", stages=8, microbatches=24, chunks=5).time().timeline()
+    ),
     "wrong": lambda: p101.watch(
         partial(p.broken_ring_all_reduce, twice=(1, 1)), 4, backend="sim"
     ).before_after(),
@@ -113,7 +114,9 @@ ON_A_PHONE = {
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "on a phone"])
-@pytest.mark.parametrize("name", ON_A_PHONE)
+@pytest.mark.parametrize("name", PICTURES)
 def test_no_two_texts_of_other_pictures_overlap(name, narrow):
-    scene = ON_A_PHONE[name]()
+    scene = PICTURES[name]()
+    if narrow and scene.narrow is None:
+        pytest.skip("a phone scrolls it")
     assert_apart(scene, scene.duration, narrow)

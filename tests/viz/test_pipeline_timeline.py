@@ -18,7 +18,7 @@ from parallel101.laboratory.analysis.pipeline_times import planned_times, record
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.pipeline_timeline import LEAD, LEFT, RIGHT, SWEEP, pipeline_scene
 from parallel101.spans import wait_span
-from tests.viz.drawn import SVG, span, titled
+from tests.viz.drawn import SVG, span, texts, titled
 
 SHAPES = [
     ("gpipe", 2, 4, 1),
@@ -37,10 +37,6 @@ def timed(name, stages, microbatches, chunks):
     return p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks).time(
         **COSTS
     )
-
-
-def texts(scene):
-    return [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
 
 
 def place(rect):
@@ -318,20 +314,6 @@ def test_a_run_of_a_schedule_draws_what_was_planned(shape):
         if schedule.placement.get(other, rank) != rank
     }
     assert len(recorded.messages) == 2 * len([part for part in between if part.kind == "F"])
-
-
-@pytest.mark.parametrize("theme", ["light", "dark", None])
-@pytest.mark.parametrize(
-    "shape",
-    [("1f1b", 1, 1, 1), ("1f1b", 16, 32, 1), ("interleaved", 8, 24, 5)],
-    ids=["one", "many", "chunks"],
-)
-def test_everything_is_inside_the_card(shape, theme):
-    scene = timed(*shape).timeline()
-    for element in ET.fromstring(scene.svg(theme=theme)).iter():
-        if element.tag in (f"{SVG}rect", f"{SVG}text") and element.get("x"):
-            assert 0 <= float(element.get("x")) + float(element.get("width", 0)) <= scene.width
-            assert 0 <= float(element.get("y")) + float(element.get("height", 0)) <= scene.height
 
 
 def test_what_cannot_be_drawn_is_refused():

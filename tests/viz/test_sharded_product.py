@@ -12,7 +12,7 @@ import torch
 
 import parallel101 as p101
 from parallel101.laboratory.analysis.held_blocks import bytes_by_step, columns_of, parts_of
-from tests.viz.drawn import SVG
+from tests.viz.drawn import SVG, texts
 
 made = torch.Generator().manual_seed(0)
 A, B = (torch.randn(shape, generator=made, dtype=torch.float64) for shape in ((8, 12), (12, 8)))
@@ -36,10 +36,6 @@ def held(run):
     return found
 
 
-def words(scene):
-    return ["".join(text.itertext()) for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
-
-
 def test_before_and_after_each_collective():
     run = p101.sharding.run("A[I, J_X] · B[J_X, K] → C[I, K_X]", A, B, mesh={"X": 2})
     whole, first, second = (1,), (1, 0), (0, 1)
@@ -49,7 +45,7 @@ def test_before_and_after_each_collective():
         [("ab", first), ("ab", second)],  # C[I, K] {U_X}
         [("a", (1, 1)), ("b", (1, 1))],
     ]
-    said = words(run.picture())
+    said = texts(run.picture())
     assert said[0] == "A[I, JX] · B[JX, K] → C[I, KX]"
     assert "C[I, KX] on 2 ranks equals the whole A · B." in said
     assert said.count("1 of 2") == 2 and "ReduceScatterX,K" in said
@@ -128,7 +124,7 @@ def test_mistakes_are_visible(mistake):
     assert held(run)[-1] == LAST[mistake]
     svg = run.picture().svg()
     assert len(re.findall('class="bad"', svg)) == 2
-    assert 'class="w"' in svg and "your program" in words(run.picture())
+    assert 'class="w"' in svg and "your program" in texts(run.picture())
 
 
 def test_a_right_program_of_ones():
@@ -175,7 +171,7 @@ def test_on_a_phone_a_program_is_seen_at_once_and_longer_ones_scroll():
         for p, dx in moved
         for rect in p.iter(f"{SVG}rect")
     )
-    assert words(forgotten).count("terms") == 2
+    assert texts(forgotten).count("terms") == 2
     assert (
         p101.sharding.run("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2})
         .picture()

@@ -2,7 +2,7 @@
 
     docs/teaching.md    ──▶ site/teach_with_it.html      how a teacher sets up a course
     lessons/errors.md   ──▶ site/errors_explained.html   with the messages that its programs raise
-    CITATION.cff        ──▶ site/cite.html               (citation_page.py)
+    CITATION.cff        ──▶ site/cite.html               (templates/cite.md.jinja2)
 
 A page whose file is missing is left out. A link in a file leads to the page made from its target,
 or to the repository. Where neither is known, it is text.
@@ -17,18 +17,20 @@ import posixpath
 import re
 import runpy
 import tempfile
+from collections import defaultdict
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from bs4 import BeautifulSoup, Tag
 
 from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import name_headings
-from parallel101.laboratory.publish.citation_page import citation
 from parallel101.laboratory.publish.markdown import to_html
 from parallel101.laboratory.publish.repository import Repository
+from parallel101.laboratory.publish.templates import render
 
 TEACHING, ERRORS, CITATION = "docs/teaching.md", "lessons/errors.md", "CITATION.cff"
 ADDRESSES = {
@@ -93,6 +95,20 @@ def course_pages(
         title = heading.get_text()
         made.append(CoursePage(ADDRESSES[file], title, TEXTS[file], str(soup), ALSO[file]))
     return made
+
+
+def citation(text: str, repository: Repository | None = None) -> str:
+    """Return the page that says how to cite parallel101, as Markdown.
+
+    Args:
+        text: of CITATION.cff, whose format is described at https://citation-file-format.github.io.
+        repository: the one with the code, for a file that names none.
+    """
+    said = yaml.safe_load(text)
+    address = said.get("repository-code") or said.get("url")
+    address = address or (repository.address if repository is not None else "")
+    every = defaultdict(str, said), [defaultdict(str, author) for author in said["authors"]]
+    return render("cite.md", said=every[0] | {"authors": every[1]}, address=address, text=text)
 
 
 def _lead_somewhere(

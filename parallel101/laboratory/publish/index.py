@@ -25,12 +25,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
-
 from parallel101.laboratory.publish.course_pages import CoursePage
 from parallel101.laboratory.publish.glossary import PAGE
 from parallel101.laboratory.publish.page import (
     NONE,
+    Cover,
     Lesson,
     numbered,
     offline_html,
@@ -38,9 +37,8 @@ from parallel101.laboratory.publish.page import (
     short_title,
 )
 from parallel101.laboratory.publish.repository import Repository
-from parallel101.laboratory.publish.search_index import search_box
-from parallel101.laboratory.publish.syllabus import Syllabus, day
-from parallel101.laboratory.publish.templates import as_html, render
+from parallel101.laboratory.publish.syllabus import Syllabus
+from parallel101.laboratory.publish.templates import render
 from parallel101.laboratory.publish.tools import ToolPage
 
 FILE = "routes.json"
@@ -120,11 +118,11 @@ def minutes(part: Route, lessons: Mapping[str, Lesson]) -> int:
 
 def index_page(
     lessons: Sequence[Lesson],
-    covers: Mapping[str, str] = NONE,
+    covers: Mapping[str, Cover | None] = NONE,
     homework: Mapping[int, Lesson] = NONE,
     glossary: bool = False,
     opening: Opening = NO_OPENING,
-    moving: str = "",
+    moving: Cover | None = None,
     syllabus: Syllabus | None = None,
     tools: Sequence[ToolPage] = (),
     pages: Sequence[ListedPage | CoursePage] = (),
@@ -134,10 +132,10 @@ def index_page(
     """Return the page that opens the course and lists the lessons in order.
 
     Args:
-        covers: by the lesson's name, its picture as an <img>.
+        covers: by the lesson's name, its picture.
         homework: by number, the homeworks that have a page.
         glossary: whether the glossary has a page.
-        moving: the picture that moves at the top, as a <picture>.
+        moving: the picture that moves at the top.
         syllabus: a teacher's, which opens the page in place of `opening`.
         tools: the pages that play without Python.
         pages: those around the lessons.
@@ -167,7 +165,7 @@ def index_page(
             if syllabus is None
         ],
         opening=opening,
-        moving=Markup(moving),
+        moving=moving,
         invitations=invitations,
         routes=possible,
         syllabus=syllabus,
@@ -176,7 +174,6 @@ def index_page(
         more=[*[GLOSSARY] * glossary, *pages],
         repository=repository,
         search=search,
-        search_box=as_html(search_box),
         page_name=page_name,
         short_title=short_title,
         numbered=numbered,
@@ -184,7 +181,6 @@ def index_page(
         total=lambda route: sum(minutes(part, by_name) for part in route["parts"]),
         week_minutes=lambda week: minutes({**PART, "lessons": week.lessons}, by_name),
         time=_time,
-        day=as_html(day),
     )
     return offline_html(title, body, scripts_beside=search)
 

@@ -17,6 +17,8 @@ import platform
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import cache
+from html import unescape
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -46,7 +48,7 @@ NEEDS_KERNEL = (
     "<code>make lab</code>."
 )
 NONE: Mapping = MappingProxyType({})
-PHONE = "(max-width: 640px)"
+NARROW = re.compile(r'"narrow": (.*?), "css"')  # in the script after a picture
 
 
 class Lesson(NamedTuple):
@@ -89,6 +91,12 @@ class _OfflineExporter(HTMLExporter):
         return to_html(source, context.get("cell", {}).get("attachments"), path)
 
 
+@cache
+def _exporter() -> HTMLExporter:
+    no_prompts = {"exclude_input_prompt": True, "exclude_output_prompt": True}
+    return _OfflineExporter(template_name="basic", **no_prompts)
+
+
 def lesson_body(
     notebook: NotebookNode,
     folder: Path,
@@ -107,10 +115,8 @@ def lesson_body(
         ValueError: the page would load something, such as an image from the web, or a formula
             cannot be converted.
     """
-    no_prompts = {"exclude_input_prompt": True, "exclude_output_prompt": True}
-    exporter = _OfflineExporter(template_name="basic", **no_prompts)
     place = {"metadata": {"path": str(folder)}}
-    body, _ = exporter.from_notebook_node(_without_kernel(notebook), place)
+    body, _ = _exporter().from_notebook_node(_without_kernel(notebook), place)
     soup = BeautifulSoup(body, "html.parser")
     if addresses := sorted(set(external_addresses(soup))):
         would = f"the page would load {', '.join(addresses)}, but pages must work offline"
@@ -146,62 +152,44 @@ def _cover(soup: BeautifulSoup) -> Tag | None:
     )
 
 
-def cover_of(page: str) -> str:
-    """Return the picture of a lesson's page for the index, as an <img>; "" if the page has none."""
-    found = re.search(
-        r'<figure [^>]*class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"',
-        page,
-        re.DOTALL,
-    )
-    return f'<img src="{found[1]}" alt="" loading="lazy">' if found else ""
+class Cover(NamedTuple):
+    """The picture of a lesson's page, as the index shows it. The images are data URIs."""
+
+    still: str  # if it moves, its last moment
+    moving: str
+    alt: str = ""
+    narrow: tuple[int, int] | None = None  # the size of its layout for phones
+
+    def stacked(self, image: str) -> str:
+        """Return an image in the layout for phones, as player.js stacks its panels."""
+        assert self.narrow is not None, "it has such a layout"
+        (width, height), (head, _, data) = self.narrow, image.partition(",")
+        svg = base64.b64decode(data).decode()
+        for old, new in (
+            (
+                r'viewBox="0 0 \d+ \d+" width="\d+" height="\d+"',
+                f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"',
+            ),
+            (
+                r'(class="card" x=".5" y=".5") width="\d+" height="\d+"',
+                rf'\1 width="{width - 1}" height="{height - 1}"',
+            ),
+            ('data-narrow="none"', 'display="none"'),
+            (r'data-narrow="([^"]+)"', r'transform="\1"'),
+        ):
+            svg = re.sub(old, new, svg)
+        return f"{head},{base64.b64encode(svg.encode()).decode()}"
 
 
-def moving_picture_of(page: str) -> str:
-    """Return the cover as a <picture> that moves, or stands still if the reader prefers that.
-
-    On a phone its panels are stacked, as player.js stacks them.
-    """
-    found = re.search(
-        r'<figure [^>]*class="p101 cover"[^>]*>\s*<picture>(.*?)</picture>'
-        r'.*?"narrow": (.*?), "css"',
-        page,
-        re.DOTALL,
-    )
-    if not found:
-        return ""
-    picture, narrow = found[1], json.loads(found[2])
-    sources = re.findall(r"<source [^>]*>|<img [^>]*>", picture) if narrow else []
-    small = ""
-    for source in sources:
-        media = re.search(r'media="(.*?)"', source)
-        image = re.search(r'"(data:image/svg[^"]+)"', source)
-        assert image is not None, "each has a picture"
-        both = f"{media[1]} and {PHONE}" if media else PHONE
-        small += f'<source media="{both}" srcset="{stacked(image[1], *narrow)}">'
-    return f"<picture>{small}{picture}</picture>"
-
-
-def stacked(image: str, width: int, height: int) -> str:
-    """Return a picture, as a data URI, in its layout for phones.
-
-    It has this size, and each panel is moved.
-    """
-    head, _, data = image.partition(",")
-    svg = base64.b64decode(data).decode()
-    size = re.search(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', svg)
-    assert size is not None, "a scene has a size"
-    svg = svg.replace(
-        size[0], f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"', 1
-    )
-    svg = re.sub(
-        r'(class="card" x=".5" y=".5") width="\d+" height="\d+"',
-        rf'\1 width="{width - 1}" height="{height - 1}"',
-        svg,
-        count=1,
-    )
-    svg = svg.replace('data-narrow="none"', 'display="none"')
-    svg = re.sub(r'data-narrow="([^"]+)"', r'transform="\1"', svg)
-    return f"{head},{base64.b64encode(svg.encode()).decode()}"
+def cover_of(page: str) -> Cover | None:
+    """Return the picture of a lesson's page for the index; None if the page has none."""
+    found = re.search(r'<figure [^>]*class="p101 cover".*?</picture>', page, re.DOTALL)
+    if found is None:
+        return None
+    images = re.findall(r'"(data:image/svg[^"]+)"', found[0])
+    alt, narrow = re.search(r' alt="(.*?)"', found[0]), NARROW.search(page, found.end())
+    size = json.loads(narrow[1]) if narrow else None
+    return Cover(images[0], images[-1], unescape(alt[1]) if alt else "", size)
 
 
 def lesson_page(

@@ -29,7 +29,7 @@ from pygments.lexers import PythonLexer
 
 from parallel101.laboratory.publish.index import REFERENCE
 from parallel101.laboratory.publish.offline_page import offline_html
-from parallel101.laboratory.publish.search_index import SearchEntry, search_box
+from parallel101.laboratory.publish.search_index import SearchEntry
 from parallel101.laboratory.publish.templates import render
 
 ADDRESS, TITLE = REFERENCE.address, REFERENCE.title
@@ -241,7 +241,6 @@ def _framed(title: str, body: str, page: str) -> str:
         root=root,
         index="" if page == ADDRESS else ADDRESS,
         title=TITLE,
-        search_box=Markup(search_box(root)),
         body=Markup(body),
     )
     whole = f"{title}: parallel101" if title == TITLE else title

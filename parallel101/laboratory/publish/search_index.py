@@ -1,7 +1,7 @@
 """The search over all pages of the site, which works offline.
 
     sections ── search_index ──▶ site/search_index.js, a script: a page from disk can't fetch JSON
-    search_box ──▶ the box on a page, with search.js, which loads that script when the box is used
+    templates/search_box.html.jinja2 ──▶ the box on a page, with search.js, which loads that script
 
 An entry's words count by how often it uses them, and more in its title. search.js multiplies
 them by how rare a word is (inverse document frequency). It also finds words with one wrong letter,
@@ -17,7 +17,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
-from importlib.resources import files
 from typing import NamedTuple
 
 from bs4 import BeautifulSoup
@@ -130,24 +129,3 @@ def search_index(entries: Sequence[SearchEntry], terms: Sequence[Term] = ()) -> 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN].rpartition(" ")[0] + " …"
-
-
-def search_box(root: str = "") -> str:
-    """Return the search box of a page, which is shown where scripts run.
-
-    `root` leads from the page's folder to that of the index: "../" for one folder below it.
-    """
-    here = files("parallel101.laboratory.publish")
-    css, script = (
-        here.joinpath(f"search.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
-    )
-    return f"""<style>{css}</style>
-<form class="search" role="search" data-index="{root}{FILE}" data-root="{root}" hidden>
-<label for="search-words">Search</label>
-<input id="search-words" type="search" role="combobox" aria-expanded="false" autocomplete="off"
-aria-controls="search-found" aria-autocomplete="list" spellcheck="false"
-placeholder="Lessons, homework, reference">
-<p class="search-count" role="status"></p>
-<div id="search-found" role="listbox" aria-label="Search results" tabindex="-1" hidden></div>
-</form>
-<script>{script}</script>"""

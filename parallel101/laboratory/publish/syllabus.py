@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import sys
 from datetime import date, datetime
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,10 +135,3 @@ def _week(entries: Any, folder: Path) -> Week:
     if isinstance(week.date, date) and isinstance(week.due, date) and week.due < week.date:
         raise ValueError(f"its homework is due {week.due}, before the lecture of {week.date}")
     return week
-
-
-def day(when: When) -> str:
-    """Return a day of the syllabus as HTML."""
-    if isinstance(when, date):
-        return f"<span>{when:%a} {when.day} {when:%B %Y}</span>"
-    return escape(when or "")

@@ -29,7 +29,7 @@ def environment() -> Environment:
     """
     made = Environment(
         loader=PackageLoader("parallel101.laboratory.publish"),
-        autoescape=True,
+        autoescape=lambda name: ".html" in str(name),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
@@ -44,8 +44,9 @@ def environment() -> Environment:
 
 
 def render(name: str, **values: object) -> str:
-    """Return the template `name`.html.jinja2, filled with these values."""
-    return environment().get_template(f"{name}.html.jinja2").render(**values)
+    """Return the template `name`.html.jinja2, or that of a file with an ending, such as cite.md."""
+    file = name if "." in name else f"{name}.html"
+    return environment().get_template(f"{file}.jinja2").render(**values)
 
 
 def as_html(function: Callable[..., str]) -> Callable[..., Markup]:

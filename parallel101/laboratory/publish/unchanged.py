@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -60,18 +60,21 @@ def _file_of(name: str) -> Path | None:
     return next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
 
 
-def _imported(path: Path) -> Iterator[str]:
-    """Yield the names that a file imports when it runs, also inside functions."""
+@cache
+def _imported(path: Path) -> set[str]:
+    """Return the names that a file imports when it runs, also inside functions."""
     nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    names: set[str] = set()
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
             continue
         nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def marked(html: str, made_from: str) -> str:

@@ -34,7 +34,6 @@ from parallel101.laboratory.publish.page import (
     lesson_body,
     lesson_page,
     machine,
-    moving_picture_of,
     offline_html,
     page_name,
     parts_of_page,
@@ -261,7 +260,6 @@ def _write_pages(
     glossary = _write_glossary(course, out, [*shown.values()])
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
-    moving = moving_picture_of(shown.get(opening.picture, ""))
     around: list[CoursePage | ListedPage] = [
         *_write_course_pages(course, [*lessons.values()], glossary, out)
     ]
@@ -273,7 +271,7 @@ def _write_pages(
         course.homework,
         glossary,
         opening,
-        moving,
+        covers.get(opening.picture),
         course.syllabus,
         _listed_tools(course, out),
         around,

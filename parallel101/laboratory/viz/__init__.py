@@ -2,6 +2,7 @@
 
     collective.py         who sent what to whom, and what each rank then holds
                           (with diagram, graph, matrix, many_ranks, captions, timing)
+    collective_run.py     one collective on virtual ranks, for the explorer and the atlas
     before_after.py       what each rank was given and returned, in blocks
     forward_backward.py   a collective and its backward, side by side
     sharded_product.py    which blocks each rank holds in a sharded product

@@ -24,7 +24,7 @@ from parallel101.laboratory.analysis.replay import Replay, replay_of
 from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.viz.captions import Captions, fitted, matrix_sentence
+from parallel101.laboratory.viz.captions import Captions, draw_caption, matrix_sentence
 from parallel101.laboratory.viz.grid import STYLE as MARKS
 from parallel101.laboratory.viz.grid import Grid
 from parallel101.laboratory.viz.scene import Box, Node, Scene, Stop, check_ranks
@@ -102,12 +102,13 @@ def before_after_scene(
     step = min(LONGEST, STEPS / max(len(moving), 1))
     scene.duration = round(LEAD + step * len(moving) + LAST, 2)
     scene.intro = "What each rank was given."
-    _sentence(scene, scene.intro, 0.0, LEAD)
+    sentences = scene.panel(narrow="none")
+    draw_caption(sentences, scene.intro, (0.0, LEAD))
     ends = [LEAD + (k + 1) * step for k in range(len(moving) - 1)] + [scene.duration]
     for (origin, flights), begin, end in zip(moving.items(), [LEAD, *ends], ends):
         words, last = _row_text(replay, origin, flights, given, returned), end == scene.duration
         landed = begin + 0.75 * step
-        _sentence(scene, words, begin, landed + 0.5 if last else end)
+        draw_caption(sentences, words, (begin, landed + 0.5 if last else end))
         stop = Stop(begin, end, f"{words} {text}") if last else Stop(begin, end - 0.03, words)
         scene.stops.append(stop)
         for block, to in flights:
@@ -120,10 +121,10 @@ def before_after_scene(
             else:
                 _block(group, replay, block, new.inside(*to))
         if last:
-            _sentence(scene, text, landed + 0.5, scene.duration + 1, wrong)
+            draw_caption(sentences, text, (landed + 0.5, scene.duration + 1), wrong=wrong)
     if not moving:
         scene.stops.append(Stop(LEAD, scene.duration, text))
-        _sentence(scene, text, LEAD, scene.duration + 1, wrong)
+        draw_caption(sentences, text, (LEAD, scene.duration + 1), wrong=wrong)
     sums = after.add("g").show((scene.duration - LAST, scene.duration + 1))
     for row, blocks in enumerate(returned):
         for column, block in enumerate(blocks):
@@ -156,13 +157,6 @@ def _flights(
                 if block.counts and block.counts[origin] and (block.chunk, origin) in places:
                     found[origin].append(Flight(block, (row, column)))
     return found
-
-
-def _sentence(scene: Scene, text: str, begin: float, end: float, wrong: bool = False) -> None:
-    group = scene.panel(narrow="none").add("g").show((begin, end))
-    size, lines = fitted(text, 904, wrong)
-    for k, line in enumerate(lines):
-        group.write(line, 28, 64 if len(lines) == 1 else 59 + 16 * k, size, "w b" if wrong else "m")
 
 
 def _row_text(

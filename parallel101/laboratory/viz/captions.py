@@ -30,7 +30,7 @@ from parallel101.laboratory.record.units import (
     sentence,
 )
 from parallel101.laboratory.viz.rows import unfinished_text
-from parallel101.laboratory.viz.scene import in_two_lines
+from parallel101.laboratory.viz.scene import Node, in_two_lines
 
 NO_DATA = (
     "The messages carry no data of x, only zeros.",
@@ -444,6 +444,18 @@ def fitted(text: str, room: float, bold: bool = False) -> tuple[float, list[str]
     if size >= 10.5:
         return size, [text]
     return min(12.5, 2 * size * 0.95), in_two_lines(text)
+
+
+def draw_caption(
+    panel: Node, text: str, span: tuple[float, float], room: float = 904.0, wrong: bool = False
+) -> Node:
+    """Write a sentence under the title, in one line or two, during a span of seconds."""
+    group = panel.add("g").show(span)
+    size, lines = fitted(text, room, wrong)
+    for k, line in enumerate(lines):
+        y = 64 if len(lines) == 1 else 59 + 16 * k
+        group.write(line, 28, y, size, "w b" if wrong else "m")
+    return group
 
 
 def _count(n: int, noun: str) -> str:

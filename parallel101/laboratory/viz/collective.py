@@ -25,7 +25,7 @@ from parallel101.laboratory.viz.captions import (
     NO_ORIGIN,
     TOO_MANY,
     Captions,
-    fitted,
+    draw_caption,
 )
 from parallel101.laboratory.viz.graph import draw_graph
 from parallel101.laboratory.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
@@ -128,19 +128,13 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
     panel, replay = scene.panel(narrow="none"), captions.replay
 
     def show(text: str, fact: str, begin: float, end: float, wrong: bool = False) -> None:
-        group = panel.add("g")
-        if scene.duration:
-            group.show((begin, end))
-        size, lines = fitted(text, 884 - 6.8 * len(fact), wrong)
-        for k, line in enumerate(lines):
-            y = 64 if len(lines) == 1 else 59 + 16 * k
-            group.write(line, 28, y, size, "w b" if wrong else "m")
+        group = draw_caption(panel, text, (begin, end), 884 - 6.8 * len(fact), wrong)
         if fact:
             group.write(fact, 932, 64, 13, "m e")
 
     scene.intro = captions.intro
     if not replay.steps:
-        return show(captions.intro, "", 0.0, 0.0)
+        return show(captions.intro, "", 0.0, 1.0)
     show(captions.intro, captions.sent(-1), 0.0, timing.start(0))
     for step, phase in enumerate(captions.phases):
         text, fact, last = captions.step(step), captions.sent(step), step == replay.steps - 1

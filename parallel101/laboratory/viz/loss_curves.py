@@ -23,12 +23,11 @@ import torch.distributed as dist
 from parallel101.laboratory.record.ipython import in_notebook
 from parallel101.laboratory.record.units import round_step
 from parallel101.laboratory.viz.palette import PLOTTED
-from parallel101.laboratory.viz.scene import END, Scene, data_uri
+from parallel101.laboratory.viz.scene import END, PHONE, Scene, data_uri
 
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 INTERVAL = 0.25  # seconds between two drawings
 MOST_POINTS = 400
-NARROW = 468.0  # on phones the picture is so much less wide
 # of the curves: dashes show two curves on top of each other
 DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")
 STYLE = (
@@ -97,12 +96,10 @@ def loss_scene(
         return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
 
     scene.write(title, 28, 40, None, "h")
-    squeezed = (right - NARROW - LEFT) / (right - LEFT)
-    if squeezed > 0.2:
-        scene.narrow = (492, 330)
-    narrow = f"translate({LEFT * (1 - squeezed):.1f},0) scale({squeezed:.3f},1)"
-    drawn = scene.panel(narrow, class_="lines")
-    ends = scene.panel(narrow=f"translate({-NARROW:g},0)")
+    if right > 672:  # with shorter labels, there is room for the curves on a phone
+        scene.narrow = (PHONE, 330)
+    _, drawn, _, ends = scene.columns(LEFT, right, right + PHONE - 960)
+    drawn.attributes["class"] = "lines"
     tick = round_step(high, 6)
     for k in range(int(high / tick) + 1):
         y = at(0, k * tick)[1]

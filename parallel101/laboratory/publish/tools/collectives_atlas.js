@@ -1,19 +1,11 @@
 /* The atlas of collectives. GIVEN has the facts of all runs, from Python. The pictures of an
    algorithm are in a script, which is added when it is chosen; `mount` (player.js) plays them. */
 "use strict";
-const at = (id) => document.getElementById(id);
 const { operations, networks, names, what, facts, start, sizes, css } = GIVEN;
 const MENUS = ["operation", "algorithm", "beside", "ranks", "network"];
 const state = { ...start };
 let turn = 0;  // of the last choice: an older one that has loaded late isn't shown
 let mounted = new AbortController();  // ends when other pictures take the place
-
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
 
 /* ---- numbers as text, as parallel101/laboratory/record/units.py writes them ---- */
 

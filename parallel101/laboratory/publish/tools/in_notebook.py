@@ -12,7 +12,6 @@ import json
 from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import asdict
-from html import escape
 from typing import Any
 from urllib.parse import urlencode
 
@@ -20,6 +19,7 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.laboratory.planner.known_models import KNOWN_MODELS, shape_of_model
 from parallel101.laboratory.publish.offline_page import offline_html
+from parallel101.laboratory.publish.templates import render
 from parallel101.laboratory.publish.tools import memory_page, schedule_builder_page
 from parallel101.laboratory.publish.tools.schedule_builder_page import CHUNKS, MICROBATCHES, RANKS
 from parallel101.trainers.schedules.schedule import schedule
@@ -39,16 +39,14 @@ class ToolFrame:
 
     def _repr_html_(self) -> str:
         page = offline_html(self.title, WITHOUT_LINKS + self.body)
-        data = f"data:text/html;base64,{b64encode(page.encode()).decode()}"
-        frame = (
-            f'<iframe class="p101-tool" title="{escape(self.title)}" '
-            f'data-page="{escape(self.address)}" style="width:100%;height:840px;border:0" '
-            f'src="{data}#{escape(self.address.partition("#")[2])}"></iframe>'
+        return render(
+            "tool_frame",
+            title=self.title,
+            address=self.address,
+            page=f"data:text/html;base64,{b64encode(page.encode()).decode()}",
+            settings=self.address.partition("#")[2],
+            predict=self.predict,
         )
-        if self.predict is None:
-            return frame
-        ask = f"Write down the {self.predict} that you expect. Then open this."
-        return f"<details><summary>{escape(ask)}</summary>{frame}</details>"
 
 
 def explore_schedule(

@@ -10,13 +10,6 @@ const count = (number) => number.toLocaleString("en-US");
 const many = (number, word, ending = "s") =>
   `${count(number)} ${word}${number === 1 ? "" : ending}`;
 
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
 /* 18944000 -> "18.9 MB", as decimal_bytes in record/units.py. */
 function bytes(number) {
   for (const unit of ["B", "kB", "MB", "GB"]) {

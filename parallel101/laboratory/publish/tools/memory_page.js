@@ -2,7 +2,6 @@
    and changes come from memoryRules and memoryChanges, and memory_answer.js shows them. GIVEN
    holds Python's models, GPUs, defaults and choices. */
 "use strict";
-const at = (id) => document.getElementById(id);
 const LAYOUT = Object.keys(GIVEN.layout), SHAPE = Object.keys(GIVEN.shape);
 const NEEDED = ["width", "layers", "heads", "vocabulary", "time"];  // they have no default
 const KIND = Object.keys(GIVEN.kinds.GPT);  // what differs between a GPT and a Llama
@@ -156,17 +155,4 @@ function python() {
     '    print(f"stage {position}:", *map(decimal_bytes, parts), sep="  ")',
     '    print(f"  at its peak {decimal_bytes(stage.total)} of {decimal_bytes(have)}")', ""]
     .join("\n");
-}
-
-async function copy(words, what) {
-  try {
-    await navigator.clipboard.writeText(words);
-  } catch {  // not allowed here
-    const field = document.body.appendChild(document.createElement("textarea"));
-    field.value = words;
-    field.select();
-    document.execCommand("copy");
-    field.remove();
-  }
-  at("copied").textContent = `Copied ${what}.`;
 }

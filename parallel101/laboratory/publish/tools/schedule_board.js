@@ -1,13 +1,6 @@
 /* What schedule_builder.js has decided, as the reader sees it: the board, the buttons, the score
    and the Python code; and what the mouse, a finger and the keys do. */
 
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
 /* The page for new settings: rows and buttons, empty. */
 function build() {
   for (const id of ["ranks", "microbatches", "stages"]) at(id).value = state[id];
@@ -258,19 +251,6 @@ function onSetting({ target: { id, value } }) {
     say("The board is empty. Undo brings the actions back.");
   }
   build();
-}
-
-async function copy(words, what) {
-  try {
-    await navigator.clipboard.writeText(words);
-  } catch {  // not allowed here
-    const field = document.body.appendChild(make("textarea"));
-    field.value = words;
-    field.select();
-    document.execCommand("copy");
-    field.remove();
-  }
-  at("copied").textContent = `Copied ${what}.`;
 }
 
 function checkPasted(rules) {

@@ -3,7 +3,6 @@
 "use strict";
 const KINDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
 const LAYOUTS = { one: 1, loop: 2, v: 2 };  // stages on a rank
-const at = (id) => document.getElementById(id);
 const text = (number, digits = 2) => String(Number(number.toFixed(digits)));
 const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
