@@ -7,7 +7,6 @@ knows.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 import parallel101
-from parallel101.laboratory.grade import grading, isolation, users
+from parallel101.laboratory.grade import grading, users
 from parallel101.laboratory.grade.endings import RankDied, TimeOver
 from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.laboratory.grade.file_access import _beside
@@ -163,11 +162,10 @@ def all_gather(x): return torch.cat([x, x])""",
     "frames of one's own to the grader": """
 def all_gather(x):
     connection = dist.group.WORLD.connection
-    tensor = {"tensor": {"dtype": "float32", "shape": [4]}, "size": 16}
-    given = {"list": [{"list": [tensor]}, {"value": 1 - rank()}, {"value": 0}]}
+    given = [[{"tensor": {"dtype": "float32", "shape": [4]}}], 1 - rank(), 0]
     recv = {"call": 90, "where": "?", "group": "0", "method": "recv", "given": given}
     for _ in range(4): connection.send(b"A", recv, bytes(16))
-    connection.send(b"Y", {"result": {"value": "passed"}, "points": 10, "changed": []})
+    connection.send(b"Y", {"result": "passed", "points": 10, "changed": []})
     return torch.cat([x, x])""",
     "results written": """
 home = os.path.expanduser("~/results.json")
@@ -301,21 +299,21 @@ def test_processes_that_do_not_start_are_started_once_more(exercise, monkeypatch
 
 
 RECEIVE = (
-    '{"call": 9, "group": "0", "method": "recv", "given": {"list": [{"list": [{"tensor": '
-    '{"dtype": "int8", "shape": %s}, "size": %s}]}, {"value": 1 - rank()}, {"value": 0}]}}'
+    '{"call": 9, "group": "0", "method": "recv", "given": '
+    '[[{"tensor": {"dtype": "int8", "shape": %s}}], 1 - rank(), 0]}'
 )
 BROADCAST = (
-    '{"call": 9, "group": "0", "method": "broadcast", "given": {"list": []}, "options": '
+    '{"call": 9, "group": "0", "method": "broadcast", "given": [], "options": '
     '{"rootRank": 1e999}}'
 )
 HOSTILE = {
     "a shape that overflows": (
-        f"c.send(b'A', {RECEIVE % ('[2**28] * 9 + [0]', 0)})",
+        f"c.send(b'A', {RECEIVE % '[2**28] * 9 + [0]'})",
         "can't repeat",
     ),
     "a root that is no number": (f"c.send(b'A', {BROADCAST})", "called broadcast"),
     "256 MiB and more": (
-        f"[c.send(b'A', {RECEIVE % ('[1 << 26]', '1 << 26')}, bytes(1 << 26)) for _ in range(6)]",
+        f"[c.send(b'A', {RECEIVE % '[1 << 26]'}, bytes(1 << 26)) for _ in range(6)]",
         "more than 256 MiB",
     ),
     "half a character": ("raise ValueError(chr(0xD800))", "ValueError: ?"),
@@ -350,46 +348,22 @@ def test_the_grader_survives(exercise, code, problem):
 READY_MADE = {
     "DDP": "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
     "replicate": "from torch.distributed._composable.replicate import replicate; "
-    "replicate(torch.nn.Linear(2, 2))",
-    "FSDP": (
-        "from torch.distributed.fsdp import FullyShardedDataParallel as F; F(torch.nn.Linear(2, 2))"
-    ),
-    "FSDP2": "from torch.distributed.fsdp import fully_shard; fully_shard(torch.nn.Linear(2, 2))",
+    "replicate(torch.nn.Linear(2, 2))(x[:2])",
+    "ZeRO": "from torch.distributed.optim import ZeroRedundancyOptimizer as Z; m = "
+    "torch.nn.Linear(2, 2); m(x[:2]).sum().backward(); Z(m.parameters(), torch.optim.SGD).step()",
+    "pipelining": "from torch.distributed.pipelining import PipelineStage, ScheduleGPipe as G; s = "
+    "PipelineStage(torch.nn.Linear(2, 2), rank(), 2, torch.device('cpu'), input_args=(x[:2],)); "
+    "G(s, 1).step(*[x[:2]] * (rank() == 0))",
 }
 
 
 @pytest.mark.parametrize("code", READY_MADE.values(), ids=READY_MADE)
-def test_what_torch_has_ready_made_is_hidden(exercise, code):
+def test_what_torch_has_ready_made_may_send_nothing(exercise, code):
     imports_it = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
     verdict = grade(
         imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret"
     )
-    assert verdict.points == 0 and "is what the homework asks you to write" in verdict.problem
-
-
-@pytest.mark.parametrize("module", isolation.READY_MADE)
-def test_torch_has_what_is_hidden(module):
-    """The text is enough: to import all of them takes seconds."""
-    text = Path(torch.__path__[0], *module.split(".")[1:]).with_suffix(".py").read_text()
-    assert all(f"class {name}(" in text for name in isolation.READY_MADE[module])
-
-
-def test_what_is_hidden_does_not_depend_on_what_was_loaded_before(tmp_path, monkeypatch):
-    """Alone, functional collectives had 0 points, since torch imports FSDP with them."""
-    for finder in (isolation._ReadyMade(), isolation._NoParallel101()):
-        assert finder.find_spec("torch.distributed.fsdp") is None  # it may be imported
-    (tmp_path / "ready_made.py").write_text("class Trainer:\n    weights = 3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(isolation, "READY_MADE", {"ready_made": ("Trainer",)})
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    for load in (lambda: None, lambda: importlib.import_module("ready_made")):
-        sys.modules.pop("ready_made", None)
-        load()
-        isolation.hide_ready_made()
-        trainer = importlib.import_module("ready_made").Trainer
-        assert trainer.weights == 3
-        with pytest.raises(RuntimeError, match="is what the homework asks you to write"):
-            trainer()
+    assert verdict.points == 0 and "rank 0 called torch." in verdict.problem, verdict.problem
 
 
 def test_functional_collectives_are_relayed(exercise):

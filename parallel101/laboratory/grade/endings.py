@@ -68,12 +68,6 @@ class ForbiddenCall(GradedRunFailed):
     )
 
 
-class CalledFromThread(GradedRunFailed):
-    """The learner's code called torch.distributed from a thread that it had started."""
-
-    ends_all = True
-
-
 class TimeOver(GradedRunFailed):
     """A rank was still running at the time limit; `loading`: at the top level of its file."""
 

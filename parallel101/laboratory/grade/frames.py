@@ -137,10 +137,10 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return bytes((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
 
 
-def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Return the tensor with this dtype and shape.
+def tensor_from(text: Any, data: memoryview) -> tuple[torch.Tensor, memoryview]:
+    """Return the tensor with this dtype and shape that the bytes begin with, and the other bytes.
 
-    Raises BrokenFrame unless the bytes are exactly its own.
+    Raises BrokenFrame if there are too few of them.
     """
     dtype, shape = DTYPES.get(text.get("dtype", "")), text.get("shape")
     if (
@@ -149,13 +149,12 @@ def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor
         or not all(type(n) is int and 0 <= n <= MOST_BYTES for n in shape)
     ):
         raise BrokenFrame(f"a tensor described as {str(text)[:200]}")
-    if math.prod(shape) * dtype.itemsize != len(data):
+    size = math.prod(shape) * dtype.itemsize
+    if size > len(data):
         raise BrokenFrame(f"a {dtype} tensor of shape {shape} with {len(data)} bytes")
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-        if data
-        else torch.empty(shape, dtype=dtype)
-    )
+    own = bytearray(data[:size])
+    flat = torch.frombuffer(own, dtype=dtype) if own else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape), data[size:]
 
 
 def encode(value: Any) -> tuple[Any, bytes]:
@@ -170,13 +169,13 @@ def encode(value: Any) -> tuple[Any, bytes]:
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             parts.append(tensor_bytes(value.to_dense() if value.is_sparse else value))
-            return {"tensor": tensor_text(value), "size": len(parts[-1])}
+            return {"tensor": tensor_text(value)}
         if value is None or isinstance(value, bool | int | float | str):
-            return {"value": value}
-        if isinstance(value, list | tuple):
-            return {
-                "tuple" if isinstance(value, tuple) else "list": [plain(item) for item in value]
-            }
+            return value
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if isinstance(value, tuple):
+            return {"tuple": [plain(item) for item in value]}
         if isinstance(value, dict):
             return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
         raise TypeError(
@@ -199,28 +198,21 @@ def decode(text: Any, data: bytes | bytearray, strided: bool = False) -> Any:
 
     def value(text: Any) -> Any:
         nonlocal rest
+        if isinstance(text, list):
+            return [value(item) for item in text]
         if not isinstance(text, dict):
-            raise BrokenFrame(f"a value described as {str(text)[:200]}")
-        if "tensor" in text:
-            size = text.get("size")
-            if type(size) is not int or not 0 <= size <= len(rest):
-                raise BrokenFrame(f"a tensor of {size} bytes where {len(rest)} are left")
-            own, rest = rest[:size], rest[size:]
-            tensor, strides = tensor_from(text["tensor"], own), text["tensor"].get("strides")
-            return (
-                torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
-                if strided and strides
-                else tensor
-            )
-        if "list" in text:
-            return [value(item) for item in text["list"]]
+            return text
         if "tuple" in text:
             return tuple(value(item) for item in text["tuple"])
         if "dict" in text:
             return {value(key): value(item) for key, item in text["dict"]}
-        return text.get("value")
+        tensor, rest = tensor_from(text["tensor"], rest)
+        strides = text["tensor"].get("strides") if strided else None
+        if strides:
+            return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+        return tensor
 
     try:
         return value(text)
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
         raise BrokenFrame(f"a value that can't be read: {error}") from None

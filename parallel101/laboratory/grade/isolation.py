@@ -2,7 +2,6 @@
 
     isolate             memory and files have limits; as root, the process becomes a user of its own
     hide_parallel101    `import parallel101` raises ImportError
-    hide_ready_made     torch's own trainers, such as DistributedDataParallel, can't be made
     Neighbours          imports what was handed in beside the learner's file
 
 Which files it may open is in file_access.py. The rank that does all this is rank.py.
@@ -20,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import types
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -34,18 +33,6 @@ NO_PARALLEL101 = (
 )
 MOST_MEMORY = 2 << 30  # bytes that a rank may allocate
 MOST_WRITTEN = 1 << 28  # bytes of a file
-WRITE_IT = "it is what the homework asks you to write, so it can't be used here"
-# What torch has ready-made for training: these classes, by module, can't be made here. Their
-# modules can be imported, since torch imports some of them for other things.
-READY_MADE = {
-    "torch.nn.parallel.distributed": ("DistributedDataParallel",),
-    "torch.distributed._composable.replicate": ("_ReplicateState",),
-    "torch.distributed.fsdp.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
-    "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState",),
-    "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer",),
-    "torch.distributed.pipelining.stage": ("_PipelineStageBase",),
-    "torch.distributed.pipelining.schedules": ("_PipelineSchedule",),
-}
 
 
 def isolate(job: dict[str, Any]) -> str:
@@ -79,43 +66,6 @@ def isolate(job: dict[str, Any]) -> str:
             # PR_SET_DUMPABLE: no process of another rank can read this one's memory
             ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     return library
-
-
-def hide_ready_made() -> None:
-    """Refuse torch's own trainers, whether they are imported already or will be."""
-    for name in READY_MADE:
-        if name in sys.modules:
-            _refuse_classes(sys.modules[name])
-    sys.meta_path.insert(0, _ReadyMade())
-
-
-def _refuse_classes(module: types.ModuleType) -> None:
-    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"torch's {type(self).__name__}: {WRITE_IT}")
-
-    for name in READY_MADE[module.__name__]:
-        if hasattr(module, name):  # another version of torch may lack it
-            getattr(module, name).__init__ = refuse
-
-
-class _ReadyMade(importlib.abc.MetaPathFinder):
-    """Imports modules with torch's trainers, and refuses their classes at once."""
-
-    def find_spec(
-        self, name: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in READY_MADE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                _refuse_classes(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class _NoParallel101(importlib.abc.MetaPathFinder):

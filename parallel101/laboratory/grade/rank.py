@@ -41,7 +41,6 @@ from parallel101.laboratory.grade.isolation import (
     NO_PARALLEL101,
     Neighbours,
     hide_parallel101,
-    hide_ready_made,
     isolate,
 )
 from parallel101.laboratory.ranks.watcher import exit_process
@@ -54,8 +53,18 @@ from parallel101.spans import record_into
 
 PATIENCE = 0.5  # seconds
 OWN_FILES = os.path.realpath(PACKAGE)
-SUBJECT = os.path.join(OWN_FILES, "")  # what is taught, beside the laboratory
-LABORATORY = os.path.join(OWN_FILES, "laboratory", "")
+# what is ready-made, by the folder of its files: the learner writes it, so it may send nothing
+READY_MADE = {
+    os.path.join(OWN_FILES, "laboratory", ""): "",
+    os.path.join(OWN_FILES, ""): "parallel101",
+    **{
+        os.path.join(torch.__path__[0], *name.split("."), ""): f"torch.{name}"
+        for name in (
+            *("nn.parallel", "distributed._composable", "distributed.fsdp", "distributed.optim"),
+            "distributed.pipelining",
+        )
+    },
+}
 LIBRARY = sysconfig.get_path("stdlib")
 OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
 
@@ -96,7 +105,6 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
         job["function"],
     )
     hide_parallel101(library)
-    hide_ready_made()
     file_access.refuse_package_files(OWN_FILES, NO_PARALLEL101)
     if job["closed"]:
         file_access.only_own_files(job["scratch"], OWN_FILES)
@@ -171,16 +179,24 @@ class Connection:
     def send(
         self, kind: bytes, text: dict[str, Any], data: bytes = b"", operation: str = ""
     ) -> None:
-        """Tell the grader of an operation, with the notes that were written since the last frame.
+        """Tell the grader of an operation.
 
         Raises RuntimeError in a thread that the learner's code has started, after telling the
         grader. The calls of several threads would reach it in an order that changes from run to
         run, and so would the steps.
         """
-        text = {"where": caller(), **text}
-        in_thread = threading.get_ident() != self.thread
-        if in_thread:
-            text["from thread"] = operation
+        if threading.get_ident() != self.thread:
+            error = RuntimeError(
+                f"{operation} was called from a thread that the code has started. Threads aren't "
+                "relayed: call torch.distributed where the function itself runs. isend and irecv "
+                "let messages travel at the same time"
+            )
+            self.fail(error, caller())
+            raise error
+        self._tell(kind, {"where": caller(), **text}, data)
+
+    def _tell(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> None:
+        """Send a frame, with the notes that were written since the last one."""
         with self.sending:
             if self.notes:
                 text, self.notes = {**text, "notes": self.notes}, []
@@ -189,8 +205,6 @@ class Connection:
             except OSError:
                 self.closed = True
                 raise
-        if in_thread:
-            raise RuntimeError(f"{operation} was called from a thread, and threads aren't relayed")
 
     def post(self, method: str, given: Sequence[Any], options: dict[str, Any]) -> int:
         """Tell the grader of a call of a process group's method. Returns the call's number.
@@ -200,8 +214,8 @@ class Connection:
         self.calls += 1
         arguments, data = frames.encode(given)
         text = {"call": self.calls, "method": method, "given": arguments, **options}
-        if self.called_by_parallel101():
-            text["by parallel101"] = True
+        if by := self.ready_made():
+            text["by"] = by
         self.send(frames.CALL, text, data, operation_of(method))
         return self.calls
 
@@ -212,15 +226,19 @@ class Connection:
         self.send(kind, {"call": call}, operation="wait")
         return frames.receive(self.sock)
 
-    def called_by_parallel101(self) -> bool:
-        """Return whether the learner's code let the package's own collectives make this call."""
-        through = False
+    def ready_made(self) -> str:
+        """Return the package through which the learner's code makes this call; "" if none.
+
+        It is this package, or one of torch's with trainers.
+        """
+        through = ""
         for frame, _ in traceback.walk_stack(sys._getframe(1)):
             file = frame.f_code.co_filename
             if through and not is_inside(file) and not file.startswith(LIBRARY):
-                return file != self.program  # which may call them: it is the exercise's own
-            through |= file.startswith(SUBJECT) and not file.startswith(LABORATORY)
-        return False
+                return "" if file == self.program else through  # the exercise's own may call it
+            found = (name for folder, name in READY_MADE.items() if file.startswith(folder))
+            through = through or next(found, "")
+        return ""
 
     def let_threads_call(self) -> None:
         """Wait a little for the learner's threads: a call of theirs is told before this goes on.
@@ -237,11 +255,11 @@ class Connection:
                 thread.join(self.patience)
                 self.patience -= time.monotonic() - began
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, place: str = "?") -> None:
         """Tell the grader of an exception that the learner's code raised."""
         calls = traceback.extract_tb(error.__traceback__)
         own = [call for call in calls if call.filename in (self.path, *self.files)]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else "?"
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else place
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"
         text: dict[str, Any] = {
@@ -254,7 +272,7 @@ class Connection:
         # torch raises it too, for an operation that a dtype or a device does not have
         by_learner = bool(calls) and calls[-1].filename == self.path
         text["not_written"] = isinstance(error, NotImplementedError) and by_learner
-        self.send(frames.FAILED, text)
+        self._tell(frames.FAILED, text)
 
     # ---- the recorder's part ----
 
@@ -362,9 +380,9 @@ class RelayWork(dist.Work):
         self.source = reply.text.get("source")
         rest = memoryview(reply.data)
         for output in self.outputs:
-            own, rest = rest[: output.nbytes], rest[output.nbytes :]
+            came, rest = frames.tensor_from(frames.tensor_text(output), rest)
             with torch.no_grad():
-                output.copy_(frames.tensor_from(frames.tensor_text(output), own))
+                output.copy_(came)
         self.done = True
         self._written()
         if self.future is not None:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from parallel101.laboratory.grade import frames, users
 from parallel101.laboratory.grade.endings import (
     MOST_PRINTED,
-    CalledFromThread,
     ForbiddenCall,
     GradedRunFailed,
     LearnerError,
@@ -390,8 +389,6 @@ class VirtualEnd:
                 raise RankDied(f"told more than {MOST_SAID >> 20} MiB of calls", self.rank.number)
             place = _place(frame.text.get("where"))
             try:
-                if "from thread" in frame.text:
-                    self._from_thread(str(frame.text["from thread"]), place)
                 self._notes(frame.text.get("notes", []))
                 if frame.kind == frames.RESULT:
                     self.result = frames.decode(frame.text.get("result"), frame.data)
@@ -415,15 +412,6 @@ class VirtualEnd:
         if operation not in self.allowed:
             raise ForbiddenCall(operation, self.rank.number, place)
 
-    def _from_thread(self, operation: str, place: str) -> None:
-        raise CalledFromThread(
-            f"rank {self.rank.number} called {plain(operation, 100)} from a thread that it had "
-            f"started, at {lines.shown(place)}. Threads aren't relayed: call torch.distributed "
-            "where the function itself runs. isend and irecv let messages travel at the same time",
-            self.rank.number,
-            place,
-        )
-
     def _count(self, nbytes: int) -> None:
         self.moved += nbytes
         if self.moved > MOST_MOVED:
@@ -433,7 +421,7 @@ class VirtualEnd:
         """Repeat a call of a process group's method: a message, or a collective."""
         text, method = frame.text, str(frame.text["method"])
         kind = operation_of(method)
-        self._check("parallel101" if text.get("by parallel101") else kind, place)
+        self._check(plain(str(text.get("by", kind)), 100), place)
         given = frames.decode(text["given"], frame.data)
         with self._calls_of_the_learner(place):
             options = self._options(method, text.get("options", {}))
