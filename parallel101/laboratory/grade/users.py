@@ -20,8 +20,8 @@ file_access.py. What is and is not defended against is said here, and nowhere el
                 leave a process in a session of its own
     never       - a rank that lies about its own memory or its own spans, which are measured inside
                   it
-                - code that digs out torch's own DistributedDataParallel and the like, which are
-                  hidden inside the rank
+                - code that hides from the rank that torch's own DistributedDataParallel or the like
+                  makes its calls
                 - bytes without meaning: data that goes around torch.distributed earns nothing
                   without the bytes that the result takes, but meaningless bytes could be sent along
                 - two learners who hand in the same code
