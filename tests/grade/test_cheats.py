@@ -303,8 +303,7 @@ RECEIVE = (
     '[[{"tensor": {"dtype": "int8", "shape": %s}}], 1 - rank(), 0]}'
 )
 BROADCAST = (
-    '{"call": 9, "group": "0", "method": "broadcast", "given": [], "options": '
-    '{"rootRank": 1e999}}'
+    '{"call": 9, "group": "0", "method": "broadcast", "given": [], "options": {"rootRank": 1e999}}'
 )
 HOSTILE = {
     "a shape that overflows": (

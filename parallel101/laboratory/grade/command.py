@@ -24,7 +24,7 @@ from parallel101.laboratory.grade.handed_in import read, student, submissions_in
 from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, find_sets
 from parallel101.laboratory.grade.learner import check_file
 from parallel101.laboratory.grade.plain_text import plain_name
-from parallel101.laboratory.grade.release import left_out, release
+from parallel101.laboratory.grade.release import release
 from parallel101.laboratory.grade.stubs import scratch_cells
 from parallel101.laboratory.grade.submissions import (
     Result,
@@ -242,8 +242,6 @@ def release_set(
     if cells := scratch_cells(homework):
         print(f"Handed out with cells that you added to {homework.notebook.name}:")
         print("".join(f"  {line}\n" for line in cells), end="")
-    if kept := left_out(homework):
-        print(f"Not handed out: {', '.join(kept)}.")
     print("seed.txt draws the cases of the Gradescope autograder. Keep it to yourself.")
     return 0
 

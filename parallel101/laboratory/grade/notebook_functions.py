@@ -55,7 +55,8 @@ def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
     parts: list[str] = []
     for cell in read:
         if isinstance(cell, Cell):
-            parts.append(_kept(cell, used, homework.code.stem))
+            kept = (node for node in cell.nodes if _belongs(node, used, homework.code.stem))
+            parts += map(ast.unparse, kept)
         elif re.search(rf"^\s*def\s+({'|'.join(wanted)})\b", cell, re.MULTILINE):
             parts.append(cell)  # a mistake in one of the functions: the learner is shown where
             found |= set(wanted)
@@ -137,17 +138,6 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
     return {name for target in targets for name in _names(target)}
 
 
-def _kept(cell: Cell, used: set[str], module: str) -> str:
-    """Return the text of the statements that belong to the program, which is this module itself."""
-    kept = [node for node in cell.nodes if _belongs(node, used, module)]
-    rows = {row for node in kept for row in _rows(node)}
-    others = {id(node) for node in cell.nodes} - {id(node) for node in kept}
-    if any(rows.intersection(_rows(node)) for node in cell.nodes if id(node) in others):
-        return "\n".join(ast.unparse(node) for node in kept)  # x = 1; check(x)
-    lines = enumerate(cell.source.split("\n"), start=1)
-    return "\n".join(line for row, line in lines if row in rows)
-
-
 def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
         from_itself = isinstance(node, ast.ImportFrom) and node.module == module
@@ -155,9 +145,3 @@ def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
     if isinstance(node, NAMED):
         return bool(_targets(node) & used)
     return isinstance(node, DEFINED)
-
-
-def _rows(node: ast.stmt) -> range:
-    """Return the lines of a statement, with its decorators."""
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-    return range(first, (node.end_lineno or first) + 1)

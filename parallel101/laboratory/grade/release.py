@@ -175,16 +175,6 @@ def handed_out(homework: HomeworkSet) -> list[Path]:
     return [file for file in files if file.is_file() and file.name[0] != "."]
 
 
-def left_out(homework: HomeworkSet) -> list[str]:
-    """Return the names of the files in a set's folder that learners don't get."""
-    given = {file.name for file in handed_out(homework)}
-    return sorted(
-        file.name
-        for file in homework.folder.iterdir()
-        if file.is_file() and file.name[0] != "." and file.name not in given
-    )
-
-
 def _content(file: Path) -> bytes:
     if file.suffix == ".ipynb":
         return without_outputs(file.read_text(encoding="utf-8")).encode()

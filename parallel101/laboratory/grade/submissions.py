@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,14 +130,7 @@ def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
     """Return a verdict as JSON, with its report as text."""
     mistake = verdict.misconception
     findings = [
-        {
-            "kind": f.kind,
-            "says": f.says,
-            "passed": f.passed,
-            "points": round(f.points, 2),
-            "out_of": round(f.out_of, 2),
-            "message": f.message,
-        }
+        asdict(f) | {"points": round(f.points, 2), "out_of": round(f.out_of, 2)}
         for f in verdict.findings
     ]
     return _entry(verdict.exercise) | {
