@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import parallel101
 from parallel101.laboratory.grade import grading, users
