@@ -551,14 +551,6 @@ def test_a_link_is_not_followed(homework, tmp_path):
         read(folder, homework)
 
 
-def test_another_seed_draws_other_cases(homework):
-    exercise = homework.exercises[0]
-    first, second = (
-        exercise.cases(Draw(seed, exercise.function))[0].arguments[0][0] for seed in ("a", "b")
-    )
-    assert not first.equal(second)
-
-
 def test_the_release_has_no_solutions_and_only_the_autograder_has_the_seed(homework, tmp_path):
     (homework.folder / ".progress.json").write_text("{}")
     learners, gradescope, github, seed_file = release(homework, tmp_path / "out")
