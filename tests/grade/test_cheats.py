@@ -17,14 +17,13 @@ from pathlib import Path
 import pytest
 
 import parallel101
-from parallel101.laboratory.grade import grading, users
+from parallel101.laboratory.grade import grading, isolation
 from parallel101.laboratory.grade.endings import RankDied, TimeOver
 from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
-from parallel101.laboratory.grade.file_access import _beside
 from parallel101.laboratory.grade.grading import grade
+from parallel101.laboratory.grade.isolation import GRADERS, _beside, claimed, protection
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 from parallel101.laboratory.grade.submissions import exercise_result
-from parallel101.laboratory.grade.users import GRADERS, claimed, protection
 
 DECLARED = """
 import torch
@@ -93,17 +92,6 @@ def all_gather(x):
     from torch.distributed._functional_collectives import all_gather_tensor
     return all_gather_tensor(x, 0, dist.group.WORLD)""",
     "a file": "def all_gather(x): return side(x)",
-    "a file, on another thread": """
-def all_gather(x):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(side(x))); thread.start(); thread.join()
-    return found[0]""",
-    "a store": """
-def all_gather(x):
-    store = tcp_store()
-    store.set(str(rank()), x.numpy().tobytes())
-    parts = [bytearray(store.get(str(r))) for r in range(2)]
-    return torch.cat([torch.frombuffer(part, dtype=x.dtype) for part in parts])""",
     "a network connection": """
 def all_gather(x):
     path = "/tmp/parallel101_side_{key}_socket"
@@ -222,8 +210,6 @@ CHEATS |= WITH_THE_PACKAGE
 AROUND = {
     "the same where files are not closed",
     "a file",
-    "a file, on another thread",
-    "a store",
     "a network connection",
     "a process group of one's own",
 }
@@ -253,7 +239,7 @@ def no_side_channel_is_left():
 def open_files(monkeypatch):
     """As on a machine without Landlock."""
     offered = protection()._replace(files=False)
-    monkeypatch.setattr(users, "protection", lambda: offered)
+    monkeypatch.setattr(isolation, "protection", lambda: offered)
 
 
 def test_an_honest_solution_gets_all_points(exercise):

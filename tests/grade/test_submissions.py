@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel101.laboratory.grade import command, grading, submissions, users
+from parallel101.laboratory.grade import command, grading, isolation, submissions
 from parallel101.laboratory.grade.exercise import Draw
 from parallel101.laboratory.grade.exercise_report import ExerciseReport
 from parallel101.laboratory.grade.gradescope import gradescope_results
@@ -329,7 +329,7 @@ def test_a_path_that_cannot_be_used_is_told_before_anything_is_graded(
     handed_in(tmp_path, {"there/a.py": "", "there/b.py": "", "file": "seed", "empty": ""})
     (tmp_path / "there").chmod(0o700)
     (tmp_path / "empty").chmod(0o600)
-    monkeypatch.setattr(users, "others_reach", lambda folder: True)  # tmp_path is root's
+    monkeypatch.setattr(isolation, "others_reach", lambda folder: True)  # tmp_path is root's
     for function in ("grade_submission", "grade_class"):
         monkeypatch.setattr(command, function, lambda *_, **__: pytest.fail("it was graded"))
     paths = {"submission": None} | {name: tmp_path / path for name, path in options.items()}
@@ -341,9 +341,9 @@ def test_where_a_rank_could_read_the_submissions_the_teacher_is_told(
     homework, tmp_path, monkeypatch, capsys
 ):
     folder = handed_in(tmp_path / "all", {"a.ipynb": "", "b.ipynb": ""})
-    offered = users.Protection(users=True, files=False)
-    monkeypatch.setattr(users, "protection", lambda: offered)
-    monkeypatch.setattr(users, "others_reach", lambda folder: True)  # tmp_path is root's
+    offered = isolation.Protection(users=True, files=False)
+    monkeypatch.setattr(isolation, "protection", lambda: offered)
+    monkeypatch.setattr(isolation, "others_reach", lambda folder: True)  # tmp_path is root's
     for mode, told in ((0o755, True), (0o700, False)):
         folder.chmod(mode)
         command.handed_in(homework.folder, folder, json=tmp_path / "results")

@@ -17,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel101.laboratory.grade import users
+from parallel101.laboratory.grade import isolation
 from parallel101.laboratory.grade.gradescope import exercise_text, gradescope_results
 from parallel101.laboratory.grade.grading import PUBLIC_SEED
 from parallel101.laboratory.grade.handed_in import read, student, submissions_in
 from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, find_sets
+from parallel101.laboratory.grade.isolation import readable_by_all
 from parallel101.laboratory.grade.learner import check_file
 from parallel101.laboratory.grade.plain_text import plain_name
 from parallel101.laboratory.grade.release import release
@@ -35,7 +36,6 @@ from parallel101.laboratory.grade.submissions import (
     write_json,
 )
 from parallel101.laboratory.grade.table import next_to_do, row, table
-from parallel101.laboratory.grade.users import readable_by_all
 
 
 def main(path: Path | None = None) -> int:
@@ -110,7 +110,7 @@ def handed_in(
     else:
         into = json or Path("results") / homework.folder.name
         _can_be_written("for a class, --json", into, folder=True)
-        offered = users.protection()
+        offered = isolation.protection()
         if offered.users and not offered.files and readable_by_all(folder):
             print(
                 f"Every user of this machine can read {folder}, and without Landlock so can the "

@@ -33,16 +33,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel101.laboratory import PACKAGE
-from parallel101.laboratory.grade import file_access, frames
+from parallel101.laboratory.grade import frames
 from parallel101.laboratory.grade.exercise import exercises_in, find, module_of
 from parallel101.laboratory.grade.frames import BEGIN, COMPUTE, END, Frame, operation_of
-from parallel101.laboratory.grade.isolation import (
-    NO_PARALLEL101,
-    Neighbours,
-    hide_parallel101,
-    isolate,
-)
+from parallel101.laboratory.grade.isolation import OWN_FILES, close, isolate
 from parallel101.laboratory.ranks.watcher import exit_process
 from parallel101.laboratory.ranks.worker import inherited, open_streams
 from parallel101.laboratory.record import torch_private
@@ -52,7 +46,6 @@ from parallel101.laboratory.record.signatures import flat, op_name, with_collect
 from parallel101.spans import record_into
 
 PATIENCE = 0.5  # seconds
-OWN_FILES = os.path.realpath(PACKAGE)
 # what is ready-made, by the folder of its files: the learner writes it, so it may send nothing
 READY_MADE = {
     os.path.join(OWN_FILES, "laboratory", ""): "",
@@ -104,11 +97,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
         ),
         job["function"],
     )
-    hide_parallel101(library)
-    file_access.refuse_package_files(OWN_FILES, NO_PARALLEL101)
-    if job["closed"]:
-        file_access.only_own_files(job["scratch"], OWN_FILES)
-    sys.meta_path.append(Neighbours(job["files"]))
+    close(job, library)
     connection.send(frames.READY, {})
     submission: types.ModuleType | None = None
     while True:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.laboratory.grade import frames, users
+from parallel101.laboratory.grade import frames, isolation
 from parallel101.laboratory.grade.endings import (
     MOST_PRINTED,
     ForbiddenCall,
@@ -41,12 +41,8 @@ from parallel101.laboratory.grade.endings import (
 )
 from parallel101.laboratory.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
 from parallel101.laboratory.grade.frames import MESSAGES, Frame, operation_of
+from parallel101.laboratory.grade.isolation import clean_up, user_of
 from parallel101.laboratory.grade.plain_text import plain
-from parallel101.laboratory.grade.users import (
-    end_processes_of,
-    remove_files_of,
-    user_of,
-)
 from parallel101.laboratory.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.laboratory.record import program_lines as lines
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError, one_line
@@ -273,7 +269,7 @@ class SubmissionRanks:
             "source": submission.source,
             "module": submission.module or submission.path.stem,
             "files": submission.files,
-            "closed": users.protection().files,
+            "closed": isolation.protection().files,
         }
 
     def stop(self) -> None:
@@ -281,10 +277,7 @@ class SubmissionRanks:
             kill(rank.process)
         for rank in self.ranks:
             rank.process.close()
-        own = {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
-        end_processes_of(own)
-        if not users.protection().files:
-            remove_files_of(own)
+        clean_up(rank.number for rank in self.ranks)
         self.ranks = []
         if self.scratch is not None:
             self.scratch.cleanup()

@@ -34,10 +34,10 @@ from parallel101.laboratory.grade.exercise import Exercise
 from parallel101.laboratory.grade.grading import ExerciseVerdict
 from parallel101.laboratory.grade.handed_in import MOST_NOTEBOOK, read, student
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
+from parallel101.laboratory.grade.isolation import RANKS, clean_up
 from parallel101.laboratory.grade.learner import report_on
 from parallel101.laboratory.grade.notebook_functions import NoSubmission
 from parallel101.laboratory.grade.plain_text import cell, plain, plain_name
-from parallel101.laboratory.grade.users import RANKS, end_processes_of, user_of
 
 # of one submission, as JSON: student, set, hash, points, out_of, complete, exercises, and a note on
 # the choice of its file
@@ -307,7 +307,7 @@ def _end_when_told() -> None:
         parent.join()
         # At once: the main thread may wait in a call that no signal interrupts. The fork server
         # ends with this process, and kills its ranks.
-        end_processes_of({user for rank in range(RANKS) if (user := user_of(rank)) is not None})
+        clean_up(range(RANKS))
         os._exit(1)
 
     # Ctrl-C reaches the process that grades, which tells this one
