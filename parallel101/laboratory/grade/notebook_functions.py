@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ast
 import re
-import symtable
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Sequence
+from contextlib import suppress
 
 from parallel101.laboratory.grade.cells import UNREADABLE, Cell, code_cells, parsed
 from parallel101.laboratory.grade.homework import HomeworkSet
@@ -90,43 +91,22 @@ def bound(text: str, wanted: Sequence[str]) -> set[str]:
 
 
 def _used(cells: Sequence[Cell]) -> set[str]:
-    """Return the names of the module that functions and classes use, and what those are made of."""
-    makes: dict[str, set[str]] = {}  # what the value of each name is made of
-    left: list[str] = []
+    """Return the names that functions and classes use, and the names that those are made of."""
+    codes: list[types.CodeType] = []
     for cell in cells:
-        left += _global_names(cell.source)
-        for node in cell.nodes:
-            if isinstance(node, NAMED):
-                for target in _targets(node):
-                    makes.setdefault(target, set()).update(_names(node))
-            elif isinstance(node, DEFINED):
-                left += (name for part in _evaluated(node) for name in _names(part))
+        defined: list[ast.stmt] = [node for node in cell.nodes if isinstance(node, DEFINED)]
+        with suppress(*UNREADABLE):
+            codes.append(compile(ast.Module(defined, []), "cell", "exec"))
+    new: set[str] = set()
+    for code in codes:  # the codes in it are added meanwhile
+        new.update(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    named = [node for cell in cells for node in cell.nodes if isinstance(node, NAMED)]
     used: set[str] = set()
-    while left:
-        name = left.pop()
-        if name not in used:
-            used.add(name)
-            left += makes.get(name, ())
+    while new:
+        used |= new
+        new = {name for node in named if _targets(node) & new for name in _names(node)} - used
     return used
-
-
-def _global_names(source: str) -> Iterator[str]:
-    """Yield the names that the bodies of a cell's functions and classes take from the module."""
-    try:
-        tables = symtable.symtable(source, "cell", "exec").get_children()
-    except UNREADABLE:
-        return
-    while tables:
-        table = tables.pop()
-        yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global())
-        tables += table.get_children()
-
-
-def _evaluated(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[ast.AST]:
-    """Return the nodes that are evaluated when a function or class is defined."""
-    if isinstance(node, ast.ClassDef):
-        return [*node.decorator_list, *node.bases, *node.keywords]
-    return [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
 
 
 def _names(node: ast.AST) -> set[str]:
