@@ -333,7 +333,6 @@ class RelayWork(dist.Work):
         self.kept = [(tensor, _state(tensor)) for tensor in kept]
         connection.under_way.append(self)
         self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
-        self.future: torch.futures.Future | None = None
         # of a receive from any rank: the rank that sent, in the group
         self.source: int | None = None
 
@@ -344,19 +343,19 @@ class RelayWork(dist.Work):
         return self.source
 
     def wait(self, timeout: object = None) -> bool:
-        self._check_kept()
-        if not self.done:
-            self._take(self.connection.ask(frames.WAIT, self.call))
-        return True
+        """Wait until the call is done, and write its outputs.
 
-    def _check_kept(self) -> None:
-        """Raise ChangedWhileSent if the program has written into a tensor of this call."""
+        Raises ChangedWhileSent if the program has written into a tensor of it since.
+        """
         kept, self.kept = self.kept, []
         if any(_state(tensor) != was for tensor, was in kept):
             raise ChangedWhileSent(
                 f"a tensor was changed between {self.name} and its wait(): it may still have been "
                 "read, or be written later"
             )
+        if not self.done:
+            self._take(self.connection.ask(frames.WAIT, self.call))
+        return True
 
     def is_completed(self) -> bool:
         if not self.done:
@@ -374,8 +373,6 @@ class RelayWork(dist.Work):
                 output.copy_(came)
         self.done = True
         self._written()
-        if self.future is not None:
-            self.future.set_result(self.outputs)
 
     def _written(self) -> None:
         """Update what other collectives in progress remember of the tensors that this one wrote.
@@ -395,12 +392,6 @@ class RelayWork(dist.Work):
                     for t, was in other.kept
                 ]
 
-    def is_success(self) -> bool:
-        return self.done
-
-    def exception(self) -> None:
-        return None
-
     def synchronize(self) -> None:
         self.wait()
 
@@ -408,16 +399,11 @@ class RelayWork(dist.Work):
         return self.outputs
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future that is set when the work is waited for.
-
-        C++ can't wait for it, so the work is waited for at once.
-        """
-        if self.future is None:
-            self.future = torch.futures.Future()
-            self.wait()
-            if not self.future.done():
-                self.future.set_result(self.outputs)
-        return self.future
+        """Return a future of the outputs. C++ can't wait, so the work is waited for at once."""
+        self.wait()
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.outputs)
+        return future
 
 
 @with_collectives

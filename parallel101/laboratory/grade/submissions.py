@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from parallel101.laboratory.grade.exercise import Exercise
 from parallel101.laboratory.grade.grading import ExerciseVerdict
-from parallel101.laboratory.grade.handed_in import MOST_NOTEBOOK, read, student
+from parallel101.laboratory.grade.handed_in import read, student
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.isolation import RANKS, clean_up
 from parallel101.laboratory.grade.learner import report_on
@@ -147,21 +147,14 @@ def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
 
 
 def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:
-    """Return a hash that changes with the submission, the exercises or the seed of the cases."""
-    total = hashlib.sha256(b"".join(tests.read_bytes() for tests in homework.tests) + seed.encode())
+    """Return a hash that changes with what is graded, the exercises or the seed of the cases."""
     try:
-        files = [path] if path.is_file() else sorted(path.rglob("*"))
-    except OSError:
-        files = []
-    for file in files:
-        try:
-            if file.suffix in (".py", ".ipynb") and file.is_file() and not file.is_symlink():
-                total.update(os.fsencode(file.name) + b"\0")
-                with file.open("rb") as content:
-                    total.update(content.read(MOST_NOTEBOOK))
-        except OSError:  # it can't be read: the verdict says so
-            total.update(b"\0")
-    return total.hexdigest()
+        found = read(path, homework)
+        graded: list[Any] = [found.source, found.files]
+    except Exception as error:  # the verdict says so
+        graded = [str(error)]
+    tests = [file.read_bytes() for file in homework.tests]
+    return hashlib.sha256(repr((graded, tests, seed)).encode()).hexdigest()
 
 
 # ---- a class ----
