@@ -14,10 +14,11 @@ READY := $(VENV)/.ready
 # for which the venv was made. The venv is stale if that is another folder, or if its Python does not start.
 STALE := $(shell [ ! -e $(READY) ] || { [ "$$(cat $(READY))" = "$(CURDIR)" ] && $(BIN)/python -c ''; } 2>/dev/null || echo stale)
 
-.PHONY: help lessons homework test quick lab doctor picture setup constraints clean stale
+.PHONY: help lessons homework test thorough quick lab doctor picture setup constraints clean stale
 help:
 	@echo "make lessons   run every lesson that has changed and write it to site/ as a web page that works offline"
 	@echo "make test      run ruff, mypy and the tests"
+	@echo "make thorough  run the tests that repeat with other values what make test shows"
 	@echo "make quick     run ruff and a test or more of every part of the package, in under a minute"
 	@echo "make lab       open the lessons in JupyterLab; LAB=... passes options to it (as root: make lab LAB=--allow-root)"
 	@echo "make homework  open the homework in JupyterLab, with the same options"
@@ -46,6 +47,9 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TESTS)
+
+thorough: $(READY)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TESTS) --thorough
 
 # While working. tests/quick.txt has a folder, a file or a test on each line.
 quick: $(READY)

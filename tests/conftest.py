@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,22 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
         f"no readable test id can be made from {argname}={text:.80}; pass ids=[…] or "
         "pytest.param(…, id=…)"
     )
+
+
+# what only repeats with other values what a test shows that stays: `make thorough` runs it
+REPEATS = set((Path(__file__).parent / "thorough.txt").read_text().splitlines())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run only tests/thorough.txt")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only repeats, or with --thorough all else. A test that is named runs."""
+    thorough, named = config.getoption("--thorough"), set(config.args)
+    chosen = [i for i in items if (i.nodeid in REPEATS) == thorough or i.nodeid in named]
+    config.hook.pytest_deselected(items=[i for i in items if i not in set(chosen)])
+    items[:] = chosen
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@
     python -m tests.mutation collect    # runs the tests, and notes which lines each one executes
     python -m tests.mutation try 32     # changes 32 places in each folder, one at a time
     python -m tests.mutation report     # the share that was caught, with Wilson's 95 % intervals
+    python -m tests.mutation repeats    # tests that execute nothing that several others don't
 
 A change is of one operator, constant, condition, argument or statement in a function. It is tried
 in a copy of the clone, with tests that execute its line: the folder's own first, then the quickest,
@@ -199,6 +200,26 @@ def attempt_all(each: int) -> None:
         list(tqdm(pool.map(one, places := sample(each)), total=len(places)))
 
 
+def repeats(others: int = 3) -> None:
+    """Print what may go to tests/thorough.txt: a test with other values than one that stays, if
+    each line of the package that it executes is executed by so many tests that stay.
+    """
+    lines, took = (json.loads((KEPT / name).read_text()) for name in ("lines.json", "took.json"))
+    names, executes, left = list(took), defaultdict(set), defaultdict(int)
+    for line, tests in lines.items():
+        for i in tests:
+            executes[names[i]].add(line)
+            left[line] += 1
+    for test in took:
+        left[test.partition("[")[0]] += 1
+    for test in sorted(executes, key=lambda test: -took[test]):
+        function = test.partition("[")[0]
+        if left[function] > 1 and all(left[line] > others for line in executes[test]):
+            print(f"{took[test]:.2f} {test}")
+            for each in (function, *executes[test]):
+                left[each] -= 1
+
+
 def report() -> None:
     caught = defaultdict(list)
     for row in map(json.loads, (KEPT / "tried.jsonl").read_text().splitlines()):
@@ -214,5 +235,7 @@ def report() -> None:
 if __name__ == "sitecustomize":
     measure()
 elif __name__ == "__main__":
-    todo = {"collect": collect, "try": attempt_all, "report": report}[sys.argv[1]]
+    todo = {"collect": collect, "try": attempt_all, "report": report, "repeats": repeats}[
+        sys.argv[1]
+    ]
     todo(*map(int, sys.argv[2:]))
