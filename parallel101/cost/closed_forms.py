@@ -24,7 +24,8 @@ Not here: the axes of a mesh (mesh_forms.py), and the time of the additions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from parallel101.collectives.auto import present_name
 from parallel101.collectives.segments import check_segment_bytes, segment_size
@@ -136,13 +137,7 @@ RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, int] | None]]] =
         ("all_gather", "bidirectional_ring"): lambda p, n, b: each(p // 2, b),
         ("all_gather", "recursive_doubling"): lambda p, n, b: None,
         ("all_gather", "bruck"): lambda p, n, b: bruck(p, b) if power_of_two(p) else None,
-        ("reduce_scatter", "direct"): lambda p, n, b: each(all_pairs(p), b),
-        ("reduce_scatter", "bidirectional_ring"): lambda p, n, b: each(p // 2, b),
-        ("reduce_scatter", "recursive_halving"): lambda p, n, b: None,
-        ("all_reduce", "direct"): lambda p, n, b: each(2 * all_pairs(p), b),
-        ("all_reduce", "bidirectional_ring"): lambda p, n, b: each(2 * (p // 2), b),
         ("all_reduce", "recursive_doubling"): lambda p, n, b: None,
-        ("all_reduce", "rabenseifner"): lambda p, n, b: None,
         ("all_to_all", "direct"): lambda p, n, b: each(all_pairs(p), b),
         ("all_to_all", "pairwise"): lambda p, n, b: each(sum(load(d, p) for d in range(1, p)), b),
         ("all_to_all", "bruck"): lambda p, n, b: None,
@@ -162,26 +157,32 @@ RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, int] | None]]] =
         ),
         ("all_gather", "recursive_doubling"): lambda p, n, b: one_way_doubling(p, b),
         ("all_gather", "bruck"): lambda p, n, b: one_way_bruck(p, b),
-        ("reduce_scatter", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
-        ("reduce_scatter", "bidirectional_ring"): lambda p, n, b: each(
-            p // 2 + (p - 1) // 2 * (p - 1), b
-        ),
-        ("reduce_scatter", "recursive_halving"): lambda p, n, b: one_way_doubling(p, b),
         ("all_reduce", "reduce_broadcast"): lambda p, n, b: each(p - 1 + lg_up(p), n),
-        ("all_reduce", "direct"): lambda p, n, b: each(p * (p - 1), b),
-        ("all_reduce", "bidirectional_ring"): lambda p, n, b: each(
-            2 * (p // 2 + (p - 1) // 2 * (p - 1)), b
-        ),
         ("all_reduce", "recursive_doubling"): lambda p, n, b: (
             each(p * lg_up(p) // 2, n) if power_of_two(p) else None
         ),
-        ("all_reduce", "rabenseifner"): lambda p, n, b: one_way_doubling(p, b, passes=2),
         ("all_to_all", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
         ("all_to_all", "pairwise"): lambda p, n, b: each(p * (p - 1) // 2, b),
         ("all_to_all", "bruck"): lambda p, n, b: ((1 << lg_up(p)) - 1, p * (p - 1) // 2 * b),
         ("barrier", "dissemination"): lambda p, n, b: each((1 << lg_up(p)) - 1, 1),
     },
 }
+
+
+def twice(form: Callable[..., tuple[int, int] | None], p: int, n: int, b: int) -> Any:
+    found = form(p, n, b)
+    return found and (2 * found[0], 2 * found[1])
+
+
+# a reduce-scatter is an all-gather backwards, and an all-reduce both
+for _forms in RINGS.values():
+    for _gather, _scatter, _both in (
+        ("direct", "direct", "direct"),
+        ("bidirectional_ring", "bidirectional_ring", "bidirectional_ring"),
+        ("recursive_doubling", "recursive_halving", "rabenseifner"),
+    ):
+        _form = _forms["reduce_scatter", _scatter] = _forms["all_gather", _gather]
+        _forms["all_reduce", _both] = partial(twice, _form)
 
 
 def closed_form(
@@ -325,12 +326,12 @@ def bruck(p: int, n: int) -> tuple[int, int]:
     return sum(load(w, p) for w in widths), sum(w * load(w, p) for w in widths) * n
 
 
-def one_way_doubling(p: int, n: int, passes: int = 1) -> tuple[int, int] | None:
+def one_way_doubling(p: int, n: int) -> tuple[int, int] | None:
     """Return the cost of doubling if messages go to the right only: p / 2 of them on every link.
 
     Of each pair, one sends w places to the right and the other p − w.
     """
-    return (passes * p * lg_up(p) // 2, passes * p * (p - 1) // 2 * n) if power_of_two(p) else None
+    return (p * lg_up(p) // 2, p * (p - 1) // 2 * n) if power_of_two(p) else None
 
 
 def one_way_bruck(p: int, n: int) -> tuple[int, int]:

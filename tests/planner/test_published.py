@@ -145,6 +145,6 @@ def test_the_command_prints_rows_or_groups_and_draws(tmp_path, capsys):
     picture = tmp_path / "picture.svg"
     assert main([str(MEGATRON_ROWS), str(VTRAIN_ROWS), "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "| 18.4 | 256 GPUs tp8 pp1 dp32 b8 full | 9.4 |" in printed
+    assert "| 18.4 | 256 GPUs · dp 32 · tp 8 · microbatch 8 × " in printed
     assert "1440 rows: mean" in printed and "| width 2048 | 720 |" in printed
     assert picture.read_text().startswith("<?xml")

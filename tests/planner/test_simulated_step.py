@@ -22,7 +22,7 @@ EXACT = {
     "1f1b": ({}, {"clip_norm": 1.0}),
     "interleaved": ({"dp": 1, "chunks": 2, "recompute": "full"}, {}),
     "zero bubble": ({"dp": 1, "schedule": "zb-h1", "microbatches": 7}, {}),
-    "no pipeline": ({"pp": 1, "zero_stage": 3}, {}),
+    "no pipeline": ({"pp": 1, "tp": 1, "zero_stage": 3}, {}),
     "experts": ({"ep": 2, "tp": 1}, {}),
     "sequence": ({"sequence_parallel": True, "zero_stage": 3, "recompute": "selective"}, {}),
 }

@@ -96,6 +96,9 @@ class TapeRecorder:
     """Records one rank's tapes, and plays them.
 
     Attributes:
+        planned, final: see `real_microbatches`.
+        real: (stage, microbatch) of those that are run for real in this step.
+        losses: of this step.
         tapes: the last of each action; of each (action, way of the microbatch's forward), and of
             each (action, way, the action before). A forward's way is the action before it.
         played: how many of each have been recorded or played.
@@ -103,11 +106,21 @@ class TapeRecorder:
         outside: the links of messages that are on no tape that is played.
     """
 
-    def __init__(self, rank: VirtualRank, gpu: VirtualGPU):
-        self.rank, self.gpu = rank, gpu
+    losses: Losses
+
+    def __init__(
+        self,
+        rank: VirtualRank,
+        gpu: VirtualGPU,
+        planned: set[tuple[int, int]],
+        final: set[Action],
+    ):
+        self.rank, self.gpu, self.planned, self.final = rank, gpu, planned, final
+        self.real: set[tuple[int, int]] = set()
         self.tapes: dict[tuple, Tape] = {}
         self.before: Key = (0, "")  # the last action
         self.way: Key = (0, "")  # of the microbatch's forward
+        self.way_of: dict[tuple[int, int], Key] = {}  # of each microbatch in this step
         self.played: dict[Key, int] = {}
         self.works: dict[tuple[Key, int], list[Any]] = {}
         self.loose: dict[Key, list[Any]] = {}  # posted by played tapes, and not waited for
@@ -118,9 +131,11 @@ class TapeRecorder:
         self.key: Key = (0, "")
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Watch this rank's messages inside the block."""
+    def listening(self, losses: Losses) -> Iterator[None]:
+        """Watch this rank's messages in a step, inside the block."""
+        self.losses, self.real = losses, set(self.planned)
         self.tapes.clear()
+        self.way_of.clear()
         self.before = self.way = (0, "")
         groups = [group for group in self.rank.groups if "send" not in vars(group)]
         for group in groups:
@@ -134,6 +149,16 @@ class TapeRecorder:
             for group in groups:
                 for name in ("send", "recv"):
                     vars(group).pop(name, None)
+
+    def is_real(self, action: Action) -> bool:
+        """Return whether this action of the step is run for real."""
+        microbatch = action[::2]
+        if action.kind == "F":
+            self.way = self.way_of[microbatch] = self.before
+            if self.ways(action[:2])[0] not in self.tapes:
+                self.real.add(microbatch)
+        self.way = self.way_of[microbatch]
+        return microbatch in self.real
 
     def ways(self, key: Key) -> tuple[tuple, ...]:
         return (key, self.way, self.before), (key, self.way), key
@@ -170,13 +195,13 @@ class TapeRecorder:
             if (like := (name, x.shape, x.dtype, x.device)) not in self.alike:
                 self.alike[like] = torch_private.uncounted_like(x)
         again = partial(post, [self.alike[like]], *to)
-        self.record(partial(self.post_again, self.key, again, current_collective()))
+        self.note(partial(self.post_again, self.key, again, current_collective()))
         works = self.works_of(self.key)
         works.append(post(tensors, *to))
         self.at = self.rank.now()
         return TapedWork(self, works[-1], len(works) - 1)
 
-    def record(self, event: Callable[[], None]) -> None:
+    def note(self, event: Callable[[], None]) -> None:
         assert self.tape is not None
         self.tape.events.append((self.rank.now() - self.at, event))
 
@@ -184,41 +209,44 @@ class TapeRecorder:
         if self.tape is not None:
             back = self.played.get(message.key, 0) - message.count
             self.waited.append((message.key, back, message.number))
-            self.record(partial(self.wait_again, *self.waited[-1]))
+            self.note(partial(self.wait_again, *self.waited[-1]))
         if not message.work.waited:  # a played tape may have waited for it
             message.work.wait()
         self.at = self.rank.now()
         return True
 
-    def begin(self, key: Key) -> None:
-        self.settle(key)
-        self.tape, self.waited, self.key, self.at = Tape(), [], key, self.rank.now()
-        self.began, self.live, self.peak = self.at, self.gpu.live, self.gpu.peak
-        self.gpu.peak = self.gpu.live
-        self.counted = self.gpu.flops, self.gpu.busy, self.gpu.kernels
+    def record(self, action: Action, work: Callable[[], Any]) -> tuple[Any, Tape]:
+        """Do the work of an action, and return its result and its tape.
 
-    def end(self, final: bool) -> Tape:
-        """End an action and return its tape.
-
-        After a `final` action the tape is not played, because gradients left in it.
+        The tape of a final action isn't played, because gradients leave in it.
         """
-        tape, gpu, key = self.tape, self.gpu, self.key
-        assert tape is not None
+        key, gpu, losses = action[:2], self.gpu, self.losses
+        self.settle(key)
+        tape = self.tape = Tape()
+        self.waited, self.key = [], key
+        began = self.at = self.rank.now()
+        live, peak, gpu.peak = gpu.live, gpu.peak, gpu.live
+        counted = gpu.flops, gpu.busy, gpu.kernels
+        parts, weights = len(losses.parts), len(losses.weights)
+        result = work()
         self.tape = None
-        tape.rest, tape.seconds = self.rank.now() - self.at, self.rank.now() - self.began
-        tape.live, tape.peak = gpu.live - self.live, gpu.peak - self.live
-        gpu.peak = max(gpu.peak, self.peak)
-        now = gpu.flops, gpu.busy, gpu.kernels
-        tape.counts = tuple(a - b for a, b in zip(now, self.counted))  # type: ignore[assignment]
+        tape.rest, tape.seconds = self.rank.now() - self.at, self.rank.now() - began
+        tape.live, tape.peak = gpu.live - live, gpu.peak - live
+        gpu.peak = max(gpu.peak, peak)
+        flops, busy, kernels = counted
+        tape.counts = gpu.flops - flops, gpu.busy - busy, gpu.kernels - kernels
+        if losses.parts[parts:]:
+            tape.loss = torch_private.uncounted_like(losses.parts[-1])
+        tape.weights = losses.weights[weights:]
         here = {number for of, back, number in self.waited if (of, back) == (key, 0)}
         tape.closed = len(here) == len(self.waited) == len(tape.events) - len(self.waited)
-        if final and key in self.tapes:
+        if action in self.final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
         else:
             for known in self.ways(key):
                 self.tapes[known] = tape
         self.count(key)
-        return tape
+        return result, tape
 
     # ── playing ──
 
@@ -270,62 +298,21 @@ class TapeRecorder:
 
 def replay(trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
     """Let the trainer run only some of its microbatches for real from now on."""
-    runner, recorder = trainer.runner, TapeRecorder(rank, gpu)
+    runner = trainer.runner
     first, last = (3, 2) if trainer.data.options.zero_stage >= 2 else (2, 1)
     if isinstance(runner, Pipeline):
         actions, replace = runner.actions, replace_in_pipeline
     else:
         actions = [Action(0, kind, i) for i in range(runner.microbatches) for kind in "FB"]
         replace = replace_in_accumulation  # type: ignore[assignment]
-    played, run = PlayedActions(recorder, actions, first, last), runner.run
+    recorder, run = TapeRecorder(rank, gpu, *real_microbatches(actions, first, last)), runner.run
 
     def listen(inputs: Batch, targets: Batch, losses: Losses) -> None:
-        played.real, played.ways, played.losses = set(played.planned), {}, losses
-        with recorder.listening():
+        with recorder.listening(losses):
             run(inputs, targets, losses)
 
     runner.run = listen
-    replace(runner, played)
-
-
-class PlayedActions:
-    """A runner's actions: which of them are real, and which are played.
-
-    Attributes:
-        planned, final: see `real_microbatches`.
-        real: (stage, microbatch) of those that are run for real in this step.
-        ways: of each microbatch in this step, see TapeRecorder.
-        losses: of this step.
-    """
-
-    losses: Losses
-
-    def __init__(self, recorder: TapeRecorder, actions: Sequence[Action], first: int, last: int):
-        self.recorder = recorder
-        self.planned, self.final = real_microbatches(actions, first, last)
-        self.real: set[tuple[int, int]] = set()
-        self.ways: dict[tuple[int, int], Key] = {}
-
-    def is_real(self, action: Action) -> bool:
-        recorder, microbatch = self.recorder, action[::2]
-        if action.kind == "F":
-            recorder.way = self.ways[microbatch] = recorder.before
-            if recorder.ways(action[:2])[0] not in recorder.tapes:
-                self.real.add(microbatch)
-        recorder.way = self.ways[microbatch]
-        return microbatch in self.real
-
-    def record(self, action: Action, work: Callable[[], Any]) -> tuple[Any, Tape]:
-        """Do the work of an action, and return its result and its tape."""
-        losses = self.losses
-        parts, weights = len(losses.parts), len(losses.weights)
-        self.recorder.begin(action[:2])
-        result = work()
-        tape = self.recorder.end(action in self.final)
-        if losses.parts[parts:]:
-            tape.loss = torch_private.uncounted_like(losses.parts[-1])
-        tape.weights = losses.weights[weights:]
-        return result, tape
+    replace(runner, recorder)
 
 
 # by kind of an action, what sends its result
@@ -352,21 +339,21 @@ def real_microbatches(
     return real, final
 
 
-def replace_in_pipeline(runner: Pipeline, played: PlayedActions) -> None:
+def replace_in_pipeline(runner: Pipeline, recorder: TapeRecorder) -> None:
     """Replace how a pipeline carries out an action whose input has arrived."""
     perform = runner.perform
 
     def perform_or_play(action: Action) -> None:
         stage, kind, i = action[:3]
         sends = Action(stage, SENT.get(kind, ""), i)
-        if played.is_real(action):
-            _, tape = played.record(action, partial(perform, action))
+        if recorder.is_real(action):
+            _, tape = recorder.record(action, partial(perform, action))
             made = runner.results.get(sends)
             tape.sent = None if made is None else torch_private.uncounted_like(made)
             return
         with (
             span(NAMES[kind], microbatch=i, stage=stage),
-            played.recorder.play((stage, kind)) as tape,
+            recorder.play((stage, kind)) as tape,
         ):
             made = None if tape.sent is None else torch.empty_like(tape.sent)
             if made is not None:
@@ -387,23 +374,23 @@ def replace_in_pipeline(runner: Pipeline, played: PlayedActions) -> None:
     runner.perform = perform_or_play  # type: ignore[method-assign]
 
 
-def replace_in_accumulation(runner: Accumulation, played: PlayedActions) -> None:
+def replace_in_accumulation(runner: Accumulation, recorder: TapeRecorder) -> None:
     """Replace the forward of a microbatch, and its backward."""
     forward, backward = runner.forward, runner.backward
 
     def forward_or_play(inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
-        action = Action(0, "F", len(played.ways))
-        if played.is_real(action):
-            return played.record(action, partial(forward, inputs, targets, losses))[0]
-        with played.recorder.play(action[:2]) as tape:
+        action = Action(0, "F", len(recorder.way_of))
+        if recorder.is_real(action):
+            return recorder.record(action, partial(forward, inputs, targets, losses))[0]
+        with recorder.play(action[:2]) as tape:
             return tape.loss_again(losses)
 
     def backward_or_play(loss: Tensor | None, last: bool) -> None:
-        action = Action(0, "B", len(played.ways) - 1)
-        if played.is_real(action):
-            played.record(action, partial(backward, loss, last))
+        action = Action(0, "B", len(recorder.way_of) - 1)
+        if recorder.is_real(action):
+            recorder.record(action, partial(backward, loss, last))
         else:
-            with played.recorder.play(action[:2]):
+            with recorder.play(action[:2]):
                 pass
 
     runner.forward = forward_or_play  # type: ignore[method-assign]

@@ -54,6 +54,7 @@ from parallel101.cost.software import (
     Software,
 )
 from parallel101.cost.step_time import StepTime, step_time
+from parallel101.laboratory.planner.search import layout_text
 
 # our name of a column → how tables call it
 COLUMNS = {
@@ -134,18 +135,9 @@ class PublishedRun:
 
     @property
     def words(self) -> str:
-        """The layout in short."""
-        of = self.layout
-        chunks = f" v{of.chunks}" if of.chunks > 1 else ""
-        words = "".join(
-            f" {word}{n}" for word, n in (("cp", of.cp), ("ZeRO", of.zero_stage)) if n > 1
-        )
-        words += f" {self.shape.time} tokens" * (self.shape.time != 2048)
-        sp = " sp" if of.sequence_parallel else ""
-        return (
-            f"{of.gpus} GPUs tp{of.tp} pp{of.pp} dp{of.dp}{words} b{of.microbatch}{chunks} "
-            f"{of.recompute}{sp}"
-        )
+        """The GPUs and the layout in one line."""
+        samples = f" of {self.shape.time} tokens" * (self.shape.time != 2048)
+        return f"{self.layout.gpus} GPUs · {layout_text(self.layout)}{samples}"
 
 
 @dataclass(frozen=True)
