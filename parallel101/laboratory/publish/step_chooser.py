@@ -19,7 +19,7 @@ from importlib.resources import files
 
 from parallel101.laboratory.analysis.run_window import window
 from parallel101.laboratory.analysis.training_steps import TrainingSteps
-from parallel101.laboratory.record.events import P2P, Event
+from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds
 from parallel101.laboratory.viz.palette import STYLE as PALETTE_STYLE
@@ -29,6 +29,7 @@ from parallel101.laboratory.viz.rows import (
     MOST_LANES,
     RIGHT,
     STYLE,
+    event_class,
     event_text,
     legend_entries,
     span_colours,
@@ -161,7 +162,5 @@ def _about(known: TrainingSteps, events: int, drawn: Trace) -> str:
 
 def _look(event: Event, colours: dict[str, int]) -> tuple:
     """Return the look of a bar: its class, and what may be written in it."""
-    if event.kind != "span":
-        return event.kind if event.kind in P2P else "collective", ""
-    text = span_texts(event)[0]
-    return "idle" if event.waiting else f"f{colours[event.name or 'span']}", text
+    text = span_texts(event)[0] if event.kind == "span" else ""
+    return event_class(event, colours), text

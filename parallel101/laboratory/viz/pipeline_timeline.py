@@ -23,6 +23,7 @@ from parallel101.laboratory.analysis.pipeline_times import (
 )
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds, round_step
+from parallel101.laboratory.viz.palette import CHUNK
 from parallel101.laboratory.viz.rows import LEFT, Bar, TimeRows
 from parallel101.laboratory.viz.scene import Scene, Stop
 
@@ -35,7 +36,7 @@ LEAD, SWEEP, TAIL = 0.3, 11.0, 1.0
 # of a number in a box; 9 is almost 5 points on paper, where a picture is 180 mm wide
 LARGEST, SMALLEST = 13.0, 9.0
 MOST_ROWS, MOST_MESSAGES, MOST_SQUARES = 96, 400, 60
-COLOURS = {"F": 0, "B": 1, "I": 1, "W": 2}
+CLASSES = {"F": "f0", "B": "f1 both", "I": "f1", "W": "f2"}
 NAMES = {
     "F": "forward",
     "B": "backward (both gradients)",
@@ -43,8 +44,14 @@ NAMES = {
     "W": "weight gradient",
 }
 STYLE = (
-    ".off{stroke:var(--faint)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
+    ".both{fill:url(#both)}.off{stroke:var(--faint)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
     ".most{fill:none;stroke:var(--line)}.veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}"
+)
+# a whole backward has a stripe at its bottom, in the colour of its weight gradient
+BOTH = (
+    '<linearGradient id="both" x2="0" y2="1">'
+    f'<stop offset=".78" stop-color="{CHUNK[1]}"/><stop offset=".78" stop-color="{CHUNK[2]}"/>'
+    "</linearGradient>"
 )
 Source = Planned | Trace
 
@@ -84,6 +91,7 @@ def pipeline_scene(
     words = " ".join(panel_text(name, times) for name, times in panels.items())
     scene = Scene(960, high, title, words)
     line = TimeRows(scene, 0.0, longest, right=RIGHT, text=("b", LARGEST, SMALLEST))
+    scene.definitions.append(BOTH)
     scene.style += STYLE + "".join(
         f".k{k}{{fill-opacity:{shade(k)}}}" for k in range(1, max_chunks(panels))
     )
@@ -170,16 +178,12 @@ def _head(rows: TimeRows, panels: Mapping[str, PipelineTimes]) -> None:
         sentence += " Hatched: it waits (bubble)."
     scene.head(common.pop() if len(common) == 1 else "", sentence)
     kinds = {slot.kind for times in panels.values() for slot in times.slots}
-    at = 28.0
-    for kind in (kind for kind in NAMES if kind in kinds):
-        scene.rect(at, 78, 19, 13, fill(kind, 0))
-        if kind == "B":
-            scene.rect(at, 87, 19, 4, fill("W", 0))
-        scene.write(NAMES[kind], at + 26, 89, 12.5, "m")
-        at += 44 + 6.6 * len(NAMES[kind])
-    if any(_lines(times) for times in panels.values()):
-        scene.path(f"M{at + 4:.1f} 78l12 13", "sent")
-        scene.write("message", at + 26, 89, 12.5, "m")
+    messages = any(_lines(times) for times in panels.values())
+    if messages:
+        scene.path("M29 79l12 12", "sent")
+        scene.write("message", 48, 89, 12.5, "m")
+    entries = [(name, CLASSES[kind]) for kind, name in NAMES.items() if kind in kinds]
+    scene.legend(entries, x=28.0 + 87 * messages)
     scene.write("activations held at most", 932, 89, 12, "m e")
 
 
@@ -220,31 +224,19 @@ def stages_text(stages: Sequence[int]) -> str:
 
 
 def _bars(times: PipelineTimes, rank: int, tall: float) -> Iterator[Bar]:
-    """Yield the bars of a rank's actions, and then its bubbles.
-
-    A whole backward has a stripe at its bottom, in the colour of its weight gradient.
-    """
+    """Yield the bars of a rank's actions, and then its bubbles."""
     stages = times.stages(rank)
     for slot in times.of(rank):
         chunk, high = stages.index(slot.stage), tall / slot.parts
-        low, under = high * slot.part, round(0.22 * high, 1) if slot.kind == "B" else 0.0
         name = f"{NAMES[slot.kind].partition(' (')[0]} of microbatch {slot.microbatch}"
         together = ", together with another action" * (slot.parts > 1)
         took = duration(slot.end - slot.start, times.recorded)
         title, texts = f"stage {slot.stage}, {name}: {took}{together}", [slot.microbatch]
-        class_ = fill(slot.kind, chunk)
-        yield Bar(slot.start, slot.end, class_, title, low, high - under, texts)
-        if under:
-            class_ = fill("W", chunk)
-            yield Bar(slot.start, slot.end, class_, "", low + high - under, under)
+        class_ = CLASSES[slot.kind] + (f" k{chunk}" if chunk else "")
+        yield Bar(slot.start, slot.end, class_, title, high * slot.part, high, texts)
     for start, end in times.bubbles(rank):
         title = f"rank {rank} waits: {duration(end - start, times.recorded)}"
         yield Bar(start, end, "idle", title, 0.0, tall)
-
-
-def fill(kind: str, chunk: int) -> str:
-    """Return the class of a slot on a rank's k-th stage."""
-    return f"f{COLOURS[kind]}" + (f" k{chunk}" if chunk else "")
 
 
 def _held(

@@ -173,7 +173,7 @@ class TimeRows:
             if idle:
                 panel.rect(*place, "ground")
             panel.rect(*place, bar.class_, rx=1.5 if width > 3.6 else 0, title=bar.title)
-            ink = "m" if idle else f"o{bar.class_[1:]}" if len(bar.class_) == 2 else ""
+            ink = "m" if idle else f"o{bar.class_[1]}" if " k" not in bar.class_ else ""
             look, halo = (f"{weight} {ink}", size, smallest), HALO if idle else None
             inside = left, y + bar.low - 0.5, width, bar.tall + 1
             any(panel.label(text, inside, *look, style=halo) for text in bar.texts)
