@@ -116,12 +116,7 @@ def chunks_of(
 
 def letter(chunk: int) -> str:
     """Return the letter of a chunk: a … z, then aa, ab, …"""
-    name = ""
-    chunk += 1
-    while chunk:
-        chunk, rest = divmod(chunk - 1, 26)
-        name = chr(ord("a") + rest) + name
-    return name
+    return (letter(chunk // 26 - 1) if chunk >= 26 else "") + chr(ord("a") + chunk % 26)
 
 
 def _placed(

@@ -66,21 +66,15 @@ class CriticalPath(NamedTuple):
 
     def __str__(self) -> str:
         """Describe what is on the path: "6 messages with 96 B take 6 s, compute 2 s"."""
-        count = self.messages
+        kinds = dict.fromkeys(s.kind for s in self.segments if s.end > s.start)
         parts = [
-            (
-                f"{count} message{'s' * (count != 1)} with {human_bytes(self.nbytes)} "
-                f"take{'s' * (count == 1)}"
-            )
-        ] * bool(count)
-        parts = [f"{part} {human_seconds(self.seconds('message'))}" for part in parts]
-        others = dict.fromkeys(
-            s.kind for s in self.segments if s.kind != "message" and s.end > s.start
-        )
-        return (
-            ", ".join(parts + [f"{kind} {human_seconds(self.seconds(kind))}" for kind in others])
-            or "nothing"
-        )
+            f"{kind} {human_seconds(self.seconds(kind))}" for kind in kinds if kind != "message"
+        ]
+        if count := self.messages:
+            one, several = ("s", "") if count == 1 else ("", "s")
+            messages = f"{count} message{several} with {human_bytes(self.nbytes)}"
+            parts.insert(0, f"{messages} take{one} {human_seconds(self.seconds('message'))}")
+        return ", ".join(parts) or "nothing"
 
 
 class Activity(NamedTuple):

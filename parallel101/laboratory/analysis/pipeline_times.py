@@ -198,22 +198,13 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
         [],
         recorded=True,
     )
-    stages, extents = (
-        {rank: times.stages(rank) for rank in times.ranks},
-        {rank: times.extent(rank) for rank in times.ranks},
-    )
+    stages = {rank: times.stages(rank) for rank in times.ranks}
+    last_end = {rank: times.extent(rank)[1] for rank in times.ranks}
     for m in trace.messages():
-        between = (
-            m.src in stages
-            and m.dst in stages
-            and stages[m.src] != stages[m.dst]
-            and m.send.group.axis in (None, "pp")
-        )
-        if (
-            between
-            and begin <= m.start
-            and m.start - begin <= extents[m.src][1]
-            and m.end - begin <= extents[m.dst][1]
-        ):
-            times.messages.append((m.src, m.dst, m.start - begin, m.end - begin))
+        if not {m.src, m.dst} <= stages.keys() or m.send.group.axis not in (None, "pp"):
+            continue
+        start, end = m.start - begin, m.end - begin
+        inside = 0 <= start <= last_end[m.src] and end <= last_end[m.dst]
+        if inside and stages[m.src] != stages[m.dst]:
+            times.messages.append((m.src, m.dst, start, end))
     return times

@@ -405,13 +405,15 @@ class World:
         """
         if (self.second is not None and self.second.move()) or self.move():
             self._idle_polls = 0
-        elif not self._pollers or self._polled_too_often():
+        elif not self._pollers or self._idle_polls >= MAX_IDLE_POLLS:
             if self._report is not None:
                 self.fail(*self._report)
             elif all(rank.finished for rank in self.ranks):
                 return False
             else:
                 self.fail(self._explanation())
+        else:
+            self._idle_polls += 1
         for rank in self._pollers:
             rank.world.wake(rank)
         self._pollers.clear()
@@ -440,10 +442,6 @@ class World:
         else:
             return False
         return True
-
-    def _polled_too_often(self) -> bool:
-        self._idle_polls += 1
-        return self._idle_polls > MAX_IDLE_POLLS
 
     def _explanation(self) -> Exception:
         """Return the error that says why no rank can go on."""

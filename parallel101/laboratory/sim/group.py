@@ -212,9 +212,7 @@ class SimGroup(PointToPointGroup):
         where = caller()
         spec = COLLECTIVES[method]
         elsewhere = (problem for t in flat(args) if (problem := on_a_device(t, spec.kind)))
-        if problem := next(elsewhere, None):
-            refuse(problem, member, where)
-        if problem := spec.unfit(args, spec.kind):
+        if problem := next(elsewhere, None) or spec.unfit(args, spec.kind):
             refuse(problem, member, where)
         arguments = spec.arguments(args)
         if arguments.op is not None:

@@ -143,23 +143,16 @@ class Move(NamedTuple):
 def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move]:
     """Return the moves of a collective: which rank gets what from which ranks."""
     moves: list[Move] = []
+    senders = ranks if root is None or kind not in ("broadcast", "scatter") else [ranks[root]]
     for me, own in enumerate(ranks):
-        if kind == "all_reduce" or (kind == "reduce" and me == root):
-            moves.append(Move(me, own.outputs[0], [other.inputs[0] for other in ranks]))
-        elif kind == "broadcast" and root is not None and me != root:
-            moves.append(Move(me, own.outputs[0], [ranks[root].inputs[0]]))
-        elif kind == "scatter" and root is not None:
-            moves.append(Move(me, own.outputs[0], [ranks[root].inputs[me]]))
-        elif kind == "reduce_scatter":
-            moves.append(Move(me, own.outputs[0], [other.inputs[me] for other in ranks]))
-        elif kind == "all_gather" or (kind == "gather" and me == root):
-            moves += [
-                Move(me, own.outputs[them], [other.inputs[0]]) for them, other in enumerate(ranks)
-            ]
-        elif kind == "all_to_all":
-            moves += [
-                Move(me, own.outputs[them], [other.inputs[me]]) for them, other in enumerate(ranks)
-            ]
+        if (kind in ("reduce", "gather") and me != root) or (kind == "broadcast" and me == root):
+            continue
+        piece = me if "inputs" in _SPREAD.get(kind, ()) else 0
+        inputs = [sender.inputs[piece] for sender in senders]
+        if kind in ("all_reduce", "reduce", "reduce_scatter"):
+            moves.append(Move(me, own.outputs[0], inputs))
+        else:
+            moves += [Move(me, y, [x]) for y, x in zip(own.outputs, inputs, strict=True)]
     return moves
 
 
