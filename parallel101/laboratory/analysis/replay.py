@@ -97,16 +97,10 @@ class Replay:
 
     def sent_bytes(self, step: int) -> dict[int, int]:
         """Return the bytes that each rank has sent by the end of `step`."""
-        return self._sent_bytes[step + 1]
-
-    @cached_property
-    def _sent_bytes(self) -> list[dict[int, int]]:
-        """Return the bytes that each rank has sent before the first step, and after each."""
-        sent = [dict.fromkeys(self.ranks, 0)]
-        for step in range(self.steps):
-            sent.append(dict(sent[-1]))
-            for i in self.in_step(step):
-                sent[-1][self.messages[i].src] += self.messages[i].nbytes
+        sent = dict.fromkeys(self.ranks, 0)
+        for message, its_step in zip(self.messages, self.step, strict=True):
+            if its_step <= step:
+                sent[message.src] += message.nbytes
         return sent
 
     def final(self, rank: int) -> dict[int, Counts]:

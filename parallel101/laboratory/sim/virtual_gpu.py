@@ -126,14 +126,11 @@ class VirtualGPU(torch_private.DispatchMode):
                     self._known[key] = known
             outputs = out if isinstance(out, tuple | list) else (out,)
         else:
+            given = {None: None, **dict(enumerate(args)), **kwargs}
             outputs = tuple(
                 aten.empty_strided.default(*kept[:2], dtype=kept[2], device="meta")
                 if type(kept) is tuple
-                else None
-                if kept is None
-                else args[kept]
-                if type(kept) is int
-                else kwargs[kept]
+                else given[kept]
                 for kept in known.outputs
             )
             out = outputs if known.several else outputs[0]
