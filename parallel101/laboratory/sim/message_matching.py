@@ -103,6 +103,44 @@ class MessageWork(SimWork):
     event_group: EventGroup
     waited: bool  # on gloo, a program may wait for a message only once
 
+    def __init__(
+        self,
+        group: PointToPointGroup,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        where: str,
+    ):
+        """Set what both sides have, once the world's time has reached the rank's."""
+        self.world, self.rank = world, rank = group.world, group.member
+        if rank.clock > world.now or world.failure is not None:
+            world.enter(rank)
+        # torch passes complex tensors as pairs of real numbers
+        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
+            check_sendable(tensor, self.kind, rank, where)
+            self.pointer = 0  # on the meta device
+        else:
+            self.pointer = tensor.data_ptr()
+        collective = current_collective()
+        if collective is not group.collective:
+            group.set_collective(collective)
+        self.future = None
+        self.done = self.waited = False
+        self.group = group
+        self.tensor = tensor
+        self.peer = peer
+        self.tag = tag
+        self.where = where
+        self.within = group.within
+        self.event_group = group.event_group
+        self.posted = world.now
+        self.nbytes = tensor.nbytes
+        shape, dtype = tensor.shape, tensor.dtype
+        self.shape = _shapes.get(shape) or _shapes.setdefault(shape, tuple(shape))
+        self.dtype = _dtypes.get(dtype) or _dtypes.setdefault(dtype, str(dtype)[6:])
+        unmatched = group.unmatched
+        self.number = unmatched.number = unmatched.number + 1
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self.waited and self.done and self.future is None:
             error = waited_twice(self.rank.number, self.kind)
@@ -361,8 +399,8 @@ class PointToPointGroup(torch_private.PythonGroup):
         if not 0 <= dst < self.count:
             rank_at(self.member.number, "send", dst, self.ranks)
         world, rank, tensor, unmatched = self.world, self.member, tensors[0], self.unmatched
-        work, peer = self.make_send(), self.ranks[dst]
-        self._fill_in(work, tensor, peer, tag, where_from(sys._getframe(1)))
+        peer = self.ranks[dst]
+        work = self.make_send(self, tensor, peer, tag, where_from(sys._getframe(1)))
         now, nbytes, pointer = work.posted, work.nbytes, work.pointer
         work.snapshot = snapshot(pointer, nbytes) if pointer else None
         work.payload = (
@@ -395,39 +433,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         world.links.request(now, work.order, rank.number, work.number, work)
         return work
 
-    def _fill_in(
-        self, work: MessageWork, tensor: torch.Tensor, peer: int | None, tag: int, where: str
-    ) -> None:
-        """Set what both sides of a message have, once the world's time has reached the rank's."""
-        work.world, work.rank = world, rank = self.world, self.member
-        if rank.clock > world.now or world.failure is not None:
-            world.enter(rank)
-        # torch passes complex tensors as pairs of real numbers
-        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
-            check_sendable(tensor, work.kind, rank, where)
-            work.pointer = 0  # on the meta device
-        else:
-            work.pointer = tensor.data_ptr()
-        collective = current_collective()
-        if collective is not self.collective:
-            self._set_collective(collective)
-        work.future = None
-        work.done = work.waited = False
-        work.group = self
-        work.tensor = tensor
-        work.peer = peer
-        work.tag = tag
-        work.where = where
-        work.within = self.within
-        work.event_group = self.event_group
-        work.posted = world.now
-        work.nbytes = tensor.nbytes
-        shape, dtype = tensor.shape, tensor.dtype
-        work.shape = _shapes.get(shape) or _shapes.setdefault(shape, tuple(shape))
-        work.dtype = _dtypes.get(dtype) or _dtypes.setdefault(dtype, str(dtype)[6:])
-        self.unmatched.number = work.number = self.unmatched.number + 1
-
-    def _set_collective(self, collective: Collective | None) -> None:
+    def set_collective(self, collective: Collective | None) -> None:
         self.collective = collective
         self.within = operation_on_ranks(collective)
         self.event_group = self.world.event_groups.of(
@@ -446,8 +452,7 @@ class PointToPointGroup(torch_private.PythonGroup):
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> RecvWork:
         world, rank, unmatched = self.world, self.member, self.unmatched
-        work = RecvWork()
-        self._fill_in(work, tensor, peer, tag, where_from(sys._getframe(2)))
+        work = RecvWork(self, tensor, peer, tag, where_from(sys._getframe(2)))
         work.data = None
         if peer is None:
             channel = self._channel_of_oldest_send(tag)
