@@ -48,7 +48,7 @@ class Agreement:
 
     def numbers(self, *mine: float) -> list[list[float]]:
         """Return, for each of these numbers, a list of every rank's, by position."""
-        return self.of_all([mine], torch.float64).t().tolist()
+        return self.gather_rows([mine], torch.float64).t().tolist()
 
     def objects(self, mine: Any, first_only: bool = False) -> list[Any]:
         """Return every rank's object, by position: tensors, numbers and texts, in dicts, lists and
@@ -63,7 +63,7 @@ class Agreement:
             torch.save(mine, file)
             content = file.getbuffer()
         data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
-        sizes = self.of_all([len(data)]).tolist()
+        sizes = self.gather_rows([len(data)]).tolist()
         if first_only:
             data = gather(data, 0, group=self.group, sizes=sizes)
         else:
@@ -82,9 +82,9 @@ class Agreement:
         """Return whether all ranks pass the same text. They send each other its hash, 8 bytes."""
         digest = hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest()
         number = int.from_bytes(digest, "big", signed=True)
-        return len(set(self.of_all([number]).tolist())) == 1
+        return len(set(self.gather_rows([number]).tolist())) == 1
 
-    def of_all(self, mine: list, dtype: torch.dtype = torch.int64) -> Tensor:
+    def gather_rows(self, mine: list, dtype: torch.dtype = torch.int64) -> Tensor:
         """Return every rank's row."""
         row = torch.tensor(mine, dtype=dtype, device=self.device)
         with wait_span("agree"):

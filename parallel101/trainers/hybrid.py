@@ -183,7 +183,7 @@ class HybridTrainer:
         self.optimizer = build_optimizer(optimizer, whole)
         self.verification = Verification(self, model, loss_fn, given.verify)
         over = [axis.name for axis in cutting if axis.cuts_logits]
-        self.loss_fn = self.precision.of_loss(loss_over(axes.along(over), loss_fn))
+        self.loss_fn = self.precision.wrap_loss(loss_over(axes.along(over), loss_fn))
 
         # cut
         cutting.append(stages)
@@ -202,7 +202,7 @@ class HybridTrainer:
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         of_forward = [
             *(axis.forward for axis in self.mesh_axes),
-            self.random_numbers.of_forward,
+            self.random_numbers.during_forward,
             partial(self.precision.forward, self.device),
         ]
         self.runner = stages.runner(data.syncs, axes, lambda: nested(of_forward))

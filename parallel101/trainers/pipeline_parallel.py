@@ -178,7 +178,7 @@ class Pipeline:
         with weights.forward(), self.autocast():
             y = call(self.parts[stage], inputs)
             if stage == self.last_stage:
-                y = self.losses.of(y, self.targets[i], self.sizes[i])
+                y = self.losses.add(y, self.targets[i], self.sizes[i])
         if stage < self.last_stage:
             self.results[Action(stage, "SEND_F", i)] = activations(stage, y)
         if torch.is_grad_enabled():

@@ -58,7 +58,7 @@ class Precision(NamedTuple):
             return inputs
         return map_tensors(lambda t: t.to(self.weights) if t.is_floating_point() else t, inputs)
 
-    def of_loss(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def wrap_loss(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Let the loss compute in at least 32 bits, which a sum over a batch needs."""
         if loss_fn is None or self.weights in (None, torch.float32):
             return loss_fn

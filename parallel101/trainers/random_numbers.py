@@ -42,7 +42,7 @@ class RandomNumbers:
         self.forwards = 0  # that it has begun
 
     @contextmanager
-    def of_step(self, step: int) -> Iterator[None]:
+    def during_step(self, step: int) -> Iterator[None]:
         """Draw the random numbers of this step inside; afterwards they go on where they were
         before.
         """
@@ -57,7 +57,7 @@ class RandomNumbers:
                 self.step = None
 
     @contextmanager
-    def of_forward(self) -> Iterator[None]:
+    def during_forward(self) -> Iterator[None]:
         """Run a forward, which draws numbers of its own: with sequence parallel, ranks along tp
         that have unequal parts of the time draw different amounts of them.
         """

@@ -49,7 +49,7 @@ def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: in
     losses = Losses(trainer.loss_fn, total, trainer.gradient_sync.scale)
     trainer.verification.watch(losses)
     inputs, targets, losses.part = trainer.context.cut_batch(inputs, targets)
-    with trainer.random_numbers.of_step(trainer.steps):
+    with trainer.random_numbers.during_step(trainer.steps):
         trainer.runner.run(trainer.precision.cast(inputs), targets, losses)
     with wait_span("synchronize"):
         unused = trainer.gradient_sync.finish()
@@ -118,8 +118,8 @@ class Accumulation:
         with self.sync.forward(), self.autocast():  # without samples, too: other ranks have some
             outputs = call(self.model, inputs) if samples or self.always else None
             if samples:
-                return losses.of(outputs, targets, samples)
-            return losses.of_nothing(outputs, targets) if self.always else None
+                return losses.add(outputs, targets, samples)
+            return losses.without_samples(outputs, targets) if self.always else None
 
     def backward(self, loss: Tensor | None, last: bool) -> None:
         with self.sync.backward(last=last):

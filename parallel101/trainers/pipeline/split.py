@@ -80,11 +80,7 @@ def cut_points(
         cuts = [0, *(with_parameters[first] for first in firsts), len(entries)]
         return [range(a, b) for a, b in pairwise(cuts)]
     counts = list(layers_per_stage) if isinstance(layers_per_stage, Sequence) else []
-    whole = [
-        count
-        for count in counts
-        if isinstance(count, int) and not isinstance(count, bool) and count > 0
-    ]
+    whole = [count for count in counts if type(count) is int and count > 0]
     if len(whole) != stages or counts != whole or sum(counts) != len(entries):
         raise ValueError(
             f"layers_per_stage={layers_per_stage!r}: expected {stages} numbers, one for each "

@@ -131,7 +131,7 @@ class Losses:
         self.parts: list[Tensor] = []
         self.weights: list[float] = []
 
-    def of(self, outputs: Any, targets: Any, samples: int) -> Tensor:
+    def add(self, outputs: Any, targets: Any, samples: int) -> Tensor:
         """Return a microbatch's part of the loss, from which backward starts."""
         if self.keep == len(self.parts):
             self.kept = map_tensors(lambda t: t.detach().clone(), (outputs, targets))
@@ -145,7 +145,7 @@ class Losses:
         self.parts.append(loss.detach())
         return loss if self.scale == 1 else loss * self.scale
 
-    def of_nothing(self, outputs: Any, targets: Any) -> Tensor:
+    def without_samples(self, outputs: Any, targets: Any) -> Tensor:
         """Return a loss without samples: backward starts from it with zeros, for its messages. It
         is computed as the others' loss is: a tensor it ignores gets no gradient here either.
         """

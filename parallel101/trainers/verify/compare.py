@@ -80,7 +80,7 @@ class Comparison:
         trainer: Trainer = verification.trainer
         self.trainer, self.verification, self.snapshot = trainer, verification, snapshot
         self.batch, self.room = batch, room
-        self.of_first: WholeModel | None = verification.whole
+        self.whole: WholeModel | None = verification.whole
         self.rows, self.cause = list[Row](), ""
         self.expected: list[Outcome] = []  # on the first rank
         precision = trainer.precision
@@ -105,10 +105,10 @@ class Comparison:
         shares = agree.objects(self.batch if gives else None, first_only=True)
         values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
         state, header = trainer.sharded_optimizer.state(), {}
-        if self.of_first is not None:
+        if self.whole is not None:
             try:
                 given = [share for share in shares if share is not None]
-                header = self.one_process(self.of_first, given, values, state)
+                header = self.one_process(self.whole, given, values, state)
             except Exception as error:
                 words = f"one process could not train on the whole batch ({type(error).__name__}"
                 header = {"problem": f"It can't be compared: {words}: {error})."}
@@ -241,36 +241,29 @@ class Comparison:
         the bound of the loss.
         """
         trainer, cut = self.trainer, self.trainer.layout.cut
-        told = expected and {
-            "loss": expected.loss,
-            "norm": expected.norm,
-            "buffers": {n: b for n, b in expected.buffers.items() if n in trainer.layout.entries},
-            "gradients": expected.gradients,
-            "bounds": self.bounds(expected, self.scales[step - 1]),
-        }
-        told = self.trainer.agree.objects(told)[0]
-        bounds: Bounds = told["bounds"]
+        told = expected and (*expected[:4], self.bounds(expected, self.scales[step - 1]))
+        of_loss, gradients, norm, buffers, bounds = trainer.agree.objects(told)[0]
 
         def add(what: str, name: str, difference: float) -> None:
             self.add(what, name, step, difference, bounds.get((what, name), 0.0))
 
-        add("loss", "", abs(loss - told["loss"]))
+        add("loss", "", abs(loss - of_loss))
         if trainer.clip_norm is not None:
-            add("norm", "", abs(float(gradient_norm(trainer)) - told["norm"]))
-        here = dict(trainer.model.named_buffers())
-        for name, should in told["buffers"].items():
-            if name in here and here[name].shape == should.shape:
-                add("buffer", name, distance(here[name].detach(), should))
+            add("norm", "", abs(float(gradient_norm(trainer)) - norm))
+        for name, b in trainer.model.named_buffers():
+            if name in trainer.layout.entries and b.shape == buffers[name].shape:
+                add("buffer", name, distance(b.detach(), buffers[name]))
         for name, p in trainer.owned.items():
-            gradient, zero = told["gradients"].pop(name), torch.zeros_like(p)
+            gradient, zero = gradients[name], torch.zeros_like(p)
             should = zero if gradient is None else cut(name, gradient)
             add("gradient", name, distance(zero if p.grad is None else p.grad, should))
             p.grad = None
             if gradient is not None:
                 p.grad = should.to(p.grad_dtype or p.dtype, copy=True)
+        del told, gradients, buffers  # before other whole tensors arrive
         before = {name: p.detach().clone() for name, p in trainer.owned.items()}
         self.update()
-        updated = self.trainer.agree.objects(expected and expected.updated)[0]
+        updated = trainer.agree.objects(expected and expected.updated)[0]
         for name, p in trainer.owned.items():
             should = cut(name, updated[name])
             rounding = 2 * torch.finfo(p.dtype).eps * largest(should)
@@ -353,7 +346,7 @@ class Comparison:
         if all(row.ratio <= 1 or row.what == "update" for row in rows):
             return rows
         measured: list[Bounds] = []
-        if self.of_first is not None:
+        if self.whole is not None:
             self.snapshot.restore()
             measured = self.measured_bounds()
         measured = self.trainer.agree.objects(measured)[0]
@@ -368,11 +361,11 @@ class Comparison:
     def explain(self, rows: Sequence[Row]) -> str:
         """Return why they differ, in words, the same on every rank; "" if it can't be told."""
         words, trainer = "", self.trainer
-        if self.of_first is not None:
+        if self.whole is not None:
             self.snapshot.restore()
             kinds = {row.what for row in rows if row.ratio > 1}
             try:
-                words = NOT_ELEMENTWISE if kinds == {"update"} else self.from_halves(self.of_first)
+                words = NOT_ELEMENTWISE if kinds == {"update"} else self.from_halves(self.whole)
             except Exception:  # as loss_fn may raise for some of the samples
                 words = ""
             if rows and not words:
@@ -387,9 +380,9 @@ class Comparison:
         with whole.whole(self.start), whole.without_chance():
             with torch.no_grad():
                 outputs = whole.outputs(map_tensors(torch.clone, inputs))
-            return halves.of_the_loss(
+            return halves.problem_of_loss(
                 whole.loss_fn, outputs, targets, bound, of_loss.restore
-            ) or halves.of_the_model(whole, inputs, outputs, bound, repeated)
+            ) or halves.problem_of_model(whole, inputs, outputs, bound, repeated)
 
 
 NOT_ELEMENTWISE = (

@@ -23,7 +23,7 @@ from parallel101.trainers.verify.one_process import WholeModel
 EXACT = 1e-9  # relative; rounding in float64 is less
 
 
-def of_the_loss(
+def problem_of_loss(
     loss_fn: LossFn | None,
     outputs: Any,
     targets: Any,
@@ -85,7 +85,7 @@ def mean_loss(
 
 
 @torch.no_grad()
-def of_the_model(
+def problem_of_model(
     whole: WholeModel, inputs: Batch, outputs: Any, bound: float, repeated: bool
 ) -> str:
     """Return what is wrong with cutting the model's inputs along the samples; "" if nothing is.

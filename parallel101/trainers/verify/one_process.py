@@ -61,7 +61,7 @@ class WholeModel:
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None, precision: Precision):
         self.model, self.precision = model, precision
-        self.loss_fn = precision.of_loss(loss_fn)
+        self.loss_fn = precision.wrap_loss(loss_fn)
         self.before = {module: noted(module) for module in model.modules()}
         self.parameters = dict(model.named_parameters())
         kept = {id(t) for t in model.state_dict(keep_vars=True).values()}

@@ -89,7 +89,7 @@ class Snapshot:
         elif isinstance(obj, random.Random):
             self.undo.append(partial(obj.setstate, obj.getstate()))
         elif type(obj).__module__.partition(".")[0] == "numpy":
-            self.of_numpy(obj)
+            self.numpy_object(obj)
         elif isinstance(obj, types.GeneratorType | io.IOBase) or hasattr(type(obj), "__next__"):
             self.lost.add(name_of(obj))
         elif looked_into(obj):
@@ -139,7 +139,7 @@ class Snapshot:
                     self.undo.append(partial(put_back_attribute, cls, name, value))
                     yield value
 
-    def of_numpy(self, obj: Any) -> None:
+    def numpy_object(self, obj: Any) -> None:
         if hasattr(obj, "bit_generator"):
             state = obj.bit_generator.state
             self.undo.append(partial(setattr, obj.bit_generator, "state", state))

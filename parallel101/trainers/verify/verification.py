@@ -26,7 +26,7 @@ from parallel101.trainers.support.losses import Losses, check_shares
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.verify.compare import Comparison
 from parallel101.trainers.verify.deterministic import deterministic
-from parallel101.trainers.verify.halves import of_the_loss
+from parallel101.trainers.verify.halves import problem_of_loss
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import NotEqualError, Report, refusal
 from parallel101.trainers.verify.snapshot import Snapshot
@@ -60,8 +60,8 @@ class Verification:
         self.always, self.loss_checks = False, 0
         self.losses: Losses | None = None  # of a step whose loss is checked
         self.comparable = asked and trainer.device.type != "meta"
-        self.of_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
-        if self.comparable and trainer.position == 0 and not self.of_keras:
+        self.is_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
+        if self.comparable and trainer.position == 0 and not self.is_keras:
             alone = loss_over(trainer.axes.along([]), loss_fn)
             self.whole = WholeModel(model, alone, trainer.precision)
 
@@ -82,7 +82,7 @@ class Verification:
         if not self.due:
             return
         with unrecorded():
-            why, room = (OF_KERAS, 0.0) if self.of_keras else self.room()
+            why, room = (OF_KERAS, 0.0) if self.is_keras else self.room()
             report = Report(reason=why) if why else self.compare(inputs, targets, room)
         if report.reason and not why:
             return  # the step itself will say it
@@ -125,7 +125,7 @@ class Verification:
             if kept is not None:
                 eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
                 with deterministic(trainer.model, []):
-                    words = of_the_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
+                    words = problem_of_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
         finally:
             snapshot.restore()
         if not any(trainer.agree.numbers(bool(words))[0]):
@@ -145,7 +145,7 @@ class Verification:
                 "this trainer was built with verify=False and keeps no copy of the whole model: "
                 "build it with verify=True"
             )
-        if self.of_keras:
+        if self.is_keras:
             return Report(reason=OF_KERAS)
         with unrecorded():
             check_shares(self.trainer, inputs, targets)

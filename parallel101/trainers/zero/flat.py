@@ -95,7 +95,7 @@ class ZeROGroup:
     algorithm: Mapping[str, str] = field(default_factory=dict)
     live: LiveBytes = field(default_factory=LiveBytes)
 
-    def of(self, name: str) -> GroupLike:
+    def ranks_of(self, name: str) -> GroupLike:
         return self.groups[name] if isinstance(self.groups, Mapping) else self.groups
 
 
@@ -120,7 +120,7 @@ class Flat:
         self, parameters: Parameters, zero: ZeROGroup, *, weights: bool, gradients: bool = False
     ):
         self.parameters, self.zero, self.live = dict(parameters), zero, zero.live
-        self.group = zero.of(next(iter(parameters)))
+        self.group = zero.ranks_of(next(iter(parameters)))
         self.shapes = [p.shape for p in parameters.values()]
         members, values = group_of(self.group), [p.detach() for p in parameters.values()]
         assert members.position is not None
