@@ -14,7 +14,7 @@ after the other, in this order, which is torchtitan's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -37,19 +37,17 @@ class Axis:
         placements: name → how the axis cuts this parameter or buffer of the whole model.
         cuts_logits: whether the loss is given a part of the logits, along the vocabulary.
         least: how many samples each rank needs, and why.
+        forward: gives the context in which a forward runs; None: in no other than without the axis.
     """
 
     name = ""
     placements: Mapping[str, Placement] = {}
     cuts_logits = False
     least: tuple[int, str] = (0, "")
+    forward: Callable[[], AbstractContextManager] | None = None
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
         """Keep this rank's part of the model, in place."""
-
-    def forward(self) -> AbstractContextManager:
-        """Return the context in which a forward runs."""
-        return nullcontext()
 
     def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
         """Yield those of this rank's parameters whose gradients are also summed over these ranks,

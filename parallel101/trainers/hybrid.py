@@ -201,7 +201,7 @@ class HybridTrainer:
         # what runs
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         of_forward = [
-            *(axis.forward for axis in self.mesh_axes),
+            *(axis.forward for axis in self.mesh_axes if axis.forward),
             self.random_numbers.during_forward,
             partial(self.precision.forward, self.device),
         ]

@@ -261,18 +261,16 @@ class Layout:
 
         With `first_only` the other ranks get [].
         """
+        placed = {name: self.entries[name].placements.get("dp") for name in parts}
         content = {
-            name: (self.entries[name].placements.get("dp"), copied(part))
+            name: (tuple(placed[name] or ()), copied(part))
             for name, part in parts.items()
             if self.counts(name)
         }
-        of_ranks = Agreement(self.axes.along(self.cut_axes), self.device).objects(
-            {name: (pieces and tuple(pieces), part) for name, (pieces, part) in content.items()},
-            first_only,
-        )
+        line = Agreement(self.axes.along(self.cut_axes), self.device)
         return [
-            {name: Part(pieces and Pieces(*pieces), part) for name, (pieces, part) in rank.items()}
-            for rank in of_ranks
+            {name: Part(Pieces(*of) if of else None, part) for name, (of, part) in rank.items()}
+            for rank in line.objects(content, first_only)
         ]
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:

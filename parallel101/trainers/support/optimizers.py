@@ -150,25 +150,22 @@ class ShardedOptimizer:
         groups: list[dict[str, Any]] = []
         order: list[str] = []
         for i, (in_group, group) in enumerate(zip(self.names, self.optimizer.param_groups)):
-            missing = [name for name in in_group if name not in options]
-            if missing:
-                raise ValueError(
-                    f"the checkpoint has no optimizer state for {missing[0]!r}: was it saved "
-                    "with another model?"
-                )
-            unlike = [name for name in in_group if options[name] != options[in_group[0]]]
-            if unlike:
-                raise ValueError(
-                    f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the "
-                    "optimizer, but had different options in the "
-                    "checkpoint: expected the same groups"
-                )
-            mine = [name for name in in_group if name in self.owned]
-            numbers = list(range(len(order), len(order) + len(mine)))
-            groups.append(
-                {**group, **(options[in_group[0]] if in_group else {}), "params": numbers}
-            )
-            order += mine
+            for name in in_group:
+                if name not in options:
+                    raise ValueError(
+                        f"the checkpoint has no optimizer state for {name!r}: was it saved with "
+                        "another model?"
+                    )
+                if options[name] != options[in_group[0]]:
+                    raise ValueError(
+                        f"{in_group[0]!r} and {name!r} are together in group {i} of the "
+                        "optimizer, but had different options in the checkpoint: expected the "
+                        "same groups"
+                    )
+            first = len(order)
+            order += [name for name in in_group if name in self.owned]
+            given = options[in_group[0]] if in_group else {}
+            groups.append({**group, **given, "params": list(range(first, len(order)))})
         state = {
             number: self.cut(name, saved["state"][name])
             for number, name in enumerate(order)
