@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.viz.diagram import circle, draw_rank
 from parallel101.laboratory.viz.scene import Node, Point, Scene, check_ranks
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
@@ -103,10 +104,7 @@ def _graph(
     node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
     # two ranks are side by side; more are on a circle, with the first on top
     start = -math.pi / 2 if len(everyone) == 2 else 0.0
-    at = {}
-    for i, rank in enumerate(everyone):
-        angle = start + 2 * math.pi * i / len(everyone)
-        at[rank] = (centre[0] + RADIUS * math.sin(angle), centre[1] - RADIUS * math.cos(angle))
+    at = circle(everyone, centre, RADIUS, start)
     stuck = set(zip(cycle, [*cycle[1:], *cycle[:1]]))
     for pair in sorted(arrows, key=lambda pair: pair in stuck):
         if pair[0] != pair[1]:
@@ -114,9 +112,7 @@ def _graph(
             panel.path(arrow, f"wait {kind}", marker_end=f"url(#head{kind})")
     for rank, (x, y) in at.items():
         kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
-        panel.add("circle", cx=x, cy=y, r=node, class_=f"node {kind}")
-        if node >= 7:
-            panel.write(rank, x, y + min(17.0, node) * 0.36, min(17.0, node), "b c")
+        draw_rank(panel, rank, (x, y), node, f"node {kind}")
         if kind == "gone" and len(returned) <= 4:
             beside = node + 16 if y > centre[1] + 1 else -node - 8
             panel.write("returned", x, y + beside, 12, "m c")

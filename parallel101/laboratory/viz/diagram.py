@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.logical_topology import LogicalTopology, neighbours_of
-from parallel101.laboratory.viz.scene import Point
+from parallel101.laboratory.viz.scene import Node, Point
 
 CENTRE = (222.0, 262.0)  # of a ring, in the left half of the card: the steps are counted inside it
 ASIDE = (250.0, 268.0)  # of every other topology: the steps are counted in the corner
@@ -36,28 +36,39 @@ def diagram_of(topology: LogicalTopology) -> Diagram:
         return Diagram(topology, pair, 25.0, CORNER)
     if topology.kind in ("ring", "chain"):
         radius = 138.0 if n <= 8 else 150.0
-        return Diagram(topology, _circle(order, CENTRE, radius), _node(n, radius), (*CENTRE, 66.0))
+        return Diagram(topology, circle(order, CENTRE, radius), _node(n, radius), (*CENTRE, 66.0))
     if topology.kind == "star":
         assert topology.root is not None
         others = [rank for rank in order if rank != topology.root]
-        return Diagram(topology, _circle(others) | {topology.root: ASIDE}, _node(n), CORNER)
+        return Diagram(topology, circle(others) | {topology.root: ASIDE}, _node(n), CORNER)
     if topology.kind == "tree":
         return Diagram(topology, *_tree(topology), CORNER)
     if topology.kind == "grid":
         return Diagram(topology, *_grid(topology), CORNER)
-    return Diagram(topology, _circle(order), _node(n), CORNER)
+    return Diagram(topology, circle(order), _node(n), CORNER)
 
 
 def _node(n: int, radius: float = 122.0) -> float:
     return min(25.0, 0.55 * math.pi * radius / max(n, 1))
 
 
-def _circle(order: Sequence[int], centre: Point = ASIDE, radius: float = 122.0) -> dict[int, Point]:
-    turn = 2 * math.pi / max(len(order), 1)
-    return {
-        rank: (centre[0] + radius * math.sin(i * turn), centre[1] - radius * math.cos(i * turn))
-        for i, rank in enumerate(order)
-    }
+def circle(
+    order: Sequence[int], centre: Point = ASIDE, radius: float = 122.0, start: float = 0.0
+) -> dict[int, Point]:
+    """Return a place on a circle for each rank, clockwise. The first is on top, unless turned."""
+    places = {}
+    for i, rank in enumerate(order):
+        angle = start + 2 * math.pi * i / len(order)
+        places[rank] = centre[0] + radius * math.sin(angle), centre[1] - radius * math.cos(angle)
+    return places
+
+
+def draw_rank(panel: Node, rank: int, place: Point, radius: float, class_: str = "node") -> None:
+    """Draw a circle with the number of a rank, if there is room for it."""
+    (x, y), size = place, min(17.0, 0.95 * radius)
+    panel.add("circle", cx=x, cy=y, r=radius, class_=class_)
+    if radius >= 7:
+        panel.write(rank, x, y + 0.36 * size, size, "b c")
 
 
 def _tree(topology: LogicalTopology) -> tuple[dict[int, Point], float]:

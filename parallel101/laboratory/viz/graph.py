@@ -10,7 +10,7 @@ import math
 
 from parallel101.laboratory.analysis.replay import Landing, Replay
 from parallel101.laboratory.record.units import chunk_letters, human_bytes
-from parallel101.laboratory.viz.diagram import ASIDE, CENTRE, Diagram, diagram_of
+from parallel101.laboratory.viz.diagram import ASIDE, CENTRE, Diagram, diagram_of, draw_rank
 from parallel101.laboratory.viz.scene import Node, Point, Scene
 from parallel101.laboratory.viz.timing import Timing
 
@@ -80,12 +80,8 @@ def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
 
 def _ranks(panel: Node, diagram: Diagram) -> None:
     topology = diagram.topology
-    size = min(17.0, diagram.node * 0.95)
     for rank in topology.order:
-        x, y = diagram.at[rank]
-        panel.add("circle", cx=x, cy=y, r=diagram.node, class_="node")
-        if diagram.node >= 7:
-            panel.write(rank, x, y + size * 0.36, size, "b c")
+        draw_rank(panel, rank, diagram.at[rank], diagram.node)
     top = topology.root if topology.kind == "tree" else None
     if topology.kind in ("ring", "chain"):
         top = topology.order[0]
