@@ -17,6 +17,8 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed"),
     "gradient_dtype": (None, "fp32"),
     "context": ("zigzag", "contiguous", "ulysses"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
+    **dict.fromkeys(("sequence_parallel", "overlap"), (False, True)),
 }
 
 

@@ -190,6 +190,7 @@ def test_bad_sizes_are_refused_in_words():
         ({"chunks": 2}, "without a pipeline"),
         ({"pp": 4, "chunks": 2, "microbatches": 6}, "a multiple of pp=4"),
         ({"recompute": "some"}, "recompute='some'"),
+        ({"schedule": "2f2b"}, "schedule='2f2b': expected 'gpipe'"),
         ({"zero_stage": 4}, "zero_stage=4"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -44,15 +44,8 @@ class Kernel:
         reply = self.client.execute_interactive(cell, timeout=120, output_hook=look)
         ended = time.perf_counter() - began
         if reply["content"]["status"] != "ok":
-            raise RuntimeError(
-                "\n".join(
-                    [
-                        "a cell of the benchmark failed:",
-                        cell,
-                        *reply["content"].get("traceback", []),
-                    ]
-                )
-            )
+            lines = ["a cell of the benchmark failed:", cell]
+            raise RuntimeError("\n".join(lines + reply["content"].get("traceback", [])))
         if shows and not seen:
             raise RuntimeError(f"a cell of the benchmark did not show {shows}:\n{cell}")
         return seen[-1] if shows else ended

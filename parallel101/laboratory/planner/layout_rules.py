@@ -23,13 +23,7 @@ from parallel101.cost.stage_layers import stage_layers
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 KEYS = tuple(field.name for field in fields(ParallelLayout))
-CHOICES: dict[str, tuple[Any, ...]] = {
-    **KNOWN,
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
-    "sequence_parallel": (False, True),
-    "overlap": (False, True),
-    "optimizer": ("adamw",),  # which the trainer is called with
-}
+CHOICES = {**KNOWN, "optimizer": ("adamw",)}  # which the trainer is called with
 # fixed, or as the layout has them by default
 OTHERS = ("schedule", "precision", "gradient_dtype", "overlap", "context", "optimizer")
 MICROBATCHES = (1, 2, 4, 8, 16)  # samples of a microbatch that are tried
