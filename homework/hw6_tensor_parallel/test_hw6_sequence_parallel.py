@@ -23,10 +23,10 @@ from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     leaf,
     least_received,
     mlp,
+    parts_right,
     ring,
     sends_at_most,
     sent_in,
-    y_is_right,
 )
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -174,7 +174,7 @@ SEQUENCE_PARALLEL = Exercise(
             "The backward of the all-gather keeps this rank's positions of its own gradient. Every "
             "rank used these positions with its own block of the MLP, and the parts of the others "
             "are missing.",
-            lambda trials: gives(1, "dx without sum")(trials) and y_is_right(trials),
+            lambda trials: gives(1, "dx without sum")(trials) and parts_right(trials, 0),
         ),
         Misconception(
             "norm's gradients never reduced",
@@ -188,7 +188,7 @@ SEQUENCE_PARALLEL = Exercise(
                 "b2 is added to this rank's positions alone, so its gradient on this rank is a "
                 "part. The parts of all ranks must be added."
             ),
-            lambda trials: gives(4, "parts of db2")(trials) and y_is_right(trials),
+            lambda trials: gives(4, "parts of db2")(trials) and parts_right(trials, 0),
         ),
         Misconception(
             "mean for sum",

@@ -18,9 +18,9 @@ from parallel101.laboratory.exercises.attention_exercises import (
     block_bytes,
     few_blocks,
     gives,
-    parts_right,
     unpacked,
 )
+from parallel101.laboratory.exercises.tensor_parallel_exercises import parts_right
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,

@@ -20,9 +20,9 @@ from parallel101.laboratory.exercises.attention_exercises import (
     merge,
     never_called,
     only_large_overflow,
-    parts_right,
     unpacked,
 )
+from parallel101.laboratory.exercises.tensor_parallel_exercises import parts_right
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,

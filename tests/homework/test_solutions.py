@@ -104,8 +104,7 @@ def edited() -> Iterator[tuple[str, Solution]]:
             yield name, labelled(Submission(path, source), label)
 
 
-# those of one exercise follow each other
-WRONG = dict(sorted([*edited(), *defined("wrong")], key=lambda pair: pair[0].partition("__")[0]))
+WRONG = {**dict(edited()), **dict(defined("wrong"))}
 UNUSUAL = dict(defined("unusual"))
 
 
@@ -119,34 +118,34 @@ def cases_of(function: str) -> list[Case]:
     return EXERCISES[function].cases(Draw(PUBLIC_SEED, function))
 
 
-@pytest.fixture(scope="module")
-def graded():
-    """Grades a solution. Those of one exercise run on the same processes, one after the other:
-    starting them takes longer.
-    """
-    shared: dict[str, SubmissionRanks] = {}
-
-    def grade_shared(name: str, solution: Solution) -> ExerciseVerdict:
-        function = name.partition("__")[0]
-        if function not in shared:
-            while shared:
-                shared.popitem()[1].stop()
-            shared[function] = SubmissionRanks(EXERCISES[function], solution.submission)
-        shared[function].take(solution.submission)
-        until = time.monotonic() + EXERCISE_SECONDS
-        return judge(EXERCISES[function], run_cases(shared[function], cases_of(function), until))
-
-    yield grade_shared
-    for ranks in shared.values():
-        ranks.stop()
-
-
-def complaint(verdict: ExerciseVerdict) -> str:
-    """What to read if a solution should have passed."""
+def complaint(name: str, solution: Solution, verdict: ExerciseVerdict) -> list[str]:
+    """What to read if a solution doesn't get the verdict that it should get."""
+    if name in UNUSUAL:
+        right = verdict.passed and verdict.points == verdict.out_of
+    else:
+        named = verdict.misconception.name if verdict.misconception else None
+        loses = verdict.points < verdict.out_of or verdict.exercise.practice
+        points = solution.points in (None, verdict.points)
+        right = not verdict.passed and loses and points and named == solution.named
     wrong = [
         f"{finding.kind}: {finding.message}" for finding in verdict.findings if not finding.passed
     ]
-    return "\n".join([f"{verdict.points} of {verdict.out_of} points", verdict.problem, *wrong])
+    got = f"{name} got {verdict.points} of {verdict.out_of} points, {verdict.misconception}"
+    return [] if right else [got, verdict.problem, *wrong]
+
+
+@pytest.mark.parametrize("function", EXERCISES)
+def test_odd_solutions_keep_full_points_and_wrong_ones_lose_some_and_get_their_names(function):
+    """All of an exercise run on the same processes: starting them takes longer."""
+    exercise, complaints = EXERCISES[function], []
+    with SubmissionRanks(exercise, reference(function)) as ranks:
+        for name, solution in [*UNUSUAL.items(), *WRONG.items()]:
+            if name.partition("__")[0] == function:
+                ranks.take(solution.submission)
+                until = time.monotonic() + EXERCISE_SECONDS
+                verdict = judge(exercise, run_cases(ranks, cases_of(function), until))
+                complaints += complaint(name, solution, verdict)
+    assert not complaints, "\n".join(complaints)
 
 
 def run_all(given: list[tuple[Exercise, Submission, list[tuple], int]]) -> list[Any]:
@@ -190,24 +189,6 @@ def test_the_references_are_right_on_real_ranks(backend):
             trial = Trial(case, found, unrecorded, world=backend)
             for check in EXERCISES[function].checks:
                 assert check.kind != "value" or check.wrong(trial) is None, (function, check.says)
-
-
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_an_unusual_solution_keeps_full_points(graded, name):
-    verdict = graded(name, UNUSUAL[name])
-    assert verdict.passed and verdict.points == verdict.out_of, complaint(verdict)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_solution_loses_points_and_gets_its_name(graded, name):
-    solution = WRONG[name]
-    verdict = graded(name, solution)
-    assert not verdict.passed, "a wrong solution passes"
-    assert verdict.points < verdict.out_of or verdict.exercise.practice
-    found = verdict.misconception.name if verdict.misconception else None
-    assert found == solution.named, complaint(verdict)
-    if solution.points is not None:
-        assert verdict.points == solution.points, complaint(verdict)
 
 
 def test_the_checks_of_an_exercise_share_its_points():

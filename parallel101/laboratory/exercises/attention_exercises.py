@@ -231,16 +231,6 @@ def gives(fact: str, *parts: int, equal: bool = False) -> Seen:
     return seen
 
 
-def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
-    """Return whether these parts of every wrong run's results are right."""
-    return all(
-        is_close(found[part], expected[part])
-        for trial in wrong_trials(trials)
-        for found, expected in zip(trial.results, trial.case.expected, strict=True)
-        for part in parts
-    )
-
-
 def only_large_overflow(trials: Sequence[Trial]) -> bool:
     """Return whether only large scores go wrong, with numbers that are infinite or NaN."""
 

@@ -20,6 +20,7 @@ from parallel101.laboratory.exercises.training_exercises import (
     NEVER_REDUCED,
     added_to_the_last,
     alike,
+    all_reduce_bytes,
     equals_one_process,
     measured,
     scale,
@@ -88,18 +89,18 @@ def crosses(axes: frozenset[str]) -> bool:
     return "tp" in axes and len(axes) > 1
 
 
-def ring(nbytes: float, n: int) -> int:
-    return round(2 * (n - 1) / n * nbytes)
-
-
 def most_along(case: Case, kind: Callable[[frozenset[str]], bool]) -> int:
     """Return the bytes along axes of this kind that are enough for all steps."""
     sizes, steps = case.facts["sizes"], case.facts["steps"]
     if kind is is_data:
         # a learner's own ring adds the remainders of its chunks
-        each = sum(ring(case.facts["bytes"], sizes[axis]) for axis in ("dp", "cp")) + 100
+        each = (
+            sum(all_reduce_bytes(case.facts["bytes"], sizes[axis]) for axis in ("dp", "cp")) + 100
+        )
     else:
-        each = ring(case.facts["replicated"], sizes["tp"] if kind is is_tensor else case.world_size)
+        each = all_reduce_bytes(
+            case.facts["replicated"], sizes["tp"] if kind is is_tensor else case.world_size
+        )
     return steps * (each + SMALL)
 
 

@@ -154,10 +154,13 @@ def gives(part: int, fact: str) -> Seen:
     )
 
 
-def y_is_right(trials: Sequence[Trial]) -> bool:
+def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
+    """Return whether these parts of every wrong run's results are right."""
     return all(
-        same(trial.results[rank][0], trial.case.expected[rank][0])
-        for trial, rank in on_ranks(wrong_trials(trials))
+        is_close(found[part], expected[part])
+        for trial in wrong_trials(trials)
+        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+        for part in parts
     )
 
 
