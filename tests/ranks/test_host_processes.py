@@ -9,7 +9,7 @@ import sys
 
 import torch.distributed as dist
 
-from parallel101.laboratory.ranks.heartbeat import HostProcesses, ended_text
+from parallel101.laboratory.ranks.heartbeat import Heartbeats, ended_text
 from parallel101.laboratory.ranks.job_messages import to_json
 
 
@@ -17,9 +17,8 @@ def test_ranks_of_this_host_whose_process_has_ended():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     store, here = dist.HashStore(), socket.gethostname()
-    processes = HostProcesses(0, 5, store)  # rank 4 has not come yet
+    heartbeats = Heartbeats(0, 5, store)  # rank 4 has not come yet
     for rank, where in ((1, [here, gone.pid]), (2, [here, os.getpid()]), (3, ["other", gone.pid])):
-        store.set(f"process/{rank}", to_json(where))
-    processes.look()
-    assert processes.ended == {1} and processes.unknown == {4}
+        store.set(f"heartbeat/{rank}", to_json([0.0, *where]))
+    assert heartbeats.ended() == {1} and heartbeats.unknown == {4}
     assert ended_text({1}).startswith(f"rank 1 (on {here}) has ended before its program")

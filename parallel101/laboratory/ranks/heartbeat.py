@@ -1,6 +1,6 @@
 """Tells which ranks of a job are alive, and whether its store answers.
 
-    rank 1, twice a second ──▶ the store: heartbeat/1 = a count, and the name of its host
+    rank 1, twice a second ──▶ the store: heartbeat/1 = the time, its host and its process
     rank 0                 ──▶ a connection has broken: does rank 1 still have a heartbeat?
                            ──▶ of the ranks of its own host: is there still a process?
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import psutil
 import torch.distributed as dist
 
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
+from parallel101.laboratory.ranks.run_watcher import write_on_stderr
 from parallel101.laboratory.ranks.wire import Failure
 from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
@@ -33,18 +33,22 @@ SILENT_FOR = 10  # looks without an answer after which the store is reported
 LOST_AFTER = 1.4
 
 
-class Heartbeat:
-    """Sends a rank's own heartbeat, and checks those of all ranks."""
+class Heartbeats:
+    """Sends a rank's own heartbeat, and looks at those of the others and at their processes."""
 
     def __init__(self, rank: int, size: int, store: dist.Store):
         self.rank, self.size, self.store = rank, size, store
-        self.count, self.due = 0, 0.0
+        self.next_beat = self.next_look = 0.0
+        self.unknown = set(range(size)) - {rank}  # ranks that have not said where they run
+        self.pids: dict[int, int] = {}  # of the others on this host
 
     def beat(self) -> None:
-        """Put one into the store, if it is time."""
-        if time.monotonic() >= self.due:
-            self.count, self.due = self.count + 1, time.monotonic() + BEAT_EVERY
-            self.store.set(f"heartbeat/{self.rank}", to_json([self.count, socket.gethostname()]))
+        """Put a heartbeat into the store, if it is time."""
+        if (now := time.monotonic()) >= self.next_beat:
+            self.next_beat = now + BEAT_EVERY
+            self.store.set(
+                f"heartbeat/{self.rank}", to_json([now, socket.gethostname(), os.getpid()])
+            )
 
     def texts(self) -> list[bytes]:
         """Return the newest heartbeat of each rank."""
@@ -53,10 +57,25 @@ class Heartbeat:
     def lost(self, before: Sequence[bytes]) -> dict[int, str]:
         """Return ranks without a heartbeat since `before`, a result of `texts`, with hosts."""
         return {
-            rank: _host(text)
+            rank: str(from_json(text)[1])
             for rank, text in enumerate(self.texts())
             if text and text == before[rank] and rank != self.rank
         }
+
+    def ended(self) -> set[int]:
+        """Return the ranks of this host whose process is gone.
+
+        Which ranks are on this host is looked up at `next_look`, until all are known.
+        """
+        if self.unknown and time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + LOOK_EVERY
+            for rank, text in enumerate(self.texts()):
+                if text and rank in self.unknown:
+                    self.unknown.remove(rank)
+                    _, host, pid = from_json(text)
+                    if host == socket.gethostname():
+                        self.pids[rank] = pid
+        return {rank for rank, pid in self.pids.items() if not psutil.pid_exists(pid)}
 
 
 def lost_after() -> float:
@@ -66,34 +85,6 @@ def lost_after() -> float:
     """
     work_per_core = psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
     return LOST_AFTER * max(1.0, work_per_core / 2)
-
-
-class HostProcesses:
-    """The processes of the other ranks on this host.
-
-    Attributes:
-        ended: ranks whose process is gone.
-    """
-
-    def __init__(self, rank: int, size: int, store: dist.Store):
-        self.size, self.store = size, store
-        self.unknown = set(range(size)) - {rank}  # ranks that have not said where they run
-        self.pids: dict[int, int] = {}
-        self.next_look = 0.0
-        self.ended: set[int] = set()
-        store.set(f"process/{rank}", to_json([socket.gethostname(), os.getpid()]))
-
-    def look(self) -> None:
-        """See which have ended and, at `next_look`, which have come since the last one."""
-        if self.unknown and time.monotonic() >= self.next_look:
-            self.next_look = time.monotonic() + LOOK_EVERY
-            for rank, text in enumerate(texts_of("process", self.size, self.store)):
-                if text and rank in self.unknown:
-                    self.unknown.remove(rank)
-                    host, pid = from_json(text)
-                    if host == socket.gethostname():
-                        self.pids[rank] = pid
-        self.ended |= {rank for rank, pid in self.pids.items() if not psutil.pid_exists(pid)}
 
 
 def ended_text(ended: Iterable[int]) -> str:
@@ -126,11 +117,10 @@ class StoreWatch(threading.Thread):
             unchanged = unchanged + 1 if self.answers == seen else 0
             seen = self.answers
             if unchanged == SILENT_FOR:
-                write_line(
-                    self.rank,
-                    f"the job's store at {_store_address()} has not answered for {SILENT_FOR} s. "
-                    "Its machine may have stopped, or the network to it. This rank is at "
-                    f"{shown(self.place())}",
+                write_on_stderr(
+                    f"[rank {self.rank}] the job's store at {_store_address()} has not answered "
+                    f"for {SILENT_FOR} s. Its machine may have stopped, or the network to it. This "
+                    f"rank is at {shown(self.place())}"
                 )
 
     def stop(self) -> None:
@@ -149,10 +139,11 @@ def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
 
 def loss_text(lost: Mapping[int, str], failure: Failure) -> str:
     """Return the message for lost ranks, found by a rank whose connection broke."""
+    hosts = ", ".join(sorted(set(lost.values())))
     return (
-        f"lost {_who(lost)}: a connection broke, and since then no heartbeat has come. The process "
-        "was killed (perhaps out of memory: see the machine's log), or the machine has stopped or "
-        f"lost its network.\n  {raised_text(failure)}"
+        f"lost {ranks_text(lost)} (on {hosts}): a connection broke, and since then no heartbeat "
+        "has come. The process was killed (perhaps out of memory: see the machine's log), or the "
+        f"machine has stopped or lost its network.\n  {raised_text(failure)}"
     )
 
 
@@ -171,21 +162,3 @@ def store_loss_text(rank_was: str) -> str:
 
 def _store_address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-
-def write_line(rank: int, text: str) -> None:
-    """Write a line of a rank on stderr."""
-    sys.stderr.write(f"[rank {rank}] {text}\n")
-    sys.stderr.flush()
-
-
-def _who(ranks: Mapping[int, str]) -> str:
-    return f"{ranks_text(ranks)} (on {_names(ranks.values())})"
-
-
-def _names(hosts: Collection[str]) -> str:
-    return ", ".join(sorted(set(hosts)))
-
-
-def _host(heartbeat: bytes) -> str:
-    return str(from_json(heartbeat)[1])

@@ -31,8 +31,8 @@ from parallel101.laboratory.ranks.diagnosis import (
 from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
 from parallel101.laboratory.ranks.processes import RankProcess, kill
 from parallel101.laboratory.ranks.rank_stack import RankStack
-from parallel101.laboratory.ranks.run_diagnosis import WAIT_FOR_CAUSE, RunDiagnosis
-from parallel101.laboratory.ranks.stuck import REPORTS, SILENT, rank_lines
+from parallel101.laboratory.ranks.run_watcher import REPORTS, WAIT_FOR_CAUSE, RunWatcher
+from parallel101.laboratory.ranks.stuck import SILENT, rank_lines
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
@@ -60,7 +60,6 @@ from parallel101.laboratory.record.errors import (
 # seconds after an error that only says that another rank has failed, as WAIT_FOR_CAUSE
 WAIT_FOR_OTHERS = 1.0
 TO_FAIL = 0.3  # seconds for the other ranks to lose their connection to one that has died
-TO_ANSWER = 2.0  # seconds for a rank to say what it does
 LONGEST_LOOK = 0.5  # seconds between two looks at whether a signal has come
 
 
@@ -103,9 +102,10 @@ class Monitor:
         stuck_after: float = math.inf,
     ):
         self.screen = Screen()
-        self.diagnosis = RunDiagnosis(
+        self.watcher = RunWatcher(
             len(processes),
             stuck_after,
+            self.ask_stacks,
             lambda text: self.screen.lines("stderr", text.splitlines()),
             self.reports_folder,
         )
@@ -123,8 +123,7 @@ class Monitor:
         ]
         self.timeout = timeout
         self.checked = checked
-        self.report_wanted = False  # somebody has sent this process SIGUSR1
-        self.fail_at: float | None = None  # the moment when the cause of a failure is chosen
+        self.fail_at = math.inf  # the moment when the cause of a failure is chosen
         self.imported: set[str] = set()  # slow modules that ranks had to import
         self.selector = selectors.DefaultSelector()
         for rank in self.ranks:
@@ -154,23 +153,14 @@ class Monitor:
         deadline = time.monotonic() + self.timeout
         while not all(rank.result is not None for rank in self.ranks):
             now = time.monotonic()
-            if self.fail_at is not None and now >= self.fail_at:
+            if now >= self.fail_at:
                 raise self._root_cause()
-            if (fault := self.diagnosis.fault(now)) is not None:
+            if (fault := self.watcher.look(now)) is not None:
                 raise self._root_cause() if isinstance(fault, MisuseError) else fault
-            if self.report_wanted:
-                self.report_wanted = False
-                self.report("parallel101: what the ranks do now (SIGUSR1)")
-            if now >= self.diagnosis.stuck.due(now, self.diagnosis.graph):
-                self.diagnosis.report(self.ask_stacks(TO_ANSWER))
-                continue
             if now >= deadline:
-                raise self.diagnosis.calls.error() or self._timed_out()
-            next_look = [deadline, self.diagnosis.next_look(now)]
-            if self.fail_at is not None:
-                next_look.append(self.fail_at)
-            self._listen(min(next_look) - now)
-        if (misuse := self.diagnosis.calls.error()) is not None:
+                raise self.watcher.calls.error() or self._timed_out()
+            self._listen(min(deadline, self.fail_at, self.watcher.next_look(now)) - now)
+        if (misuse := self.watcher.calls.error()) is not None:
             raise misuse
 
     def _listen(self, seconds: float) -> None:
@@ -219,7 +209,7 @@ class Monitor:
         except (EOFError, OSError):
             self.selector.unregister(wire)
             return
-        ranks = self.diagnosis.graph.ranks
+        ranks = self.watcher.graph.ranks
         status = ranks[rank.rank]
         if kind == RESULT:
             rank.result = body, buffers
@@ -228,7 +218,7 @@ class Monitor:
         value = unpack(body, buffers)
         if kind == CALLS:
             for call in value:
-                self.diagnosis.check(call)
+                self.watcher.check(call)
         elif kind == STATUS:
             if rank.result is None and rank.failure is None:
                 ranks[rank.rank] = value
@@ -248,8 +238,7 @@ class Monitor:
             self._fail_within(WAIT_FOR_OTHERS if others_may_fail else WAIT_FOR_CAUSE)
 
     def _fail_within(self, seconds: float) -> None:
-        moment = time.monotonic() + seconds
-        self.fail_at = moment if self.fail_at is None else min(self.fail_at, moment)
+        self.fail_at = min(self.fail_at, time.monotonic() + seconds)
 
     # ---- what went wrong ----
 
@@ -265,7 +254,7 @@ class Monitor:
         for failure in failures:  # a rank may have found the misuse before anything broke
             if isinstance(failure.error, MisuseError):
                 return failure.error
-        if (misuse := self.diagnosis.calls.error()) is not None:
+        if (misuse := self.watcher.calls.error()) is not None:
             return misuse
         failures.sort(key=lambda failure: (failure.consequence, failure.rank))
         if not failures or failures[0].consequence:
@@ -282,30 +271,26 @@ class Monitor:
     def _died(self, rank: MonitoredRank) -> RankFailed:
         """Return the error for a rank whose process has ended, with what the other ranks did."""
         crash_dump, stderr = rank.exit_report.decode(errors="replace"), rank.outputs[1].tail
-        statuses = self.diagnosis.graph.ranks
+        statuses = self.watcher.graph.ranks
         self._listen_until(
             lambda: all(r.ended or r.failure or statuses[r.rank].stuck for r in self.ranks), TO_FAIL
         )
         failed = [other.failure for other in self.ranks if other.failure is not None]
         others = rank_lines(
-            self.diagnosis.graph, {f.rank: RankStack(f.rank, f.place, []) for f in failed}
+            self.watcher.graph, {f.rank: RankStack(f.rank, f.place, []) for f in failed}
         )
         if TOO_LONG.search(stderr):
             self.ask_records()
-            others = self.diagnosis.graph.longer_messages(rank.rank) or others
+            others = self.watcher.graph.longer_messages(rank.rank) or others
         return rank_died(rank.rank, rank.exitcode, crash_dump, stderr, self.checked, others)
 
     def _timed_out(self) -> LaunchTimeout:
-        lines = rank_lines(self.diagnosis.graph, self.ask_stacks(), SILENT)
+        lines = rank_lines(self.watcher.graph, self.ask_stacks(), SILENT)
         self.ask_records()
-        return timed_out(self.timeout, lines, self.diagnosis.graph.dropped_works())
-
-    def report(self, head: str) -> None:
-        """Write what each rank waits for, or where it is, with its stack."""
-        self.diagnosis.report(self.ask_stacks(), head)
+        return timed_out(self.timeout, lines, self.watcher.graph.dropped_works())
 
     def _on_signal(self, *_: object) -> None:
-        self.report_wanted = True
+        self.watcher.report_wanted = True
 
     def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
         """Return the stacks of the ranks that still run, as far as they answer in time."""

@@ -13,11 +13,8 @@ may also compute for long. Nobody can know whether it will come, so a report nev
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.record.calls import Call
@@ -26,7 +23,6 @@ from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 
 SHORTEST_PAUSE = 0.5  # seconds between two looks at ranks that still make progress
-REPORTS = "reports.txt"
 IDLE_SHARE = 0.1  # of one core: a rank that uses less is blocked
 
 
@@ -71,13 +67,6 @@ class StuckDetector:
         self.pause *= 2
         self.next_report = now + self.pause
         return True
-
-
-def append_report(folder: Path, text: str) -> None:
-    """Append a report to reports.txt in the folder of a record."""
-    # the disk may be what is full
-    with contextlib.suppress(OSError), (folder / REPORTS).open("a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
 
 SILENT = "does not answer: its process is stopped, or C code in it holds Python's lock"

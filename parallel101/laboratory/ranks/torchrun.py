@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out
 from parallel101.laboratory.ranks.heartbeat import (
-    Heartbeat,
-    HostProcesses,
+    LOOK_EVERY,
+    Heartbeats,
     StoreWatch,
     ended_text,
     loss_text,
@@ -41,7 +41,6 @@ from parallel101.laboratory.ranks.heartbeat import (
     raised_text,
     store_loss_text,
     texts_of,
-    write_line,
 )
 from parallel101.laboratory.ranks.job_messages import (
     exchange,
@@ -52,10 +51,9 @@ from parallel101.laboratory.ranks.job_messages import (
     unpack_from,
     unpack_record,
 )
-from parallel101.laboratory.ranks.job_reports import JobReports, write_report
 from parallel101.laboratory.ranks.program import failure_of, forked_children_exit, own_init_accepted
 from parallel101.laboratory.ranks.rank_stack import RankStack
-from parallel101.laboratory.ranks.run_diagnosis import RunDiagnosis
+from parallel101.laboratory.ranks.run_watcher import REPORTS, RunWatcher, write_on_stderr
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.laboratory.ranks.stuck import rank_lines
 from parallel101.laboratory.ranks.watcher import TICK, RankObserver, recorded
@@ -70,7 +68,7 @@ from parallel101.laboratory.record.errors import (
 )
 from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.recorder import RankRecorder
-from parallel101.laboratory.record.wait_for import RankStatus
+from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 from parallel101.spans import record_into
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
@@ -134,8 +132,7 @@ def join_job(
     )
     # a call blocks its connection, so the watcher needs its own
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
-    diagnosis = RunDiagnosis(size, stuck_after, write_report, folder)
-    watcher = JobWatcher(recorder, watcher_store, timeout, diagnosis, keep_record)
+    watcher = JobWatcher(recorder, watcher_store, size, timeout, stuck_after, folder, keep_record)
     watcher.start()
     if recording:
         record_into(recorder)
@@ -156,7 +153,7 @@ def join_job(
             ):
                 recorder.start_name = _start_name(store, rank)
                 process_groups.start_together()
-                watcher.processes.next_look = 0.0  # on gloo all ranks have come
+                watcher.heartbeats.next_look = 0.0  # on gloo all ranks have come
                 value = fn(*args, **kwargs)
             result = pack_for_all(value, rank)
         except BaseException as error:
@@ -266,9 +263,9 @@ class JobWatcher(threading.Thread):
 
     Args:
         recorder: of the rank that it watches.
-        store: a connection of its own to the store of this launch.
+        store: a connection of its own to the store of this launch, which has `size` ranks.
         timeout: seconds the launch may take.
-        diagnosis: on rank 0, judges the run.
+        stuck_after, folder: see RunWatcher.
         on_record: takes this rank's record, once, when its program has ended or is about to be
             stopped.
     """
@@ -277,17 +274,21 @@ class JobWatcher(threading.Thread):
         self,
         recorder: RankRecorder,
         store: dist.Store,
+        size: int,
         timeout: float,
-        diagnosis: RunDiagnosis,
+        stuck_after: float,
+        folder: Path | None,
         on_record: Callable[[RankRecord], None] | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 job watcher")
-        self.recorder, self.store, self.timeout = recorder, store, timeout
-        self.diagnosis, self.size = diagnosis, (size := len(diagnosis.graph.ranks))
+        self.recorder, self.store, self.size, self.timeout = recorder, store, size, timeout
+        self.run_watcher = RunWatcher(size, stuck_after, self.ask_stacks, write_on_stderr, folder)
+        if folder is not None and recorder.rank == 0:
+            (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
+        self.answered, self.next_answer = 0, 0.0  # rank 0's questions for stacks, by number
         self.on_record = on_record
         self.termination = None if on_record is None else TerminationSignal()
         self.observer = RankObserver(recorder, self._publish)
-        self.reports = JobReports(self.observer.stacks, store, diagnosis)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
         self.done = threading.Event()  # this rank's function has returned
@@ -299,13 +300,12 @@ class JobWatcher(threading.Thread):
         self.status_texts = [b""] * size
         self.statuses = [RankStatus()] * size
         self.heard = False  # this rank knows of the failure
-        self.heartbeat = Heartbeat(recorder.rank, size, store)
-        self.processes = HostProcesses(recorder.rank, size, store)
+        self.heartbeats = Heartbeats(recorder.rank, size, store)
         self.uncaught = self.observer.uncaught
         self.fault_since: float | None = None  # since when a rank of this host can't go on
         self.store_watch = StoreWatch(recorder.rank, self.observer.detector.place)
         self._publish(STATUS, RankStatus())
-        self.heartbeat.beat()
+        self.heartbeats.beat()
 
     def run(self) -> None:
         self.store_watch.start()
@@ -313,10 +313,10 @@ class JobWatcher(threading.Thread):
             self.store_watch.answers += 1
             try:
                 self.observer.look()
-                self.heartbeat.beat()
+                self.heartbeats.beat()
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
-                self.reports.look()
+                self._answer()
                 self._check_this_host()
                 self._heed_signals()
                 if time.monotonic() > self.deadline:
@@ -338,7 +338,7 @@ class JobWatcher(threading.Thread):
         if signal.SIGINT in arrived and not self.over.wait(GRACE):
             self.keep_record()
             place = shown(self.observer.detector.place())
-            self.diagnosis.say(f"[rank {self.recorder.rank}] interrupted at {place}")
+            self.run_watcher.say(f"[rank {self.recorder.rank}] interrupted at {place}")
             self._leave(signal.SIGINT)
         if signal.SIGTERM in arrived:
             self.keep_record()
@@ -346,7 +346,7 @@ class JobWatcher(threading.Thread):
             if not self._ended_early():  # else torchrun stops this rank for that: first the report
                 self._leave(signal.SIGTERM)
         if arrived - {signal.SIGINT, signal.SIGTERM}:
-            self.reports.ask()
+            self.store.set("report wanted", "")
 
     def _leave(self, number: int) -> None:
         """End this rank because a signal asks for it."""
@@ -359,10 +359,10 @@ class JobWatcher(threading.Thread):
 
         Ranks that a signal has asked to end are left out.
         """
-        self.processes.look()
-        if not self.processes.ended or self.store.check(["checked"]):
+        ended = self.heartbeats.ended()
+        if not ended or self.store.check(["checked"]):
             return set()
-        return {rank for rank in self.processes.ended if not self.store.check([f"stopped/{rank}"])}
+        return {rank for rank in ended if not self.store.check([f"stopped/{rank}"])}
 
     def _check_this_host(self) -> None:
         """Announce that a rank of this host has ended early, or that C++ aborts this one.
@@ -380,15 +380,14 @@ class JobWatcher(threading.Thread):
         if self.uncaught.thrown.is_set():
             self.announce(RankFailed(text := self._abort_text(), self.recorder.rank))
             if self.announced_here:
-                write_line(self.recorder.rank, text)
+                write_on_stderr(f"[rank {self.recorder.rank}] {text}")
             self.uncaught.may_abort.set()
             return
         self.announce(RankFailed(self._end_text(ended), min(ended)))
 
     def _end_text(self, ended: Collection[int]) -> str:
         """Return the message for ended ranks, with the waiting ranks and where this one was."""
-        graph = self.diagnosis.graph
-        graph.ranks = self._all_statuses()
+        graph = self._newest_graph()
         here = RankStack(self.recorder.rank, self.observer.detector.place(), [])
         for rank in ended:
             graph.ranks[rank] = replace(graph.ranks[rank], blocked=None)
@@ -397,8 +396,7 @@ class JobWatcher(threading.Thread):
     def _abort_text(self) -> str:
         """Return the message for this rank, which C++ is about to abort."""
         rank = self.recorder.rank
-        graph = self.diagnosis.graph
-        graph.ranks = self._all_statuses()
+        graph = self._newest_graph()
         graph.ranks[rank] = self.recorder.status()
         lines = [
             f"C++ aborts rank {rank}: one of its threads has thrown an exception that nothing "
@@ -456,11 +454,11 @@ class JobWatcher(threading.Thread):
         None if it is not known.
         """
         try:
-            deadline, before = time.monotonic() + lost_after(), self.heartbeat.texts()
+            deadline, before = time.monotonic() + lost_after(), self.heartbeats.texts()
             while not (ended := self._ended_early()) and time.monotonic() < deadline:
                 if (cause := self.announced(within=TICK)) is not None:
                     return cause
-            lost = {} if ended else self.heartbeat.lost(before)
+            lost = {} if ended else self.heartbeats.lost(before)
         except dist.DistNetworkError:
             gone = RankFailed(store_loss_text(raised_text(failure)), 0)
             gone.announced_by = failure.rank  # type: ignore[attr-defined]
@@ -503,7 +501,7 @@ class JobWatcher(threading.Thread):
         self._wait_for(lambda: self.store.add("returned", 0) >= self.size)
         if self.recorder.rank == 0:
             self._check_calls()
-            if (misuse := self.diagnosis.calls.error()) is not None:
+            if (misuse := self.run_watcher.calls.error()) is not None:
                 self.announce(misuse)
             self.store.set("checked", "")
         self._wait_for(lambda: self.store.check(["checked"]))
@@ -530,34 +528,58 @@ class JobWatcher(threading.Thread):
             for rank in range(self.size) if self.recorder.on_call is not None else ():
                 while self.store.check([key := f"calls/{rank}/{self.batches_read[rank]}"]):
                     for call in from_json(self.store.get(key)):
-                        self.diagnosis.check(call)
+                        self.run_watcher.check(call)
                     self.store.delete_key(key)
                     self.batches_read[rank] += 1
 
     def _check_all_ranks(self) -> None:
-        """Look, on rank 0, for misuse and deadlocks."""
-        self.diagnosis.graph.ranks = self._all_statuses()
-        if (fault := self.diagnosis.fault(time.monotonic())) is not None:
+        """Look, on rank 0, for misuse and deadlocks, and write the reports that are due."""
+        self._newest_graph()
+        if self.store.check(["report wanted"]):
+            self.store.delete_key("report wanted")
+            self.run_watcher.report_wanted = True
+        if (fault := self.run_watcher.look(time.monotonic())) is not None:
             self.announce(fault)
         self._check_calls()
 
-    def _all_statuses(self) -> list[RankStatus]:
-        """Return the newest status of each rank. Unchanged ones are not read again."""
+    def _newest_graph(self) -> WaitForGraph:
+        """Return who waits for whom now. Unchanged statuses are not read again."""
         for rank, text in enumerate(texts_of("status", self.size, self.store)):
             if text != self.status_texts[rank]:
                 self.status_texts[rank] = text
                 self.statuses[rank] = from_json(text)
-        return list(self.statuses)
+        self.run_watcher.graph.ranks = list(self.statuses)
+        return self.run_watcher.graph
+
+    def ask_stacks(self, seconds: float) -> dict[int, RankStack]:
+        """Return, on rank 0, the stacks of the ranks that answer within `seconds`."""
+        number, until = self.store.add("stacks/asked", 1), time.monotonic() + seconds
+        stacks = {0: self.observer.stacks.read()}
+        while len(stacks) < self.size and time.monotonic() < until and not self.over.wait(TICK):
+            self.heartbeats.beat()
+            for rank in set(range(self.size)) - stacks.keys():
+                if self.store.check([key := f"stacks/{number}/{rank}"]):
+                    stacks[rank] = from_json(self.store.get(key))
+                    self.store.delete_key(key)
+        return stacks
+
+    def _answer(self) -> None:
+        """Send this rank's stack if rank 0 has asked for it. That is looked up once a second."""
+        if self.recorder.rank and time.monotonic() >= self.next_answer:
+            self.next_answer = time.monotonic() + LOOK_EVERY
+            if (asked := self.store.add("stacks/asked", 0)) > self.answered:
+                self.answered, key = asked, f"stacks/{asked}/{self.recorder.rank}"
+                self.store.set(key, to_json(self.observer.stacks.read()))
 
     def _timed_out(self) -> LaunchTimeout:
-        self.diagnosis.graph.ranks = self._all_statuses()
-        lines = rank_lines(self.diagnosis.graph, {}) + [
+        graph = self._newest_graph()
+        lines = rank_lines(graph, {}) + [
             f"rank {rank} had not reached this launch: every process of the job must make the same "
             "launches"
             for rank, text in enumerate(self.status_texts)
             if not text
         ]
-        return timed_out(self.timeout, lines, self.diagnosis.graph.dropped_works())
+        return timed_out(self.timeout, lines, graph.dropped_works())
 
     def _stop_rank(self, error: BaseException) -> None:
         """End this rank, because the run has failed.
@@ -569,11 +591,10 @@ class JobWatcher(threading.Thread):
         self.keep_record()
         rank = self.recorder.rank
         if self.announced_here:
-            sys.stderr.write(f"[rank {rank}] {one_line(error)}\n")
+            write_on_stderr(f"[rank {rank}] {one_line(error)}")
         self._let_others_hear()
         if isinstance(error, LaunchTimeout):
-            sys.stderr.write(f"[rank {rank}] was at {shown(self.observer.detector.place())}\n")
-        sys.stderr.flush()
+            write_on_stderr(f"[rank {rank}] was at {shown(self.observer.detector.place())}")
         os._exit(1)
 
     def _store_is_gone(self) -> None:
@@ -581,7 +602,7 @@ class JobWatcher(threading.Thread):
         if self.over.wait(STORE_ENDS_LATER):
             return
         text = f"This rank was at {shown(self.observer.detector.place())}"
-        write_line(self.recorder.rank, store_loss_text(text))
+        write_on_stderr(f"[rank {self.recorder.rank}] {store_loss_text(text)}")
         if not self.over.wait(2 * GRACE):
             self.keep_record()
             os._exit(1)

@@ -1,0 +1,123 @@
+"""Watches a run by what all its ranks report: misuse, deadlocks, ranks that keep others waiting.
+
+    statuses and calls of all ranks ──▶ RunWatcher.look ──▶ the error that ends the run
+                                             ├────────────▶ reports while it goes on
+                                             └ asks the ranks for their stacks
+
+The launching process of local ranks gets all this by pipes (monitor.py), rank 0 of a job by the
+job's store (torchrun.py). Both call `look` again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel101.laboratory.ranks.rank_stack import RankStack
+from parallel101.laboratory.ranks.stuck import SILENT, StuckDetector, rank_lines, stuck_text
+from parallel101.laboratory.record.calls import Call, CallChecker
+from parallel101.laboratory.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.record.wait_for import WaitForGraph
+
+REPORTS = "reports.txt"
+# seconds after a failure in which another rank's failure may turn out to be its cause
+WAIT_FOR_CAUSE = 0.05
+# seconds for other ranks' calls of a collective in which two differ, to tell which is the odd one
+WAIT_FOR_CALLS = 0.3
+TO_ANSWER = 2.5  # seconds for all ranks to send their stacks
+
+
+class RunWatcher:
+    """Keeps the reports of all ranks of a run, and judges them.
+
+    Args:
+        size: ranks.
+        stuck_after: seconds without progress until the first report; infinity: none.
+        ask_stacks: returns the stacks of the ranks that answer within this many seconds.
+        write: writes a report for the user.
+        folder: where reports are also written to, in reports.txt; or None.
+
+    Attributes:
+        graph: set `graph.ranks[r]` to the newest status of rank r.
+        calls: compares the calls of a checked run.
+        report_wanted: set it when a user asks, by SIGUSR1, what the ranks do.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        stuck_after: float,
+        ask_stacks: Callable[[float], dict[int, RankStack]],
+        write: Callable[[str], None],
+        folder: Path | None,
+    ):
+        self.graph, self.calls = WaitForGraph(size), CallChecker()
+        self.stuck = StuckDetector(stuck_after)
+        self.ask_stacks, self.write, self.folder = ask_stacks, write, folder
+        self.misuse_due = math.inf  # when calls that differ are an error
+        self.report_wanted = False
+
+    def check(self, call: Call) -> None:
+        """Compare a rank's call with those of the other ranks."""
+        now = time.monotonic()
+        if self.calls.check(call):
+            self.misuse_due = now + WAIT_FOR_CALLS
+        if self.calls.all_called:
+            self.misuse_due = min(self.misuse_due, now + WAIT_FOR_CAUSE)
+
+    def look(self, now: float) -> MisuseError | DeadlockError | None:
+        """Return the error that ends the run, if there is one, and write the reports that are due.
+
+        Ranks that wait for each other until a time limit of their own are reported.
+        """
+        if now >= self.misuse_due:
+            return self.calls.error()
+        if (deadlock := self.graph.confirmed_deadlock(now)) is not None:
+            return self.calls.error() or deadlock
+        if (report := self.graph.report_of_limits(now)) is not None:
+            self.say(f"parallel101: {report}")
+        if self.report_wanted:
+            self.report_wanted = False
+            self.report("parallel101: what the ranks do now (SIGUSR1)")
+        if now >= self.stuck.due(now, self.graph):
+            self._report_no_progress()
+        return None
+
+    def next_look(self, now: float) -> float:
+        """Return when to call `look`, if nothing changes before."""
+        return min(self.misuse_due, self.graph.next_look, self.stuck.due(now, self.graph))
+
+    def report(self, head: str, seconds: float = TO_ANSWER) -> None:
+        """Report what each rank waits for, or where it is, with its stack."""
+        self.say("\n  ".join([head, *self._lines(self.ask_stacks(seconds))]))
+
+    def _report_no_progress(self) -> None:
+        stacks = self.ask_stacks(TO_ANSWER)
+        quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
+        if self.stuck.stuck(now := time.monotonic(), quiet):
+            self.say(stuck_text(self._lines(stacks), now - self.stuck.since, self.stuck.pause))
+
+    def _lines(self, stacks: dict[int, RankStack]) -> list[str]:
+        return rank_lines(self.graph, stacks, SILENT, details=True)
+
+    def say(self, text: str) -> None:
+        """Write a report, also to the folder."""
+        self.write(text)
+        if self.folder is not None:
+            # the disk may be what is full
+            with (
+                contextlib.suppress(OSError),
+                (self.folder / REPORTS).open("a", encoding="utf-8") as file,
+            ):
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
+
+
+def write_on_stderr(text: str) -> None:
+    """Write a report, or a line, on stderr."""
+    with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
