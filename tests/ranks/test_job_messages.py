@@ -45,10 +45,9 @@ CALL = Call(
         RankStatus(),
         RankStatus(
             CALL,
-            posted={("send", 2, 0, "world"): 4, ("recv", None, 7, "g"): 1},
-            collectives={"world": 3},
-            dropped={(("recv", 0, 0, "world"), 2): "a.py:9"},
-            recent={"world": ["barrier", "all_reduce"]},
+            posted={("send", 2, 0, "world"): [(3, "a.py:8", 4), (4, "a.py:9", 8)]},
+            collectives={"world": (3, ["barrier", "all_reduce"])},
+            dropped={(("recv", None, 0, "world"), 2): "a.py:9"},
         ),
         [CALL, CALL._replace(nbytes=5, gives=None)],
     ],

@@ -22,7 +22,7 @@ def one_is_missing():
     """Ranks 0 and 2 wait for rank 1, which runs."""
     waits = [RankStatus(call(r, "all_reduce", *{0, 1, 2} - {r})) for r in range(3)]
     for status in waits:
-        status.collectives, status.recent = {"world": 1}, {"world": ["all_reduce"]}
+        status.collectives = {"world": (1, ["all_reduce"])}
     return graph(waits[0], RankStatus(), waits[2])
 
 

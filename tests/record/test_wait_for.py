@@ -19,6 +19,11 @@ from parallel101.laboratory.record.wait_for import (
 from tests.record.test_calls import call
 
 
+def posted(counts):
+    """The newest message of each key."""
+    return {key: [(count, f"a.py:{count}", 4)] for key, count in counts.items()}
+
+
 def graph(*statuses):
     made = WaitForGraph(len(statuses))
     made.ranks = list(statuses)
@@ -32,7 +37,7 @@ def test_a_cycle_of_receives_and_what_breaks_it(n):
     assert found.cycle == list(range(n))
     assert found.waiting[0] == ("recv", 1, "here.py:0")
     # in flight to rank 0
-    statuses[1] = RankStatus(call(1, "recv", 2 % n), posted={("send", 0, 0, "world"): 1})
+    statuses[1] = RankStatus(call(1, "recv", 2 % n), posted=posted({("send", 0, 0, "world"): 1}))
     assert graph(*statuses).deadlock() is None
 
 
@@ -49,7 +54,7 @@ def test_waiting_for_a_rank_that_has_returned():
     found = graph(
         RankStatus(call(0, "all_reduce", 1, 2)),
         RankStatus(returned=True),
-        RankStatus(returned=True, collectives={"world": 1}),
+        RankStatus(returned=True, collectives={"world": (1, [])}),
     ).deadlock()
     assert found.waiting == {0: ("all_reduce", 1, "here.py:0")}
     assert (found.cycle, found.returned) == ([], [1])
@@ -69,7 +74,7 @@ def test_a_rank_that_handles_its_own_limit_goes_on_and_is_reported_once():
 
 
 def test_tags_and_groups_keep_messages_apart():
-    sent = {("send", 0, 7, "world"): 1, ("send", 0, 0, "pair"): 1}
+    sent = posted({("send", 0, 7, "world"): 1, ("send", 0, 0, "pair"): 1})
     for wanted, lost in (
         (call(0, "recv", 1, tag=7), False),
         (call(0, "recv", 1), True),
@@ -82,7 +87,7 @@ def test_tags_and_groups_keep_messages_apart():
 
 def test_the_kth_receive_needs_the_kth_send():
     for sends, lost in ((1, True), (2, False)):
-        other = RankStatus(returned=True, posted={("send", 0, 0, "world"): sends})
+        other = RankStatus(returned=True, posted=posted({("send", 0, 0, "world"): sends}))
         assert (graph(RankStatus(call(0, "recv", 1, seq=2)), other).deadlock() is not None) == lost
 
 
@@ -99,7 +104,7 @@ def test_a_dropped_message_counts_only_if_nothing_else_explains_the_wait():
     key = ("send", 0, 0, "world")
     waits = graph(
         RankStatus(call(0, "recv", 1)),
-        RankStatus(returned=True, posted={key: 1}, dropped={(key, 1): "there.py:3"}),
+        RankStatus(returned=True, posted=posted({key: 1}), dropped={(key, 1): "there.py:3"}),
     )
     assert waits.confirmed_deadlock(0.0) is None
     assert waits.confirmed_deadlock(1.1 * CONFIRM_AFTER) is None
@@ -113,30 +118,27 @@ def test_collectives_with_the_same_number_must_be_the_same():
         (["all_reduce", "barrier"], True),
         (["all_reduce", "barrier", "all_reduce"], True),
     ):
-        other = RankStatus(
-            returned=True, collectives={"world": len(recent)}, recent={"world": recent}
-        )
-        found = graph(
-            RankStatus(
-                blocked, collectives={"world": 2}, recent={"world": ["barrier", "all_reduce"]}
-            ),
-            other,
-        ).deadlock()
+        other = RankStatus(returned=True, collectives={"world": (len(recent), recent)})
+        ours = RankStatus(blocked, collectives={"world": (2, ["barrier", "all_reduce"])})
+        found = graph(ours, other).deadlock()
         assert (found is not None) == lost
         assert not lost or "all_reduce on rank 0, barrier on rank 1" in str(found)
-    forgotten = RankStatus(returned=True, collectives={"world": 900}, recent={"world": ["barrier"]})
+    forgotten = RankStatus(returned=True, collectives={"world": (900, ["barrier"])})
     assert graph(RankStatus(blocked), forgotten).deadlock() is None, "too long ago to be known"
 
 
 def test_unmatched_messages_are_noted_except_those_that_are_waited_for():
-    mine = {("send", 1, 5, "world"): 2, ("recv", 1, 0, "world"): 1}
-    theirs = {("recv", 0, 5, "world"): 1, ("recv", 0, 0, "world"): 1}
+    mine = posted({("send", 1, 5, "world"): 2, ("recv", 1, 0, "world"): 1})
+    theirs = posted({("recv", 0, 5, "world"): 1, ("recv", 0, 0, "world"): 1})
     statuses = (
         RankStatus(call(0, "recv", 1), posted=mine),
         RankStatus(call(1, "recv", 0), posted=theirs),
     )
     assert graph(*statuses).deadlock().notes == [
-        ("rank 0 posted a send to rank 1 with tag 5, and rank 1 posted no matching receive", "")
+        (
+            "rank 0 posted a send to rank 1 with tag 5, and rank 1 posted no matching receive",
+            "a.py:2",
+        )
     ]
     running = RankStatus(posted=theirs)
     assert graph(statuses[0], running).deadlock() is None

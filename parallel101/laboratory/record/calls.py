@@ -23,7 +23,7 @@ from parallel101.spans import COLLECTIVE_TAG, Collective
 
 # kind, peer, tag, group: the calls of a rank with the same key are numbered
 CallKey = tuple[str, "int | None", int, str]
-PostedMessage = tuple[str, int]  # "file:line" and bytes
+PostedMessage = tuple[int, str, int]  # sequence number, "file:line" and bytes
 OperationOnRanks = tuple[str, tuple[int, ...]]  # operation and ranks
 
 

@@ -95,13 +95,13 @@ class RankRecorder:
         # who waits for whom
         # the call in which the program's own thread is blocked
         self.waiting: PostedCall | None = None
-        self.posted: dict[CallKey, int] = {}  # how many messages
-        # where the newest of them were posted, and their bytes
-        self.newest: dict[CallKey, collections.deque[PostedMessage]] = {}
+        self.calls_posted = 0  # messages and collectives
+        self.posted: dict[CallKey, collections.deque[PostedMessage]] = {}  # the newest messages
         # messages whose work was dropped without a wait, and where: gloo cancels them
         self.dropped: dict[tuple[CallKey, int], str] = {}
-        self.collectives: dict[str, int] = {}  # how many, by group
-        self.recent: dict[str, collections.deque[str]] = {}  # by group, the names of the last ones
+        # by group: how many, and the names of the last ones
+        self.collectives: dict[str, tuple[int, collections.deque[str]]] = {}
+        self.compared: dict[str, int] = {}  # calls to compare, by the ranks that make them
         # works whose future torch or the program has
         self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()
         # the record; in place of seconds, events have moments of the clock
@@ -163,7 +163,7 @@ class RankRecorder:
         if self.on_call is None:
             return 0
         call = call_to_compare(
-            self.rank, kind, ranks, within + self.counted_apart, alike, self.collectives
+            self.rank, kind, ranks, within + self.counted_apart, alike, self.compared
         )
         self.on_call(call)
         return call.seq
@@ -172,23 +172,25 @@ class RankRecorder:
 
     def next_seq(self, key: CallKey, where: str, nbytes: int) -> int:
         """Count a message."""
-        messages = self.newest.get(key)
+        self.calls_posted += 1
+        messages = self.posted.get(key)
         if messages is None:
-            messages = self.newest[key] = collections.deque(maxlen=NEWEST)
-        messages.append((where, nbytes))
-        count = self.posted[key] = self.posted.get(key, 0) + 1
-        return count
+            messages = collections.deque(maxlen=NEWEST)
+        seq = messages[-1][0] + 1 if messages else 1
+        messages.append((seq, where, nbytes))
+        self.posted[key] = messages  # now, since another thread may read its last entry
+        return seq
 
     def count_collective(self, group: str, operation: str) -> int:
         """Count a collective of a group.
 
         `operation` is what all its ranks must call (see CollectiveSpec.operation).
         """
-        if group not in self.recent:
-            self.recent[group] = collections.deque(maxlen=RECENT)
-        self.recent[group].append(operation)
-        seq = self.collectives[group] = self.collectives.get(group, 0) + 1
-        return seq
+        self.calls_posted += 1
+        count, recent = self.collectives.get(group) or (0, collections.deque(maxlen=RECENT))
+        recent.append(operation)
+        self.collectives[group] = count + 1, recent
+        return count + 1
 
     @contextmanager
     def blocked_in(self, posted: PostedCall) -> Iterator[None]:
@@ -198,11 +200,6 @@ class RankRecorder:
             yield
         finally:
             self.waiting = before
-
-    @property
-    def calls_posted(self) -> int:
-        """Count the messages and collectives posted so far. Other threads may ask."""
-        return sum(self.posted.values()) + sum(self.collectives.values())
 
     def status(
         self,
@@ -221,11 +218,9 @@ class RankRecorder:
                 return RankStatus(
                     blocked,
                     returned,
-                    dict(self.posted),
-                    dict(self.collectives),
+                    {key: list(newest)[-messages:] for key, newest in dict(self.posted).items()},
+                    {g: (n, list(names)) for g, (n, names) in dict(self.collectives).items()},
                     dict(self.dropped),
-                    {group: list(operations) for group, operations in dict(self.recent).items()},
-                    {key: list(newest)[-messages:] for key, newest in dict(self.newest).items()},
                     limit,
                 )
 

@@ -127,14 +127,12 @@ class RankStatus:
 
     blocked: Call | None = None
     returned: bool = False
-    posted: Mapping[CallKey, int] = field(default_factory=dict)  # messages
-    collectives: Mapping[str, int] = field(default_factory=dict)  # by group
+    # the newest messages with a key, the newest last
+    posted: Mapping[CallKey, Sequence[PostedMessage]] = field(default_factory=dict)
+    # by group: how many, and what all ranks must call in the last of them, with how many bytes
+    collectives: Mapping[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
     # messages whose work object was dropped, and where it was posted
     dropped: Mapping[tuple[CallKey, int], str] = field(default_factory=dict)
-    # by group, its last collectives, the newest last: what all ranks must call, and how many bytes
-    recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # the newest messages with a key, the newest last
-    newest: Mapping[CallKey, Sequence[PostedMessage]] = field(default_factory=dict)
     # seconds after which the blocked call ends with an error that the program handles (see
     # PostedCall.caught_after)
     limit: float | None = None
@@ -144,18 +142,18 @@ class RankStatus:
         """Return whether the rank is blocked in a call that no time limit ends."""
         return self.blocked is not None and self.limit is None
 
-    def messages(self, key: CallKey) -> dict[int, PostedMessage]:
-        """Return the newest messages with a key, by sequence number."""
-        newest = self.newest.get(key, ())
-        return dict(enumerate(newest, self.posted.get(key, 0) - len(newest) + 1))
+    def count(self, key: CallKey) -> int:
+        """Return how many messages with a key were posted."""
+        newest = self.posted.get(key)
+        return newest[-1][0] if newest else 0
 
     def operation(self, group: str, seq: int) -> str | None:
         """Return the operation that this rank called as the seq-th collective of a group.
 
         None: nothing yet. "": too long ago to be known.
         """
-        back = self.collectives.get(group, 0) - seq
-        recent = self.recent.get(group, ())
+        count, recent = self.collectives.get(group, (0, ()))
+        back = count - seq
         return None if back < 0 else recent[-1 - back] if back < len(recent) else ""
 
 
@@ -275,7 +273,7 @@ class WaitForGraph:
                 if without_dropped
                 else 0
             )
-            return self.ranks[rank].posted.get(key, 0) - lost
+            return self.ranks[rank].count(key) - lost
 
         if call.kind == "send":
             return [
@@ -304,7 +302,7 @@ class WaitForGraph:
             for rank in ranks
             if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")
         ]
-        made = max((status.collectives.get("new_group", 0) for status in self.ranks), default=0)
+        made = max((s.collectives.get("new_group", (0,))[0] for s in self.ranks), default=0)
         # groups made in a different order may block only when they are used
         groups = {("new_group", seq) for seq in range(1, made + 1)}
         for group, seq in sorted({(call.group, call.seq) for call in calls} | groups):
@@ -330,14 +328,13 @@ class WaitForGraph:
         notes = []
         for rank in ranks:
             status = self.ranks[rank]
-            for (kind, peer, tag, group), count in status.posted.items():
+            for key, newest in status.posted.items():
+                kind, peer, tag, group = key
                 if kind not in ("send", "recv") or peer is None or peer not in ranks:
                     continue
-                theirs = self.ranks[peer].posted
+                theirs, from_anyone = self.ranks[peer], ("recv", None, tag, group)
                 other = "recv" if kind == "send" else "send"
-                if theirs.get(("recv", None, tag, group)) or status.posted.get(
-                    ("recv", None, tag, group)
-                ):
+                if theirs.count(from_anyone) or status.count(from_anyone):
                     continue  # it is not known which message a receive from any rank takes
                 blocked = status.blocked
                 waited = (
@@ -345,8 +342,9 @@ class WaitForGraph:
                     and (blocked.kind, blocked.tag, blocked.group) == (kind, tag, group)
                     and peer in blocked.peers
                 )
-                lost = sum(key == (kind, peer, tag, group) for key, _ in status.dropped)
-                if (count := count - theirs.get((other, rank, tag, group), 0) - waited - lost) > 0:
+                lost = sum(dropped == key for dropped, _ in status.dropped)
+                matched = theirs.count((other, rank, tag, group))
+                if (count := status.count(key) - matched - waited - lost) > 0:
                     what, to, lacking = (
                         ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
                     )
@@ -356,8 +354,7 @@ class WaitForGraph:
                         f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank {peer} "
                         f"posted no matching {lacking}"
                     )
-                    where, _ = status.newest.get((kind, peer, tag, group), [("", 0)])[-1]
-                    notes.append((note, where))
+                    notes.append((note, newest[-1][1]))
         return notes
 
     def longer_messages(self, rank: int) -> list[str]:
@@ -366,18 +363,16 @@ class WaitForGraph:
         Only the newest messages are compared.
         """
         senders: dict[tuple[PostedMessage, PostedMessage], list[int]] = {}
-        for key in self.ranks[rank].newest:
-            kind, peer, tag, group = key
+        for (kind, peer, tag, group), receives in self.ranks[rank].posted.items():
             if kind != "recv" or peer is None:
                 continue
-            sends = self.ranks[peer].messages(("send", rank, tag, group))
-            for seq, receive in self.ranks[rank].messages(key).items():
-                if seq in sends and sends[seq][1] > receive[1]:
-                    senders.setdefault((sends[seq], receive), []).append(peer)
-                    break
+            sends = self.ranks[peer].posted.get(("send", rank, tag, group), ())
+            pairs = ((send, recv) for recv in receives for send in sends if send[0] == recv[0])
+            if longer := next((pair for pair in pairs if pair[0][2] > pair[1][2]), None):
+                senders.setdefault(longer, []).append(peer)
         return [
             line
-            for ((there, sent), (where, expected)), peers in senders.items()
+            for ((_, there, sent), (_, where, expected)), peers in senders.items()
             for line in (
                 f"{ranks_text(peers)} sent {sent} bytes to rank {rank}, at {shown(there)}",
                 f"rank {rank} expected {expected} bytes, at {shown(where)}",
