@@ -306,13 +306,11 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
 
 def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     """Join the files of a torchrun job's ranks into one trace, and show it."""
-    from parallel101.laboratory.record.rank_files import ranks_cut_short
     from parallel101.laboratory.record.units import ranks_text
     from parallel101.laboratory.viz.run_table import script_name
 
     try:
-        trace, missing, left_out = _joined(args.directory)
-        cut_short = [rank for rank in ranks_cut_short(args.directory) if rank not in left_out]
+        trace, missing, left_out, cut_short = _joined(args.directory)
     except ValueError as error:
         return args.parser.error(str(error))
     if left_out:
@@ -346,7 +344,7 @@ def _joined(directory: Path) -> JoinedFiles:
 
     joined = directory / "trace.json.gz"
     if joined.exists() and not any(directory.glob("rank-*")):
-        return JoinedFiles(Trace.load(joined), [], [])
+        return JoinedFiles(Trace.load(joined))
     return join_rank_files(directory)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.laboratory.ranks.program import unpack_program
-from parallel101.laboratory.ranks.rendezvous import Rendezvous, connect
+from parallel101.laboratory.ranks.rendezvous import Rendezvous
 from parallel101.laboratory.ranks.wire import pack
 
 
@@ -119,7 +119,7 @@ def test_ranks_have_the_callers_directory_and_environment(tmp_path, monkeypatch)
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the rendezvous is a port")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's connections")
 def test_ranks_ask_no_name_server():
     """For a connection to ::ffff:127.0.0.1, as TCPStore's, torch looks up a name that is in no
     /etc/hosts: the network is asked.
@@ -138,17 +138,17 @@ def test_ranks_ask_no_name_server():
     assert addresses() <= before | {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_rendezvous_works_by_file_and_by_port(size, monkeypatch):
-    places = [Rendezvous(size)]
+def test_the_rendezvous_works_by_a_file_in_memory_and_by_a_temporary_one(monkeypatch):
+    rendezvous = [Rendezvous()]
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    places.append(Rendezvous(size))
-    for place in places:
-        stores = [connect(place.address, size) for _ in range(size)]
+    rendezvous.append(Rendezvous())
+    for one in rendezvous:
+        stores = [dist.FileStore(one.path) for _ in range(3)]
         stores[0].set("key", "value")
-        assert [store.get("key") for store in stores] == [b"value"] * size
+        assert [store.get("key") for store in stores] == [b"value"] * 3
         del stores
-        place.close()
+        one.close()
+        assert not os.path.exists(one.path)
 
 
 def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch():

@@ -21,7 +21,6 @@ from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.rank_files import (
     RankFiles,
     join_rank_files,
-    ranks_cut_short,
 )
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import recorder, span
@@ -125,8 +124,8 @@ def test_files_rotate_and_those_of_a_killed_rank_are_read(whole, dies, tmp_path)
         if not (dies and rank == 1):
             files.write(rows, (), earlier)
             assert len(list(tmp_path.glob(f"rank-{rank}.*"))) == 1
-    joined, missing, _ = join_rank_files(tmp_path)
-    assert missing == [] and ranks_cut_short(tmp_path) == [1] * dies
+    joined, missing, _, cut_short = join_rank_files(tmp_path)
+    assert missing == [] and cut_short == [1] * dies
     assert joined.kept_text == window(whole, limit).kept_text
     assert tables_of(joined)[1] == tables_of(whole)[1]
 

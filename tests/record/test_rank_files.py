@@ -61,7 +61,7 @@ def write(trace, directory, ranks=range(SIZE), size=SIZE, zero=lambda rank: 0.0,
 )
 def test_joined_files_are_the_whole_trace(whole, tmp_path, zero):
     write(whole, tmp_path, zero=zero)
-    joined, missing, _ = join_rank_files(tmp_path)
+    joined, missing, *_ = join_rank_files(tmp_path)
     assert missing == [] and joined.world_size == SIZE
     assert joined.makespan == pytest.approx(whole.makespan)
     assert joined.bytes_sent == whole.bytes_sent and joined.bytes_received == whole.bytes_received
@@ -76,7 +76,7 @@ def test_files_that_are_missing_or_of_another_run_are_named(whole, tmp_path):
     with pytest.raises(ValueError, match="has no files of ranks: record them with torchrun"):
         join_rank_files(tmp_path)
     write(whole, tmp_path, ranks=(0, 1, 3))
-    joined, missing, _ = join_rank_files(tmp_path)
+    joined, missing, *_ = join_rank_files(tmp_path)
     assert missing == [2] and joined.bytes_sent == [96, 96, 0, 96]
     write(whole, tmp_path, ranks=(2,), size=5)
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_a_rank_of_an_earlier_start_of_the_job_is_left_out(whole, tmp_path, size
     """
     write(whole, tmp_path, start="first", size=size)
     write(whole, tmp_path, ranks=(0, 1, 2), start="second")
-    joined, missing, left_out = join_rank_files(tmp_path)
+    joined, missing, left_out, _ = join_rank_files(tmp_path)
     assert left_out == [3] == missing and joined.world_size == SIZE
     assert {e.rank for e in joined.events} == {0, 1, 2}
     assert main(["merge", str(tmp_path)]) == 0

@@ -243,7 +243,7 @@ def launch(
     directory = _working_directory()
     program = _pack_program(fn, args, kwargs)
     preload(will_import(program[0]))
-    rendezvous = Rendezvous(size) if backend != "sim" else None
+    rendezvous = Rendezvous() if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
     prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
     monitor = Monitor(processes, timeout, prefixes, checked=recording, stuck_after=stuck_after)
@@ -258,7 +258,7 @@ def launch(
             job = Job(
                 rank=rank.rank,
                 world_size=size,
-                rendezvous=None if rendezvous is None else rendezvous.address,
+                rendezvous=None if rendezvous is None else rendezvous.path,
                 network=network,
                 rules=rules,
                 device=device,

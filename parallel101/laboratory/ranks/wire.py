@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from parallel101.laboratory.ranks.rendezvous import Address
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.trace import collector_paused
@@ -55,7 +54,7 @@ class Job:
     rank: int
     world_size: int
     backend: str
-    rendezvous: Address | None  # None on sim
+    rendezvous: str | None  # the path of the file through which ranks meet; None on sim
     recording: bool
     payload_bytes: int  # messages up to this size are recorded with their values
     network: Any  # a parallel101.Network, or None

@@ -26,6 +26,7 @@ import traceback
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from parallel101.laboratory.ranks.program import (
     failure_of,
@@ -37,7 +38,6 @@ from parallel101.laboratory.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
-from parallel101.laboratory.ranks.rendezvous import connect
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
 from parallel101.laboratory.ranks.wire import IMPORTED, JOB, RESULT, Job, Wire
 from parallel101.laboratory.record import process_groups
@@ -105,7 +105,7 @@ def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
     failure = None
     try:
         assert job.rendezvous is not None
-        store = connect(job.rendezvous, job.world_size)
+        store = dist.FileStore(job.rendezvous)
         process_groups.own_device(job.backend, job.rank)
         process_groups.init(job.backend, recorder, store, job.rank, job.world_size)
         _keep_send_buffers_small()

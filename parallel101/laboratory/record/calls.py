@@ -228,6 +228,14 @@ UNEVEN = {  # what to do about a size that a rank took from its own shard
 }
 
 
+SAME_ON_ALL_RANKS = {  # of a collective
+    "kind": "call different operations",
+    "root": "name different roots",
+    "op": "use different reductions",
+    "dtype": "have different dtypes",
+}
+
+
 def _difference(ours: Call, theirs: Call) -> str | None:
     if {ours.kind, theirs.kind} == {"send", "recv"}:
         send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
@@ -252,14 +260,10 @@ def _difference(ours: Call, theirs: Call) -> str | None:
                 f"{tuple(recv.shape)} expected"
             )
         return None
-    if ours.kind != theirs.kind:
-        return f"the ranks call different operations: {ours.kind} and {theirs.kind}"
-    if ours.root != theirs.root:
-        return f"the ranks name different roots: {ours.root} and {theirs.root}"
-    if ours.op != theirs.op:
-        return f"the ranks use different reductions: {ours.op} and {theirs.op}"
-    if ours.dtype != theirs.dtype:
-        return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}"
+    for name, what in SAME_ON_ALL_RANKS.items():
+        values = [getattr(call, name) for call in (ours, theirs)]
+        if values[0] != values[1]:
+            return f"the ranks {what}: {values[0]} and {values[1]}"
     if ours.gives and theirs.gives:
         for giver, taker in ((ours, theirs), (theirs, ours)):
             sent, expected = (giver.gives or {})[taker.rank], (taker.takes or {})[giver.rank]

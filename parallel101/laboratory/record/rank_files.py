@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +29,24 @@ from parallel101.laboratory.record.trace import Trace, shifted
 NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json\.gz")
 
 
-def rank_file(directory: Path, rank: int, number: int | None = None) -> Path:
+def rank_file(directory: Path, rank: int, number: int = 0) -> Path:
     """Return the path of a rank's file, or of the file of one of its batches."""
-    batch = "" if number is None else f".{number}"
-    return directory / f"rank-{rank}{batch}.json.gz"
+    return directory / f"rank-{rank}{f'.{number}' if number else ''}.json.gz"
+
+
+def _files(directory: Path, rank: int | None = None) -> dict[int, dict[int, Path]]:
+    """Return the files of all ranks, or of one: by rank and by number, in order.
+
+    The number of a rank's own file is 0.
+    """
+    paths = directory.glob(f"rank-{'*' if rank is None else rank}.*")
+    names = [(NAME.fullmatch(path.name), path) for path in paths]
+    files: dict[int, dict[int, Path]] = defaultdict(dict)
+    for of_rank, number, path in sorted(
+        (int(name[1]), int(name[2] or 0), path) for name, path in names if name
+    ):
+        files[of_rank][number] = path
+    return files
 
 
 class RankFiles:
@@ -48,7 +62,7 @@ class RankFiles:
         events: Iterable[EventRow],
         unfinished: Iterable[EventRow] = (),
         earlier: Iterable[EventRow] = (),
-        number: int | None = None,
+        number: int = 0,
     ) -> None:
         """Write the record of the rank, or one batch of it.
 
@@ -59,10 +73,10 @@ class RankFiles:
         kept, *others = (events_of(rows) for rows in (events, unfinished, earlier))
         Trace(kept, self.world_size, self.backend, *others).save(written)
         written.replace(path)
-        if number is None:
-            for batch in _files(self.directory, self.rank):
-                if batch != path:
-                    batch.unlink(missing_ok=True)
+        if not number:
+            for batch, path in _files(self.directory, self.rank)[self.rank].items():
+                if batch:
+                    path.unlink(missing_ok=True)
 
     def write_batch(
         self,
@@ -103,11 +117,13 @@ class JoinedFiles(NamedTuple):
         missing: ranks that have no file. One that was killed soon after its start could not write
             it.
         left_out: ranks whose files are of another start of the job than rank 0's.
+        cut_short: ranks that were killed, or still run: they have files of batches only.
     """
 
     trace: Trace
-    missing: list[int]
-    left_out: list[int]
+    missing: Sequence[int] = ()
+    left_out: Sequence[int] = ()
+    cut_short: Sequence[int] = ()
 
 
 def join_rank_files(directory: Path) -> JoinedFiles:
@@ -116,21 +132,15 @@ def join_rank_files(directory: Path) -> JoinedFiles:
     Raises:
         ValueError: there are no such files, or they are from different runs.
     """
-    ranks = sorted(
-        {
-            int(name[1])
-            for path in directory.glob("rank-*.json.gz")
-            if (name := NAME.fullmatch(path.name))
-        }
-    )
-    if not ranks:
+    files = _files(directory)
+    if not files:
         raise ValueError(
             f"{directory} has no files of ranks: record them with torchrun … -m parallel101 run "
             f"--record {directory} train.py"
         )
-    parts = {rank: _record_of(directory, rank) for rank in ranks}
+    parts = {rank: _record_of(of_rank) for rank, of_rank in files.items()}
     names = {rank: _start_name(part) for rank, part in parts.items()}
-    left_out = [rank for rank in ranks if 0 in names and names[rank] != names[0]]
+    left_out = [rank for rank in files if 0 in names and names[rank] != names[0]]
     for rank in left_out:
         del parts[rank]
     kinds = sorted({(part.world_size, part.backend) for part in parts.values()})
@@ -142,13 +152,14 @@ def join_rank_files(directory: Path) -> JoinedFiles:
         )
     ((size, backend),) = kinds
     missing = [rank for rank in range(size) if rank not in parts]
+    cut_short = [rank for rank in parts if 0 not in files[rank]]
     zeros = _zeros(list(parts.values()))
     rows, unfinished, earlier = (
         [e for part, zero in zip(parts.values(), zeros) for e in shifted(getattr(part, name), zero)]
         for name in ("events", "unfinished", "earlier")
     )
     joined = Trace.from_rows(rows, size, backend, unfinished, earlier)
-    return JoinedFiles(joined, missing, left_out)
+    return JoinedFiles(joined, missing, left_out, cut_short)
 
 
 def _start_name(part: Trace) -> str:
@@ -157,28 +168,11 @@ def _start_name(part: Trace) -> str:
     return next((str(args["start_name"]) for args in labels if "start_name" in args), "")
 
 
-def ranks_cut_short(directory: Path) -> list[int]:
-    """Return the ranks that were killed, or still run: they have files of batches only."""
-    names = [
-        name for path in directory.glob("rank-*.json.gz") if (name := NAME.fullmatch(path.name))
-    ]
-    ended = {int(name[1]) for name in names if name[2] is None}
-    return sorted({int(name[1]) for name in names} - ended)
-
-
-def _files(directory: Path, rank: int) -> list[Path]:
-    """Return the path of a rank's own file, then those of its batches, in order."""
-    named = [(NAME.fullmatch(path.name), path) for path in directory.glob(f"rank-{rank}.*")]
-    numbered = [(int(name[2] or 0), path) for name, path in named if name]
-    return [path for _, path in sorted(numbered)]
-
-
-def _record_of(directory: Path, rank: int) -> Trace:
+def _record_of(files: Mapping[int, Path]) -> Trace:
     """Return the record of a rank: its own file, or if it was killed, those of its batches."""
-    whole = rank_file(directory, rank)
-    if whole.exists():
-        return Trace.load(whole)
-    parts = [Trace.load(path) for path in _files(directory, rank)]
+    if 0 in files:
+        return Trace.load(files[0])
+    parts = [Trace.load(path) for path in files.values()]
     events = [event for part in parts for event in part.events]
     newest = parts[-1]
     return Trace(events, newest.world_size, newest.backend, newest.unfinished, parts[0].earlier)
