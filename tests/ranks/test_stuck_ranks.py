@@ -6,17 +6,14 @@ when it has seen the report, and then the run must succeed.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +21,7 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.laboratory.ranks import monitor
 from tests.ranks.failing import line_of
+from tests.ranks.job import Job
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
 
@@ -87,7 +85,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
     monkeypatch.setattr(sys, "stderr", shown)
     before = signal.getsignal(signal.SIGUSR1)
     with monitor.reports_in(tmp_path):
-        results = p101.launch(total, fifo, world_size=3, backend=backend, stuck_after=2.5).results
+        results = p101.launch(total, fifo, world_size=3, backend=backend, stuck_after=0.5).results
     assert results == [3.0, 3.0, 3.0] and signal.getsignal(signal.SIGUSR1) == before
     if backend == "gloo":
         kept = (tmp_path / "reports.txt").read_text()
@@ -102,6 +100,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
     assert "worker.py" not in shown.getvalue(), "a stack has the program's frames only"
 
 
+# First rank 1 does not come to a collective. Later nobody waits in one, and rank 0 returns first.
 SCRIPT = """
     import sys, torch, torch.distributed as dist
 
@@ -109,98 +108,38 @@ SCRIPT = """
     if dist.get_rank() == 1:
         open("fifo").close()
     dist.all_reduce(torch.ones(2))
-"""
-
-
-class Torchrun:
-    """A job of two ranks under `parallel101 run`, whose stderr is read line by line."""
-
-    def __init__(self, folder, script):
-        (folder / "train.py").write_text(textwrap.dedent(script))
-        self.job = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-                *("--standalone", "-m", "parallel101", "run", "--record", "kept"),
-                *("--stuck-after", "0.3", "train.py"),
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
-        self.lines: list[str] = []
-        self.ranks: list[psutil.Process] = []
-
-    def react(self, *reactions):
-        """Read to the end. Call each function once, when its words have come, in this order.
-
-        Afterwards nothing of the job is left, whether the test has passed or not.
-        """
-        todo = list(reactions)
-        try:
-            for line in self.job.stderr:
-                self.lines.append(line)
-                if todo and todo[0][0] in line:
-                    self.ranks = self.ranks or psutil.Process(self.job.pid).children(recursive=True)
-                    todo.pop(0)[1]()
-            self.job.wait(timeout=30)
-        finally:
-            for process in [self.job, *self.ranks]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self.job.communicate()
-        psutil.wait_procs(self.ranks, timeout=30)
-        assert not todo and not any(rank.is_running() for rank in self.ranks)
-        return "".join(self.lines)
-
-    def ask_rank_1(self):
-        direct = psutil.Process(self.job.pid).children()
-        (last,) = (rank for rank in direct if rank.environ().get("RANK") == "1")
-        last.send_signal(signal.SIGUSR1)
-
-    def interrupt(self):
-        self.job.send_signal(signal.SIGINT)
-
-
-def test_under_torchrun(fifo, tmp_path):
-    """The report and another one after SIGUSR1 to a rank, also as a file; after Ctrl-C, a line."""
-    run = Torchrun(tmp_path, SCRIPT)
-    text = run.react((STUCK, run.ask_rank_1), (ASKED, run.interrupt))
-    assert run.job.returncode != 0
-    for head in (STUCK, ASKED):
-        told = report(text, head)
-        assert "rank 0 waits in all_reduce for rank 1, at train.py:7: dist.all_reduce" in told
-        assert 'rank 1 is at train.py:6: open("fifo").close()' in told
-    assert re.search(r'KeyboardInterrupt|"train.py", line 6', text)
-    kept = (tmp_path / "kept" / "reports.txt").read_text()
-    assert all(head in kept for head in (STUCK, ASKED))
-    assert sorted(os.listdir(tmp_path / "kept")) == [
-        "rank-0.json.gz",
-        "rank-1.json.gz",
-        "reports.txt",
-    ]
-
-
-NOBODY_WAITS = """
-    import sys, torch, torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    dist.barrier()
     sys.stderr.write("begun\\n")
     open("fifo" if dist.get_rank() == 0 else "other fifo").close()
 """
 
 
-def test_under_torchrun_where_nobody_waits_in_a_collective(fifo, tmp_path):
-    """SIGUSR1 shows all ranks. One that is still busy when the other has returned is reported."""
+def test_in_a_job(fifo, tmp_path):
+    """The report and another one after SIGUSR1 to a rank, also as a file; after Ctrl-C, a line."""
     os.mkfifo(tmp_path / "other fifo")
-    run = Torchrun(tmp_path, NOBODY_WAITS)
-    text = run.react(
-        ("begun", run.ask_rank_1), (ASKED, lambda: release(fifo)), (STUCK, run.interrupt)
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    job = Job(tmp_path, ["run", "--record", "kept", "--stuck-after", "0.3", "train.py"])
+    ask_rank_1 = lambda: job.signal(signal.SIGUSR1, 1)  # noqa: E731
+    text = job.react(
+        (STUCK, ask_rank_1),
+        (ASKED, lambda: release(fifo)),
+        ("begun", lambda: None),
+        ("begun", ask_rank_1),
+        (ASKED, lambda: release(fifo)),
+        ("rank 0 has returned", job.interrupt),
     )
+    assert job.exitcodes[1] != 0
+    for head in (STUCK, ASKED):
+        told = report(text, head)
+        assert "rank 0 waits in all_reduce for rank 1, at train.py:7: dist.all_reduce" in told
+        assert 'rank 1 is at train.py:6: open("fifo").close()' in told
+    told = report(text[text.rindex(ASKED) :], ASKED)
     # on one line, if both had the same stack when they were asked
-    alone = [f"rank {rank} is at train.py:7: open(" for rank in (0, 1)]
-    told = report(text, ASKED)
-    assert "ranks 0 and 1 are at train.py:7: open(" in told or all(one in told for one in alone)
-    told = report(text, STUCK)
-    assert "rank 0 has returned" in told and "rank 1 is at train.py:7: open(" in told
+    alone = [f"rank {rank} is at train.py:9: open(" for rank in (0, 1)]
+    assert "ranks 0 and 1 are at train.py:9: open(" in told or all(one in told for one in alone)
+    told = report(text[text.rindex(STUCK) :], STUCK)
+    assert "rank 0 has returned" in told and "rank 1 is at train.py:9: open(" in told
+    assert re.search(r'KeyboardInterrupt|"train.py", line 9|interrupted at train.py:9', text)
+    kept = (tmp_path / "kept" / "reports.txt").read_text()
+    assert kept.count(ASKED) == 2 and STUCK in kept
+    files = ["rank-0.json.gz", "rank-1.json.gz", "reports.txt"]
+    assert sorted(os.listdir(tmp_path / "kept")) == files

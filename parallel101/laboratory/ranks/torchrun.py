@@ -168,8 +168,8 @@ def join_job(
             watcher.announce(failed)
             raise failed from error
         recorder.close()
-        watcher.returned()
         watcher.keep_record()
+        watcher.returned()
         if keep_record is not None:
             return [], []
         record = watcher.record()

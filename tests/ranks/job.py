@@ -1,0 +1,93 @@
+"""A job of `parallel101 run` whose ranks are forks of this process's fork server.
+
+It does what torchrun does, which takes seconds to start: it holds the job's store, and gives each
+rank an environment that names it. The fork server calls `main` in each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+
+import torch.distributed as dist
+
+from parallel101.cli import main as parallel101
+from parallel101.laboratory.ranks.output import read_available
+from parallel101.laboratory.ranks.processes import kill, start_ranks
+from parallel101.laboratory.ranks.worker import open_streams
+
+
+def main(*, control: int, status: int) -> None:
+    """Be a rank: run the command that comes by the control socket, and exit."""
+    with socket.socket(fileno=control) as sock, sock.makefile() as lines:
+        request = json.loads(lines.readline())
+    open_streams()
+    os.environ.update(request["environ"])
+    os.chdir(request["folder"])
+    sys.exit(parallel101(request["command"]))
+
+
+class Job:
+    """A job of `size` ranks, which run a command of parallel101 in a folder.
+
+    Attributes:
+        text: what all ranks have written on stderr and stdout so far.
+        exitcodes: by rank; None if it has not ended, or a signal has killed it.
+    """
+
+    def __init__(self, folder, command, size=2):
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.text, self.exitcodes = "", [None] * size
+        self.ranks = start_ranks(size, __name__)
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port)}
+        for rank, process in enumerate(self.ranks):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            environ = address | {name: str(value) for name, value in names.items()}
+            environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            request = {"environ": environ, "folder": str(folder), "command": command}
+            process.control.sendall(f"{json.dumps(request)}\n".encode())
+
+    def signal(self, number, *ranks):
+        for rank in ranks or range(len(self.ranks)):
+            os.kill(self.ranks[rank].pid, number)
+
+    def interrupt(self):
+        """Do what torchrun does after Ctrl-C."""
+        self.signal(signal.SIGINT)
+
+    def react(self, *reactions):
+        """Read to the end. Call each function once, when its words have come, in this order.
+
+        Afterwards nothing of the job is left, whether the test has passed or not.
+        """
+        todo, seen = list(reactions), 0
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self.ranks):
+                selector.register(process.out, selectors.EVENT_READ)
+                selector.register(process.err, selectors.EVENT_READ)
+                selector.register(process.status, selectors.EVENT_READ, rank)
+            try:
+                while selector.get_map():
+                    ready = selector.select(60)
+                    assert ready, f"the job hangs:\n{self.text}"
+                    for key, _ in ready:
+                        if not (data := read_available(key.fileobj)):
+                            selector.unregister(key.fileobj)
+                        elif key.data is None:
+                            self.text += data.decode(errors="replace")
+                        elif code := re.search(rb"^(\d+)$", data, re.MULTILINE):
+                            self.exitcodes[key.data] = int(code[1])
+                    while todo and todo[0][0] in self.text[seen:]:
+                        seen = self.text.index(todo[0][0], seen) + len(todo[0][0])
+                        todo.pop(0)[1]()
+            finally:
+                for process in self.ranks:
+                    kill(process)
+                    process.close()
+        assert not todo, self.text
+        return self.text
