@@ -38,7 +38,7 @@ from parallel101.laboratory.ranks.wire import (
 )
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.program_lines import is_library, where
-from parallel101.laboratory.record.recorder import NEWEST, PostedCall, RankRecorder
+from parallel101.laboratory.record.recorder import NEWEST, RankRecorder, WatchedWork
 from parallel101.laboratory.record.wait_for import RankStatus
 
 TICK = 0.1  # seconds between two looks
@@ -169,9 +169,9 @@ class BlockedDetector:
         # of the thread in C++: frame, instruction, CPU time used
         self.position: tuple[int, int, float] | None = None
         self.since = 0.0
-        # what `blocked_in` returned at the last look, and at the last change
-        self.seen: PostedCall | None = None
-        self.reported: PostedCall | None = None
+        # the call that `blocked_in` returned at the last look, and at the last change
+        self.seen: Call | None = None
+        self.reported: Call | None = None
 
     def place(self) -> str:
         """Return the "file:line" at which the program is."""
@@ -182,16 +182,17 @@ class BlockedDetector:
 
         A call counts only from the second look.
         """
-        blocked = self.blocked_in()
-        seen, self.seen = self.seen, blocked
-        if blocked is self.reported or (blocked is not None and blocked is not seen):
+        work = self.blocked_in()
+        call = None if work is None else work.call
+        seen, self.seen = self.seen, call
+        if call is self.reported or (call is not None and call is not seen):
             return None
-        self.reported = blocked
-        if blocked is None:
+        self.reported = call
+        if work is None:
             return self.recorder.status()
-        return self.recorder.status(blocked.call(self.place()), blocked.caught_after)
+        return self.recorder.status(work.call._replace(where=self.place()), work.caught_after)
 
-    def blocked_in(self) -> PostedCall | None:
+    def blocked_in(self) -> WatchedWork | None:
         """Return the call in which the program is blocked.
 
         None while it runs, and while another of its threads may still post.
@@ -201,13 +202,13 @@ class BlockedDetector:
         waiting = self.recorder.waiting or self._in_backward()
         return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
 
-    def _in_backward(self) -> PostedCall | None:
+    def _in_backward(self) -> WatchedWork | None:
         """Return the call whose future torch's C++ waits for, as DDP's backward does.
 
         Its wait() is not seen in Python.
         """
         futures = self.recorder.futures
-        while futures and futures[0][0].is_completed():
+        while futures and futures[0].inner.is_completed():
             futures.popleft()
         frame = sys._current_frames().get(self.recorder.thread) if futures else None
         if (
@@ -225,7 +226,7 @@ class BlockedDetector:
         now = time.monotonic()
         if position != self.position:
             self.position, self.since = position, now
-        return futures[0][1] if now - self.since >= IN_CPP_FOR else None
+        return futures[0] if now - self.since >= IN_CPP_FOR else None
 
 
 def _others_at_work(program: int) -> bool:

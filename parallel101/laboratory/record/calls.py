@@ -57,6 +57,12 @@ class Call(NamedTuple):
     layout: str = ""
 
     @property
+    def key(self) -> CallKey:
+        """Return what the messages have in common that are numbered together with this one."""
+        peer = self.peers[0] if len(self.peers) == 1 else None
+        return self.kind, peer, self.tag, self.group
+
+    @property
     def from_anyone(self) -> bool:
         """Return whether any of the peers can end the call.
 

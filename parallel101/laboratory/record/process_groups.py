@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.clocks import GpuClock
 from parallel101.laboratory.record.recorded_group import RecordedGroup
-from parallel101.laboratory.record.recorder import PostedCall, RankRecorder
+from parallel101.laboratory.record.recorder import RankRecorder, WatchedWork
 from parallel101.laboratory.record.signatures import own_limit
 
 # the time limits of gloo and NCCL would make the group unusable: launch has its own limit
@@ -88,17 +89,13 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
     # torch numbers the groups that all ranks make, and names others by their members
     label = operation if members_only else "new_group"
     others = tuple(rank for rank in members if rank != recorder.rank)
-    posted = PostedCall(
-        world,
-        ("new_group", None, 0, label),
-        recorder.count_collective(label, operation),
-        others=others,
-    )
+    seq = recorder.count_collective(label, operation)
+    call = Call(recorder.rank, "new_group", others, label, seq, "?")
     began = recorder.now()
-    with recorder.blocked_in(posted):
+    with recorder.blocked_in(WatchedWork(world, call)):
         yield
     if recorder.record_waits:
-        recorder.add_wait(posted, began)
+        recorder.add_wait(call, began)
 
 
 def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:

@@ -26,9 +26,7 @@ from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.recorder import (
-    Ended,
     Inputs,
-    PostedCall,
     RankRecorder,
     RecordedWork,
     WatchedWork,
@@ -130,36 +128,32 @@ class RecordedGroup(torch_private.PythonGroup):
     ) -> dist.Work:
         recorder = self.recorder
         peer = None if position is None else rank_at(recorder.rank, kind, position, self.ranks)
-        key = (kind, peer, tag, self.label)
-        where = caller()
-        seq = recorder.next_seq(key, where, size(tensors[0]))
-        posted = PostedCall(self, key, seq, where, limit=self.limit)
+        where, nbytes = caller(), size(tensors[0])
+        seq = recorder.next_seq((kind, peer, tag, self.label), where, nbytes)
+        peers = self.others if peer is None else (peer,)
+        call = Call(recorder.rank, kind, peers, self.label, seq, where, tag, nbytes)
         if not recorder.recording:
-            return WatchedWork(start(tensors, *args), posted)
-        tensor = tensors[0]
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        collective = current_collective()
-        within = operation_on_ranks(collective)
-        call = posted.call(where)._replace(
-            nbytes=size(tensor), shape=shape, dtype=dtype, within=within
+            return WatchedWork(self, call, self.limit).started(start(tensors, *args))
+        tensor, collective = tensors[0], current_collective()
+        call = call._replace(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            within=operation_on_ranks(collective),
         )
         # the text of the call takes longer than the rest, and is rarely needed
         self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
-        small = tensor.nbytes <= self.recorder.payload_bytes
-        inputs = (
-            Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
-        )
-        began = self.recorder.now()
-        received = tensor if kind == "recv" and small else None
-        return RecordedWork(
-            start(tensors, *args),
-            posted,
+        small, sends = tensor.nbytes <= recorder.payload_bytes, kind == "send"
+        inputs = Inputs([tensor] * sends, values([tensor]) if small and sends else None)
+        work = RecordedWork(
+            self,
             call,
-            self._event_group(collective),
-            began,
-            inputs,
-            received,
+            self.limit,
+            event_group=self._event_group(collective),
+            start=recorder.now(),
+            inputs=inputs,
+            received=tensor if small and not sends else None,
         )
+        return work.started(start(tensors, *args))
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
@@ -182,42 +176,40 @@ class RecordedGroup(torch_private.PythonGroup):
         run = next(
             (getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None
         ) or getattr(self.whole, method)
-        seq = self.recorder.count_collective(self.label, spec.operation(args))
+        recorder = self.recorder
+        seq = recorder.count_collective(self.label, spec.operation(args))
         options = args[-1] if args else None
         limit = own_limit(
             options if isinstance(options, timedelta) else getattr(options, "timeout", None)
         )
-        posted = PostedCall(
-            self,
-            (spec.kind, None, 0, self.label),
-            seq,
-            limit=limit or self.limit,
-            limit_in_call=limit is not None,
-        )
-        if not self.recorder.recording:
-            with self.recorder.blocked_in(posted):  # some of them block here already
-                return WatchedWork(run(*args, **kwargs) or Ended(), posted)
-        arguments = spec.arguments(args)
-        tensors = flat(args)
-        root = (
-            None
-            if arguments.root is None
-            else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
-        )
-        call = posted.call(caller())._replace(root=root, **arguments.compared())
-        if spec.kind == "all_to_all":
-            gives, takes = bytes_by_rank(args, self.ranks)
-            call = call._replace(
-                shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes
+        call = Call(recorder.rank, spec.kind, self.others, self.label, seq, "?")
+        limits = (limit or self.limit, limit is not None)
+        if recorder.recording:
+            arguments = spec.arguments(args)
+            root = (
+                None
+                if arguments.root is None
+                else rank_at(recorder.rank, spec.kind, arguments.root, self.ranks)
             )
-        self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
-        small = arguments.nbytes <= self.recorder.payload_bytes and arguments.layout != "sparse"
-        payload = values(arguments.tensors) if small else None
-        inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)
-        began = self.recorder.now()
-        with self.recorder.blocked_in(posted):
-            inner = run(*args, **kwargs) or Ended()
-        return RecordedWork(inner, posted, call, self._event_group(None), began, inputs)
+            call = call._replace(where=caller(), root=root, **arguments.compared())
+            if spec.kind == "all_to_all":
+                gives, takes = bytes_by_rank(args, self.ranks)
+                tensors = flat(args)
+                shape = tuple(tensors[1].shape) if len(tensors) == 2 else ()
+                call = call._replace(shape=shape, gives=gives, takes=takes)
+            self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
+            small = arguments.nbytes <= recorder.payload_bytes and arguments.layout != "sparse"
+            payload = values(arguments.tensors) if small else None
+            inputs = Inputs(spec.unwritten_inputs(args, recorder.rank == root), payload)
+            group, start = self._event_group(None), recorder.now()
+            work: WatchedWork = RecordedWork(
+                self, call, *limits, event_group=group, start=start, inputs=inputs
+            )
+        else:
+            work = WatchedWork(self, call, *limits)
+        with recorder.blocked_in(work):  # some of them block here already
+            inner = run(*args, **kwargs)
+        return work.started(inner)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
         return self.recorder.event_groups.of(
@@ -241,5 +233,5 @@ class RecordedGroup(torch_private.PythonGroup):
         # it has no work of torch's own: when it returns, it is over
         if isinstance(work, RecordedWork):
             if self.recorder.record_waits:
-                self.recorder.add_wait(work.posted, work.start)
+                self.recorder.add_wait(work.call, work.start)
             work.ended()

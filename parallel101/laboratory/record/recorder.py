@@ -2,9 +2,8 @@
 
     RankRecorder     counts what was posted, and knows the call in which the program waits; in a
                      recorded run it keeps the events
-    PostedCall       a call that may block, and the ranks that it needs
-    WatchedWork      torch's own work of such a call: notes when the program waits in it, and
-                     whether it is dropped
+    WatchedWork      a call that may block, and torch's own work of it: notes when the program
+                     waits in it, and whether it is dropped
     RecordedWork     the same in a recorded run: writes an event when the call ends
 
 The process group that posts the calls is in recorded_group.py. Virtual ranks use neither: the
@@ -66,7 +65,7 @@ class RankRecorder:
             any case.
         payload_bytes: events of up to this many bytes keep their values.
         keep_waiting: whether the program handles the time limits of its groups itself (see
-            PostedCall.caught_after).
+            WatchedWork.caught_after).
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class RankRecorder:
         self.clock: Any = CpuClock()
         # who waits for whom
         # the call in which the program's own thread is blocked
-        self.waiting: PostedCall | None = None
+        self.waiting: WatchedWork | None = None
         self.calls_posted = 0  # messages and collectives
         self.posted: dict[CallKey, collections.deque[PostedMessage]] = {}  # the newest messages
         # messages whose work was dropped without a wait, and where: gloo cancels them
@@ -103,7 +102,7 @@ class RankRecorder:
         self.collectives: dict[str, tuple[int, collections.deque[str]]] = {}
         self.compared: dict[str, int] = {}  # calls to compare, by the ranks that make them
         # works whose future torch or the program has
-        self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()
+        self.futures: collections.deque[WatchedWork] = collections.deque()
         # the record; in place of seconds, events have moments of the clock
         self.recorded: list[Event] = []
         # takes events away from `recorded`, if only the newest are kept; and sums of the others
@@ -135,7 +134,7 @@ class RankRecorder:
             span_event(self.rank, name, start, end, args, where=where, seq=seq, waiting=waiting)
         )
 
-    def add_wait(self, posted: PostedCall, began: Any) -> None:
+    def add_wait(self, call: Call, began: Any) -> None:
         """Record that the program was blocked in a call until now.
 
         That is recorded if it took longer than to call torch does.
@@ -145,7 +144,6 @@ class RankRecorder:
             self.waited += end - began
             if end - began < SHORTEST_WAIT:
                 return
-        call = posted.call("")
         self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
 
     def compute(self, seconds: float) -> None:
@@ -193,9 +191,9 @@ class RankRecorder:
         return count + 1
 
     @contextmanager
-    def blocked_in(self, posted: PostedCall) -> Iterator[None]:
+    def blocked_in(self, work: WatchedWork) -> Iterator[None]:
         """Mark the program's own thread as possibly blocked in a call, inside the block."""
-        before, self.waiting = self.waiting, posted
+        before, self.waiting = self.waiting, work
         try:
             yield
         finally:
@@ -311,52 +309,6 @@ class CallGroup(Protocol):
     backend: str
 
 
-class PostedCall:
-    """A call that may block, with what the watcher needs to say whom it waits for."""
-
-    __slots__ = ("group", "key", "limit", "limit_in_call", "others", "seq", "where")
-
-    def __init__(
-        self,
-        group: CallGroup,
-        key: CallKey,
-        seq: int,
-        where: str = "?",
-        others: tuple[int, ...] | None = None,
-        limit: float | None = None,
-        limit_in_call: bool = False,
-    ):
-        self.group, self.key, self.seq, self.where = group, key, seq, where
-        # the ranks it needs, if it isn't a message
-        self.others = group.others if others is None else others
-        self.limit = limit  # seconds after which torch ends it with an error
-        self.limit_in_call = limit_in_call  # whether the limit was given to this call alone
-
-    @property
-    def caught_after(self) -> float | None:
-        """Return the seconds after which the program handles its own time limit's error.
-
-        A program says that it does so by giving the limit to the call itself, as in
-        `work.wait(timedelta(seconds=5))`, or by `keep_waiting`. The limit of a group does not say
-        it: many scripts pass one to init_process_group. None: it does not handle it.
-        """
-        asked = self.limit_in_call or self.group.recorder.keep_waiting
-        return self.limit if asked else None
-
-    @property
-    def once(self) -> bool:
-        """Return whether wait() may be called only once.
-
-        On gloo, a second wait() for a message waits for another message.
-        """
-        return self.key[0] in P2P and self.group.backend == "gloo"
-
-    def call(self, where: str) -> Call:
-        kind, peer, tag, label = self.key
-        peers = self.others if peer is None else (peer,)
-        return Call(self.group.recorder.rank, kind, peers, label, self.seq, where, tag)
-
-
 class Ended(dist.Work):
     """The work of a call for which torch's backend returns none.
 
@@ -375,46 +327,73 @@ class Ended(dist.Work):
 
 
 class WatchedWork(dist.Work):
-    """torch's own work. It notes when the program waits in it, and whether it is dropped."""
+    """A call that may block, and torch's own work of it.
 
+    It notes when the program waits in it, and whether it is dropped.
+
+    Args:
+        group: in which the call is made.
+        limit: seconds after which torch ends it with an error; None: torch's default.
+        limit_in_call: whether the limit was given to this call alone.
+    """
+
+    inner: dist.Work
     waited = False
+    # False for a message that gloo cancels if the work is dropped now; a collective goes on
+    kept = True
     # on NCCL, the works of its batch: waiting for one is waiting for all
     batch: Sequence[WatchedWork] = ()
 
-    def __init__(self, inner: dist.Work, posted: PostedCall):
+    def __init__(
+        self, group: CallGroup, call: Call, limit: float | None = None, limit_in_call: bool = False
+    ):
         super().__init__()
-        self.inner = inner
-        self.posted = posted
-        # gloo cancels a message whose work is dropped; a collective goes on
-        self.kept = posted.key[0] not in P2P
+        self.group, self.call, self.recorder = group, call, group.recorder
+        self.limit, self.limit_in_call = limit, limit_in_call
+
+    def started(self, inner: dist.Work | None) -> WatchedWork:
+        """Take what torch's backend has returned for the call; return itself."""
+        self.inner = inner or Ended()
+        self.kept = self.call.kind not in P2P
+        return self
+
+    @property
+    def caught_after(self) -> float | None:
+        """Return the seconds after which the program handles its own time limit's error.
+
+        A program says that it does so by giving the limit to the call itself, as in
+        `work.wait(timedelta(seconds=5))`, or by `keep_waiting`. The limit of a group does not say
+        it: many scripts pass one to init_process_group. None: it does not handle it.
+        """
+        return self.limit if self.limit_in_call or self.recorder.keep_waiting else None
 
     def __del__(self) -> None:
         if not self.kept:
-            self.posted.group.recorder.dropped[self.posted.key, self.posted.seq] = self.posted.where
+            self.recorder.dropped[self.call.key, self.call.seq] = self.call.where
 
     def wait(self, *timeout: Any) -> bool:
-        if self.waited and self.posted.once:
-            raise waited_twice(self.posted.group.recorder.rank, self.posted.key[0])
+        recorder, is_message = self.recorder, self.call.kind in P2P
+        # on gloo, a second wait() for a message waits for another message
+        if self.waited and is_message and self.group.backend == "gloo":
+            raise waited_twice(recorder.rank, self.call.kind)
         self.kept = True
         for work in self.batch:
             work.kept = True
-        recorder = self.posted.group.recorder
         if threading.get_ident() != recorder.thread:
             return self.inner.wait(*timeout)
         if timeout:
-            self.posted.limit, self.posted.limit_in_call = own_limit(*timeout), True
-        elif (
-            self.posted.limit is not None and self.posted.key[0] in P2P
-        ):  # gloo's messages keep the limit that their group began with
-            timeout = (timedelta(seconds=self.posted.limit),)
-        recorder.waiting = self.posted
+            self.limit, self.limit_in_call = own_limit(*timeout), True
+        elif self.limit is not None and is_message:
+            # gloo's messages keep the limit that their group began with
+            timeout = (timedelta(seconds=self.limit),)
+        recorder.waiting = self
         began = recorder.now() if recorder.record_waits else None
         try:
             answer = self.inner.wait(*timeout)
         finally:
             recorder.waiting = None
             if began is not None:
-                recorder.add_wait(self.posted, began)
+                recorder.add_wait(self.call, began)
         self.waited = True
         return answer
 
@@ -442,7 +421,7 @@ class WatchedWork(dist.Work):
 
     def get_future(self) -> Any:
         self.kept = True
-        self.posted.group.recorder.futures.append((self.inner, self.posted))
+        self.recorder.futures.append(self)
         return self.inner.get_future()
 
 
@@ -482,28 +461,32 @@ def values(tensors: list[torch.Tensor]) -> list:
 class RecordedWork(WatchedWork):
     """The work of a recorded call: it writes an event when it ends.
 
-    `received`: the tensor of a receive, if the event keeps its values.
+    Args:
+        event_group, start: of the event.
+        inputs: of the call.
+        received: the tensor of a receive, if the event keeps its values.
     """
 
-    done = True  # until __init__ has run
+    done = True  # until the call has started
 
     def __init__(
         self,
-        inner: dist.Work,
-        posted: PostedCall,
-        call: Call,
-        group: EventGroup,
+        *posted: Any,
+        event_group: EventGroup,
         start: Any,
         inputs: Inputs,
         received: torch.Tensor | None = None,
     ):
-        super().__init__(inner, posted)
-        self.call, self.event_group, self.start = call, group, start
+        super().__init__(*posted)
+        self.event_group, self.start = event_group, start
         self.inputs: Inputs | None = inputs
         self.received = received
-        self.unrecorded = bool(posted.group.recorder.counted_apart)
+        self.unrecorded = bool(self.recorder.counted_apart)
+
+    def started(self, inner: dist.Work | None) -> WatchedWork:
         self.done = False
-        posted.group.recorder.unfinished_works.add(self)
+        self.recorder.unfinished_works.add(self)
+        return super().started(inner)
 
     def __del__(self) -> None:
         if not self.done:
@@ -517,7 +500,7 @@ class RecordedWork(WatchedWork):
         A message that the program has not waited for may not have arrived.
         """
         if self.call.kind in P2P and not self.kept:
-            self.posted.group.recorder.unwaited.append(self.call)
+            self.recorder.unwaited.append(self.call)
 
     def _note_dropped(self) -> None:
         """Note that the work was dropped, so that nobody will see it end.
@@ -528,7 +511,7 @@ class RecordedWork(WatchedWork):
             return
         payload = None if self.inputs is None else self.inputs.payload
         event = self.event(self.start, payload=payload)
-        dropped = self.posted.group.recorder.dropped_works
+        dropped = self.recorder.dropped_works
         dropped.append((None if self.call.kind in P2P else self.inner, event))
         if len(dropped) > MOST_DROPPED:
             dropped.popleft()
@@ -546,7 +529,7 @@ class RecordedWork(WatchedWork):
         return done
 
     def get_future(self) -> Any:
-        if self.posted.group.recorder.record_waits:
+        if self.recorder.record_waits:
             # where DDP's C++ waits for this future, which Python would not see
             torch_private.after_backward(self.wait)
         return super().get_future().then(self._passed_on)
@@ -584,10 +567,10 @@ class RecordedWork(WatchedWork):
         if self.done:
             return
         self.done = True
-        call, recorder = self.call, self.posted.group.recorder
+        call, recorder = self.call, self.recorder
         end = recorder.now()
         recorder.unfinished_works.discard(self)
-        ranks = self.posted.group.ranks
+        ranks = self.group.ranks
         source = ranks[self.inner._source_rank()] if call.from_anyone else None
         inputs, received, self.inputs, self.received = self.inputs, self.received, None, None
         assert inputs is not None

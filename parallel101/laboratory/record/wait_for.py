@@ -134,7 +134,7 @@ class RankStatus:
     # messages whose work object was dropped, and where it was posted
     dropped: Mapping[tuple[CallKey, int], str] = field(default_factory=dict)
     # seconds after which the blocked call ends with an error that the program handles (see
-    # PostedCall.caught_after)
+    # WatchedWork.caught_after)
     limit: float | None = None
 
     @property
