@@ -352,10 +352,11 @@ def _check_arguments(
         raise TypeError(
             f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}"
         )
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}"
-        )
+    for name, value, allowed in (("backend", backend, BACKENDS), ("rules", rules, RULES)):
+        if value not in allowed:
+            raise ValueError(
+                f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
+            )
     if trace not in (True, False, "payload"):
         raise ValueError(
             f"trace is {trace!r}; it must be True, False or 'payload' (which also records the "
@@ -367,8 +368,6 @@ def _check_arguments(
             f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
             "bandwidth=…)"
         )
-    if rules not in RULES:
-        raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(map(repr, RULES))}")
     if device is not None and str(device).casefold() not in map(str.casefold, GPUS):
         raise ValueError(
             f"device is {device!r}; it must be one of {', '.join(map(repr, GPUS))}, or None for "

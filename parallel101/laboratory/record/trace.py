@@ -345,28 +345,20 @@ def _message(send: Event, recv: Event) -> Message:
 # ── Reading a file: everything in it is checked here, so the rest of the code only sees traces that
 # Trace.save could have written.
 
-NUMBER, NONE = (int, float), type(None)
+NONE = type(None)
 # the JSON type of each field of an Event; a group is an index into the file's list of groups
 FIELDS: dict[str, Any] = {
-    "rank": int,
-    "kind": str,
+    **dict.fromkeys(("rank", "tag", "nbytes", "group", "seq"), int),
+    **dict.fromkeys(("kind", "where", "dtype"), str),
+    **dict.fromkeys(("start", "end", "posted"), (int, float)),
     "peer": (int, NONE),
-    "tag": int,
-    "nbytes": int,
-    "start": NUMBER,
-    "end": NUMBER,
-    "where": str,
-    "posted": NUMBER,
-    "group": int,
-    "seq": int,
-    "shape": list,
-    "dtype": str,
-    "payload": (list, NONE),
     "name": (str, NONE),
+    "shape": list,
+    "payload": (list, NONE),
     "args": (dict, NONE),
     "waiting": bool,
 }
-TYPES = tuple(FIELDS.values())
+TYPES = tuple(FIELDS[name] for name in Event._fields)
 RANK, PEER, GROUP, SHAPE = (Event._fields.index(x) for x in ("rank", "peer", "group", "shape"))
 
 
@@ -413,7 +405,7 @@ def _group(entry: Any, world_size: int) -> EventGroup:
 def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
     if (
         isinstance(row, list)
-        and len(row) == len(FIELDS)
+        and len(row) == len(TYPES)
         and all(map(isinstance, row, TYPES))
         and 0 <= row[GROUP] < len(groups)
         and all(rank is None or 0 <= rank < world_size for rank in (row[RANK], row[PEER]))
@@ -421,7 +413,7 @@ def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
         row[GROUP], row[SHAPE] = groups[row[GROUP]], tuple(row[SHAPE])
         return Event._make(row)
     raise ValueError(
-        f"an event is a list of {len(FIELDS)} fields ({', '.join(FIELDS)}), with one of "
+        f"an event is a list of {len(TYPES)} fields ({', '.join(Event._fields)}), with one of "
         f"{len(groups)} groups and ranks of a world of {world_size}; one is {row!r:.200}"
     )
 
