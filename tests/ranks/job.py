@@ -6,6 +6,7 @@ rank an environment that names it. The fork server calls `main` in each rank.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -53,8 +54,10 @@ class Job:
             process.control.sendall(f"{json.dumps(request)}\n".encode())
 
     def signal(self, number, *ranks):
+        """Send a signal to these ranks, or to all of them, if they have not ended."""
         for rank in ranks or range(len(self.ranks)):
-            os.kill(self.ranks[rank].pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ranks[rank].pid, number)
 
     def interrupt(self):
         """Do what torchrun does after Ctrl-C."""
@@ -82,6 +85,8 @@ class Job:
                             self.text += data.decode(errors="replace")
                         elif code := re.search(rb"^(\d+)$", data, re.MULTILINE):
                             self.exitcodes[key.data] = int(code[1])
+                            if int(code[1]):  # torchrun then ends the others
+                                self.signal(signal.SIGTERM)
                     while todo and todo[0][0] in self.text[seen:]:
                         seen = self.text.index(todo[0][0], seen) + len(todo[0][0])
                         todo.pop(0)[1]()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import parallel101 as p101
 from parallel101 import cli
 from parallel101.laboratory.publish.page import external_addresses
+from tests.ranks.job import Job
 
 SCRIPT = """
     import argparse, atexit, json, os, sys, time
@@ -179,28 +179,10 @@ def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
     assert "SyntaxError" in capsys.readouterr().err
 
 
-def test_under_torchrun_each_rank_writes_its_record_also_if_another_one_dies(
-    script, tmp_path, capsys
-):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "-m",
-        "parallel101",
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ended = subprocess.run(
-        [*command, "run", "--record", "kept", script, "--case", "killed"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 1 and "exitcode  : 7" in ended.stderr, ended.stderr
+def test_in_a_job_each_rank_writes_its_record_also_if_another_one_dies(script, tmp_path, capsys):
+    job = Job(os.getcwd(), ["run", "--record", "kept", script, "--case", "killed"])
+    text = job.react()
+    assert job.exitcodes[1] == 7 and job.exitcodes[0], text
     assert os.listdir("kept") == ["rank-0.json.gz"]
     assert cli.main(["merge", "kept", "--page", "new/trace.html", "--chrome", "trace.json"]) == 0
     out, err = capsys.readouterr()

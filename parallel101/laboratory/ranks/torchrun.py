@@ -299,7 +299,7 @@ class JobWatcher(threading.Thread):
         self.announced_here = False  # the failure that all ranks raise was found here
         self.status_texts = [b""] * size
         self.statuses = [RankStatus()] * size
-        self.heard = False  # this rank knows of the failure
+        self.knows = False  # this rank knows of the failure
         self.heartbeats = Heartbeats(recorder.rank, size, store)
         self.uncaught = self.observer.uncaught
         self.fault_since: float | None = None  # since when a rank of this host can't go on
@@ -318,7 +318,7 @@ class JobWatcher(threading.Thread):
                     self._check_all_ranks()
                 self._answer()
                 self._check_this_host()
-                self._heed_signals()
+                self._handle_signals()
                 if time.monotonic() > self.deadline:
                     self.announce(self._timed_out())
                 if (failure := self.announced(within=0.0)) is not None:
@@ -330,7 +330,7 @@ class JobWatcher(threading.Thread):
             except (RuntimeError, OSError):
                 return self._store_is_gone()
 
-    def _heed_signals(self) -> None:
+    def _handle_signals(self) -> None:
         if self.termination is None:
             return
         arrived = self.termination.arrived()
@@ -414,7 +414,7 @@ class JobWatcher(threading.Thread):
 
         If Python ended while the thread is in the store, it would crash.
         """
-        self._let_others_hear()
+        self._wait_until_all_know()
         self.over.set()
         self.join(GRACE)
         self.store_watch.stop()
@@ -443,9 +443,9 @@ class JobWatcher(threading.Thread):
                 return None
             time.sleep(0.01)
         failure = from_json(self.store.get("failure"))
-        if not self.heard:
-            self.heard = True
-            self.store.set(f"heard/{self.recorder.rank}", "")
+        if not self.knows:
+            self.knows = True
+            self.store.set(f"knows/{self.recorder.rank}", "")
         return failure
 
     def cause_of(self, failure: Failure) -> BaseException | None:
@@ -475,7 +475,7 @@ class JobWatcher(threading.Thread):
             return died
         return self.announced(within=0.0)
 
-    def _let_others_hear(self) -> None:
+    def _wait_until_all_know(self) -> None:
         """Wait until all ranks know of a failure, if the store ends with this process.
 
         Under torchrun it does not.
@@ -485,7 +485,7 @@ class JobWatcher(threading.Thread):
         deadline, all_ranks = time.monotonic() + 2 * GRACE, range(self.size)
         with contextlib.suppress(RuntimeError, OSError):
             while self.store.check(["failure"]) and time.monotonic() < deadline:
-                if self.store.check([f"heard/{rank}" for rank in all_ranks]):
+                if self.store.check([f"knows/{rank}" for rank in all_ranks]):
                     return
                 time.sleep(0.01)
 
@@ -592,7 +592,7 @@ class JobWatcher(threading.Thread):
         rank = self.recorder.rank
         if self.announced_here:
             write_on_stderr(f"[rank {rank}] {one_line(error)}")
-        self._let_others_hear()
+        self._wait_until_all_know()
         if isinstance(error, LaunchTimeout):
             write_on_stderr(f"[rank {rank}] was at {shown(self.observer.detector.place())}")
         os._exit(1)

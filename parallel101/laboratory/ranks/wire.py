@@ -219,8 +219,8 @@ class _Pickler(cloudpickle.Pickler):
         ):
             # torch's config modules: cloudpickle knows modules of the plain type only
             return importlib.import_module, (obj.__name__,)
-        if found := _global_generator(obj):
-            return getattr, found
+        if generator := _global_generator(obj):
+            return getattr, generator
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _exception, (type(obj), obj.args, obj.__dict__)
         return super().reducer_override(obj)

@@ -353,12 +353,12 @@ def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
 
     If there are more than `most` different lines, it returns the first ones and counts the others.
     """
-    found: dict[str, None] = {}  # in order, each once
+    different: dict[str, None] = {}  # in order, each once
     for call in sorted(calls, key=lambda call: call.rank):
         peer = f"rank {call.peers[0]}" if len(call.peers) == 1 else "any rank"
         to = "from" if call.kind == "recv" else "to"
-        found[f"rank {call.rank}: {call.kind} {to} {peer}, at {shown(call.where)}"] = None
-    lines = list(found)
+        different[f"rank {call.rank}: {call.kind} {to} {peer}, at {shown(call.where)}"] = None
+    lines = list(different)
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 

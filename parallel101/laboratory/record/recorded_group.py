@@ -85,7 +85,7 @@ class RecordedGroup(torch_private.PythonGroup):
 
         In unrecorded() it has another name, under which its calls are numbered.
         """
-        return self.name_in_record + self.recorder.counted_apart
+        return self.name_in_record + self.recorder.unrecorded_label
 
     def getBackendName(self) -> str:
         # C++ code asks for it, and would look inside a group called "gloo"

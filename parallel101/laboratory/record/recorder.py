@@ -85,7 +85,7 @@ class RankRecorder:
         self.record_waits = False
         # in unrecorded(), the name under which its calls are numbered, so that later ones keep
         # their numbers
-        self.counted_apart = ""
+        self.unrecorded_label = ""
         self.payload_bytes = payload_bytes
         # in a checked run, called with every call when it is posted, before torch gets it
         self.on_call: Callable[[Call], None] | None = None
@@ -125,7 +125,7 @@ class RankRecorder:
     def add_span(
         self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False
     ) -> None:
-        if self.counted_apart:
+        if self.unrecorded_label:
             return
         taken = 0 if self.last_events is None else self.last_events.taken
         seq = taken + len(self.recorded)
@@ -151,17 +151,17 @@ class RankRecorder:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        before, self.counted_apart = self.counted_apart, " unrecorded"
+        before, self.unrecorded_label = self.unrecorded_label, " unrecorded"
         try:
             yield
         finally:
-            self.counted_apart = before
+            self.unrecorded_label = before
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
         if self.on_call is None:
             return 0
         call = call_to_compare(
-            self.rank, kind, ranks, within + self.counted_apart, alike, self.compared
+            self.rank, kind, ranks, within + self.unrecorded_label, alike, self.compared
         )
         self.on_call(call)
         return call.seq
@@ -481,7 +481,7 @@ class RecordedWork(WatchedWork):
         self.event_group, self.start = event_group, start
         self.inputs: Inputs | None = inputs
         self.received = received
-        self.unrecorded = bool(self.recorder.counted_apart)
+        self.unrecorded = bool(self.recorder.unrecorded_label)
 
     def started(self, inner: dist.Work | None) -> WatchedWork:
         self.done = False

@@ -185,7 +185,7 @@ class WaitForGraph:
         self.ranks = [RankStatus() for _ in range(world_size)]
         self.suspected = SuspectedDeadlock()
         self.limited = SuspectedDeadlock()  # of waits that a time limit ends
-        self.told: list[Waiting] = []  # the waits of which `report_of_limits` has told
+        self.reported: list[Waiting] = []  # the waits that `report_of_limits` has reported
 
     def confirmed_deadlock(self, now: float) -> DeadlockError | None:
         """Return the deadlock among the ranks, once it has lasted long enough.
@@ -205,11 +205,11 @@ class WaitForGraph:
         """
         limits = any(status.limit is not None for status in self.ranks)
         deadlock = self.deadlock(with_limits=True) if limits else None
-        if deadlock is not None and deadlock.waiting in self.told:
+        if deadlock is not None and deadlock.waiting in self.reported:
             deadlock = None
         if (deadlock := self.limited.confirmed(deadlock, now, CONFIRM_AFTER)) is None:
             return None
-        self.told.append(deadlock.waiting)
+        self.reported.append(deadlock.waiting)
         first = min(self.ranks[rank].limit or math.inf for rank in deadlock.waiting)
         ranks = [rank for rank in deadlock.waiting if self.ranks[rank].limit is not None]
         its = "its own time limit" if len(ranks) == 1 else "their own time limits"
