@@ -109,32 +109,25 @@ class Monitor:
             lambda text: self.screen.lines("stderr", text.splitlines()),
             self.reports_folder,
         )
-        self.ranks = [
-            MonitoredRank(
-                rank,
-                process,
-                Wire(process.control),
-                (
-                    RankOutput(prefixes[rank], "stdout", self.screen),
-                    RankOutput(prefixes[rank], "stderr", self.screen),
-                ),
-            )
-            for rank, process in enumerate(processes)
-        ]
+        self.ranks: list[MonitoredRank] = []
         self.timeout = timeout
         self.checked = checked
         self.fail_at = math.inf  # the moment when the cause of a failure is chosen
         self.imported: set[str] = set()  # slow modules that ranks had to import
         self.selector = selectors.DefaultSelector()
-        for rank in self.ranks:
-            self.selector.register(rank.wire, selectors.EVENT_READ, (self._on_frame, rank))
-            for channel, output in zip(
-                (rank.process.out, rank.process.err), rank.outputs, strict=True
-            ):
-                self.selector.register(channel, selectors.EVENT_READ, (self._on_output, output))
-            self.selector.register(
-                rank.process.status, selectors.EVENT_READ, (self._on_status, rank)
+        for number, process in enumerate(processes):
+            out, err = (
+                RankOutput(prefixes[number], stream, self.screen) for stream in ("stdout", "stderr")
             )
+            rank = MonitoredRank(number, process, Wire(process.control), (out, err))
+            self.ranks.append(rank)
+            for channel, handle, about in (
+                (rank.wire, self._on_frame, rank),
+                (process.out, self._on_output, out),
+                (process.err, self._on_output, err),
+                (process.status, self._on_status, rank),
+            ):
+                self.selector.register(channel, selectors.EVENT_READ, (handle, about))
 
     # ---- the loop ----
 
@@ -293,28 +286,23 @@ class Monitor:
         self.watcher.report_wanted = True
 
     def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
-        """Return the stacks of the ranks that still run, as far as they answer in time."""
-        running = [rank for rank in self.ranks if not rank.ended and rank.result is None]
-        for rank in running:
+        """Return the stacks of the ranks, as far as they answer in time."""
+        for rank in self.ranks:
             rank.stacks = None
-        asked = [rank for rank in running if _send(rank, ASK_STACKS)]
-        self._listen_until(
-            lambda: all(rank.stacks is not None or rank.ended for rank in asked), seconds
-        )
-        return {stack.rank: stack for rank in asked for stack in rank.stacks or ()}
-
-    # ---- the end ----
+        self._ask(ASK_STACKS, "stacks", seconds)
+        return {stack.rank: stack for rank in self.ranks for stack in rank.stacks or ()}
 
     def ask_records(self, seconds: float = 0.5) -> None:
         """Ask the ranks that have not sent their record for what they have recorded so far."""
-        asked = [
-            rank
-            for rank in self.ranks
-            if not rank.ended and rank.record is None and _send(rank, ASK_RECORD)
-        ]
-        self._listen_until(
-            lambda: all(rank.record is not None or rank.ended for rank in asked), seconds
-        )
+        self._ask(ASK_RECORD, "record", seconds)
+
+    def _ask(self, kind: bytes, answer: str, seconds: float) -> None:
+        """Ask the ranks that run for what they lack, and wait until they have answered."""
+        lacking = lambda rank: getattr(rank, answer) is None and not rank.ended  # noqa: E731
+        asked = [rank for rank in self.ranks if lacking(rank) and _send(rank, kind)]
+        self._listen_until(lambda: not any(map(lacking, asked)), seconds)
+
+    # ---- the end ----
 
     def records(self) -> list[RankRecord]:
         """Return the records of the ranks, as far as they have sent them."""
