@@ -42,9 +42,9 @@ SRUN = """
             dist.barrier()
             start = time.perf_counter()
             if rank == 0:
-                dist.send(x, 7)
-                dist.recv(x, 7)
-            elif rank == 7:
+                dist.send(x, 5)
+                dist.recv(x, 5)
+            elif rank == 5:
                 dist.recv(x, 0)
                 dist.send(x, 0)
             seconds.append(time.perf_counter() - start)
@@ -53,8 +53,8 @@ SRUN = """
     def deadlock():
         rank, x = dist.get_rank(), torch.zeros(1)
         dist.all_reduce(x)
-        if rank in (1, 6):
-            dist.recv(x, 7 - rank)  # both receive first
+        if rank in (1, 4):
+            dist.recv(x, 5 - rank)  # both receive first
         dist.barrier()
 
     print(json.dumps(p101.launch(times).results), flush=True)
@@ -62,10 +62,10 @@ SRUN = """
 """
 
 
-def test_ranks_of_srun_on_four_hosts(starter, tmp_path):
+def test_ranks_of_srun_on_three_hosts(starter, tmp_path):
     """Each host calls its interface differently, and believes that its own name is loopback."""
     write(tmp_path, SRUN)
-    with hosts(starter, 4, tmp_path, delay=0.02, rate=10e6, own_name_is_loopback=True) as cluster:
+    with hosts(starter, 3, tmp_path, delay=0.02, rate=10e6, own_name_is_loopback=True) as cluster:
         ranks = [
             cluster.start(
                 rank // 2,
@@ -76,26 +76,26 @@ def test_ranks_of_srun_on_four_hosts(starter, tmp_path):
                 GLOO_SOCKET_IFNAME=INTERFACES[rank // 2],
                 SLURM_JOB_ID="7",
                 SLURM_STEP_ID="0",
-                SLURM_STEP_NUM_TASKS="8",
-                SLURM_STEP_NODELIST="node[0-3]",
+                SLURM_STEP_NUM_TASKS="6",
+                SLURM_STEP_NODELIST="node[0-2]",
                 SLURM_PROCID=str(rank),
                 SLURM_LOCALID=str(rank % 2),
             )
-            for rank in range(8)
+            for rank in range(6)
         ]
         assert all(rank.wait() == 1 for rank in ranks)
     results = {re.findall(r"^\[\[.*", rank.text, re.MULTILINE)[0] for rank in ranks}
     assert len(results) == 1, "every rank gets all results"
     names, local, seconds = zip(*json.loads(results.pop()))
-    assert names == tuple(f"node{rank // 2}" for rank in range(8))
-    assert local == ("0", "1") * 4
+    assert names == tuple(f"node{rank // 2}" for rank in range(6))
+    assert local == ("0", "1") * 3
     small, large, _ = seconds[0]
     assert small >= 2 * 0.02, "there and back, each with the link's delay"
     assert large >= 2 * (0.02 + 1e6 / 10e6)
-    line = line_of("dist.recv(x, 7 - rank)", SRUN)
-    assert f"rank 1 waits in recv from rank 6, at script.py:{line}" in ranks[0].text
-    assert f"rank 6 waits in recv from rank 1, at script.py:{line}" in ranks[0].text
-    assert "the cycle: rank 1 → rank 6 → rank 1" in ranks[0].text
+    line = line_of("dist.recv(x, 5 - rank)", SRUN)
+    assert f"rank 1 waits in recv from rank 4, at script.py:{line}" in ranks[0].text
+    assert f"rank 4 waits in recv from rank 1, at script.py:{line}" in ranks[0].text
+    assert "the cycle: rank 1 → rank 4 → rank 1" in ranks[0].text
 
 
 # The second loop goes on until the test has made the file.
