@@ -412,7 +412,7 @@ def other_axes(
     if axes.size(["cp"]) > 1:
         from parallel101.trainers.context.cut_time import ContextAxis
 
-        yield ContextAxis(stages, axes, options)
+        yield ContextAxis(model, stages, axes, options)
     else:
         yield Axis()
     if "tp" in axes.sizes and options.tensor_plan is not None:

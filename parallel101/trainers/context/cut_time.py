@@ -43,22 +43,22 @@ class ContextAxis(Axis):
     """The axis cp: this rank's positions of each sequence, and the attention over all ranks.
 
     Args:
-        stages: their first entry is called with the inputs. Each entry that takes `positions` in
-            its forward is given those of this rank, (batch, time) whole numbers.
+        model, stages: the first entry is called with the inputs. Each entry that takes `positions`
+            in its forward is given those of this rank, (batch, time) whole numbers.
     """
 
     name = "cp"
 
-    def __init__(self, stages: OneStage, axes: Axes, options: Options):
+    def __init__(self, model: nn.Module, stages: OneStage, axes: Axes, options: Options):
         self.group, self.position, self.way = axes.along(["cp"]), axes.here["cp"], options.context
         self.attention, self.layout = WAYS[self.way]
-        self.signature = signature_of(stages.entries[0])
+        self.signature = signature_of(stages.entries(model)[0])
         self.name_of_positions = positions_in(self.signature)
         self.sizes: list[int] = []  # of the ranks' parts of the time, in this step
         self.here = torch.empty(0)  # the positions of this rank, (time,)
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
-        for module in stages.entries[1:]:
+        for module in stages.entries(model)[1:]:
             if (name := positions_in(signature_of(module))) is not None:
                 module.register_forward_pre_hook(partial(self.to_module, name), with_kwargs=True)
 

@@ -51,7 +51,6 @@ class PipelineStages(OneStage):
         self.schedule.check("nccl" if batched else "gloo")
         self.placement, here = self.schedule.placement, axes.here["pp"]
         self.ranges = cut_points(model, len(self.placement), options.layers_per_stage)
-        self.entries = entries_of(model)
         first: dict[int, str] = {}  # of the names that a tied tensor has
         self.first_name = {n: first.setdefault(id(t), n) for n, t in all_tensors(model)}
         self.on_stages = stages_of_names(model, self.ranges, first)
@@ -79,6 +78,9 @@ class PipelineStages(OneStage):
                     "gathers weights stage by stage: expected a schedule with these stages on two "
                     "ranks, an untied model, or zero_stage=2"
                 )
+
+    def entries(self, model: nn.Module) -> list[nn.Module]:
+        return entries_of(model)
 
     def names(self, model: nn.Module) -> set[str]:
         entries, names = entries_of(model), {m: name for name, m in model.named_modules()}
