@@ -104,6 +104,9 @@ def assert_apart(scene: Scene, t: float, narrow: bool = False) -> None:
     boxes = text_boxes(scene, t, narrow)
     assert len(boxes) > 2
     width, height = scene.narrow if narrow else (scene.width, scene.height)
+    for rect in [] if narrow else ET.fromstring(scene.svg(t)).iter(f"{SVG}rect"):
+        x, y, across, down = (float(rect.get(k, 0)) for k in ("x", "y", "width", "height"))
+        assert x + across <= width and y + down <= height, rect.attrib
     for text, left, top, right, bottom in boxes:
         assert left > 0 and top > 0 and right < width and bottom < height, text
     for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(
