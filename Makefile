@@ -6,7 +6,8 @@
 
 VENV ?= .venv
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
-TESTS ?= -n 2
+# three workers on two cores, since ranks often wait for each other
+TESTS ?= -n 3
 LAB :=
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
