@@ -50,7 +50,7 @@ test: $(READY)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TESTS)
 
 thorough: $(READY)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TESTS) --thorough
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TESTS) @tests/thorough.txt
 
 # While working. tests/quick.txt has a folder, a file or a test on each line.
 quick: $(READY)

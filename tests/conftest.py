@@ -58,16 +58,11 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 REPEATS = set((Path(__file__).parent / "thorough.txt").read_text().splitlines())
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="run only tests/thorough.txt")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only repeats, or with --thorough all else. A test that is named runs."""
-    thorough, named = config.getoption("--thorough"), set(config.args)
-    chosen = [i for i in items if (i.nodeid in REPEATS) == thorough or i.nodeid in named]
-    config.hook.pytest_deselected(items=[i for i in items if i not in set(chosen)])
-    items[:] = chosen
+    """Leave out what only repeats, unless it is named."""
+    repeats = REPEATS - set(config.args)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in repeats])
+    items[:] = [item for item in items if item.nodeid not in repeats]
 
 
 @pytest.fixture(scope="session")

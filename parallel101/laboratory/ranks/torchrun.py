@@ -301,7 +301,6 @@ class JobWatcher(threading.Thread):
         self.statuses = [RankStatus()] * size
         self.knows = False  # this rank knows of the failure
         self.heartbeats = Heartbeats(recorder.rank, size, store)
-        self.uncaught = self.observer.uncaught
         self.fault_since: float | None = None  # since when a rank of this host can't go on
         self.store_watch = StoreWatch(recorder.rank, self.observer.detector.place)
         self._publish(STATUS, RankStatus())
@@ -371,17 +370,17 @@ class JobWatcher(threading.Thread):
         and a rank whose connection has broken where that was.
         """
         ended = self._ended_early()
-        if not ended and not self.uncaught.thrown.is_set():
+        if not ended and not self.observer.uncaught.thrown.is_set():
             return
         now = time.monotonic()
         self.fault_since = self.fault_since or now
         if now - self.fault_since < GRACE / 2 or self.announced(within=0.0) is not None:
             return
-        if self.uncaught.thrown.is_set():
+        if self.observer.uncaught.thrown.is_set():
             self.announce(RankFailed(text := self._abort_text(), self.recorder.rank))
             if self.announced_here:
                 write_on_stderr(f"[rank {self.recorder.rank}] {text}")
-            self.uncaught.may_abort.set()
+            self.observer.uncaught.may_abort.set()
             return
         self.announce(RankFailed(self._end_text(ended), min(ended)))
 
