@@ -17,7 +17,7 @@ from pathlib import Path
 
 from parallel101 import __version__
 from parallel101.extras import MissingExtra, needs_extra
-from parallel101.laboratory.run_command import add_run_commands, seconds_of
+from parallel101.laboratory.run_command import add_run_commands, option, seconds_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,62 +144,31 @@ def _parser() -> argparse.ArgumentParser:
         "Run the lessons on real ranks and write them as web pages that work offline.",
     )
     for sub in (lab, lessons):
-        sub.add_argument(
-            "--lessons",
-            metavar="FOLDER",
-            help="folder with the notebooks (default: the nearest lessons/, or those of the wheel)",
-        )
-    lessons.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="lessons to run, e.g. 01 or 01_collectives (default: all that have changed)",
+        text = "folder with the notebooks (default: the nearest lessons/, or those of the wheel)"
+        option(sub, "--lessons", "FOLDER", text)
+    text = "lessons to run, e.g. 01 or 01_collectives (default: all that have changed)"
+    option(lessons, "names", "NAME", text, nargs="*")
+    text = "build a course of these lessons alone, e.g. 01,04; the index lists no others"
+    option(lessons, "--only", "NAMES", text)
+    text = "build the course of this syllabus: title, weeks, dates, lessons, goals, homework"
+    option(lessons, "--syllabus", "FILE", text, Path)
+    text = "folder for the pages (default: site)"
+    option(lessons, "--out", "FOLDER", text, Path, default=Path("site"))
+    text = (
+        "the repository on GitHub that has the lessons, which Colab can then open; @REF names "
+        "a branch or tag other than main (default: GITHUB_REPOSITORY)"
     )
-    lessons.add_argument(
-        "--only",
-        metavar="NAMES",
-        help="build a course of these lessons alone, e.g. 01,04; the index lists no others",
-    )
-    lessons.add_argument(
-        "--syllabus",
-        metavar="FILE",
-        type=Path,
-        help="build the course of this syllabus: title, weeks, dates, lessons, goals, homework",
-    )
-    lessons.add_argument(
-        "--out",
-        metavar="FOLDER",
-        type=Path,
-        default=Path("site"),
-        help="folder for the pages (default: site)",
-    )
-    lessons.add_argument(
-        "--repository",
-        metavar="OWNER/NAME",
-        help="the repository on GitHub that has the lessons, which Colab can then open; @REF names "
-        "a branch or tag other than main (default: GITHUB_REPOSITORY)",
-    )
-    lessons.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=seconds_of,
-        default=600.0,
-        help="time limit for each cell (default: 600)",
-    )
+    option(lessons, "--repository", "OWNER/NAME", text)
+    text = "time limit for each cell (default: 600)"
+    option(lessons, "--timeout", "SECONDS", text, seconds_of, default=600.0)
 
     notebooks = command(
         "notebooks",
         _notebooks,
         "Copy the lessons and the homework to a folder of your own, without a clone.",
     )
-    notebooks.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?",
-        type=Path,
-        default=Path(),
-        help="where lessons/ and homework/ are written (default: here)",
-    )
+    text = "where lessons/ and homework/ are written (default: here)"
+    option(notebooks, "folder", "FOLDER", text, Path, nargs="?", default=Path())
 
     add_run_commands(command)
 
@@ -208,78 +177,36 @@ def _parser() -> argparse.ArgumentParser:
         _grade,
         "Grade homework: one set with all verdicts, or a folder of sets with a table of points.",
     )
-    grade.add_argument(
-        "path",
-        metavar="PATH",
-        nargs="?",
-        type=Path,
-        help="e.g. homework or homework/hw1_moving (default: homework/ here)",
-    )
-    grade.add_argument(
-        "--submission",
-        metavar="PATH",
-        type=Path,
-        help="what was handed in: a file, a folder, or a folder for each learner",
-    )
-    grade.add_argument(
-        "--gradescope",
-        metavar="FILE",
-        type=Path,
-        help="write results.json as Gradescope reads it, after each exercise",
-    )
-    grade.add_argument(
-        "--json",
-        metavar="PATH",
-        type=Path,
-        help="write the result to this file; of a class, to a file each in this folder",
-    )
-    grade.add_argument(
-        "--csv",
-        metavar="FILE",
-        type=Path,
-        help="write a table: points, and why points are missing",
-    )
-    grade.add_argument(
-        "--feedback",
-        metavar="DIR",
-        type=Path,
-        help="write a web page for each learner: verdicts, and pictures of their own runs",
-    )
-    grade.add_argument(
-        "--class-list",
-        metavar="FILE",
-        type=Path,
-        help="a name in each line: who handed in nothing has a row, too",
-    )
-    grade.add_argument(
-        "--jobs",
-        metavar="N",
-        type=int,
-        default=1,
-        help="of a class, how many submissions are graded at a time (default: 1)",
-    )
+    text = "e.g. homework or homework/hw1_moving (default: homework/ here)"
+    option(grade, "path", "PATH", text, Path, nargs="?")
+    text = "what was handed in: a file, a folder, or a folder for each learner"
+    option(grade, "--submission", "PATH", text, Path)
+    text = "write results.json as Gradescope reads it, after each exercise"
+    option(grade, "--gradescope", "FILE", text, Path)
+    text = "write the result to this file; of a class, to a file each in this folder"
+    option(grade, "--json", "PATH", text, Path)
+    option(grade, "--csv", "FILE", "write a table: points, and why points are missing", Path)
+    text = "write a web page for each learner: verdicts, and pictures of their own runs"
+    option(grade, "--feedback", "DIR", text, Path)
+    text = "a name in each line: who handed in nothing has a row, too"
+    option(grade, "--class-list", "FILE", text, Path)
+    text = "of a class, how many submissions are graded at a time (default: 1)"
+    option(grade, "--jobs", "N", text, int, default=1)
 
     release = command(
         "release",
         _release,
         "Write what a teacher needs: the learners' bundle, and autograders with secret cases.",
     )
-    release.add_argument(
-        "path", metavar="PATH", type=Path, help="the homework set, e.g. homework/hw1_moving"
+    option(release, "path", "PATH", "the homework set, e.g. homework/hw1_moving", Path)
+    option(release, "--out", "DIR", "the folder for the bundles", Path, required=True)
+    text = (
+        "where autograders get parallel101, e.g. git+https://github.com/me/parallel101@v1 "
+        "(default: a wheel in the bundle)"
     )
-    release.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="the folder for the bundles"
-    )
-    release.add_argument(
-        "--library",
-        metavar="ADDRESS",
-        help="where autograders get parallel101, e.g. git+https://github.com/me/parallel101@v1 "
-        "(default: a wheel in the bundle)",
-    )
+    option(release, "--library", "ADDRESS", text)
     for sub in (grade, release):
-        sub.add_argument(
-            "--seed-file", metavar="FILE", type=Path, help="a file with the teacher's secret seed"
-        )
+        option(sub, "--seed-file", "FILE", "a file with the teacher's secret seed", Path)
 
     from parallel101.laboratory.planner import plan_command
 

@@ -10,13 +10,28 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel101.laboratory.ranks.script import KeptRecord, Script
     from parallel101.laboratory.record.rank_files import JoinedFiles
     from parallel101.laboratory.record.trace import Trace
     from parallel101.laboratory.sim.network import Network
+
+
+def option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    metavar: str | None,
+    text: str,
+    type: Any = str,
+    **more: Any,
+) -> None:
+    """Add an argument to a command.
+
+    `metavar` stands for its value in the help, and `text` says what it is.
+    """
+    parser.add_argument(name, metavar=metavar, help=text, type=type, **more)
 
 
 def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -28,88 +43,51 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         _script,
         "Run a script for torchrun on every rank, unchanged, and show who waits for whom.",
     )
-    run.add_argument("--world-size", metavar="N", type=int, help="number of ranks (default: 4)")
-    run.add_argument(
-        "--backend", choices=("gloo", "sim", "nccl"), help="where the ranks run (default: gloo)"
-    )
-    run.add_argument(
-        "--network",
-        metavar="TEXT",
-        type=_network,
-        help="on sim, the links, e.g. latency=1e-6,bandwidth=1e9",
-    )
-    run.add_argument(
-        "--rules",
-        choices=("gloo", "nccl"),
-        default="gloo",
-        help="on sim, what the program may rely on (default: gloo)",
-    )
-    run.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=seconds_of,
-        default=math.inf,
-        help="time limit (default: none)",
-    )
+    option(run, "--world-size", "N", "number of ranks (default: 4)", int)
+    text = "where the ranks run (default: gloo)"
+    option(run, "--backend", None, text, choices=("gloo", "sim", "nccl"))
+    option(run, "--network", "TEXT", "on sim, the links, e.g. latency=1e-6,bandwidth=1e9", _network)
+    text = "on sim, what the program may rely on (default: gloo)"
+    option(run, "--rules", None, text, choices=("gloo", "nccl"), default="gloo")
+    option(run, "--timeout", "SECONDS", "time limit (default: none)", seconds_of, default=math.inf)
     run.add_argument(
         "--keep-waiting",
         action="store_true",
         help="print a deadlock, and let the script's own time limits end it (default: end the run)",
     )
-    run.add_argument(
-        "--stuck-after",
-        metavar="SECONDS",
-        type=seconds_of,
-        default=30.0,
-        help="without progress for so long, print the stacks of the ranks that others wait for "
-        "(default: 30), again after pauses that double; the run goes on",
+    text = (
+        "without progress for so long, print the stacks of the ranks that others wait for "
+        "(default: 30), again after pauses that double; the run goes on"
     )
-    run.add_argument(
-        "--record",
-        metavar="DIR",
-        type=Path,
-        help="the folder to which each rank writes what it records, while it runs",
+    option(run, "--stuck-after", "SECONDS", text, seconds_of, default=30.0)
+    text = "the folder to which each rank writes what it records, while it runs"
+    option(run, "--record", "DIR", text, Path)
+    text = (
+        "how many events of each rank are kept; of those before them, only sums "
+        f"(default: {LAST_EVENTS:,})"
     )
-    run.add_argument(
-        "--last-events",
-        metavar="N",
-        type=_whole,
-        help="how many events of each rank are kept; of those before them, only sums "
-        f"(default: {LAST_EVENTS:,})",
-    )
+    option(run, "--last-events", "N", text, _whole)
     run.add_argument(
         "-m", dest="as_module", action="store_true", help="run a module, as python -m does"
     )
-    run.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
-    run.add_argument(
-        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
-    )
+    option(run, "script", "SCRIPT", "the script, or with -m the module")
+    option(run, "arguments", "ARGS", "the script's own arguments", nargs=argparse.REMAINDER)
 
     merge = command(
         "merge",
         _merge,
         "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.",
     )
-    merge.add_argument(
-        "directory", metavar="DIR", type=Path, help="the folder with the ranks' files"
-    )
+    option(merge, "directory", "DIR", "the folder with the ranks' files", Path)
     for sub in (run, merge):
-        sub.add_argument(
-            "--page",
-            metavar="FILE",
-            type=_output_file,
-            help="write a web page with the timeline and the traffic",
+        text = "write a web page with the timeline and the traffic"
+        option(sub, "--page", "FILE", text, _output_file)
+        text = (
+            "training steps that the page of a long run shows, e.g. 100:120 (default: the last "
+            "ones)"
         )
-        sub.add_argument(
-            "--steps",
-            metavar="FIRST:LAST",
-            type=_range,
-            help="training steps that the page of a long run shows, e.g. 100:120 (default: the "
-            "last ones)",
-        )
-        sub.add_argument(
-            "--chrome", metavar="FILE", type=_output_file, help="write a trace for ui.perfetto.dev"
-        )
+        option(sub, "--steps", "FIRST:LAST", text, _range)
+        option(sub, "--chrome", "FILE", "write a trace for ui.perfetto.dev", _output_file)
 
 
 def seconds_of(text: str) -> float:
