@@ -61,8 +61,8 @@ def test_the_picture_has_a_layer_for_each_microbatch_and_names_the_peaks(theme):
     scene = activations_scene([ONE_F_ONE_B, counted(("F", 0, 8), ("B", 0))])
     root = ET.fromstring(scene.svg(theme=theme))
     titles = [path.findtext(f"{SVG}title") for path in root.iter(f"{SVG}path")]
-    assert [title for title in titles if title] == [
-        *("microbatch 0: at most 30 B", "microbatch 1: at most 50 B", "microbatch 2: at most 20 B"),
+    assert [title for title in titles if title] == [  # the lowest covers the others
+        *("microbatch 2: at most 20 B", "microbatch 1: at most 50 B", "microbatch 0: at most 30 B"),
         "microbatch 0: at most 8 B",
     ]
     texts = [text.text for text in root.iter(f"{SVG}text")]
@@ -80,7 +80,7 @@ def test_equal_bytes_are_equally_high_on_all_ranks():
         for path in root.iter(f"{SVG}path")
         if path.find(f"{SVG}title") is not None
     ]
-    first, second = tops[0], tops[-1]
+    first, second = tops[2], tops[-1]
     assert (max(first) - min(first)) / 30 == pytest.approx(
         (max(second) - min(second)) / 40, rel=0.02
     )

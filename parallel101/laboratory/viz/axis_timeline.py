@@ -12,21 +12,22 @@ axis of the mesh in whose group the message was sent. `laboratory.analysis.axis_
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 from parallel101.laboratory.analysis.axis_traffic import AxisTraffic, axis_traffic
 from parallel101.laboratory.analysis.overlap import union
-from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.viz.rows import (
     LEFT,
+    Bar,
     TimeRows,
     legend_entries,
     span_colours,
     span_lanes,
     trace_facts,
 )
-from parallel101.laboratory.viz.scene import Scene, box, check_ranks
+from parallel101.laboratory.viz.scene import Scene, check_ranks
 
 RIGHT, TOP = 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
@@ -36,6 +37,8 @@ TICK = 2.0  # the least width of a message, so that single ones are seen
 # not the colours of compute
 AXIS_CLASSES = {"dp": "dp", "cp": "f2", "ep": "f4", "pp": "pp", "tp": "f3"}
 OTHER_CLASSES = ("f6", "f5")
+NO_AXIS = "no axis"
+ONE = " A collective of torch's own counts as one message."
 
 
 def axes_scene(
@@ -68,32 +71,42 @@ def axes_scene(
     scene = Scene(960, math.ceil(TOP + panels * high + 34), title, words)
     colours = span_colours(e for e in spans if not e.waiting)
     span = window.end - window.begin
-    rows = TimeRows(scene, window.begin, span, right=RIGHT, colours=colours)
+    rows = TimeRows(scene, window.begin, span, right=RIGHT, colours=colours, least=TICK)
     scene.style += ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
     scene.style += ".pp{fill:var(--p3)}.pp.received{fill-opacity:.7}"
+    sentence = "Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: "
+    sentence += "received." + ONE * (several := any(of.collectives for of in traffic))
+    facts = f"{trace_facts(trace)} · {human_seconds(span)}"
+    scene.head(facts, sentence, 13 if several else 14)
+    scene.legend(legend_entries(spans, colours, 5))
     of_all = " in the whole run" if trace.earlier and within is None else ""
-    _head(rows, trace, spans, any(of.collectives for of in traffic), of_all)
+    scene.write(f"sent{of_all}", SENT, 89, 12, "m e")
+    scene.write("messages", COUNT, 89, 12, "m e")
     y = TOP
-    if spans:
-        _ranks(rows, "compute", y, n)
-        for bar, event in zip(rows.bars(spans, lanes, 1, TALL + 1, 0), spans):
-            rows.draw([bar], y + HEAD - 6 + event.rank * ROW)
-        y += high
-    for of in traffic:
-        _axis(rows, of, y, n)
+    for of in [*[None] * bool(spans), *traffic]:
+        scene.write((of.axis or NO_AXIS) if of else "compute", 44 if of else 28, y + 12, 14, "b")
+        if of:
+            scene.rect(28, y + 2, 10, 10, axis_class(of.axis), rx=2)
+            _numbers(scene, of, range(n), y + 12, "b e", 13)
+        for rank in range(n):
+            at = y + HEAD - 6 + rank * ROW
+            scene.rect(LEFT, at, RIGHT - LEFT, TALL, "row")
+            rows.rank(rank, at + 9, 10.5)
+            if of:
+                _numbers(scene, of, [rank], at + 9, "m e", 10.5)
+                rows.draw(rows.together(_bars(of, rank)), at)
+            else:
+                here = [e for e in spans if e.rank == rank]
+                rows.draw(rows.bars(here, lanes, 1, TALL + 1, 0), at)
         y += high
     rows.axis(y)
     return scene
 
 
-def axis_name(axis: str | None) -> str:
-    return axis or "no axis"
-
-
 def axis_text(of: AxisTraffic, ranks: int) -> str:
     """Return the numbers of an axis, for the picture's alternative text."""
     each = ", ".join(f"{human_bytes(of.sent(rank))} in {of.count(rank)}" for rank in range(ranks))
-    return f"{axis_name(of.axis)}: bytes and messages sent by rank: {each}."
+    return f"{of.axis or NO_AXIS}: bytes and messages sent by rank: {each}."
 
 
 def axis_class(axis: str | None) -> str:
@@ -103,53 +116,25 @@ def axis_class(axis: str | None) -> str:
     return AXIS_CLASSES.get(axis) or OTHER_CLASSES[sum(map(ord, axis)) % len(OTHER_CLASSES)]
 
 
-def _head(rows: TimeRows, trace: Trace, spans: list[Event], collectives: bool, of_all: str) -> None:
-    one = " A collective of torch's own counts as one message." if collectives else ""
-    sentence = (
-        "Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: "
-        f"received.{one}"
-    )
-    facts = f"{trace_facts(trace)} · {human_seconds(rows.duration)}"
-    rows.scene.head(facts, sentence, 13 if one else 14)
-    rows.scene.legend(legend_entries(spans, rows.colours, 5))
-    rows.scene.write(f"sent{of_all}", SENT, 89, 12, "m e")
-    rows.scene.write("messages", COUNT, 89, 12, "m e")
+def _numbers(
+    scene: Scene, of: AxisTraffic, ranks: Sequence[int], y: float, look: str, size: float
+) -> None:
+    """Write what these ranks sent together: the bytes, and the number of messages."""
+    scene.write(human_bytes(sum(map(of.sent, ranks))), SENT, y, size, look)
+    scene.write(sum(map(of.count, ranks)), COUNT, y, size, look)
 
 
-def _ranks(rows: TimeRows, name: str, y: float, ranks: int, colour: str = "") -> None:
-    """Draw the name of a panel and its rows."""
-    scene = rows.scene
-    if colour:
-        scene.rect(28, y + 2, 10, 10, colour, rx=2)
-    scene.write(name, 44 if colour else 28, y + 12, 14, "b")
-    for rank in range(ranks):
-        at = y + HEAD - 6 + rank * ROW
-        scene.rect(LEFT, at, RIGHT - LEFT, TALL, "row")
-        rows.rank(rank, at + 9, 10.5)
-
-
-def _axis(rows: TimeRows, of: AxisTraffic, y: float, ranks: int) -> None:
-    scene, colour = rows.scene, axis_class(of.axis)
-    _ranks(rows, axis_name(of.axis), y, ranks, colour)
-    total = sum(of.sent(rank) for rank in range(ranks))
-    scene.write(human_bytes(total), SENT, y + 12, 13, "b e")
-    scene.write(sum(of.count(rank) for rank in range(ranks)), COUNT, y + 12, 13, "b e")
-    for rank in range(ranks):
-        at = y + HEAD - 6 + rank * ROW
-        scene.write(human_bytes(of.sent(rank)), SENT, at + 9, 10.5, "m e")
-        scene.write(of.count(rank), COUNT, at + 9, 10.5, "m e")
-        both = [(e.start, e.end) for e in of.collectives if e.rank == rank]
-        sent = [(m.start, m.end) for m in of.messages if m.src == rank]
-        received = [(m.start, m.end) for m in of.messages if m.dst == rank]
-        for pieces, low, tall, more, word in (
-            (both, 0.0, TALL, "", "collectives of torch's own"),
-            (sent, 0.0, TALL / 2 - 0.3, "", "sent"),
-            (received, TALL / 2 + 0.3, TALL / 2 - 0.3, " received", "received"),
-        ):
-            if pieces:
-                title = f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}"
-                boxes = (
-                    box(rows.x(start), at + low, max(rows.x(end) - rows.x(start), TICK), tall)
-                    for start, end in union(pieces)
-                )
-                scene.path("".join(boxes), colour + more).add("title", title)
+def _bars(of: AxisTraffic, rank: int) -> Iterator[Bar]:
+    """Yield the bars of what a rank has in flight. Those that overlap are one."""
+    both = [(e.start, e.end) for e in of.collectives if e.rank == rank]
+    sent = [(m.start, m.end) for m in of.messages if m.src == rank]
+    received = [(m.start, m.end) for m in of.messages if m.dst == rank]
+    half, colour = TALL / 2 - 0.3, axis_class(of.axis)
+    for pieces, low, tall, class_, word in (
+        (both, 0.0, TALL, colour, "collectives of torch's own"),
+        (sent, 0.0, half, colour, "sent"),
+        (received, TALL - half, half, f"{colour} received", "received"),
+    ):
+        title = f"{of.axis or NO_AXIS}, rank {rank}: {len(pieces)} {word}"
+        for start, end in union(pieces):
+            yield Bar(start, end, class_, title, low, tall, name=word)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from parallel101.laboratory.analysis.held_over_time import (
@@ -18,6 +17,7 @@ from parallel101.laboratory.analysis.held_over_time import (
     held_over_time,
 )
 from parallel101.laboratory.record.units import decimal_bytes
+from parallel101.laboratory.viz.rows import TimeRows
 from parallel101.laboratory.viz.scene import PHONE, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 928.0, 104.0
@@ -70,59 +70,44 @@ def activations_scene(
     low = scene.legend(_entries(microbatches), 78)
     scene.narrow = (PHONE, scene.height + low)
     names, plots, letters, _ = scene.columns(LEFT, RIGHT, NARROW, low)
-    base = TOP - BELOW
+    rows, base = TimeRows(scene, 0.0, 1.0, left=LEFT, right=RIGHT), TOP - BELOW
     for (name, of), height in zip(ranks.items(), heights):
         base += BELOW + height
         names.write(name, LEFT - 10, base - 4, 12.5, "m e")
         names.write(_peak_in_words(of), LEFT, base + 34, 12.5)
-        _plot(plots, of, base, TALL / most)
-        _phases(plots, letters, of, base)
+        _plot(rows, plots, letters, of, base, TALL / most)
     return scene
 
 
-def _plot(plots: Node, of: HeldOverTime, base: float, scale: float) -> None:
-    """Draw the layers of one rank, the first microbatch at the bottom, and a line at the peak."""
-    width = RIGHT - LEFT
-    xs = [LEFT + place * width for place in of.places]
-    under = [0] * len(xs)
+def _plot(
+    rows: TimeRows, plots: Node, letters: Node, of: HeldOverTime, base: float, scale: float
+) -> None:
+    """Draw the layers of one rank, the first microbatch at the bottom, and a line at the peak.
+
+    Below is a mark where a forward or backward begins, with its letter and microbatch.
+    """
+    edges = [f"{rows.x(place):.1f}" for place in of.places] + [f"{RIGHT:g}"]
+    layers, heights = [], [0] * len(of.places)
     for microbatch, layer in of.layers.items():
-        over = [low + own for low, own in zip(under, layer)]
+        heights = [low + own for low, own in zip(heights, layer)]
+        steps = zip(heights, edges[1:])
+        path = "".join(f"V{base - high * scale:.1f}H{end}" for high, end in steps)
+        layers.append((microbatch, layer, f"M{edges[0]} {base:g}{path}V{base:g}z"))
+    for microbatch, layer, path in reversed(layers):  # each covers the lower part of the one before
         what = "activations" if microbatch is None else f"microbatch {microbatch}"
-        area = plots.path(_area(xs, under, over, base, scale), _colour(microbatch))
+        area = plots.path(path, _colour(microbatch))
         area.add("title", f"{what}: at most {decimal_bytes(max(layer))}")
-        under = over
     place, most, _ = of.peak
     y = base - most * scale
-    plots.path(f"M{LEFT:g} {y:.1f}H{RIGHT:g}", "peak")
-    plots.path(f"M{LEFT + place * width:.1f} {y:.1f}V{base:g}", "peak")
-
-
-def _area(
-    xs: Sequence[float], low: Sequence[int], high: Sequence[int], base: float, scale: float
-) -> str:
-    """Return the outline of a layer, in steps, wherever it has any bytes."""
-    path, ends = "", [*xs[1:], RIGHT]
-    for filled, group in groupby(range(len(xs)), lambda i: high[i] > low[i]):
-        if filled:
-            run = list(group)
-            top = "".join(f"V{base - high[k] * scale:.1f}H{ends[k]:.1f}" for k in run)
-            bottom = "".join(f"V{base - low[k] * scale:.1f}H{xs[k]:.1f}" for k in reversed(run))
-            path += f"M{xs[run[0]]:.1f} {base - low[run[0]] * scale:.1f}{top}{bottom}z"
-    return path
-
-
-def _phases(plots: Node, letters: Node, of: HeldOverTime, base: float) -> None:
-    """Draw the axis: a mark where a forward or backward begins, with its letter and microbatch."""
+    plots.path(f"M{LEFT:g} {y:.1f}H{RIGHT:g}M{rows.x(place):.1f} {y:.1f}V{base:g}", "peak")
     plots.path(f"M{LEFT:g} {base:g}H{RIGHT:g}", "slot")
-    wide = (RIGHT - LEFT) / max(len(of.phases), 1)
     for phase, start, end in of.phases:
-        x = LEFT + start * (RIGHT - LEFT)
-        plots.path(f"M{x:.1f} {base:g}v5", "slot")
+        left, wide = rows.x(start), rows.x(end) - rows.x(start)
+        plots.path(f"M{left:.1f} {base:g}v5", "slot")
         microbatch = "" if phase.microbatch is None else phase.microbatch
         text = f"{LETTERS.get(phase.name, '')}{microbatch}"
         if 8 * len(text) < wide:
-            middle = LEFT + (start + end) / 2 * (RIGHT - LEFT)
-            letters.write(text, f"{middle:.1f}", base + 15, 11, "m c")
+            letters.write(text, left + wide / 2, base + 15, 11, "m c")
 
 
 def _peak_in_words(of: HeldOverTime) -> str:

@@ -74,6 +74,7 @@ class TimeRows:
     Args:
         colours: of the spans, by name.
         text: of the texts in bars: their class, and the largest and the smallest size.
+        least: pixels of a bar's width.
     """
 
     def __init__(
@@ -86,9 +87,11 @@ class TimeRows:
         right: float = RIGHT,
         colours: dict[str, int] | None = None,
         text: tuple[str, float, float] = ("", 10.5, 10.5),
+        least: float = 0.8,
     ):
         self.scene, self.begin, self.duration = scene, begin, span
         self.left, self.right, self.colours, self.text = left, right, colours or {}, text
+        self.least = least
         if STYLE not in scene.style:
             scene.style += STYLE
 
@@ -167,7 +170,7 @@ class TimeRows:
         for bar in bars:
             left, width = self.x(bar.start), self.x(bar.end) - self.x(bar.start)
             idle, gap = bar.class_ == "idle", 0.6 * (bar.class_ != "idle")
-            place = left, y + bar.low, max(0.8, width - gap), bar.tall
+            place = left, y + bar.low, max(self.least, width - gap), bar.tall
             if idle and bar.end == bar.start:
                 continue
             if idle:
