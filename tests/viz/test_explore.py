@@ -40,6 +40,10 @@ def rows(explorer) -> dict[str, list[str]]:
     }
 
 
+def shown(explorer) -> str:
+    return explorer.output.outputs[0]["data"]["text/html"]
+
+
 # ── Predictions
 
 
@@ -61,15 +65,17 @@ def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
     assert rows(explorer)["steps"] == ["4", "4"]
     assert explorer.status.value == "steps: you predicted 7, it is 4: too high."
     assert explorer.prediction.value == ""
-    predict(explorer, "a <b>ig one", "in words")
+    predict(explorer, "a <b>ig one")  # in words, which nothing judges
     explorer.prediction._handle_custom_msg({"event": "submit"}, [])  # the Enter key
-    assert "Your prediction: <strong>a &lt;b&gt;ig one</strong>" in explorer.html
+    assert "<strong>a &lt;b&gt;ig one</strong> </td>" in explorer.html
     move(explorer, ranks=2)
     assert "prediction" not in explorer.html and rows(explorer)["steps"][0] == "2"
-
-
-def shown(explorer) -> str:
-    return explorer.output.outputs[0]["data"]["text/html"]
+    # a number without a unit has the one that the empty field names
+    assert explorer.prediction.placeholder == "a number, or words"
+    predict(explorer, "64", "busiest rank sends")
+    assert explorer.prediction.placeholder == "in B, or with a unit"
+    explorer.run_button.click()
+    assert explorer.status.value == "busiest rank sends: you predicted 64 B, it is 48 B: too high."
 
 
 def test_what_is_to_be_predicted_is_not_shown_before_but_a_page_without_a_kernel_has_it():
@@ -80,33 +86,11 @@ def test_what_is_to_be_predicted_is_not_shown_before_but_a_page_without_a_kernel
     move(explorer, ranks=2)  # still to be predicted
     assert "First predict" in explorer.status.value and "<table>" not in shown(explorer)
     assert "96 B" in explorer._repr_mimebundle_()[0]["text/html"]
-    predict(explorer, "a lot")
-    explorer.run_button.click()
-    assert explorer.status.value == 'Type a number, such as 12 B, or choose "in words".'
-    assert explorer.prediction.value == "a lot" and "<table>" not in shown(explorer)
     predict(explorer, "64 B")
     explorer.run_button.click()
     assert "<strong>64 B</strong> ✓ right" in shown(explorer)
     move(explorer, ranks=4)
     assert rows(explorer)["busiest rank sends"] == ["96 B", "96 B"]
-
-
-def test_without_a_prediction_that_was_asked_for_run_asks_once():
-    explorer = explore_collective(world="sim", predict="steps")
-    explorer.run_button.click()
-    assert "Write down a prediction first" in explorer.status.value
-    move(explorer, ranks=2)
-    assert "<table>" not in shown(explorer)
-    explorer.run_button.click()
-    assert "<table>" in shown(explorer)
-
-
-def test_a_number_without_a_unit_has_the_one_that_the_empty_field_names(collective):
-    assert collective.prediction.placeholder == "a number"
-    predict(collective, "96", "busiest rank sends")
-    assert collective.prediction.placeholder == "in B, or with a unit"
-    collective.run_button.click()
-    assert collective.status.value == "busiest rank sends: you predicted 96 B, it is 96 B: right."
 
 
 # the exact number in bytes or seconds or as a count, what is shown, what is typed, the verdict
@@ -121,9 +105,7 @@ EXACT = [
     (41.25e9, "41.2 GB", "41.25", "right"),
     (41.25e9, "41.2 GB", "41,25 GB", "right"),
     (41.25e9, "41.2 GB", "41.2 GB", "right"),
-    (41.25e9, "41.2 GB", "41.3 GB", "right"),
     (41.25e9, "41.2 GB", "41250 MB", "right"),
-    (41.25e9, "41.2 GB", "41,250 MB", "right"),
     (41.25e9, "41.2 GB", "41 250 MB", "right"),
     (41.25e9, "41.2 GB", "15 + 3.75 + 22.5 = 41.25 GB", "right"),
     (41.25e9, "41.2 GB", "41.25 GiB", "too high"),

@@ -41,6 +41,10 @@ RIGHT, TOP = 812.0, 116.0
 # heights: a lane of spans, a lane of messages, the gap between ranks, the name of a window
 TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0
 MOST_RANKS, MOST_SPAN_LANES, MOST_MESSAGE_LANES = 16, 2, 4
+SENTENCE = (
+    "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing and "
+    "waits."
+)
 
 
 def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communication") -> Scene:
@@ -77,15 +81,23 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     scene = Scene(960, height, title, " ".join(window_text(window, n) for window in windows))
     colours = span_colours(e for e in events if e.kind == "span" and not e.waiting)
     rows = TimeRows(scene, 0.0, longest, right=RIGHT, colours=colours)
-    _head(rows, trace, "" if within else human_seconds(longest))
+    took = "" if within else f" · {human_seconds(longest)}"  # panels have their own
+    scene.head(trace_facts(trace) + took, SENTENCE)
+    scene.legend(dict.fromkeys([*legend_entries(trace.events, colours), ("wait", "idle")]))
+    scene.write("overlap", END, 89, 12, "m e")
     for i, window in enumerate(windows):
         top = TOP + i * high
         if within:
             scene.write(window.name, LEFT, top + 15, 15, "b")
             scene.write(human_seconds(window.end - window.begin), RIGHT, top + 15, 13, "m e")
         panel = TimeRows(scene, window.begin, longest, right=RIGHT, colours=colours)
-        below = top + (HEAD - 6 if within else 0)
-        _window(panel, window, n, below, row, depth, lanes[i], flows[i])
+        for rank in range(n):  # its spans, over what no span covers, and below them its messages
+            y = top + (HEAD - 6 if within else 0) + rank * row
+            here = [e for e in window.events if e.rank == rank]
+            idle = Bar(window.begin, window.end, "idle", "", 0.5, TALL - 1)
+            panel.rank(rank, y + 13)
+            panel.draw([idle, *panel.bars(here, lanes[i], depth, TALL, THIN, flows[i])], y)
+            _overlap(scene, time_breakdown(window, rank), here, y)
     rows.axis(TOP + len(windows) * high)
     rows.notes(notes)
     return scene
@@ -118,41 +130,6 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
         ends[lane : lane + 1] = [event.end]
         lanes[id(event)] = lane
     return lanes
-
-
-def _head(rows: TimeRows, trace: Trace, took: str) -> None:
-    """Draw the title and the legend.
-
-    `took` is the time that is drawn, or "" if each panel shows its own.
-    """
-    sentence = (
-        "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing "
-        "and waits."
-    )
-    rows.scene.head(trace_facts(trace) + (f" · {took}" if took else ""), sentence)
-    entries = legend_entries(trace.events, rows.colours)
-    idle = ("wait", "idle")
-    rows.scene.legend(entries if idle in entries else [*entries, idle])
-    rows.scene.write("overlap", END, 89, 12, "m e")
-
-
-def _window(
-    rows: TimeRows,
-    window: TimeWindow,
-    ranks: int,
-    top: float,
-    row: float,
-    depth: int,
-    lanes: dict[int, int],
-    flows: dict[int, int],
-) -> None:
-    """Draw the ranks of a window: their spans, and below them their messages."""
-    for rank in range(ranks):
-        y, here = top + rank * row, [e for e in window.events if e.rank == rank]
-        idle = Bar(window.begin, window.end, "idle", "", 0.5, TALL - 1)  # what no span covers
-        rows.rank(rank, y + 13)
-        rows.draw([idle, *rows.bars(here, lanes, depth, TALL, THIN, flows)], y)
-        _overlap(rows.scene, time_breakdown(window, rank), here, y)
 
 
 def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:

@@ -104,8 +104,8 @@ def _plot(
     for phase, start, end in of.phases:
         left, wide = rows.x(start), rows.x(end) - rows.x(start)
         plots.path(f"M{left:.1f} {base:g}v5", "slot")
-        microbatch = "" if phase.microbatch is None else phase.microbatch
-        text = f"{LETTERS.get(phase.name, '')}{microbatch}"
+        number = "" if phase.microbatch is None else phase.microbatch
+        text = f"{LETTERS.get(phase.name, '')}{number}"
         if 8 * len(text) < wide:
             letters.write(text, left + wide / 2, base + 15, 11, "m c")
 

@@ -21,7 +21,7 @@ from itertools import cycle
 from typing import Protocol
 
 from parallel101.laboratory.record.units import decimal_bytes
-from parallel101.laboratory.viz.scene import END, PHONE, Node, Scene
+from parallel101.laboratory.viz.scene import END, PHONE, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
 TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
@@ -118,41 +118,26 @@ def memory_scene(
                     apart = sum(by_position) <= OVERLAP * whole
                     place = position / len(of.ranks) if apart else 0.0
                     parts = [(place, place + mine / whole)]
-                _bar(bars, inside, kind, mine, whole, parts, lefts[kind], y, scale, colours[kind])
+                width, temporary = whole * scale, kind.endswith(PEAK)
+                if not temporary:
+                    bars.rect(lefts[kind], y, width, TALL, "others", rx=2)
+                if not mine:
+                    continue
+                # what was counted may differ a little from the model's share: padding, counts
+                exact, widest = mine / whole / share_of(parts) * width, (0.0, y, 0.0, TALL)
+                title, colour = f"{kind}: {decimal_bytes(mine)}", colours[kind]
+                for low, high in parts:
+                    wide = (high - low) * exact
+                    at = 0.0 if temporary else min(low * width, max(width - wide, 0.0))
+                    place = lefts[kind] + at, y, max(wide, 1.0), TALL
+                    bars.rect(*place, f"own f{colour}", rx=2, title=title)
+                    widest = max(widest, place, key=lambda box: box[2])
+                inside.label(decimal_bytes(mine), widest, f"o{colour}", 11.5)
             total = sum(by_position[position] for by_position in of.bytes.values())
             totals.write(decimal_bytes(total), END, y + 17, 17, "b e")
             y += ROW
         y += BETWEEN
     return scene
-
-
-def _bar(
-    bars: Node,
-    inside: Node,
-    kind: str,
-    mine: int,
-    whole: int,
-    parts: Sequence[tuple[float, float]],
-    left: float,
-    y: float,
-    scale: float,
-    colour: int,
-) -> None:
-    width, temporary = whole * scale, kind.endswith(PEAK)
-    if not temporary:
-        bars.rect(left, y, width, TALL, "others", rx=2)
-    if not mine or not parts:
-        return
-    # what was counted may differ a little from the model's share: padding, counts of steps
-    exact = mine / whole / share_of(parts)
-    drawn = []
-    for low, high in parts:
-        wide = (high - low) * exact * width
-        at = left + (0.0 if temporary else min(low * width, max(width - wide, 0.0)))
-        rect = at, y, max(wide, 1.0), TALL
-        bars.rect(*rect, f"own f{colour}", rx=2, title=f"{kind}: {decimal_bytes(mine)}")
-        drawn.append((wide, rect))
-    inside.label(decimal_bytes(mine), max(drawn)[1], f"o{colour}", 11.5)
 
 
 def share_of(parts: Sequence[tuple[float, float]]) -> float:

@@ -10,14 +10,13 @@ terminal.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from parallel101.laboratory.analysis.run_window import recorded_from, run_times, script_marks
-from parallel101.laboratory.analysis.slower_ranks import slower_ranks
+from parallel101.laboratory.analysis.slower_ranks import Cause, SlowerRank, slower_ranks
 from parallel101.laboratory.analysis.waiting import (
     CallTimes,
-    CollectiveTotals,
     RankTimes,
     Wait,
     collective_totals,
@@ -102,23 +101,19 @@ def as_text(table: TextTable) -> str:
     return "\n".join(lines + [f"  {table.note}"] * bool(table.note))
 
 
-def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
-    every = rank_times(trace, waited)
-    shown_rows, title = every, "Time of each rank"
-    if len(every) > MOST_RANKS:
-        shown_rows = sorted(every, key=lambda row: -row.waiting)[:MOST_RANKS]
-        title = f"Time of the {MOST_RANKS} ranks that waited longest"
-    messages, collectives = any(r.messages for r in every), any(r.collectives for r in every)
-    late = any(row.waited_for for row in every)
-    has = [True, messages, messages, collectives, collectives, True, True, late]
-    head = ["rank", "messages", "sent", "collectives", "their data", "computing", "waiting"]
-    head.append("of that, until others called")
-    rows = [[cell for cell, keep in zip(_rank_cells(row), has) if keep] for row in shown_rows]
-    head = [cell for cell, keep in zip(head, has) if keep]
-    lost = [row.rank for row in every if not row.recorded]
-    kept = _of_kept(trace, "Until others called") if late else ""
-    note = _notes(kept, f"–: the record of {ranks_text(lost)} is lost." if lost else "")
-    return TextTable(title, head, rows, len(head) - late, note)
+def _table(
+    title: str,
+    rows: Sequence[Any],
+    columns: dict[str, Callable[[Any], str]],
+    numbers: int,
+    most: int = MOST_CALLS,
+    what: str = "row",
+    notes: Sequence[str] = (),
+) -> TextTable:
+    """Return a table of the first rows. `columns`: by their heads, a row's text."""
+    more, cells = len(rows) - most, [[of(row) for of in columns.values()] for row in rows[:most]]
+    told = [f"and {more} more {what}{'s' * (more > 1)}."] * (more > 0) + [n for n in notes if n]
+    return TextTable(title, list(columns), cells, numbers, " ".join(told))
 
 
 def _of_kept(trace: Trace, what: str) -> str:
@@ -126,99 +121,105 @@ def _of_kept(trace: Trace, what: str) -> str:
     return f"{what}: in {trace.kept_text}." if trace.earlier else ""
 
 
-def _rank_cells(row: RankTimes) -> list[str]:
-    if not row.recorded:
-        return [str(row.rank), *"–––––––"]
-    total = (row.computing + row.waiting) or 1.0
+def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
+    rows, title = rank_times(trace, waited), "Time of each rank"
+    lost = [row.rank for row in rows if not row.recorded]
+    late = any(row.waited_for for row in rows)
+    columns: dict[str, Callable[[RankTimes], str]] = {}
+    if any(row.messages for row in rows):
+        columns["messages"] = lambda row: str(row.messages)
+        columns["sent"] = lambda row: human_bytes(row.nbytes)
+    if any(row.collectives for row in rows):
+        columns["collectives"] = lambda row: str(row.collectives)
+        columns["their data"] = lambda row: human_bytes(row.collective_bytes)
+    columns["computing"] = lambda row: _with_share(row, row.computing)
+    columns["waiting"] = lambda row: _with_share(row, row.waiting)
+    if late:
+        columns["of that, until others called"] = _waited_for
+    known = {
+        head: (lambda row, of=of: of(row) if row.recorded else "–") for head, of in columns.items()
+    }
+    columns = {"rank": lambda row: str(row.rank)} | known
+    if len(rows) > MOST_RANKS:
+        rows = sorted(rows, key=lambda row: -row.waiting)[:MOST_RANKS]
+        title = f"Time of the {MOST_RANKS} ranks that waited longest"
+    notes = [_of_kept(trace, "Until others called")] * late
+    notes += [f"–: the record of {ranks_text(lost)} is lost."] * bool(lost)
+    return _table(title, rows, columns, len(columns) - late, MOST_RANKS, notes=notes)
+
+
+def _with_share(row: RankTimes, seconds: float) -> str:
+    """Return some of a rank's time, with its share of the whole."""
+    return f"{human_seconds(seconds)} {seconds / ((row.computing + row.waiting) or 1.0):4.0%}"
+
+
+def _waited_for(row: RankTimes) -> str:
     longest = sorted(row.waited_for.items(), key=lambda entry: -entry[1])[:3]
-    return [
-        str(row.rank),
-        str(row.messages),
-        human_bytes(row.nbytes),
-        str(row.collectives),
-        human_bytes(row.collective_bytes),
-        f"{human_seconds(row.computing)} {row.computing / total:4.0%}",
-        f"{human_seconds(row.waiting)} {row.waiting / total:4.0%}",
-        ", ".join(f"{human_seconds(late)} for rank {rank}" for rank, late in longest),
-    ]
+    return ", ".join(f"{human_seconds(late)} for rank {rank}" for rank, late in longest)
 
 
 def _slower(trace: Trace) -> TextTable:
     """Return a table of the ranks that others wait for: what takes longer, how much, and where."""
-    rows = []
-    for row in slower_ranks(trace)[:MOST_RANKS]:
-        share = f"{row.slower} of {row.steps}"
-        steps = f"{share}, from {row.first}" if row.first else "one run"
-        for cause in row.causes:
-            more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
-            line = _place(cause.where) + more if cause.where else "–"
-            rows.append([str(row.rank), human_seconds(cause.seconds), cause.what, steps, line])
-    head = ["rank", "more per step", "what", "in steps", "line"]
+    rows = [(row, cause) for row in slower_ranks(trace)[:MOST_RANKS] for cause in row.causes]
+
+    def steps(row: SlowerRank) -> str:
+        return f"{row.slower} of {row.steps}, from {row.first}" if row.first else "one run"
+
+    def line(cause: Cause) -> str:
+        more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
+        return _place(cause.where) + more if cause.where else "–"
+
+    columns: dict[str, Callable[[Any], str]] = {
+        "rank": lambda of: str(of[0].rank),
+        "more per step": lambda of: human_seconds(of[1].seconds),
+        "what": lambda of: of[1].what,
+        "in steps": lambda of: steps(of[0]),
+        "line": lambda of: line(of[1]),
+    }
     title = "Slower ranks, compared with the median of the others"
-    return TextTable(title, head, rows, 2, _notes(_of_kept(trace, "In steps")))
+    return _table(title, rows, columns, 2, len(rows), notes=[_of_kept(trace, "In steps")])
 
 
 def _links(trace: Trace) -> TextTable:
-    links = slowest_links(trace)
-    rows = [
-        [
-            f"{link.src} → {link.dst}",
-            str(link.messages),
-            human_bytes(link.nbytes),
-            human_seconds(link.seconds),
-            human_seconds(link.slowest),
-            f"{human_bytes(link.timed_bytes / link.seconds)}/s" if link.seconds else "–",
-        ]
-        for link in links[:MOST_LINKS]
-    ]
-    head = ["link", "messages", "bytes", "in flight", "longest", "rate"]
-    kept = _of_kept(trace, "In flight, longest and rate")
-    note = _notes(_more(len(links), MOST_LINKS, "link"), kept)
-    return TextTable("Slowest links", head, rows, 6, note)
-
-
-def _notes(*notes: str) -> str:
-    return " ".join(note if note.endswith(".") else f"{note}." for note in notes if note)
+    columns: dict[str, Callable[[Any], str]] = {
+        "link": lambda link: f"{link.src} → {link.dst}",
+        "messages": lambda link: str(link.messages),
+        "bytes": lambda link: human_bytes(link.nbytes),
+        "in flight": lambda link: human_seconds(link.seconds),
+        "longest": lambda link: human_seconds(link.slowest),
+        "rate": lambda link: (
+            f"{human_bytes(link.timed_bytes / link.seconds)}/s" if link.seconds else "–"
+        ),
+    }
+    notes = [_of_kept(trace, "In flight, longest and rate")]
+    return _table("Slowest links", slowest_links(trace), columns, 6, MOST_LINKS, "link", notes)
 
 
 def _collectives(trace: Trace) -> TextTable:
-    totals, everyone = collective_totals(trace), range(trace.world_size)
-    rows = [
-        [
-            str(row.calls),
-            human_bytes(row.nbytes),
-            human_bytes(row.nbytes / row.calls),
-            row.kind,
-            _among(row, everyone),
-        ]
-        for row in totals[:MOST_CALLS]
-    ]
-    head = ["calls", "data", "per call", "operation", "among"]
-    note = _more(len(totals), MOST_CALLS, "row")
-    return TextTable("Collectives, as each rank called them", head, rows, 3, note)
-
-
-def _among(row: CollectiveTotals, everyone: range) -> str:
-    ranks = ranks_text(row.ranks, everyone)
-    return ranks if row.axis is None else f"{ranks}, axis {row.axis}"
+    everyone = range(trace.world_size)
+    columns: dict[str, Callable[[Any], str]] = {
+        "calls": lambda row: str(row.calls),
+        "data": lambda row: human_bytes(row.nbytes),
+        "per call": lambda row: human_bytes(row.nbytes / row.calls),
+        "operation": lambda row: row.kind,
+        "among": lambda row: (
+            ranks_text(row.ranks, everyone) + (f", axis {row.axis}" if row.axis else "")
+        ),
+    }
+    return _table("Collectives, as each rank called them", collective_totals(trace), columns, 3)
 
 
 def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
-    calls = slowest_calls(waited, trace.earlier)
-    rows = [
-        [
-            human_seconds(call.seconds),
-            str(call.waits),
-            f"{human_seconds(call.longest)} on rank {call.longest_on}",
-            _last(call),
-            call.kind,
-            _place(call.where),
-        ]
-        for call in calls[:MOST_CALLS]
-    ]
-    head = ["waited", "times", "longest", "called last", "call", "line"]
-    note = _notes(_more(len(calls), MOST_CALLS, "line"), _of_kept(trace, "Called last"))
-    return TextTable("Slowest calls, all ranks together", head, rows, 2, note)
+    columns: dict[str, Callable[[Any], str]] = {
+        "waited": lambda call: human_seconds(call.seconds),
+        "times": lambda call: str(call.waits),
+        "longest": lambda call: f"{human_seconds(call.longest)} on rank {call.longest_on}",
+        "called last": _last,
+        "call": lambda call: call.kind,
+        "line": lambda call: _place(call.where),
+    }
+    calls, notes = slowest_calls(waited, trace.earlier), [_of_kept(trace, "Called last")]
+    return _table("Slowest calls, all ranks together", calls, columns, 2, what="line", notes=notes)
 
 
 def _last(call: CallTimes) -> str:
@@ -233,7 +234,3 @@ def _place(where: str) -> str:
     """Return the line of source, with a relative path if it is below the working directory."""
     relative = os.path.relpath(where) if os.path.isabs(where) else where
     return shown(where).replace(where, relative) if not relative.startswith("..") else shown(where)
-
-
-def _more(count: int, most: int, what: str) -> str:
-    return f"and {count - most} more {what}{'s' * (count - most > 1)}" if count > most else ""

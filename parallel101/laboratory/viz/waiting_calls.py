@@ -9,11 +9,11 @@ A row for each rank, on the record's own time axis: sends above, receives below.
 from __future__ import annotations
 
 from parallel101.laboratory.analysis.replay import Replay
-from parallel101.laboratory.record.events import Event, Message
+from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.units import human_seconds
 from parallel101.laboratory.viz.matrix import LEFT, MIDDLE, NARROW, WIDTH
 from parallel101.laboratory.viz.rows import Bar, TimeRows
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import Scene
 from parallel101.laboratory.viz.timing import Timing
 
 LEGEND = (
@@ -41,10 +41,21 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
         for kind, low in (("send", 0.0), ("recv", 0.5)):
             sides = [(m, m.send if kind == "send" else m.recv) for m in messages]
             mine = [(m, event) for m, event in sides if event.rank == rank]
+            lane, above = row / 2 - 2, y + 2 + low * (row - 4)
+            named = len(mine) == 1 and lane >= LABELLED
+            inside, tall = (lane - 13, 10.0) if named else (0.15 * lane, 0.7 * lane)
             for message, event in mine:
-                _call(rows, panel, message, event, y + 2 + low * (row - 4), row / 2 - 2, len(mine))
-    waits = [(m.start - e.posted, e) for m in messages for e in (m.send, m.recv)]
-    if waits and (wait := max(waits, key=lambda wait: wait[0]))[0] > 0:
+                moves, words = max(message.start, event.posted), _words(event)
+                title = f"rank {rank}, {words}: waits {human_seconds(moves - event.posted)}"
+                waits = Bar(event.posted, moves, "idle", title, inside, tall)
+                sent = Bar(moves, max(event.end, moves), kind, title, inside, tall)
+                rows.draw([waits, sent], above, panel)
+                left, end = rows.x(event.posted), rows.x(sent.end)
+                place = (end - 4, "m e") if left > LEFT + 0.75 * WIDTH else (left + 2, "m")
+                if named:
+                    panel.write(words, place[0], above + inside - 4, 12, place[1])
+    waited = [(m.start - e.posted, e) for m in messages for e in (m.send, m.recv)]
+    if waited and (wait := max(waited, key=lambda wait: wait[0]))[0] > 0:
         where = f"rank {wait[1].rank}, {_words(wait[1])}"
         scene.description += f" The longest wait: {where}, {human_seconds(wait[0])}."
     if messages:
@@ -54,29 +65,6 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
         for k, line in enumerate(LEGEND):
             y = top + row * n + 32 + 16 * k
             panel.write(line, LEFT + WIDTH / 2, y, 12, "m c")
-
-
-def _call(
-    rows: TimeRows,
-    panel: Node,
-    message: Message,
-    event: Event,
-    y: float,
-    lane: float,
-    calls: int,
-) -> None:
-    """Draw one rank's side of a message, with its name if no other message is in its lane."""
-    named = calls == 1 and lane >= LABELLED
-    low, tall = (lane - 13, 10.0) if named else (0.15 * lane, 0.7 * lane)
-    moves = max(message.start, event.posted)
-    end = max(event.end, moves)
-    title = f"rank {event.rank}, {_words(event)}: waits {human_seconds(moves - event.posted)}"
-    waits = Bar(event.posted, moves, "idle", title, low, tall)
-    rows.draw([waits, Bar(moves, end, event.kind, title, low, tall)], y, panel)
-    if named:
-        right = rows.x(event.posted) > LEFT + 0.75 * WIDTH
-        at = rows.x(end) - 4 if right else rows.x(event.posted) + 2
-        panel.write(_words(event), at, y + low - 4, 12, "m e" if right else "m")
 
 
 def _words(event: Event) -> str:

@@ -24,7 +24,7 @@ from parallel101.cost.closed_forms import closed_form
 from parallel101.laboratory.analysis.critical_path import critical_path
 from parallel101.laboratory.analysis.provenance import most_elements
 from parallel101.laboratory.analysis.steps import steps_of
-from parallel101.laboratory.ranks.launch import Run, launch
+from parallel101.laboratory.ranks.launch import launch
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.sim.network import Network
@@ -68,6 +68,10 @@ IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")
 MOST_NUMBERS, MOST_SEGMENTS = 48, 16
 BLOCK = 16  # numbers in a rank's block, where each stands for several
 NUMBERS = "the numbers"
+ON_GLOO = (
+    "On gloo, messages go through this machine: size, network, latency and bandwidth have no "
+    "effect. Choose sim to set them."
+)
 SIZES = {human_bytes(4**k): 4**k for k in range(5, 16)}  # 1 KiB, 4 KiB, … 1 GiB
 WORLDS: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
@@ -131,105 +135,109 @@ def explore_collective(
         ValueError: an unknown setting, or a number outside its slider's range.
     """
     own = operation if callable(operation) else None
-    controls = {}
+    controls: dict[str, Any] = {
+        "world": menu("world", WORLDS, world),
+        "ranks": slider("ranks", 1, MOST_RANKS[world], ranks),
+        "numbers": slider("numbers", 1, most_numbers(ranks), numbers),
+        "network": menu("network", TOPOLOGIES, network),
+        "latency": menu("latency", LATENCIES, latency),
+        "bandwidth": menu("bandwidth", BANDWIDTHS, bandwidth),
+    }
     if own is None:
-        controls["operation"] = menu("operation", OPERATIONS, operation)
+        first = {"operation": menu("operation", OPERATIONS, operation)}
         known = autograd.algorithms(str(operation))
-        controls["algorithm"] = menu("algorithm", known, algorithm)
-    controls["world"] = menu("world", WORLDS, world)
-    controls["ranks"] = slider("ranks", 1, MOST_RANKS[world], ranks)
-    controls["numbers"] = slider("numbers", 1, most_numbers(ranks), numbers)
-    if own is None:
+        first["algorithm"] = menu("algorithm", known, algorithm)
+        controls = first | controls
         controls["size"] = menu("size", (NUMBERS, *SIZES), size)
         controls["root"] = slider("root", 0, ranks - 1, root)
         controls["segments"] = slider("segments", 1, MOST_SEGMENTS, segments)
-    controls["network"] = menu("network", TOPOLOGIES, network)
-    controls["latency"] = menu("latency", LATENCIES, latency)
-    controls["bandwidth"] = menu("bandwidth", BANDWIDTHS, bandwidth)
-    calls = (run, adjust) if own is None else (partial(run_own, own), adjust_world)
-    return Explorer(controls, *calls, quantities=QUANTITIES, predict=predict)
+    return Explorer(controls, partial(run, own), adjust, quantities=QUANTITIES, predict=predict)
 
 
 def adjust(controls: Mapping[str, Any], changed: str) -> str:
     """Offer what the operation, the world and the ranks have, and say why the rest is off."""
-    operation, algorithm = controls["operation"].value, controls["algorithm"]
-    if algorithm.options != (names := tuple(autograd.algorithms(operation))):
-        kept = algorithm.value if algorithm.value in names else names[0]
-        algorithm.options, algorithm.value = names, kept
-    why = adjust_world(controls, changed)
-    ranks, numbers = controls["ranks"].value, controls["numbers"]
-    if (
-        changed == "ranks" and operation not in BLOCKS and operation != "barrier"
-    ):  # equal blocks again
-        numbers.value = max(1, min(round(numbers.value / ranks), numbers.max // ranks)) * ranks
-    controls["root"].max = ranks - 1
-    size = controls["size"]
-    size.disabled = operation == "barrier" or controls["world"].value == "gloo"
-    if size.disabled:
-        size.value = NUMBERS
-    controls["root"].disabled = operation not in ROOTS
-    numbers.disabled = operation == "barrier" or size.value != NUMBERS
-    controls["segments"].disabled = algorithm.value != "pipelined_chain"
-    sentences = [f"{operation} has no root."] * (operation not in ROOTS)
-    sentences += ["A barrier sends no numbers."] * (operation == "barrier")
-    return " ".join([*sentences, why]).strip()
-
-
-def adjust_world(controls: Mapping[str, Any], changed: str) -> str:
-    """Offer as many ranks and numbers as fit, and links on sim."""
-    gloo = controls["world"].value == "gloo"
-    controls["ranks"].max = MOST_RANKS[controls["world"].value]
-    controls["numbers"].max = most_numbers(controls["ranks"].value)
-    for name in ("network", "latency", "bandwidth"):
-        controls[name].disabled = gloo
-    return (
-        "On gloo, messages go through this machine: size, network, latency and bandwidth have no "
-        "effect. Choose sim to set them."
-    ) * gloo
+    world, ranks, numbers = (controls[name] for name in ("world", "ranks", "numbers"))
+    off = dict.fromkeys(("network", "latency", "bandwidth"), gloo := world.value == "gloo")
+    ranks.max, why = MOST_RANKS[world.value], [ON_GLOO] * gloo
+    numbers.max = most_numbers(ranks.value)
+    if "operation" in controls:
+        operation, algorithm = controls["operation"].value, controls["algorithm"]
+        if algorithm.options != (names := tuple(autograd.algorithms(operation))):
+            kept = algorithm.value if algorithm.value in names else names[0]
+            algorithm.options, algorithm.value = names, kept
+        if changed == "ranks" and operation not in (*BLOCKS, "barrier"):  # equal blocks again
+            blocks = min(round(numbers.value / ranks.value), numbers.max // ranks.value)
+            numbers.value = max(1, blocks) * ranks.value
+        controls["root"].max = ranks.value - 1
+        off["size"] = gloo or operation == "barrier"
+        if off["size"]:
+            controls["size"].value = NUMBERS
+        off["numbers"] = operation == "barrier" or controls["size"].value != NUMBERS
+        off["root"] = operation not in ROOTS
+        off["segments"] = algorithm.value != "pipelined_chain"
+        why = ["A barrier sends no numbers."] * (operation == "barrier") + why
+        why = [f"{operation} has no root."] * off["root"] + why
+    for name, is_off in off.items():
+        controls[name].disabled = is_off
+    return " ".join(why)
 
 
 def run(
-    operation: str,
-    algorithm: str,
+    own: Callable[[torch.Tensor], Any] | None,
     world: str,
     ranks: int,
     numbers: int,
-    size: str,
-    root: int,
-    segments: int,
     network: str,
     latency: str,
     bandwidth: str,
+    operation: str = "",
+    algorithm: str = "",
+    size: str = NUMBERS,
+    root: int = 0,
+    segments: int = 1,
 ) -> ExplorerResult:
-    """Run it once, and count."""
+    """Run a collective, or a function of the reader's own, and count."""
     numbers, each = blocks_of(operation, ranks, size) if size != NUMBERS else (numbers, 1)
-    segment_bytes = 8 * -(-numbers // segments) if algorithm == "pipelined_chain" else None
-    function = program(
-        operation, algorithm, root=root, segment_bytes=segment_bytes, module=autograd
+    segment = 8 * -(-numbers // segments) if algorithm == "pipelined_chain" else None
+    function = own or program(
+        operation, algorithm, root=root, segment_bytes=segment, module=autograd
     )
-    slow = links_of(world, ranks, network, latency, bandwidth, each)
-    clock_only = ranks > MOST_WATCHED or size != NUMBERS
-    ran, counted = counted_run(function, world, numbers, ranks, slow, not clock_only)
-    counted |= counts(ran.trace, network if slow else None, function, numbers)
-    if each > 1:
-        for what in {"busiest rank sends", "bytes on the critical path"} & set(counted):
-            counted[what] *= each
-        assert ran.trace is not None  # it records
-        ran.trace = enlarged(ran.trace, each)
-    real = links_of(world, ranks, network, latency, bandwidth)
-    segment = segment_bytes and segment_bytes * each
-    of = (operation, algorithm, ranks, numbers * each, root)
-    expected, note = predicted(*of, network if slow else "switch", real, segment)
+    between, real = (
+        links(network, ranks, LATENCIES[latency], BANDWIDTHS[bandwidth], each=of)
+        if world != "gloo"
+        else None
+        for of in (each, 1)
+    )
+    # with values that show their origin; otherwise no contents are recorded
+    watched = ranks <= MOST_WATCHED and size == NUMBERS
+    if watched:
+        ran = watch(function, ranks, numel=numbers, network=between, **WORLDS[world])
+    else:
+        start = partial(_call_on_ones, function, numbers)
+        ran = launch(start, world_size=ranks, network=between, trace=True, **WORLDS[world])
+    assert ran.trace is not None  # both record
+    counted = counts(ran.trace, network if between else "", function, numbers, own is not None)
+    counted = {what: of * (each if "byte" in what else 1) for what, of in counted.items()}
+    ran.trace = enlarged(ran.trace, each) if each > 1 else ran.trace
+    counted["busiest rank sends"] = max(ran.trace.bytes_sent)
+    counted["time"] = round(ran.trace.makespan, 12)
+    if own is not None:
+        rows = [(what, shown(counted, what)) for what in QUANTITIES]
+        return ExplorerResult(ran.animate(), rows, exact=counted)
+    on, bytes_of = network if between else "switch", segment and segment * each
+    expected, note = predicted(
+        operation, algorithm, ranks, numbers * each, root, on, real, bytes_of
+    )
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
         pairs = f"{ranks} isn't a power of two: {algorithm} first lets ranks work in pairs, {more}."
         note = f"{pairs} {note}"
-    rows = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]
-    if "NCCL" in world and any(this != form != "–" for _, this, form in rows):
+    compared = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]
+    if "NCCL" in world and any(this != form != "–" for _, this, form in compared):
         queue = "Under NCCL's rules, a message also waits for those before it in its rank's queue."
         note = f"{queue} The closed form has none. {note}"
-    picture = ran.animate(f"{operation}, {algorithm}" if clock_only else None)
-    return ExplorerResult(picture, rows, ("this run", "closed form"), note.strip(), counted)
+    picture = ran.animate(None if watched else f"{operation}, {algorithm}")
+    return ExplorerResult(picture, compared, ("this run", "closed form"), note.strip(), counted)
 
 
 def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
@@ -245,57 +253,9 @@ def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
     return BLOCK * blocks, round(in_block / BLOCK)
 
 
-def run_own(
-    function: Callable[[torch.Tensor], Any],
-    world: str,
-    ranks: int,
-    numbers: int,
-    network: str,
-    latency: str,
-    bandwidth: str,
-) -> ExplorerResult:
-    """Run a function of the reader's own, and count."""
-    speed = links_of(world, ranks, network, latency, bandwidth)
-    ran, counted = counted_run(function, world, numbers, ranks, speed, ranks <= MOST_WATCHED)
-    if speed is None or network == "switch":
-        counted |= counts(ran.trace, network if speed else None, function, numbers)
-    rows = [(what, shown(counted, what)) for what in QUANTITIES]
-    return ExplorerResult(ran.animate(), rows, exact=counted)
-
-
 def shown(numbers: Mapping[str, float], what: str) -> str:
     """Return a number of bytes, seconds or steps as text, or "–" if it is missing."""
     return TEXT[QUANTITIES[what]](numbers[what]) if what in numbers else "–"
-
-
-def links_of(
-    world: str, ranks: int, network: str, latency: str, bandwidth: str, each: int = 1
-) -> Network | None:
-    """Return the links between virtual ranks, or None on gloo."""
-    speed = LATENCIES[latency], BANDWIDTHS[bandwidth]
-    return None if world == "gloo" else links(network, ranks, *speed, each=each)
-
-
-def counted_run(
-    function: Callable[[torch.Tensor], Any],
-    world: str,
-    numbers: int,
-    ranks: int,
-    network: Network | None,
-    watched: bool,
-) -> tuple[Run, dict[str, float]]:
-    """Run, and return the run with the bytes that the busiest rank sends and its time.
-
-    The values show their origin if they are `watched`; otherwise no contents are recorded.
-    """
-    if watched:
-        ran = watch(function, ranks, numel=numbers, network=network, **WORLDS[world])
-    else:
-        start = partial(_call_on_ones, function, numbers)
-        ran = launch(start, world_size=ranks, network=network, trace=True, **WORLDS[world])
-    assert ran.trace is not None  # both record
-    time = round(ran.trace.makespan, 12)
-    return ran, {"busiest rank sends": max(ran.trace.bytes_sent), "time": time}
 
 
 def _call_on_ones(function: Callable[[torch.Tensor], Any], numbers: int) -> None:
@@ -303,20 +263,19 @@ def _call_on_ones(function: Callable[[torch.Tensor], Any], numbers: int) -> None
 
 
 def counts(
-    trace: Trace | None, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int
+    trace: Trace, network: str, function: Callable[[torch.Tensor], Any], numbers: int, own: bool
 ) -> dict[str, float]:
     """Return the steps, and the bytes on the critical path.
 
-    On rings and a torus, messages wait for links, so two more clocks count them.
+    Where messages wait for links, as on a ring, two more runs count them, unless the function is
+    the reader's `own`. On gloo (no network), which chain took longest is chance.
     """
-    assert trace is not None
-    # gloo: the order of messages is known, and which chain took longest is chance
-    if network is None:
+    if not network:
         return {"steps": 1 + max(steps_of(trace.messages()), default=-1)}
     if network == "switch":
         path = critical_path(trace)
         return {"steps": path.messages, "bytes on the critical path": path.nbytes}
-    if network == "two nodes":  # has links of two speeds
+    if own or network == "two nodes":  # has links of two speeds
         return {}
     found = {}
     clocks = {"steps": (1.0, math.inf), "bytes on the critical path": (0.0, 1.0)}

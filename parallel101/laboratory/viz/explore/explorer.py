@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import ipywidgets
 
 from parallel101.laboratory.record.errors import DeadlockError
-from parallel101.laboratory.viz.explore.prediction import readings, verdict, with_unit
+from parallel101.laboratory.viz.explore.prediction import verdict, with_unit
 from parallel101.laboratory.viz.scene import Scene
 
 LOOK: dict[str, Any] = {
     "layout": {"width": "300px", "max_width": "100%"},
     "style": {"description_width": "110px"},
 }
-IN_WORDS = "in words"  # a prediction of something that is not in the table
 # for screen readers only
 HIDDEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
 
@@ -94,7 +93,7 @@ class Explorer(ipywidgets.VBox):
         self.controls, self.run, self.adjust = controls, run, adjust
         self.quantities = quantities
         first = next(iter(quantities)) if predict is None else predict
-        self.quantity = menu("I predict", (*quantities, IN_WORDS), first, argument="predict")
+        self.quantity = menu("I predict", quantities, first, argument="predict")
         self.prediction = ipywidgets.Text(layout={"width": "220px", "max_width": "100%"})
         self.prediction.add_class("p101-prediction")
         tip = "Run, and show the prediction beside the result"
@@ -113,12 +112,12 @@ class Explorer(ipywidgets.VBox):
             control.observe(self._changed, "value")
         self.quantity.observe(self._ask_for_unit, "value")
         self._ask_for_unit()
-        self.run_button.on_click(lambda _: self._pressed())
+        self.run_button.on_click(lambda _: self._show())
         # the Enter key
         self.prediction.on_msg(
-            lambda _, message, __: self._pressed() if message.get("event") == "submit" else None
+            lambda _, message, __: self._show() if message.get("event") == "submit" else None
         )
-        self._asked = self._reminded = False
+        self._asked = False
         self._changed(None)
         self._asked = predict is not None
         if self._asked:  # the page without a kernel has the run already
@@ -146,40 +145,24 @@ class Explorer(ipywidgets.VBox):
 
     def _ask_for_unit(self, _: Any = None) -> None:
         """Say in the empty field what to write."""
-        unit = self.quantities.get(self.quantity.value, "")
-        words = "what will happen?" if self.quantity.value == IN_WORDS else "a number"
-        self.prediction.placeholder = f"in {unit}, or with a unit" if unit else words
-
-    def _pressed(self) -> None:
-        """Show the result.
-
-        If a prediction was asked for, remind the reader once of it. One that can't be read stays in
-        the field.
-        """
-        quantity, prediction = self.quantity.value, self.prediction.value.strip()
-        unit = self.quantities.get(quantity, "")
-        if self._asked and not prediction and not self._reminded:
-            self._reminded = True
-            first = "Write down a prediction first"
-            self.status.value = f"{first}, or press Run again to see the result without one."
-        elif prediction and quantity != IN_WORDS and not readings(prediction, unit):
-            example = f"12 {unit}".strip()
-            self.status.value = f'Type a number, such as {example}, or choose "{IN_WORDS}".'
-        else:
-            self._show()
+        unit = self.quantities[self.quantity.value]
+        self.prediction.placeholder = f"in {unit}, or with a unit" if unit else "a number, or words"
 
     def _show(self) -> None:
         """Run, and show the result with the prediction."""
-        quantity, prediction, spoken = self.quantity.value, self.prediction.value.strip(), ""
-        unit = self.quantities.get(quantity, "")
-        prediction = with_unit(prediction, unit)
+        quantity = self.quantity.value
+        unit = self.quantities[quantity]
+        prediction = with_unit(self.prediction.value.strip(), unit)
         try:
             result = self.run(**{name: control.value for name, control in self.controls.items()})
             picture = result.picture.html() if result.picture is not None else ""
             shown = next((row[1] for row in result.rows if row[0] == quantity), "")
             said = verdict(prediction, unit, shown, result.exact.get(quantity))
-            self.html, plain = _table(result, quantity, prediction, said) + picture, _plain(result)
-            spoken = _spoken(result, quantity, prediction, said)
+            self.html = _table(result, quantity, prediction, said) + picture
+            plain = spoken = "; ".join(f"{what}: {', '.join(of)}" for what, *of in result.rows)
+            if prediction:
+                it_is = ": ".join(filter(None, [shown, said]))
+                spoken = f"{quantity}: you predicted {prediction}, it is {it_is}."
         except (RuntimeError, ValueError, TimeoutError) as error:
             text = f'<pre style="white-space:pre-wrap;word-break:normal">{escape(str(error))}</pre>'
             waits = error.picture().html() if isinstance(error, DeadlockError) else ""
@@ -190,6 +173,7 @@ class Explorer(ipywidgets.VBox):
             self.status.value = f"Interrupted. {last} Press Run to try again."
             raise
         self._asked, self.prediction.value = False, ""
+        spoken = escape(spoken)
         self.status.value = spoken if prediction else f'<span style="{HIDDEN}">{spoken}</span>'
         self._display(self.html + ATTRIBUTES, plain)
 
@@ -227,41 +211,20 @@ def slider(name: str, low: int, high: int, value: int) -> Any:
 
 
 def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
-    """Return the rows as an HTML table.
-
-    A prediction of one of them is in a last column, and a prediction in words above the table.
-    """
-    foretold = dict.fromkeys((row[0] for row in result.rows), "")
-    above = ""
-    if prediction and quantity in foretold:
-        foretold[quantity] = f"<strong>{escape(prediction)}</strong> {MARKS.get(said, '')} {said}"
-    elif prediction:
-        above = f"<p>Your prediction: <strong>{escape(prediction)}</strong></p>"
-    columns = (*result.columns, *(["your prediction"] if any(foretold.values()) else []))
+    """Return the rows as an HTML table, with the prediction of one of them in a last column."""
+    columns = (*result.columns, *["your prediction"] * bool(prediction))
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    rows = []
+    rows = ""
     for what, *values in result.rows:
-        cells = [*map(escape, values), *([foretold[what]] if any(foretold.values()) else [])]
+        cells = [escape(value) for value in values]
+        if prediction:
+            verdict_ = f"<strong>{escape(prediction)}</strong> {MARKS[said]}{said}"
+            cells.append(verdict_ if what == quantity else "")
         data = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(f'<tr><th scope="row">{escape(what)}</th>{data}</tr>')
+        rows += f'<tr><th scope="row">{escape(what)}</th>{data}</tr>'
     note = f"<p>{escape(result.note)}</p>" if result.note else ""
-    table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<div style="overflow-x:auto;margin-bottom:12px">{above}{table}{note}</div>'
+    table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div style="overflow-x:auto;margin-bottom:12px">{table}{note}</div>'
 
 
-MARKS = {"right": "✓", "too low": "✗", "too high": "✗"}
-
-
-def _spoken(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
-    """Return one sentence about the run, for the line beside the button and for screen readers."""
-    shown = {row[0]: row[1] for row in result.rows if row[1] != "–"}
-    text = ", ".join(f"{what} {value}" for what, value in shown.items())
-    if quantity in shown and prediction:
-        text = f"{quantity}: you predicted {prediction}, it is {shown[quantity]}"
-        text += f": {said}" if said else ""
-    return escape(f"{text}.")
-
-
-def _plain(result: ExplorerResult) -> str:
-    """Return the rows as plain text: "steps: 6, 6; …"."""
-    return "; ".join(f"{what}: {', '.join(values)}" for what, *values in result.rows)
+MARKS = {"right": "✓ ", "too low": "✗ ", "too high": "✗ ", "": ""}
