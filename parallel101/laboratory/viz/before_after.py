@@ -217,18 +217,12 @@ def _part(replay: Replay, block: ChunkPart, origin: int) -> tuple[int, int]:
 def _marks(parent: Node, grid: Grid, replay: Replay, block: ChunkPart, cell: Cell) -> None:
     """Draw the letter of a sum, and what it lacks or contains more than once."""
     assert block.chunk is not None
-    place, twice = grid.inside(*cell), [r for r, count in enumerate(block.counts) if count > 1]
-    missing = lacks(replay, replay.ranks[cell[0]], block.chunk)
-    for origin in missing:
-        parent.rect(*grid.stripe(*cell, *_part(replay, block, origin), rim=1.2), "gone")
-    if twice or missing:
-        parent.rect(*place, "err", rx=4)
-    if not twice or place[3] > 30:
+    place, stripes = grid.inside(*cell), replay.chunks[block.chunk].stripes
+    twice = {k: block.counts[rank] for k, rank in enumerate(stripes) if block.counts[rank] > 1}
+    missing = map(stripes.index, lacks(replay, replay.ranks[cell[0]], block.chunk))
+    high = place[3] > 30  # room for the flags below the letter
+    grid.faults(parent, *cell, twice, missing, len(stripes), place[3] - 10 if high else None)
+    if not twice or high:
+        inside = (*place[:3], place[3] * (0.56 if twice else 1.0))
         label = replay.chunks[block.chunk].label
-        upper = 0.56 if twice else 1.0  # of the block
-        inside = (*place[:3], upper * place[3])
         parent.label(label, inside, "b over", min(15.0, 0.62 * place[3]), 0)
-    for origin in twice:
-        low = place[3] - 10 if place[3] > 30 else place[3] / 2
-        text = f"×{block.counts[origin]}"
-        grid.flag(parent, *cell, *_part(replay, block, origin), text, low)

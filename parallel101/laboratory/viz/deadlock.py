@@ -76,7 +76,19 @@ def deadlock_scene(
     head.write(scene.title, 28, 40, None, "h")
     head.write(_summary(cycle), 28, 64, 14, "w b")
     graph = scene.panel(narrow="translate(40,0)")
-    _graph(graph, everyone, arrows, cycle, returned, (200.0, middle))
+    node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
+    # two ranks are side by side; more are on a circle, with the first on top
+    at = circle(everyone, (200.0, middle), RADIUS, -math.pi / 2 if len(everyone) == 2 else 0.0)
+    stuck = set(zip(cycle, [*cycle[1:], *cycle[:1]]))
+    for pair in sorted(arrows, key=lambda pair: pair in stuck):
+        if pair[0] != pair[1]:
+            kind, arrow = "stuck" if pair in stuck else "", _bow(at[pair[0]], at[pair[1]], node)
+            graph.path(arrow, f"wait {kind}", marker_end=f"url(#head{kind})")
+    for rank, (x, y) in at.items():
+        kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
+        draw_rank(graph, rank, (x, y), node, f"node {kind}")
+        if kind == "gone" and len(returned) <= 4:
+            graph.write("returned", x, y + (node + 16 if y > middle + 1 else -node - 8), 12, "m c")
     _rows(scene.panel(narrow=f"translate(-402,{below})"), waiting, notes, middle)
     return scene
 
@@ -93,31 +105,6 @@ def _summary(cycle: Sequence[int]) -> str:
     return "Cycle: " + " → ".join(str(rank) for rank in [*cycle, cycle[0]])
 
 
-def _graph(
-    panel: Node,
-    everyone: list[int],
-    arrows: list[tuple[int, int]],
-    cycle: Sequence[int],
-    returned: Sequence[int],
-    centre: Point,
-) -> None:
-    node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
-    # two ranks are side by side; more are on a circle, with the first on top
-    start = -math.pi / 2 if len(everyone) == 2 else 0.0
-    at = circle(everyone, centre, RADIUS, start)
-    stuck = set(zip(cycle, [*cycle[1:], *cycle[:1]]))
-    for pair in sorted(arrows, key=lambda pair: pair in stuck):
-        if pair[0] != pair[1]:
-            kind, arrow = "stuck" if pair in stuck else "", _bow(at[pair[0]], at[pair[1]], node)
-            panel.path(arrow, f"wait {kind}", marker_end=f"url(#head{kind})")
-    for rank, (x, y) in at.items():
-        kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
-        draw_rank(panel, rank, (x, y), node, f"node {kind}")
-        if kind == "gone" and len(returned) <= 4:
-            beside = node + 16 if y > centre[1] + 1 else -node - 8
-            panel.write("returned", x, y + beside, 12, "m c")
-
-
 def _bow(a: Point, b: Point, node: float) -> str:
     """Return the path of an arrow from rim to rim, bent to its left.
 
@@ -126,14 +113,10 @@ def _bow(a: Point, b: Point, node: float) -> str:
     length = math.dist(a, b)
     ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
     bend = 0.16 * length
-    middle = ((a[0] + b[0]) / 2 + 2 * bend * uy, (a[1] + b[1]) / 2 - 2 * bend * ux)
-    out, into = _towards(a, middle, node + 2), _towards(b, middle, node + 2)
-    return f"M{out[0]:.1f} {out[1]:.1f}Q{middle[0]:.1f} {middle[1]:.1f} {into[0]:.1f} {into[1]:.1f}"
-
-
-def _towards(a: Point, b: Point, distance: float) -> Point:
-    part = distance / math.dist(a, b)
-    return (a[0] + part * (b[0] - a[0]), a[1] + part * (b[1] - a[1]))
+    x, y = (a[0] + b[0]) / 2 + 2 * bend * uy, (a[1] + b[1]) / 2 - 2 * bend * ux
+    part = (node + 2) / math.hypot(x - a[0], y - a[1])
+    (x0, y0), (x1, y1) = ((p + part * (x - p), q + part * (y - q)) for p, q in (a, b))
+    return f"M{x0:.1f} {y0:.1f}Q{x:.1f} {y:.1f} {x1:.1f} {y1:.1f}"
 
 
 def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> None:

@@ -13,7 +13,7 @@ before_after.py, senders and receivers in matrix.py, many_ranks.py and between_r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.viz.scene import Box, Node, box
@@ -75,6 +75,29 @@ class Grid(NamedTuple):
         y += height / 2 if low is None else low
         panel.rect(middle - 9.5, y - 7, 19, 14, "flag", rx=4)
         panel.write(text, middle, y + 3.6, None, "flagged c")
+
+    def faults(
+        self,
+        panel: Node,
+        row: int,
+        column: int,
+        twice: Mapping[int, int],
+        missing: Iterable[int],
+        stripes: int,
+        low: float | None = None,
+    ) -> None:
+        """Outline a cell, and draw in it what a sum lacks, and flag what it contains twice.
+
+        `twice`: how often, by the number of the stripe. `low`: of the flags.
+        """
+        for k in (gone := list(missing)):
+            x, y, width, height = self.stripe(row, column, k, stripes)
+            rim = min(2.5, width / 4)
+            panel.rect(x + rim, y + 2.5, width - 2 * rim, height - 5, "gone")
+        if gone or twice:
+            panel.rect(*self.inside(row, column), "err", rx=2)
+        for k, times in twice.items():
+            self.flag(panel, row, column, k, stripes, f"×{times}", low)
 
     def ground(self, panel: Node) -> None:
         """Draw the empty cells: a path for each row, or one area if the cells have no gaps."""

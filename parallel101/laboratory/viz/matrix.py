@@ -124,13 +124,11 @@ def _mark_errors(
 ) -> None:
     """Flag data that was added more than once, and sums of elements from different positions."""
     stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
-    doubled = [k for k, origin in enumerate(stripes) if counts[origin] > 1]
-    if doubled or replay.chunks[chunk].mixed:
-        group.rect(*grid.inside(row, chunk), "err", rx=2)
+    twice = {k: counts[origin] for k, origin in enumerate(stripes) if counts[origin] > 1}
     if replay.chunks[chunk].mixed:
+        group.rect(*grid.inside(row, chunk), "err", rx=2)
         grid.flag(group, row, chunk, 0, 1, "?")
-    for k in doubled:
-        grid.flag(group, row, chunk, k, len(stripes), f"×{counts[stripes[k]]}")
+    grid.faults(group, row, chunk, twice, (), len(stripes))
 
 
 def _missing(marks: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
@@ -140,13 +138,8 @@ def _missing(marks: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
         group.show((timing.reveal, timing.duration + 1))
     for rank, chunk in replay.cells:
         stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
-        gone = lacks(replay, rank, chunk)
-        if gone:
-            group.rect(*grid.inside(row, chunk), "err", rx=2)
-        for origin in gone:
-            x, y, width, height = grid.stripe(row, chunk, stripes.index(origin), len(stripes))
-            rim = min(2.5, width / 4)
-            group.rect(x + rim, y + 2.5, width - 2 * rim, height - 5, "gone")
+        gone = map(stripes.index, lacks(replay, rank, chunk))
+        grid.faults(group, row, chunk, {}, gone, len(stripes))
 
 
 def _bands(scene: Scene, panel: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
