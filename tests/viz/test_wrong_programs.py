@@ -243,244 +243,153 @@ def minus_what_arrived(x):
     return x - inbox
 
 
-# program, options of watch, what must be said, what must not
-WRONG: dict[str, tuple[Any, dict, str, str]] = {
+# program, what must be said, options of watch
+WRONG: dict[str, tuple] = {
     "index, sends what it does not have": (
         lambda x: all_gather(x, sends=lambda rank, step: rank + step),
-        {},
-        r"ends? memory that was never written.*On ranks 2 and 3, chunk a was never written",
-        r"×|\?|[Rr]ing all-gather|ends with all",
+        "ends? memory that was never written.*On ranks 2 and 3, chunk a was never written",
     ),
     "index, wrong in one step": (
         lambda x: all_gather(x, sends=lambda rank, step: rank + 1 if step == 1 else rank - step),
-        {},
-        r"[Rr]anks? .* sends? memory that was never written",
-        r"[Rr]ing all-gather|ends with all",
+        "[Rr]anks? .* sends? memory that was never written",
     ),
     "index, one step too few": (
         lambda x: all_gather(x, first=1),
-        {},
-        r"Rank.* 0.* sends? memory that was never written",
-        r"ends with all",
+        "Rank.* 0.* sends? memory that was never written",
     ),
     "index, zeros": (
         lambda x: all_gather(x, sends=lambda rank, step: rank + step, make=torch.zeros_like),
-        {},
-        r"On ranks 2 and 3, the result lacks chunk a",
-        r"ends with all|Ring all-gather",
+        "On ranks 2 and 3, the result lacks chunk a",
     ),
     "index, a ring that ends one further": (
         lambda x: reduce_scatter(x, shift=1),
-        {},
-        (
-            r"Rank 0 ends with chunk b, which is rank 1's part; rank 1 with c, rank 2 with d and "
-            r"rank 3 with a"
-        ),
-        r"[Rr]ing reduce-scatter|its own part",
+        r"Rank 0 ends with chunk b, which is rank 1's part; rank 1 with c, rank 2 with d and "
+        r"rank 3 with a",
     ),
-    "index, the wrong block is returned": (
-        lambda x: reduce_scatter(x, take=1),
-        {},
-        r"lacks",
-        r"its own part|reduce-scatter",
-    ),
+    "index, the wrong block is returned": (lambda x: reduce_scatter(x, take=1), "lacks"),
     "index, copied in place of added": (
         lambda x: all_gather(reduce_scatter(x, copy=True)),
-        {},
         r"rank \d ends with|lacks",
-        r"all-reduce",
     ),
     "order, reversed": (
         lambda x: all_gather(x, order=-1),
-        {},
-        r"On every rank, the parts lie in the order d, c, b, a, and not in the ranks' order",
-        r"Ring all-gather|ends with all",
+        "On every rank, the parts lie in the order d, c, b, a, and not in the ranks' order",
     ),
-    "order, by arrival": (
-        all_to_all_by_shift,
-        {},
-        r"On rank 0, the parts lie in the wrong order",
-        r"all-to-all|its part of every rank's data",
-    ),
+    "order, by arrival": (all_to_all_by_shift, "On rank 0, the parts lie in the wrong order"),
     "order, elements reversed": (
         lambda x: p101.all_reduce(x).flip(0),
-        {},
-        r"On every rank, the parts lie in the wrong order",
-        r"all-reduce|ends with",
+        "On every rank, the parts lie in the wrong order",
     ),
     "place, a scatter that is shifted": (
         scatter_shifted,
-        {},
-        r"Rank 0 ends with chunk b, which is rank 1's part",
-        r"Flat scatter|its own part",
+        "Rank 0 ends with chunk b, which is rank 1's part",
     ),
     "place, a scatter that is off by one": (
         scatter_off_by_one,
-        {},
-        (
-            r"Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no "
-            r"result"
-        ),
-        r"[Ss]catter|rank 1 ends with a",
+        r"Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no "
+        r"result",
     ),
     "place, an all-to-all that is shifted": (
         all_to_all_shifted,
-        {},
-        r"Rank 0 ends with chunk b, which is rank 1's part",
-        r"all-to-all|its part of every",
+        "Rank 0 ends with chunk b, which is rank 1's part",
     ),
     "place, one slot is overwritten": (
         all_gather_one_slot_off,
-        {},
-        r"On rank 1, the result lacks chunk c",
-        r"all-gather|ends with all",
+        "On rank 1, the result lacks chunk c",
     ),
     "factor, divided twice": (
         lambda x: p101.all_reduce(x) // 16,
-        {},
-        r"On every rank, the result is 1/16 of the sum; the mean of 4 ranks is 1/4",
-        r"once|all-reduce",
+        "On every rank, the result is 1/16 of the sum; the mean of 4 ranks is 1/4",
     ),
     "factor, divided on each rank and again": (
         lambda x: p101.all_reduce(x / 4) / 4,
+        "the result is 1/16 of the sum",
         {"dtype": torch.float64},
-        r"the result is 1/16 of the sum",
-        r"once|all-reduce",
     ),
     "factor, only one rank divides": (
         lambda x: p101.all_reduce(x) // (4 if me()[0] == 2 else 1),
-        {},
-        r"On rank 2, the result is 1/4 of the sum; other results are the whole sum",
-        r"once|all-reduce",
+        "On rank 2, the result is 1/4 of the sum; other results are the whole sum",
     ),
     "factor, half": (
         lambda x: p101.all_reduce(x) / 2,
-        {},
-        r"1/2 of the sum; the mean of 4 ranks is 1/4",
-        r"once|all-reduce",
+        "1/2 of the sum; the mean of 4 ranks is 1/4",
     ),
     "factor, multiplied": (
         lambda x: p101.all_reduce(x) * 2,
-        {},
-        r"On every rank, the sum has the data of ranks 0–3 twice",
-        r"once|all-reduce",
+        "On every rank, the sum has the data of ranks 0–3 twice",
     ),
-    "root, another one": (
-        gather_to_the_wrong_root,
-        {},
-        r"Rank 1 ends with all 4 chunks",
-        r"Rank 0 ends|[Ee]very rank ends",
-    ),
+    "root, another one": (gather_to_the_wrong_root, "Rank 1 ends with all 4 chunks"),
     "root, of a broadcast": (
         lambda x: p101.broadcast(x, 2),
-        {},
-        r"Every rank ends with all of rank 2's data",
-        r"rank 0's data",
+        "Every rank ends with all of rank 2's data",
     ),
     "dim, joined along the other": (
         lambda x: p101.all_gather(x, dim=1),
+        "Every rank ends with all 4 chunks, joined along dim 1",
         {"shape": (2, 3)},
-        r"Every rank ends with all 4 chunks, joined along dim 1",
-        r"wrong order",
     ),
     "dim, halves joined the wrong way": (
         lambda x: torch.cat(p101.all_gather(x, dim=1).chunk(2, dim=1)),
+        "lie in the wrong order",
         {"shape": (2, 3)},
-        r"lie in the wrong order",
-        r"ends with all",
     ),
     "double count, a rank's own data": (
         lambda x: star_all_reduce(x, again=True),
-        {},
-        r"On every rank, the sum has rank 0's data twice",
-        r"once|all-reduce",
+        "On every rank, the sum has rank 0's data twice",
     ),
     "double count, the sum of sums": (
         lambda x: p101.all_reduce(p101.all_reduce(x)),
-        {},
-        r"the data of ranks 0–3 4 times",
-        r"once|Tree all-reduce",
+        "the data of ranks 0–3 4 times",
     ),
     "missing, one rank is left out": (
         lambda x: star_all_reduce(x, skip=2),
-        {},
-        r"On every rank, the sum lacks rank 2's data",
-        r"once|all-reduce",
+        "On every rank, the sum lacks rank 2's data",
     ),
     "mixed, shifted by one element": (
         lambda x: star_all_reduce(x, roll=1),
-        {},
-        r"Elements from different positions were added together, on every rank",
-        r"once|all-reduce",
+        "Elements from different positions were added together, on every rank",
     ),
     "forgotten rank, all-reduce in a star": (
         star_that_forgets_the_last,
-        {},
-        (
-            r"On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's "
-            r"data"
-        ),
-        r"once|all-reduce",
+        r"On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's "
+        r"data",
     ),
     "forgotten rank, all-reduce on a ring": (
         ring_that_forgets_the_last,
+        "On rank 3, chunk a lacks the data of ranks 0–2",
         {"numel": 12},
-        r"On rank 3, chunk a lacks the data of ranks 0–2",
-        r"once|all-reduce|Ring",
     ),
-    "forgotten rank, gather": (
-        gather_that_forgets_the_last,
-        {},
-        r"No rank ends with rank 3's data",
-        r"[Gg]ather|Rank 0 ends",
-    ),
+    "forgotten rank, gather": (gather_that_forgets_the_last, "No rank ends with rank 3's data"),
     "forgotten rank, reduce": (
         lambda x: gather_that_forgets_the_last(x, add=True),
-        {},
-        r"On rank 0, the sum lacks rank 3's data",
-        r"once|Flat",
+        "On rank 0, the sum lacks rank 3's data",
     ),
     "forgotten rank, broadcast": (
         broadcast_that_forgets_the_last,
-        {},
-        r"On rank 3, the result was never written",
-        r"[Bb]roadcast|Every",
+        "On rank 3, the result was never written",
     ),
-    "unwritten, a ring with one step too few": (
-        short_ring,
-        {},
-        r"On rank 3, chunk a was never written",
-        r"all-gather|ends with",
-    ),
+    "unwritten, a ring with one step too few": (short_ring, "On rank 3, chunk a was never written"),
     "zeros, a ring with one step too few": (
         lambda x: short_ring(x, torch.zeros_like),
-        {},
-        r"On rank 3, the result lacks chunk a",
-        r"all-gather|ends with",
+        "On rank 3, the result lacks chunk a",
     ),
     "unwritten, an all-to-all without its own block": (
         all_to_all_without_its_own,
-        {},
-        r"On rank 0, the result contains memory that was never written",
-        r"all-to-all|ends with",
+        "On rank 0, the result contains memory that was never written",
     ),
     "zeros, copied before the wait": (
         copied_before_the_wait,
-        {},
         r"No rank ends with any of the data\.",
-        r"ends with all|[ab] and",
     ),
     "lost remainder, cut off": (
         without_the_remainder,
+        "Of the 10 elements of each rank's tensor, 2 elements are in no result",
         {"numel": 10},
-        r"Of the 10 elements of each rank's tensor, 2 elements are in no result",
-        r"once|all-reduce",
     ),
     "lost remainder, not summed": (
         with_an_untouched_remainder,
+        "On ranks 1–3, chunk e lacks rank 0's data",
         {"numel": 10},
-        r"On ranks 1–3, chunk e lacks rank 0's data",
-        r"once|all-reduce",
     ),
 }
 
@@ -490,19 +399,20 @@ def said(scene) -> str:
     return " ".join([scene.title, scene.intro, *(stop.label for stop in scene.stops)])
 
 
+VOUCHED = r"once|Every rank ends|ends? with all|own part|part of every|all-reduce"
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_program_is_called_wrong(name):
-    program, options, must, must_not = WRONG[name]
-    run = p101.watch(program, 4, backend="sim", **options)
-    scene = run.animate()
-    verdict = f"{scene.title}. {scene.stops[-1].label}"
+    program, must, *options = WRONG[name]
+    run = p101.watch(program, 4, backend="sim", **dict(*options))
+    scene, tables = run.animate(), run.before_after()
     assert re.search(must, said(scene)), said(scene)
-    # a step may be called "all-reduce" in the middle of a run; the title and the last sentence may
-    # not vouch for it
-    last = re.sub(r"^(.*?\. )Step \d+ of \d+[^:]*: [^.]*\.", r"\1", verdict)
-    assert not re.search(must_not, last), last
-    tables = run.before_after()
-    assert not re.search(must_not, table := f"{tables.title}. {tables.stops[-1].label}"), table
+    if not re.search(VOUCHED, must):
+        # a step may be called "all-reduce" in the middle of a run
+        last = re.sub(r"^Step \d+ of \d+[^:]*: [^.]*\.", "", scene.stops[-1].label)
+        for title, text in ((scene.title, last), (tables.title, tables.stops[-1].label)):
+            assert title.startswith("Messages") and not re.search(VOUCHED, text), (title, text)
 
 
 def test_numbers_that_say_nothing_are_not_vouched_for():
@@ -594,49 +504,45 @@ def test_a_wrong_program_is_an_error(name):
     )
 
 
-RIGHT = {
+RIGHT: dict[str, tuple] = {
     "ring all-reduce": (
         lambda x: all_gather(reduce_scatter(x)),
-        {"numel": 12},
         "with the data of all 4 ranks in it once",
+        {"numel": 12},
     ),
     "mean, rounded down": (
         lambda x: p101.all_reduce(x) // 4,
-        {},
         "with the mean of the data of all 4 ranks in it",
     ),
     "mean, of integers": (
         lambda x: p101.all_reduce(x) / 4,
-        {},
         "with the mean of the data of all 4 ranks in it",
     ),
     "mean, divided first": (
         lambda x: p101.all_reduce(x / 4),
-        {"dtype": torch.float64},
         "with the mean of the data",
+        {"dtype": torch.float64},
     ),
     "mean, by the package": (
         lambda x: p101.all_reduce(x, op="mean"),
-        {"dtype": torch.float64},
         "with the mean of the data",
+        {"dtype": torch.float64},
     ),
     "mean, lesson 01's third exercise": (
         lambda x: all_gather(reduce_scatter(x) / 4),
-        {},
         "all 4 chunks, with the mean of the data",
     ),
     "all-gather into a list": (
         lambda x: list(all_gather(x).chunk(4)),
-        {},
         "Every rank ends with all 4 chunks.",
     ),
-    "a group of three ranks": (all_reduce_of_three, {}, "with the data of all 3 ranks in it once"),
-    "a slice": (lambda x: p101.all_reduce(x[:1]), {}, "with the data of all 4 ranks in it once"),
+    "a group of three ranks": (all_reduce_of_three, "with the data of all 3 ranks in it once"),
+    "a slice": (lambda x: p101.all_reduce(x[:1]), "with the data of all 4 ranks in it once"),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_not(name):
-    program, options, ending = RIGHT[name]
-    scene = p101.watch(program, 4, backend="sim", **options).animate()
+    program, ending, *options = RIGHT[name]
+    scene = p101.watch(program, 4, backend="sim", **dict(*options)).animate()
     assert ending in scene.stops[-1].label and not scene.title.startswith("Messages"), said(scene)
