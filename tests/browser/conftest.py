@@ -1,4 +1,4 @@
-"""A JupyterLab, and screenshots of what the browser tests see.
+"""The browser, a JupyterLab, the pages of a site, and screenshots of what the tests see.
 
 The screenshots are kept in the folder named by SCREENSHOTS, or in build/screenshots.
 """
@@ -12,18 +12,52 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbformat import v4
 
+from parallel101.laboratory.publish import course_pages as course_pages_module
+from parallel101.laboratory.publish.course_pages import course_pages
+from parallel101.laboratory.publish.execute import read_notebook
+from parallel101.laboratory.publish.find import homework_notebooks
+from parallel101.laboratory.publish.glossary import read_terms
+from parallel101.laboratory.publish.index import index_page, read_opening
+from parallel101.laboratory.publish.offline_page import offline_html
+from parallel101.laboratory.publish.page import Lesson, course_page, cover_of, lesson_body
+from parallel101.laboratory.publish.reference import make_reference
+from parallel101.laboratory.publish.repository import Repository
+from parallel101.laboratory.publish.search_index import FILE, search_index
+from parallel101.laboratory.publish.tools import (
+    TOOL_PAGES,
+    collectives_atlas_page,
+    memory_page,
+    schedule_builder_page,
+)
+from parallel101.laboratory.publish.tools.recorded_collectives import Choice
+from parallel101.laboratory.publish.write_site import search_entries
+from parallel101.laboratory.viz.collective import collective_scene
 from tests.browser.browser import Browser
 from tests.browser.lab import ROOT, jupyterlab
-from tests.lessons.lesson import read
+from tests.lessons.lesson import LESSONS, read
+from tests.publish.test_course_pages import CFF
+from tests.viz.programs import recorded, ring_all_reduce
 
 FOLDER = Path(os.environ.get("SCREENSHOTS") or Path(__file__).parents[2] / "build" / "screenshots")
 
 
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
+@pytest.fixture(scope="session")
+def tab(chromium: str) -> Iterator[Browser]:
     with Browser(chromium) as browser:
         yield browser
+
+
+@pytest.fixture
+def browser(tab: Browser) -> Iterator[Browser]:
+    """An empty page in a window of the usual size; at the end, no script may have failed."""
+    tab.errors.clear()
+    tab.emulate()
+    tab.resize(1000, 800)
+    tab.open("about:blank")
+    yield tab
+    assert tab.errors == []
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +86,107 @@ def keep() -> Callable[..., None]:
         (FOLDER / f"{name}.png").write_bytes(browser.picture(whole))
 
     return keep
+
+
+RUNS = {  # of the atlas: operation and algorithm → ranks and network
+    ("all_reduce", "ring"): [(4, "switch"), (5, "switch"), (8, "switch"), (8, "torus")],
+    ("all_reduce", "recursive_doubling"): [
+        *((ranks, "switch") for ranks in (4, 5, 8, 64)),
+        (8, "torus"),
+    ],
+    ("all_reduce", "torus"): [(8, "switch"), (8, "torus")],
+    ("broadcast", "flat"): [(5, "two_nodes"), (8, "switch")],
+    ("all_gather", "bruck"): [(8, "ring"), (8, "switch")],
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a site, to which the fixtures below add their pages."""
+    return tmp_path_factory.mktemp("site")
+
+
+def written(folder: Path, name: str, html: str) -> str:
+    """Write a page, and return its address."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(html, encoding="utf-8")
+    return (folder / name).as_uri()
+
+
+@pytest.fixture(scope="session")
+def atlas(folder: Path) -> str:
+    """The address of an atlas of these runs."""
+    of = collectives_atlas_page
+    runs = [Choice(*name, *run) for name, runs in RUNS.items() for run in runs]
+    body, records = of.collectives_atlas(runs)
+    for path, script in records.items():
+        written(folder, path, script)
+    return written(folder, of.ADDRESS, offline_html(of.TITLE, body, scripts_beside=True))
+
+
+@pytest.fixture(scope="session")
+def builder(folder: Path) -> str:
+    of = schedule_builder_page
+    return written(folder, of.ADDRESS, offline_html(of.TITLE, of.schedule_builder_page()))
+
+
+@pytest.fixture(scope="session")
+def memory(folder: Path) -> str:
+    of = memory_page
+    return written(folder, of.ADDRESS, offline_html(of.TITLE, of.memory_page()))
+
+
+@pytest.fixture(scope="session")
+def index(folder: Path) -> str:
+    """The address of the course's index, with the same picture for each lesson.
+
+    The pages around the lessons are beside it, with one message in place of those that programs
+    raise.
+    """
+    root = folder / "root"
+    shutil.copytree(LESSONS.parent / "docs", root / "docs")
+    shutil.copytree(LESSONS, root / "lessons")
+    (root / "CITATION.cff").write_text(CFF)
+    with pytest.MonkeyPatch.context() as patch:
+        message = "Error: " + "rank 0 waits, " * 20
+        patch.setattr(course_pages_module, "raised", lambda program: message)
+        around = course_pages(root)
+    for page in around:
+        written(folder, page.address, course_page(page.title, page.body))
+    shown = {"text/html": collective_scene(*recorded(ring_all_reduce, 4, 8)).html()}
+    cell = v4.new_code_cell("x", outputs=[v4.new_output("display_data", shown)])
+    cover = cover_of(lesson_body(v4.new_notebook(cells=[cell]), Path()))
+    lessons = [Lesson.of(path.stem, read(path.stem)) for path in sorted(LESSONS.glob("*.ipynb"))]
+    html = index_page(
+        lessons,
+        {lesson.name: cover for lesson in lessons},
+        {
+            number: Lesson.of(path.parent.name, read_notebook(path))
+            for number, path in homework_notebooks(LESSONS).items()
+        },
+        glossary=True,
+        opening=read_opening(LESSONS),
+        moving=cover,
+        tools=TOOL_PAGES,
+        pages=around,
+        repository=Repository("owner/name"),
+    )
+    return written(folder, "index.html", html)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index, its search and the reference, without the lessons' pages."""
+    out = tmp_path_factory.mktemp("search")
+    with pytest.MonkeyPatch.context() as patch:
+        # tests/publish/test_course_pages.py runs the programs; other modules look the same
+        patch.setattr(course_pages_module, "raised", lambda program: "Error: a message")
+        patch.setattr("parallel101.laboratory.publish.reference.MODULES", ("cost", "sharding"))
+        lessons = sorted(LESSONS.glob("*.ipynb"))
+        entries = search_entries(lessons, [*homework_notebooks(LESSONS).values()], LESSONS)
+        reference = make_reference()
+    for page, html in reference.pages.items():
+        written(out, page, html)
+    written(out, FILE, search_index([*entries, *reference.names], read_terms(LESSONS)))
+    written(out, "index.html", index_page([], search=True))
+    return out

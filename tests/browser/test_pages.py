@@ -6,26 +6,18 @@ from __future__ import annotations
 
 import base64
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4
 
-from parallel101.laboratory.publish import course_pages as course_pages_module
-from parallel101.laboratory.publish.course_pages import CoursePage, course_pages
-from parallel101.laboratory.publish.execute import read_notebook
-from parallel101.laboratory.publish.index import index_page, read_opening
 from parallel101.laboratory.publish.page import (
     Lesson,
-    course_page,
-    cover_of,
     lesson_body,
     lesson_page,
 )
 from parallel101.laboratory.publish.repository import Repository
-from parallel101.laboratory.publish.tools import TOOL_PAGES
 from parallel101.laboratory.publish.tools.in_notebook import explore_memory, explore_schedule
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.explore import explore_collective
@@ -38,11 +30,11 @@ from tests.browser.seen import (
     scrolls_without_a_cue,
     too_pale,
     too_small,
+    unfold,
+    view,
     without_a_name,
     without_scripts,
 )
-from tests.lessons.lesson import LESSONS, read
-from tests.publish.test_course_pages import CFF
 from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser
@@ -125,84 +117,10 @@ def lesson(tmp_path_factory) -> str:
     return page.as_uri()
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory, around) -> str:
-    """The address of the course's index, with the same picture for each lesson."""
-    trace, results = recorded(ring_all_reduce, 4, 8)
-    body = lesson_body(
-        v4.new_notebook(
-            cells=[v4.new_code_cell("x", outputs=[shown(collective_scene(trace, results))])]
-        ),
-        Path(),
-    )
-    lessons = [Lesson.of(path.stem, read(path.stem)) for path in sorted(LESSONS.glob("*.ipynb"))]
-    homework = {
-        int(path.stem[2:]): Lesson.of(path.parent.name, read_notebook(path))
-        for path in (LESSONS.parent / "homework").glob("hw*_*/hw*.ipynb")
-    }
-    page = tmp_path_factory.mktemp("index") / "index.html"
-    html = index_page(
-        lessons,
-        {lesson.name: cover_of(body) for lesson in lessons},
-        homework,
-        glossary=True,
-        opening=read_opening(LESSONS),
-        moving=cover_of(body),
-        tools=TOOL_PAGES,
-        pages=around,
-        repository=Repository("owner/name"),
-    )
-    page.write_text(html, encoding="utf-8")
-    return page.as_uri()
-
-
-@pytest.fixture(scope="module")
-def around(tmp_path_factory) -> list[CoursePage]:
-    """The pages around the lessons, with one message in place of those that programs raise."""
-    root = tmp_path_factory.mktemp("root")
-    shutil.copytree(LESSONS.parent / "docs", root / "docs")
-    shutil.copytree(LESSONS, root / "lessons")
-    (root / "CITATION.cff").write_text(CFF)
-    with pytest.MonkeyPatch.context() as patch:
-        message = "Error: " + "rank 0 waits, " * 20
-        patch.setattr(course_pages_module, "raised", lambda program: message)
-        return course_pages(root)
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    with Browser(chromium, 1280, 720) as browser:
-        yield browser
-        assert browser.errors == []
-
-
 @pytest.fixture
 def opened(browser, lesson):
     view(browser, lesson, 1280, 720)
     return browser
-
-
-def view(
-    browser: Browser, page: str, width: int, height: int = 900, scheme: str = "light"
-) -> Browser:
-    """Open a page in a new window, so to speak."""
-    browser.open("about:blank")
-    browser.emulate(prefers_color_scheme=scheme)
-    browser.resize(width, height)
-    browser.open(page)
-    return browser
-
-
-def unfold(browser: Browser) -> None:
-    """Open all that is folded, except thousands of lines, and make the window as high as the
-    page.
-    """
-    browser.js(
-        "document.querySelectorAll('details:not(.lines)').forEach(folded => { folded.open = "
-        "true; })"
-    )
-    browser.picture()  # draws a frame, in which pictures take their size
-    browser.resize(browser.js("innerWidth"), browser.js("document.documentElement.scrollHeight"))
 
 
 @pytest.fixture(
@@ -216,43 +134,6 @@ def page(request) -> str:
 
 def name_of(page: str) -> str:
     return f"page-{Path(page).stem if SITE else 'lesson'}"
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_index_is_readable_on_a_screen_a_phone_and_paper(browser, index, scheme, keep):
-    for width in (1280, 375):
-        view(browser, index, width, scheme=scheme)
-        keep(browser, f"page-index-{scheme}-{width}", whole=True)
-        assert browser.js("document.documentElement.scrollWidth") <= width
-        image = "document.querySelector('.moving img')"
-        tall = browser.js(f"{image}.naturalHeight > {image}.naturalWidth")
-        assert tall == (width == 375), "on a phone, the parts of the picture are stacked"
-        browser.js("document.querySelector('.dated details').open = true")
-        assert cut_off(browser) == []
-        assert too_pale(browser) == []
-        if scheme == "light" and width == 1280:
-            assert without_a_name(browser) == []
-            assert out_of_reach(browser) == []
-    if scheme == "dark":  # paper is light
-        view(browser, index, 717, scheme=scheme)  # A4 without Chromium's margins
-        browser.emulate("print", prefers_color_scheme=scheme)
-        keep(browser, "page-index-print", whole=True)
-        assert cut_off(browser, scrolls=False) == []
-
-
-def test_the_pages_around_the_lessons_are_readable(browser, around, keep, tmp_path):
-    for page in around:
-        (tmp_path / page.address).write_text(course_page(page.title, page.body), encoding="utf-8")
-        for scheme, width in (("light", 1280), ("dark", 375)):
-            view(browser, (tmp_path / page.address).as_uri(), width, scheme=scheme)
-            keep(browser, f"page-{Path(page.address).stem}-{scheme}-{width}", whole=True)
-            assert browser.js("document.documentElement.scrollWidth") <= width
-            assert cut_off(browser) == []
-            assert scrolls_without_a_cue(browser) == []
-            unfold(browser)
-            assert too_pale(browser) == []
-        assert without_a_name(browser) == []
-    assert out_of_reach(browser) == []  # of the last one; pressing keys takes long
 
 
 def test_the_first_line_of_the_index_leads_to_its_sections(browser, index):

@@ -22,12 +22,6 @@ ROOT = "document.querySelector('figure > div').shadowRoot"
 
 
 @pytest.fixture(scope="module")
-def browser(chromium) -> Iterator[Browser]:
-    with Browser(chromium) as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
     trace, results = recorded(ring_all_reduce, 4, 8, uneven=True)
     folder = tmp_path_factory.mktemp("pages")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from tests.browser.browser import Browser
 
 pytestmark = pytest.mark.browser
 PICTURE = Path(__file__).parents[2] / "docs" / "ring.svg"
-
-
-@pytest.fixture(scope="module")
-def browser(chromium) -> Iterator[Browser]:
-    with Browser(chromium, 960, 500) as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import parallel101 as p101
 from parallel101.laboratory.publish import run_page as module
 from parallel101.laboratory.publish.run_page import run_page
 from parallel101.spans import recorder, span
-from tests.browser.browser import Browser
 from tests.browser.seen import out_of_reach, too_pale, too_small, without_a_name
 
 pytestmark = pytest.mark.browser
@@ -35,12 +34,6 @@ def page(tmp_path_factory):
     path.write_text(run_page(trace, "train.py"), encoding="utf-8")
     patch.undo()
     return path.as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    with Browser(chromium) as browser:
-        yield browser
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -76,4 +69,3 @@ def test_steps_are_chosen_by_number_by_pointer_and_by_time(page, browser, keep, 
     assert too_small(browser, 10) == []
     for fault in (too_pale, without_a_name, out_of_reach):
         assert fault(browser) == [], fault.__name__
-    assert browser.errors == []

@@ -12,19 +12,15 @@ import pytest
 from bs4 import BeautifulSoup
 
 import parallel101 as p101
-from parallel101.laboratory.publish.page import offline_html
 from parallel101.laboratory.publish.tools.schedule_builder_page import (
-    ADDRESS,
     NAMES,
     RULES,
-    TITLE,
     published,
     schedule_builder_page,
     score,
 )
 from parallel101.trainers.schedules.with_messages import with_messages
 from tests.browser.browser import Browser
-from tests.browser.seen import check_on_paper, check_readable, without_scripts
 
 pytestmark = pytest.mark.browser
 
@@ -152,17 +148,10 @@ LISTS = "state.lists"
 ROWS = "[...document.querySelectorAll('.score tbody tr')].map(r => r.innerText.split('\\t'))"
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("builder") / ADDRESS
-    path.write_text(offline_html(TITLE, schedule_builder_page()))
-    return path.as_uri()
-
-
 @pytest.fixture
-def opened(browser, page) -> Browser:
+def opened(browser, builder) -> Browser:
     """The page with an empty board of two ranks and two microbatches."""
-    return with_lists(browser, page, [[], []])
+    return with_lists(browser, builder, [[], []])
 
 
 def with_lists(browser: Browser, page: str, lists: Lists, microbatches: int = 2) -> Browser:
@@ -221,9 +210,9 @@ def test_keys_build_the_same(opened):
     assert opened.js(LISTS)[0][-2:] == ["0I1", "0W1"]
 
 
-def test_what_is_impossible_says_why(browser, page):
+def test_what_is_impossible_says_why(browser, builder):
     lists = [["0F0", "0F1"], ["1F0", "1B0", "1F1"]]
-    with_lists(browser, page, lists)
+    with_lists(browser, builder, lists)
     browser.click(button("W", 0))
     assert browser.js(SAID) == "Not possible: 0W0 needs 0I0, which isn't placed yet."
     browser.js("choose(1, 'a1B0')")
@@ -237,8 +226,8 @@ def test_what_is_impossible_says_why(browser, page):
     assert browser.js(LISTS)[0] == ["0F0", "0F1", "0B0"]
 
 
-def test_a_bubble_says_what_it_waits_for_and_takes_an_action(browser, page):
-    with_lists(browser, page, [["0F0", "0I0", "0F1", "0I1"], ["1F0", "1B0", "1F1", "1B1"]])
+def test_a_bubble_says_what_it_waits_for_and_takes_an_action(browser, builder):
+    with_lists(browser, builder, [["0F0", "0I0", "0F1", "0I1"], ["1F0", "1B0", "1F1", "1B1"]])
     browser.js("choose(0, 'w0I1')")
     assert "Rank 0 waits from 6 to 9 for 1B1 on rank 1, which ends at 9" in browser.js(SAID)
     browser.click(button("W", 0))
@@ -248,8 +237,8 @@ def test_a_bubble_says_what_it_waits_for_and_takes_an_action(browser, page):
     assert browser.js(ROWS)[0][1] == f"{times.makespan:g}"
 
 
-def test_an_action_is_dragged_with_the_mouse_and_chosen_with_a_finger(browser, page):
-    with_lists(browser, page, [["0F0", "0F1"], ["1F0", "1F1", "1B0"]])
+def test_an_action_is_dragged_with_the_mouse_and_chosen_with_a_finger(browser, builder):
+    with_lists(browser, builder, [["0F0", "0F1"], ["1F0", "1F1", "1B0"]])
     box = "document.querySelector('#a1F1')"
     browser.js(f"{box}.scrollIntoView({{block: 'center'}})")
     x, y, width = browser.js(f"(b => [b.x + b.width / 2, b.y + 9, b.width])"
@@ -296,9 +285,9 @@ def test_what_was_accepted_on_the_way_is_a_schedule_in_the_end(opened):
         assert "_".join(".".join(of_rank) for of_rank in lists) in address
 
 
-def test_the_address_carries_the_schedule(browser, page):
+def test_the_address_carries_the_schedule(browser, builder):
     lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0"]]
-    with_lists(browser, page, lists)
+    with_lists(browser, builder, lists)
     assert browser.js(LISTS) == lists
     browser.click(button("F", 1))
     browser.call("Page.reload")
@@ -311,12 +300,11 @@ def test_the_address_carries_the_schedule(browser, page):
         browser.js(f"(h => {{ location.hash = h.replace(/lists=.*/, 'lists={spoilt_lists}') }})"
                    "(location.hash)")  # fmt: skip
         browser.until(f"{SAID}.includes({json.dumps(why)})")
-    assert browser.errors == []
 
 
 @pytest.mark.parametrize("name", list(NAMES))
-def test_published_schedules_have_pythons_score_and_goals(browser, page, name):
-    with_lists(browser, page, [[], [], []], 6)
+def test_published_schedules_have_pythons_score_and_goals(browser, builder, name):
+    with_lists(browser, builder, [[], [], []], 6)
     static = browser.js("document.querySelector('.score tbody').innerText.split('\\n').slice(1)")
     parsed = schedule_builder_page().partition("<tbody>")[2].partition("</tbody>")[0]
     rows = [row.get_text("\t") for row in BeautifulSoup(parsed, "html.parser")("tr")]
@@ -341,35 +329,3 @@ def test_lists_with_messages_are_checked_under_both_rules(opened):
     for rules, words in (("gloo", "run under gloo's rules"), ("nccl", "under NCCL's rules, where")):
         opened.click(f"document.querySelector('#check-{rules}')")
         assert words in opened.js("document.querySelector('#verdict').textContent")
-
-
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 390)])
-def test_everything_can_be_read_and_reached(browser, page, keep, scheme, width):
-    browser.emulate(prefers_color_scheme=scheme)
-    for name in ("half", "interleaved"):
-        browser.resize(width, 900)
-        lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0", "1F1"], ["2F0", "2B0"]]
-        with_lists(browser, page, lists, 3)
-        if name != "half":
-            browser.js(
-                f"(state.stages = 'loop', state.lists = listsOf('{name}'), build(), "
-                "choose(1, 'a1F1'))"
-            )
-        browser.js("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-        check_readable(browser, width, keyboard=width == 1100)
-        keep(browser, f"builder-{name}-{scheme}-{width}")
-    assert browser.errors == []
-
-
-def test_on_paper_nothing_is_cut_off(browser, page, keep):
-    browser.resize(717)  # A4 without Chromium's margins
-    with_lists(browser, page, published(3, 6)["1f1b"].actions, 6)
-    check_on_paper(browser, keep, "builder-print")
-
-
-def test_without_a_script_the_text_and_the_score_are_there(browser, page):
-    with without_scripts(browser):
-        browser.open("about:blank")
-        browser.open(page)
-        words = browser.js("document.body.innerText")
-    assert "ZB-H2" in words and "needs JavaScript" in words and "Start from" not in words

@@ -8,49 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from parallel101.laboratory.publish import course_pages
-from parallel101.laboratory.publish.find import homework_notebooks
-from parallel101.laboratory.publish.glossary import read_terms
-from parallel101.laboratory.publish.index import index_page
-from parallel101.laboratory.publish.reference import ADDRESS, make_reference
-from parallel101.laboratory.publish.search_index import FILE, search_index
-from parallel101.laboratory.publish.write_site import search_entries
+from parallel101.laboratory.publish.reference import ADDRESS
+from parallel101.laboratory.publish.search_index import FILE
 from tests.browser.browser import Browser
 from tests.browser.seen import (
-    cut_off,
-    out_of_reach,
-    scrolls_without_a_cue,
-    too_pale,
+    view,
     without_a_name,
-    without_scripts,
 )
-from tests.browser.test_pages import unfold, view
-from tests.lessons.lesson import LESSONS
 
 pytestmark = pytest.mark.browser
 SHARDING = "reference/parallel101/sharding.html"
 BOX, LIST = "document.querySelector('#search-words')", "document.querySelector('#search-found')"
 SAID = "document.querySelector('.search-count').textContent"
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The course's index, its search and the reference, without the lessons' pages."""
-    out = tmp_path_factory.mktemp("site")
-    lessons = sorted(LESSONS.glob("*.ipynb"))
-    with pytest.MonkeyPatch.context() as patch:  # tests/publish/test_course_pages.py runs them
-        patch.setattr(course_pages, "raised", lambda program: "Error: a message")
-        entries = search_entries(lessons, [*homework_notebooks(LESSONS).values()], LESSONS)
-    with pytest.MonkeyPatch.context() as patch:  # the others take longer, and look the same
-        patch.setattr("parallel101.laboratory.publish.reference.MODULES", ("cost", "sharding"))
-        reference = make_reference()
-    for page, html in reference.pages.items():
-        (out / page).parent.mkdir(parents=True, exist_ok=True)
-        (out / page).write_text(html, encoding="utf-8")
-    index = search_index([*entries, *reference.names], read_terms(LESSONS))
-    (out / FILE).write_text(index, encoding="utf-8")
-    (out / "index.html").write_text(index_page([], search=True), encoding="utf-8")
-    return out
 
 
 def opened(browser: Browser, site: Path, page: str = "index.html", **how) -> Browser:
@@ -160,13 +129,6 @@ def test_a_screen_reader_hears_what_it_is_and_how_many_were_found(browser, site)
     assert without_a_name(browser) == []
 
 
-def test_without_scripts_there_is_no_box_and_the_reference_is_whole(browser, site):
-    with without_scripts(browser):
-        opened(browser, site, ADDRESS)
-        assert not browser.js(f"{BOX}.checkVisibility()")
-        assert browser.js("document.querySelectorAll('.names a').length") > 60
-
-
 def test_a_missing_index_is_named(browser, site):
     lonely = site / "reference" / "lonely"
     lonely.mkdir()
@@ -175,27 +137,3 @@ def test_a_missing_index_is_named(browser, site):
     view(browser, (lonely / "index.html").as_uri(), 1100)
     browser.js(f"{BOX}.focus()")
     browser.until(f"{SAID}.includes('search_index.js is missing')")
-
-
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 390)])
-def test_results_and_reference_are_readable(browser, site, scheme, width, keep):
-    opened(browser, site, width=width, scheme=scheme)
-    ask(browser, "all-reduce of a ring")
-    browser.key("ArrowDown")
-    keep(browser, f"search-{scheme}")
-    assert too_pale(browser) == []
-    assert cut_off(browser) == []
-    for page in (ADDRESS, SHARDING):
-        opened(browser, site, page, width=width, scheme=scheme)
-        unfold(browser)
-        keep(browser, f"reference-{Path(page).stem}-{scheme}")
-        assert browser.js("document.documentElement.scrollWidth") <= width
-        assert too_pale(browser) == []
-        assert cut_off(browser) == []
-        assert scrolls_without_a_cue(browser) == []
-
-
-def test_the_tab_key_reaches_everything_in_the_reference(browser, site):
-    opened(browser, site, SHARDING)
-    assert out_of_reach(browser) == []
-    assert without_a_name(browser) == []

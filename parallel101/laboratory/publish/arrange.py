@@ -109,7 +109,8 @@ def make_sections(body: BeautifulSoup) -> None:
     """Put each heading of the first three levels and all that follows it into a section."""
     section = body.new_tag("section")
     for element in list(body.contents):
-        if isinstance(element, Tag) and begins_section(element) and section.contents:
+        heading = isinstance(element, Tag) and is_text(element) and element.find(HEADINGS)
+        if heading and section.contents:
             section = body.new_tag("section")
         if section.parent is None:
             element.insert_before(section)
@@ -125,16 +126,13 @@ def shorten(body: BeautifulSoup, text: Tag) -> None:
     lines = text.get_text().splitlines(keepends=True)
     if len(lines) <= LONGEST:
         return
-    first, middle, last = lines[:SHOWN_LINES], lines[SHOWN_LINES:-SHOWN_LINES], lines[-SHOWN_LINES:]
-    folded = _details(body, "lines", f"{len(middle):,} more lines")
-    for place, part in ((text, first), (None, middle), (None, last)):
-        shown = place or body.new_tag("pre")
-        shown.string = "".join(part)
-        if part is middle:
-            folded.append(shown)
-            text.insert_after(folded)
-        elif part is last:
-            folded.insert_after(shown)
+    folded = _details(body, "lines", f"{len(lines) - 2 * SHOWN_LINES:,} more lines")
+    middle, last = body.new_tag("pre"), body.new_tag("pre")
+    text.string = "".join(lines[:SHOWN_LINES])
+    middle.string = "".join(lines[SHOWN_LINES:-SHOWN_LINES])
+    last.string = "".join(lines[-SHOWN_LINES:])
+    folded.append(middle)
+    text.insert_after(folded, last)
 
 
 def is_text(cell: Tag) -> bool:
@@ -156,11 +154,6 @@ def begins_anew(cell: Tag) -> bool:
     marks = "h1, h2, h3, h4, blockquote:not(.takeaway) > p > strong"
     table = ".text_cell_render > table:first-child"
     return is_text(cell) and cell.select_one(f"{marks}, {table}") is not None
-
-
-def begins_section(cell: Tag) -> bool:
-    heading = cell.find(HEADINGS) if is_text(cell) else None
-    return heading is not None
 
 
 def _details(body: BeautifulSoup, kind: str, summary: str, *, open_: bool = False) -> Tag:

@@ -120,8 +120,8 @@ def _lead_somewhere(
         return
     target = posixpath.normpath(posixpath.join(folder, path))
     page = ADDRESSES.get(target, "")
-    if target.startswith(("lessons/", "homework/")) and not page:
-        name = posixpath.basename(target if target.startswith("lessons/") else _set_of(target))
+    kind, name, *_ = [*target.split("/"), ""]  # a lesson's notebook, or the folder of a homework
+    if kind in ("lessons", "homework") and not page:
         page = f"{name.removesuffix('.ipynb')}.html"
     if page in pages:
         link["href"] = page + hash + heading
@@ -129,11 +129,6 @@ def _lead_somewhere(
         link["href"] = repository.file(target) + hash + heading
     else:
         link.unwrap()
-
-
-def _set_of(path: str) -> str:
-    """Return the folder of a homework set: homework/hw1_moving/hw1.ipynb → homework/hw1_moving."""
-    return "/".join(path.split("/")[:2])
 
 
 def _show_messages(soup: BeautifulSoup, text: str) -> None:

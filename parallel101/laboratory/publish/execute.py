@@ -131,11 +131,7 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
     """
     notebook = read_notebook(path)
     code_cells = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
-    running = None
-
-    def note_cell(cell: NotebookNode, cell_index: int) -> None:
-        nonlocal running
-        running = cell_index
+    running: list[int] = []
 
     with tqdm(total=len(code_cells), desc=path.stem, unit="cell", leave=False, disable=None) as bar:
         client = _InterruptibleClient(
@@ -147,17 +143,17 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
             coalesce_streams=True,
             store_widget_state=False,
             record_timing=False,
-            on_cell_execute=note_cell,
+            on_cell_execute=lambda cell_index, **_: running.append(cell_index),
             on_cell_executed=lambda **_: bar.update(),
         )
         try:
             client.run()
         except (CellControlSignal, DeadKernelError, RuntimeError) as error:
-            if running is None:
+            if not running:
                 raise LessonFailed(path.stem, f"the kernel did not start: {error}") from error
-            cell = notebook.cells[running]
+            cell = notebook.cells[running[-1]]
             code = indent(cell.source.strip(), "    ")
-            where = f"code cell {code_cells.index(running) + 1} of {len(code_cells)} failed"
+            where = f"code cell {code_cells.index(running[-1]) + 1} of {len(code_cells)} failed"
             why = f"{where}:\n\n{code}\n\n{_explain(error, cell, timeout)}"
             raise LessonFailed(path.stem, why) from error
     return notebook

@@ -78,31 +78,18 @@ def link_first_uses(body: BeautifulSoup, terms: Sequence[Term]) -> None:
     )
     use = re.compile(rf"(?<![\w-])({longest_first})(?=(s|es)?(?![\w-]))")
     linked: set[str] = set()
-    for text in body.select(".text_cell_render"):
-        for node in list(text.find_all(string=use)):
-            if not node.find_parent(NOT_LINKED):
-                _link(body, node, use, by_form, linked)
-
-
-def _link(
-    body: BeautifulSoup,
-    node: NavigableString,
-    use: re.Pattern[str],
-    by_form: dict[str, Term],
-    linked: set[str],
-) -> None:
-    parts: list[PageElement] = []
-    done = 0
-    for match in use.finditer(str(node)):
-        term = by_form[match[1].lower()]
-        if term.name in linked:
+    for node in list(body.find_all(string=use)):
+        if not node.find_parent(class_="text_cell_render") or node.find_parent(NOT_LINKED):
             continue
-        linked.add(term.name)
-        link = body.new_tag(
-            "a", attrs={"class": "term", "href": f"{PAGE}#{term.anchor}", "title": term.short}
-        )
-        link.string = match[0]
-        parts += [NavigableString(node[done : match.start()]), link]
-        done = match.end()
-    if parts:
-        node.replace_with(*parts, NavigableString(node[done:]))
+        parts, done = list[PageElement](), 0
+        for match in use.finditer(str(node)):
+            term = by_form[match[1].lower()]
+            if term.name not in linked:
+                linked.add(term.name)
+                look = {"class": "term", "href": f"{PAGE}#{term.anchor}", "title": term.short}
+                link = body.new_tag("a", attrs=look)
+                link.string = match[0]
+                parts += [NavigableString(node[done : match.start()]), link]
+                done = match.end()
+        if parts:
+            node.replace_with(*parts, NavigableString(node[done:]))

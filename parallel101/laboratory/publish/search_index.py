@@ -68,25 +68,18 @@ def page_entries(page: CoursePage) -> Iterator[SearchEntry]:
 
 
 def _sections(kind: str, title: str, address: str, soup: BeautifulSoup) -> Iterator[SearchEntry]:
-    at, place, section, texts = address, "", title, list[str]()
+    section, texts = SearchEntry(kind, title, address, ""), list[str]()
     for element in soup.select(".text_cell_render > *, pre.cell"):
-        if element.name in HEADINGS and element.has_attr("id"):
-            if texts:
-                yield _section(kind, section, at, texts, place)
-            texts = []
-            if element.name == "h1":
-                at, place, section = address, "", title
-            else:
-                at, place = f"{address}#{element['id']}", title
-                section = element.get_text().strip()
-        else:
-            apart = " " if element.name in ("table", "ul", "ol") else ""
-            texts.append(element.get_text(apart))
-    yield _section(kind, section, at, texts, place)
-
-
-def _section(kind: str, title: str, address: str, texts: list[str], place: str) -> SearchEntry:
-    return SearchEntry(kind, title, address, " ".join(" ".join(texts).split()), place)
+        if element.name not in HEADINGS or not element.has_attr("id"):
+            texts.append(element.get_text(" " if element.name in ("table", "ul", "ol") else ""))
+            continue
+        if texts:
+            yield section._replace(text=" ".join(" ".join(texts).split()))
+        section, texts = SearchEntry(kind, title, address, ""), []
+        if element.name != "h1":
+            at, heading = f"{address}#{element['id']}", element.get_text().strip()
+            section = section._replace(title=heading, address=at, place=title)
+    yield section._replace(text=" ".join(" ".join(texts).split()))
 
 
 def glossary_entries(terms: Sequence[Term]) -> list[SearchEntry]:

@@ -38,6 +38,11 @@ else:
     import tomli as tomllib
 
 When = date | str | None
+KINDS = {  # of an entry's values, and what is expected
+    "lessons": (str, 'a list, such as ["00"]'),
+    "goals": (str, 'a list, such as ["…"]'),
+    "homework": (int, "a list, such as [1]"),
+}
 
 
 class Week(NamedTuple):
@@ -108,21 +113,18 @@ def _week(entries: Any, folder: Path) -> Week:
     if not isinstance(entries, dict) or (unknown := [*{*entries} - {*Week._fields}]):
         named = repr(unknown[0]) if isinstance(entries, dict) else repr(entries)
         raise ValueError(f"{named} is not an entry of a week; there are {', '.join(Week._fields)}")
-    for name, kind in (("lessons", str), ("goals", str), ("homework", int)):
+    for name, (kind, expected) in KINDS.items():
         values = entries.get(name, [])
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-            example = '["00"]' if name == "lessons" else '["…"]' if kind is str else "[1]"
-            raise ValueError(f"{name} is {values!r}; expected a list, such as {example}")
+            raise ValueError(f"{name} is {values!r}; expected {expected}")
     days = {name: entries.get(name) for name in ("date", "due")}
     for name, day in days.items():
         if not isinstance(day, date | str | None):
             raise ValueError(f"{name} is {day!r}; expected a date or a text")
-        if isinstance(day, datetime):
-            days[name] = day.date()
-    names = entries.get("lessons", [])
+        days[name] = day.date() if isinstance(day, datetime) else day
     week = Week(
         title=str(entries.get("title", "")),
-        lessons=tuple(select_lessons(folder, [name])[0].stem for name in names),
+        lessons=tuple(select_lessons(folder, [n])[0].stem for n in entries.get("lessons", [])),
         goals=tuple(entries.get("goals", [])),
         homework=tuple(entries.get("homework", [])),
         **days,

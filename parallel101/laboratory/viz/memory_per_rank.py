@@ -129,9 +129,9 @@ def memory_scene(
                 for low, high in parts:
                     wide = (high - low) * exact
                     at = 0.0 if temporary else min(low * width, max(width - wide, 0.0))
-                    place = lefts[kind] + at, y, max(wide, 1.0), TALL
-                    bars.rect(*place, f"own f{colour}", rx=2, title=title)
-                    widest = max(widest, place, key=lambda box: box[2])
+                    drawn = lefts[kind] + at, y, max(wide, 1.0), TALL
+                    bars.rect(*drawn, f"own f{colour}", rx=2, title=title)
+                    widest = max(widest, drawn, key=lambda box: box[2])
                 inside.label(decimal_bytes(mine), widest, f"o{colour}", 11.5)
             total = sum(by_position[position] for by_position in of.bytes.values())
             totals.write(decimal_bytes(total), END, y + 17, 17, "b e")

@@ -58,38 +58,27 @@ def _gpu(chip: Chip) -> dict[str, float]:
     }
 
 
-def _given() -> str:
-    """Return the data that the script takes from Python's tables."""
-    shapes = {name: asdict(known.shape) for name, known in KNOWN_MODELS.items()}
-    model, gpu, layout = START
-    found = {
-        "constants": {
-            "BUCKET": BUCKET,
-            "MASTER": MASTER,
-            "MOMENT": MOMENT,
-            "PARTS": PARTS,
-            "AVERAGES": AVERAGES,
-            "OPTIMIZER_BYTES": TRAINERS.optimizer_bytes,
-        },
-        "models": shapes,
-        "kinds": {
-            kind: {field: shapes[name][field] for field in KIND_FIELDS}
-            for kind, name in KINDS.items()
-        },
-        "shape": asdict(OWN),
-        "layout": asdict(ParallelLayout()),
-        "gpus": {name: _gpu(chip) for name, chip in GPUS.items()},
-        "choices": {
-            **CHOICES,
-            **KNOWN,
-            "optimizer": tuple(AVERAGES),
-        },
-        "start": {"model": model, "gpu": gpu, "layout": asdict(layout)},
-    }
-    return json.dumps(found, separators=(",", ":"))
-
-
-RULES = f"const GIVEN = {_given()};\n" + "".join(
+SHAPES = {name: asdict(known.shape) for name, known in KNOWN_MODELS.items()}
+GIVEN = {  # what the script takes from Python's tables
+    "constants": {
+        "BUCKET": BUCKET,
+        "MASTER": MASTER,
+        "MOMENT": MOMENT,
+        "PARTS": PARTS,
+        "AVERAGES": AVERAGES,
+        "OPTIMIZER_BYTES": TRAINERS.optimizer_bytes,
+    },
+    "models": SHAPES,
+    "kinds": {
+        kind: {field: SHAPES[name][field] for field in KIND_FIELDS} for kind, name in KINDS.items()
+    },
+    "shape": asdict(OWN),
+    "layout": asdict(ParallelLayout()),
+    "gpus": {name: _gpu(chip) for name, chip in GPUS.items()},
+    "choices": {**CHOICES, **KNOWN, "optimizer": tuple(AVERAGES)},
+    "start": {"model": START[0], "gpu": START[1], "layout": asdict(START[2])},
+}
+RULES = f"const GIVEN = {json.dumps(GIVEN, separators=(',', ':'))};\n" + "".join(
     file_text(f"tools/memory_{name}.js") for name in ("rules", "changes")
 )
 

@@ -1,0 +1,86 @@
+"""Every kind of page around the lessons can be read and used: on a screen, a phone and paper, in
+both themes, with the keyboard, and without scripts.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel101.laboratory.publish.reference import ADDRESS
+from parallel101.laboratory.publish.tools.collectives_atlas_page import START, chosen_words
+from tests.browser.seen import (
+    check_on_paper,
+    check_readable,
+    out_of_reach,
+    view,
+    without_scripts,
+)
+
+pytestmark = pytest.mark.browser
+
+AROUND = ("errors_explained.html", "teach_with_it.html", "cite.html")
+ATLAS = "#operation=all_reduce&network=switch&algorithm="
+BUILDER = "#ranks=3&microbatches=3&stages=one&times=1,1,1,0&lists=0F0.0F1.0B0_1F0.1B0.1F1_2F0.2B0"
+INTERLEAVED = "state.stages = 'loop', state.lists = listsOf('interleaved'), build()"
+MEMORY = "#model=llama-3-405b&dp=8&tp=8&pp=16&microbatches=32&zero_stage=1"
+SHOWN = "document.querySelector('.shown').dataset.shown === address()"
+STATES = {  # page → its states: what follows the address, and a script to wait for
+    "index": [("", "")],
+    "reference": [("", ""), ("/../parallel101/sharding.html", "")],
+    "atlas": [(f"{ATLAS}ring&ranks=8&beside=recursive_doubling", SHOWN),
+              (f"{ATLAS}recursive_doubling&ranks=64&beside=", SHOWN)],
+    "builder": [(BUILDER, ""), (BUILDER, f"({INTERLEAVED}, choose(1, 'a1F1'), true)")],
+    "memory": [("", ""), (MEMORY, ""), ("#model=own&tp=7", "")],
+    **{page: [("", "")] for page in AROUND},
+}  # fmt: skip
+
+
+@pytest.fixture
+def page(request, name) -> str:
+    if name in AROUND:
+        return request.getfixturevalue("index").replace("index.html", name)
+    if name == "reference":
+        return (request.getfixturevalue("site") / ADDRESS).as_uri()
+    return request.getfixturevalue(name)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_it_can_be_read_and_reached(browser, page, name, keep):
+    for scheme, width in (("light", 1100), ("dark", 375)):
+        for number, (more, ready) in enumerate(STATES[name]):
+            view(browser, page + more, width, scheme=scheme)
+            browser.until(ready or "true")
+            if (scheme, number) == ("light", 0):  # pressing keys takes long
+                assert out_of_reach(browser) == []
+            check_readable(browser)
+            keep(browser, f"{name}-{number}-{scheme}-{width}")
+    view(browser, page + STATES[name][0][0], 717, scheme="dark")
+    browser.until(STATES[name][0][1] or "true")
+    check_on_paper(browser)
+    keep(browser, f"{name}-print", whole=True)
+
+
+WORDS = {
+    "atlas": ["needs JavaScript", chosen_words(START), "Exchange sums with a partner"],
+    "builder": ["needs JavaScript", "ZB-H2"],
+    "memory": ["needs JavaScript", "Optimizer state"],
+    "reference": ["all_reduce"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_without_scripts_the_text_is_there_and_nothing_that_needs_one(browser, page, name):
+    with without_scripts(browser):
+        view(browser, page, 1100)
+        said = browser.js("document.body.innerText")
+        assert [word for word in WORDS[name] if word not in said] == []
+        controls = "[...document.querySelectorAll('select, input, button')]"
+        assert not browser.js(f"{controls}.some(control => control.checkVisibility())")
+
+
+def test_on_a_phone_the_parts_of_the_moving_picture_are_stacked(browser, index):
+    for width in (1280, 375):
+        view(browser, index, width)
+        image = "document.querySelector('.moving img')"
+        tall = browser.js(f"{image}.naturalHeight > {image}.naturalWidth")
+        assert tall == (width == 375)
