@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import pytest
 
+from parallel101.cost import step_memory
+from parallel101.laboratory.planner.known_models import KNOWN_MODELS
 from parallel101.laboratory.publish.reference import ADDRESS
+from parallel101.laboratory.publish.tools import memory_page
 from parallel101.laboratory.publish.tools.collectives_atlas_page import START, chosen_words
+from parallel101.laboratory.record.units import decimal_bytes
 from tests.browser.seen import (
     check_on_paper,
     check_readable,
@@ -26,7 +30,8 @@ MEMORY = "#model=llama-3-405b&dp=8&tp=8&pp=16&microbatches=32&zero_stage=1"
 SHOWN = "document.querySelector('.shown').dataset.shown === address()"
 STATES = {  # page → its states: what follows the address, and a script to wait for
     "index": [("", "")],
-    "reference": [("", ""), ("/../parallel101/sharding.html", "")],
+    "reference": [("", "")],
+    "reference/parallel101/sharding.html": [("", "")],
     "atlas": [(f"{ATLAS}ring&ranks=8&beside=recursive_doubling", SHOWN),
               (f"{ATLAS}recursive_doubling&ranks=64&beside=", SHOWN)],
     "builder": [(BUILDER, ""), (BUILDER, f"({INTERLEAVED}, choose(1, 'a1F1'), true)")],
@@ -39,13 +44,15 @@ STATES = {  # page → its states: what follows the address, and a script to wai
 def page(request, name) -> str:
     if name in AROUND:
         return request.getfixturevalue("index").replace("index.html", name)
-    if name == "reference":
-        return (request.getfixturevalue("site") / ADDRESS).as_uri()
+    if name.startswith("reference"):
+        place = ADDRESS if name == "reference" else name
+        return (request.getfixturevalue("site") / place).as_uri()
     return request.getfixturevalue(name)
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_it_can_be_read_and_reached(browser, page, name, keep):
+    picture = name.replace("/", "-")
     for scheme, width in (("light", 1100), ("dark", 375)):
         for number, (more, ready) in enumerate(STATES[name]):
             view(browser, page + more, width, scheme=scheme)
@@ -53,17 +60,18 @@ def test_it_can_be_read_and_reached(browser, page, name, keep):
             if (scheme, number) == ("light", 0):  # pressing keys takes long
                 assert out_of_reach(browser) == []
             check_readable(browser)
-            keep(browser, f"{name}-{number}-{scheme}-{width}")
+            keep(browser, f"{picture}-{number}-{scheme}-{width}")
     view(browser, page + STATES[name][0][0], 717, scheme="dark")
     browser.until(STATES[name][0][1] or "true")
     check_on_paper(browser)
-    keep(browser, f"{name}-print", whole=True)
+    keep(browser, f"{picture}-print", whole=True)
 
 
+OPENS = KNOWN_MODELS[memory_page.START[0]].shape, memory_page.START[2]
 WORDS = {
     "atlas": ["needs JavaScript", chosen_words(START), "Exchange sums with a partner"],
     "builder": ["needs JavaScript", "ZB-H2"],
-    "memory": ["needs JavaScript", "Optimizer state"],
+    "memory": ["needs JavaScript", decimal_bytes(step_memory(*OPENS)[0].total)],
     "reference": ["all_reduce"],
 }
 
