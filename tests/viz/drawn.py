@@ -6,10 +6,29 @@ import itertools
 import re
 import xml.etree.ElementTree as ET
 
-from parallel101.laboratory.record.events import NO_GROUP, Event
+from parallel101.laboratory.record.events import NO_GROUP, Event, EventGroup
 from parallel101.laboratory.viz.scene import Scene
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+WORLD = EventGroup("world", (0, 1), None)
+
+
+def event(
+    kind: str,
+    rank: int,
+    start: float,
+    end: float,
+    *,
+    peer: int | None = None,
+    nbytes: int = 8,
+    seq: int = 0,
+    group: EventGroup = WORLD,
+) -> Event:
+    """A message, or a collective."""
+    when = start, end, "train.py:9", start
+    return Event(rank, kind, peer, 0, nbytes, *when, group, seq, (nbytes // 4,), "float32")
 
 
 def span(
@@ -22,25 +41,8 @@ def span(
     waiting: bool = False,
     **labels: object,
 ) -> Event:
-    return Event(
-        rank,
-        "span",
-        None,
-        0,
-        0,
-        start,
-        end,
-        "train.py:7",
-        start,
-        NO_GROUP,
-        seq,
-        (),
-        "",
-        None,
-        name,
-        labels,
-        waiting,
-    )
+    made = event("span", rank, start, end, nbytes=0, seq=seq, group=NO_GROUP)
+    return made._replace(where="train.py:7", name=name, args=labels, waiting=waiting)
 
 
 def titled(scene: Scene, word: str) -> list[ET.Element]:

@@ -17,33 +17,16 @@ from parallel101.laboratory.analysis.overlap import (
     time_windows,
     union,
 )
-from parallel101.laboratory.record.events import Event, EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.between_ranks import traffic_scene
 from parallel101.laboratory.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
 from parallel101.laboratory.viz.rows import legend_entries, span_colours
 from parallel101.laboratory.viz.timeline import timeline_scene
-from tests.viz.drawn import SVG, span, titled
-
-WORLD = EventGroup("world", (0, 1), None)
+from tests.viz.drawn import SVG, event, span, titled
 
 
 def message(kind, rank, peer, start, end, nbytes=8, seq=0):
-    return Event(
-        rank,
-        kind,
-        peer,
-        0,
-        nbytes,
-        start,
-        end,
-        "train.py:9",
-        start,
-        WORLD,
-        seq,
-        (nbytes // 4,),
-        "float32",
-    )
+    return event(kind, rank, start, end, peer=peer, nbytes=nbytes, seq=seq)
 
 
 def step(overlap):

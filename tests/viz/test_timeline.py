@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.record.events import Event, EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.rows import LEFT, RIGHT
 from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.viz import programs as p
-from tests.viz.drawn import SVG, span, titled
+from tests.viz.drawn import SVG, event, span, titled
 from tests.viz.programs import recorded
 
 
@@ -69,23 +68,8 @@ def test_messages_and_arrows():
 
 
 def test_collectives_have_their_own_bars():
-    event = Event(
-        0,
-        "all_reduce",
-        None,
-        0,
-        1024,
-        0.0,
-        0.001,
-        "x.py:3",
-        0.0,
-        EventGroup("world", (0, 1), None),
-        0,
-        (256,),
-        "float32",
-    )
-    scene = timeline_scene(Trace([event], 1, "gloo"))
-    (bar,) = titled(scene, "all_reduce: 1 KiB, 1 ms at x.py:3")
+    scene = timeline_scene(Trace([event("all_reduce", 0, 0.0, 0.001, nbytes=1024)], 1, "gloo"))
+    (bar,) = titled(scene, "all_reduce: 1 KiB, 1 ms at train.py:9")
     assert bar.get("class") == "collective"
 
 
