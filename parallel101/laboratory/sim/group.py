@@ -43,7 +43,6 @@ from parallel101.laboratory.sim.message_matching import (
     ON_META,
     MessageWork,
     PointToPointGroup,
-    SendWork,
     UnmatchedMessages,
     on_a_device,
     refuse,
@@ -70,7 +69,7 @@ class SharedState:
     def __init__(self, world: World, payload_bytes: int):
         self.world = world
         self.payload_bytes = payload_bytes
-        self.unmatched = UnmatchedMessages()
+        self.unmatched = UnmatchedMessages(world.network.eager)
         # collectives that some ranks have not called yet, by (group, seq)
         self.incomplete: dict[tuple, RunningCollective] = {}
         self.groups: dict[str, list[int]] = {}  # their ranks, by label
@@ -99,7 +98,7 @@ class SharedState:
         """Return the events of all that has not ended, as if it ended now."""
         in_flight = self.world.in_flight()
         matched = [
-            send for send in in_flight if isinstance(send, SendWork) and send.receive is not None
+            send for send in in_flight if isinstance(send, MessageWork) and send.receive is not None
         ]
         messages = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
         collectives = [
@@ -107,7 +106,7 @@ class SharedState:
             *(item for item in in_flight if isinstance(item, RunningCollective)),
         ]
         works = [work for collective in collectives for work in collective.works.values()]
-        unmatched = [work.row(number) for number, work in self.unmatched.numbered()]
+        unmatched = [work.row(number) for work, number in self.unmatched.numbered().items()]
         return unmatched + messages + [work.row(work.posted) for work in works]
 
     def unwaited(self) -> list[MessageWork]:
@@ -129,8 +128,8 @@ class SharedState:
         known = [(weakref.ref(work), work.call()) for work in self.unwaited()]
         for rank in self.world.ranks:
             rank.unwaited.clear()
-        self.unmatched.channels.clear()
-        self.unmatched.from_anyone.clear()
+        for channels in self.unmatched.channels.values():
+            channels.clear()
         return [call for work, call in known if work() is None]
 
 

@@ -17,11 +17,12 @@ network.py.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from ctypes import Array, c_char
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -76,37 +77,61 @@ def snapshot(pointer: int, nbytes: int) -> bytes:
 
 # ── The two sides of a message
 
-attributes_in_slots = dataclass(init=False, repr=False, eq=False, slots=True)
 
-
-@attributes_in_slots
+@dataclass(init=False, repr=False, eq=False, slots=True)
 class MessageWork(SimWork):
-    """One side of a message. `peer` is a rank of the world; None: any rank of the group."""
+    """One side of a message: a send, which is also the message in flight, or a receive.
 
-    kind = ""
+    Both are of one class. CPython makes an attribute access fast for one class in each piece of
+    code, and sends and receives alternate.
+    """
+
+    kind: str  # "send" or "recv"
     world: World
     rank: VirtualRank
     done: bool
     future: SimFuture | None
     group: PointToPointGroup
     tensor: torch.Tensor | None  # None once only the caller may still use it
-    peer: int | None
+    peer: int | None  # a rank of the world; None: any rank of the group
     tag: int
     where: str
     posted: float
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
-    pointer: int
+    pointer: int  # 0 on the meta device
     number: int  # counts all sends and receives of the run, in the order in which they were posted
     # the collective of parallel101 that the message belongs to: operation and ranks
     within: tuple[str, tuple[int, ...]] | None
     event_group: EventGroup
     waited: bool  # on gloo, a program may wait for a message only once
+    met: bool  # whether it needs nothing more of the other side
+    on_end: Callable[[], None] | None  # under NCCL's rules: tells its queue
+    # the bytes in flight; of a receive, those that have arrived and are not in the tensor yet,
+    # because the rank has not waited for them
+    data: bytes | None
+
+    # ---- of a receive ----
+    source: int  # the sender's position in the group
+    channels: list[list]  # of one from any rank: those on which it waits
+
+    # ---- of a send ----
+    receive: MessageWork | None
+    hops: tuple[tuple[int, ...], ...]
+    duration: float  # with its latency
+    latency: float
+    order: int  # its number among the messages that its sender has in flight
+    seq: int  # its number among the messages on its channel: see UnmatchedMessages
+    started: float
+    # the tensor's bytes when it was sent, all or samples; None: the sender may change it now
+    snapshot: bytes | None
+    payload: list | None
 
     def __init__(
         self,
         group: PointToPointGroup,
+        kind: str,
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
@@ -118,15 +143,16 @@ class MessageWork(SimWork):
             world.enter(rank)
         # torch passes complex tensors as pairs of real numbers
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
-            check_sendable(tensor, self.kind, rank, where)
-            self.pointer = 0  # on the meta device
+            check_sendable(tensor, kind, rank, where)
+            self.pointer = 0
         else:
             self.pointer = tensor.data_ptr()
         collective = current_collective()
         if collective is not group.collective:
             group.set_collective(collective)
-        self.future = None
-        self.done = self.waited = False
+        self.kind = kind
+        self.future = self.on_end = self.data = self.snapshot = self.receive = None
+        self.done = self.waited = self.met = False
         self.group = group
         self.tensor = tensor
         self.peer = peer
@@ -154,8 +180,95 @@ class MessageWork(SimWork):
             self.settle()
         return True
 
+    def settle(self) -> None:
+        """Give the tensor back to the program, with what has arrived in it.
+
+        Raises MisuseError if the program has changed it since it was sent.
+        """
+        if self.tensor is None:
+            return
+        self.rank.unwaited.discard(self)
+        before, self.snapshot = self.snapshot, None
+        if before is not None and snapshot(self.pointer, self.nbytes) != before:
+            error = tensor_changed(self.call())
+            self.world.fail(error, self.rank)
+            raise error
+        if self.data is not None and self.kind == "recv":
+            memory(self.nbytes).from_address(self.pointer).raw = self.data
+            self.data = None
+        if self.future is None:
+            self.tensor = None
+
     def result(self) -> list[torch.Tensor]:
         return [] if self.tensor is None else [self.tensor]
+
+    def _source_rank(self) -> int:
+        return self.source
+
+    source_rank = _source_rank
+
+    def start(self, now: float) -> None:
+        """Start the message, now that it has its first links."""
+        self.started = now
+        self.data = (
+            self.snapshot
+            if self.nbytes <= WHOLE or not self.pointer
+            else memory(self.nbytes).from_address(self.pointer).raw
+        )
+
+    def fire(self) -> None:
+        """End the message: free its links, and give the bytes to a receive that is posted."""
+        links = self.world.links
+        if self.hops and not links.latency_overlaps:
+            links.free(self.hops[-1])
+        self.rank.in_flight -= 1
+        if self.receive is not None:
+            self.deliver(self.receive)
+        self.end()
+
+    def deliver(self, receive: MessageWork) -> None:
+        """Give the bytes to the receive and record the message, both sides in one row.
+
+        See record/events.py for the row. They are in the receiver's tensor once it waits for them,
+        as on gloo: a program that forgets the wait() must not get them.
+        """
+        receive.data, self.data = self.data, None
+        world = self.world
+        row = (  # the fields of a MessageRow
+            self.rank.number,
+            self.peer,
+            self.tag,
+            self.nbytes,
+            self.started,
+            world.now,
+            self.event_group,
+            self.seq,
+            self.shape,
+            self.dtype,
+            self.payload,
+            self.where,
+            self.posted,
+            receive.where,
+            receive.posted,
+        )
+        world.events.append(row)
+        if receive.future is not None:
+            receive.settle()
+        receive.end()
+
+    def end(self) -> None:
+        """Note that this side is done."""
+        self.done = True
+        if self.future is not None:
+            self.finish()
+        elif self.rank.waiting is self:
+            self.world.wake(self.rank)
+        else:
+            self.rank.unwaited.add(self)
+        if self.on_end is not None:
+            self.on_end()
+
+    # ---- what is said of it ----
 
     def call(self) -> Call:
         group, me = self.group, self.rank.number
@@ -187,146 +300,13 @@ class MessageWork(SimWork):
         )
 
 
-def with_own_code(kind: type) -> type:
-    """Give a class its own copies of the methods that every message passes through.
-
-    CPython makes an attribute access fast for one class in each piece of code. Sends and receives
-    alternate, so code that both shared would be slow.
-    """
-    for name in ("__init__", "wait"):
-        method = getattr(MessageWork, name)
-        code = method.__code__.replace()
-        setattr(kind, name, FunctionType(code, method.__globals__, name, method.__defaults__))
-    return kind
-
-
-@with_own_code
-@attributes_in_slots
-class RecvWork(MessageWork):
-    """A receive. `source` is the sender's position in the group."""
-
-    kind = "recv"
-    source: int
-    # what has arrived and is not in the tensor yet, because the rank has not waited for it
-    data: bytes | None
-
-    def settle(self) -> None:
-        """Copy what has arrived into the tensor."""
-        if self.tensor is None:
-            return
-        data, self.data = self.data, None
-        if data is not None:
-            memory(self.nbytes).from_address(self.pointer).raw = data
-        self.rank.unwaited.discard(self)
-        if self.future is None:
-            self.tensor = None
-
-    def _source_rank(self) -> int:
-        return self.source
-
-    source_rank = _source_rank
-
-
-@with_own_code
-@attributes_in_slots
-class SendWork(MessageWork):
-    """A send, and the message itself while it is in flight."""
-
-    kind = "send"
-    receive: RecvWork | None
-    hops: tuple[tuple[int, ...], ...]
-    duration: float  # with its latency
-    latency: float
-    order: int  # its number among the messages that its sender has in flight
-    seq: int  # its number among the messages on its channel: see UnmatchedMessages
-    started: float
-    # the tensor's bytes when it was sent, all or samples; None: the sender may change it now
-    snapshot: bytes | None
-    data: bytes | None  # the bytes in flight
-    payload: list | None
-
-    def settle(self) -> None:
-        """Let the sender change its tensor from now on.
-
-        Raises MisuseError if it has changed it before.
-        """
-        if self.tensor is None:
-            return
-        self.rank.unwaited.discard(self)
-        before, self.snapshot = self.snapshot, None
-        if before is not None and snapshot(self.pointer, self.nbytes) != before:
-            raise self.changed()
-        if self.future is None:
-            self.tensor = None
-
-    def changed(self) -> MisuseError:
-        error = tensor_changed(self.call())
-        self.world.fail(error, self.rank)
-        return error
-
-    def start(self, now: float) -> None:
-        """Start the message, now that it has its first links."""
-        self.started = now
-        self.data = (
-            self.snapshot
-            if self.nbytes <= WHOLE or not self.pointer
-            else memory(self.nbytes).from_address(self.pointer).raw
-        )
-
-    def fire(self) -> None:
-        """End the message: free its links, and give the bytes to a receive that is posted."""
-        links, rank = self.world.links, self.rank
-        if self.hops and not links.latency_overlaps:
-            links.free(self.hops[-1])
-        rank.in_flight -= 1
-        if self.receive is not None:
-            self.deliver(self.receive)
-        self.done = True
-        if self.future is not None:
-            self.finish()
-        elif rank.waiting is self:
-            self.world.wake(rank)
-        else:
-            rank.unwaited.add(self)
-
-    def deliver(self, receive: RecvWork) -> None:
-        """Give the bytes to the receive and record the message, both sides in one row.
-
-        See record/events.py for the row. They are in the receiver's tensor once it waits for them,
-        as on gloo: a program that forgets the wait() must not get them.
-        """
-        receive.data, self.data = self.data, None
-        world = self.world
-        row = (  # the fields of a MessageRow
-            self.rank.number,
-            self.peer,
-            self.tag,
-            self.nbytes,
-            self.started,
-            world.now,
-            self.event_group,
-            self.seq,
-            self.shape,
-            self.dtype,
-            self.payload,
-            self.where,
-            self.posted,
-            receive.where,
-            receive.posted,
-        )
-        world.events.append(row)
-        receive.done = True
-        if receive.future is not None:
-            receive.settle()
-            receive.finish()
-        elif receive.rank.waiting is receive:
-            world.wake(receive.rank)
-        else:
-            receive.rank.unwaited.add(receive)
-
-
 # ── Matching sends with receives: by channel, in the order in which they were posted
-#    A channel is a group, a sender, a receiver and a tag.
+#    A channel is a group, a sender, a receiver and a tag. Under NCCL's rules it is a communicator,
+#    a sender and a receiver.
+
+# by (tag * size + src) * size + dst: the number of matched messages, then the unmatched sends or
+# receives
+Channels = dict[int, list]
 
 
 class UnmatchedMessages:
@@ -335,25 +315,54 @@ class UnmatchedMessages:
     They are in the order in which they were posted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, eager: float) -> None:
+        self.eager = eager or -1  # a send of up to so many bytes doesn't wait for its receive
         self.number = 0  # of the send or receive that was posted last
-        # by group, then by (tag * size + src) * size + dst: the number of matched messages, then
-        # the unmatched sends or receives
-        self.channels: dict[str, dict[int, list]] = {}
-        self.from_anyone: dict[tuple, list[RecvWork]] = {}  # by (group, dst, tag)
+        self.channels: dict[str, Channels] = defaultdict(lambda: defaultdict(lambda: [0]))
 
-    def numbered(self) -> list[tuple[int, MessageWork]]:
+    def numbered(self) -> dict[MessageWork, int]:
         """Return these sends and receives, each with its number on its channel."""
-        channels = [channel for group in self.channels.values() for channel in group.values()]
-        channels += [[0, *works] for works in self.from_anyone.values()]
-        return [pair for count, *works in channels for pair in enumerate(works, start=count + 1)]
+        channels = (channel for group in self.channels.values() for channel in group.values())
+        return {
+            work: number
+            for count, *works in channels
+            for number, work in enumerate(works, start=count + 1)
+        }
 
     def unwaited(self) -> list[MessageWork]:
         """Return the sends and receives for which nobody has waited."""
-        return [w for _, w in self.numbered() if w.tensor is not None and w.future is None]
+        return [w for w in self.numbered() if w.tensor is not None and w.future is None]
 
-    def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
-        """Match a send with its receive. Raises MisuseError if they do not agree."""
+    def meet(self, work: MessageWork, channel: list) -> None:
+        """Match a send or a receive with its other side, if that is on the channel.
+
+        If it isn't, put it there. A message that can start asks for its links.
+        """
+        is_send = work.kind == "send"
+        if len(channel) == 1 or channel[1].kind == work.kind:
+            channel.append(work)
+            if not is_send or work.nbytes > self.eager:
+                return
+            send, work.met = work, True
+        else:
+            other = channel.pop(1)
+            send, receive = (work, other) if is_send else (other, work)
+            if receive is other and other.peer is None:
+                for one in other.channels:
+                    if one is not channel:
+                        one.remove(other)
+            self.match(send, channel, receive)
+            send.met = receive.met = True
+            if send.done:  # an eager message that has arrived already
+                send.deliver(receive)
+                return
+            if not is_send and send.nbytes <= self.eager:
+                return  # it has started already
+        world = send.world
+        world.links.request(world.now, send.order, send.rank.number, send.number, send)
+
+    def match(self, send: MessageWork, channel: list, receive: MessageWork) -> None:
+        """Note that a send and a receive are one message. Raises MisuseError if they differ."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
         if fit and not (send.pointer and receive.pointer) and send.pointer != receive.pointer:
             error = one_on_meta(send, receive)
@@ -369,6 +378,9 @@ class UnmatchedMessages:
             )
             send.world.fail(error, receive.rank)
             raise error
+        self.matched(send, channel, receive)
+
+    def matched(self, send: MessageWork, channel: list, receive: MessageWork) -> None:
         send.seq = channel[0] = channel[0] + 1
         send.receive = receive
         receive.source = send.group.position
@@ -381,7 +393,6 @@ class PointToPointGroup(torch_private.PythonGroup):
     """
 
     takes_meta = True
-    make_send: type[SendWork] = SendWork
 
     def __init__(
         self,
@@ -395,14 +406,13 @@ class PointToPointGroup(torch_private.PythonGroup):
         super().__init__(ranks.index(member.number), len(ranks))  # type: ignore[call-arg]
         self.world = world
         self.unmatched = unmatched
-        self.channels = unmatched.channels.setdefault(label, {})
+        self.channels: Channels = unmatched.channels[label]
         self.member = member
         self.label = label
         self.ranks = ranks
         self.position = ranks.index(member.number)
         self.count = len(ranks)
         self.payload_bytes = payload_bytes
-        self.eager = world.network.eager or -1
         # The collective of the last message and what follows from it, as most collectives post many
         # messages. Not computed before the first message, because torch may set the group's
         # description later.
@@ -410,43 +420,51 @@ class PointToPointGroup(torch_private.PythonGroup):
         self.within: tuple[str, tuple[int, ...]] | None
         self.event_group: EventGroup
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SimWork:
         """Post a send to position `dst` of the group."""
         if not 0 <= dst < self.count:
             rank_at(self.member.number, "send", dst, self.ranks)
-        world, rank, tensor, unmatched = self.world, self.member, tensors[0], self.unmatched
-        peer = self.ranks[dst]
-        work = self.make_send(self, tensor, peer, tag, where_from(sys._getframe(1)))
-        now, nbytes, pointer = work.posted, work.nbytes, work.pointer
-        work.snapshot = snapshot(pointer, nbytes) if pointer else None
+        world, rank, tensor, peer = self.world, self.member, tensors[0], self.ranks[dst]
+        work = MessageWork(self, "send", tensor, peer, tag, where_from(sys._getframe(1)))
+        nbytes, pointer = work.nbytes, work.pointer
+        if pointer:
+            work.snapshot = snapshot(pointer, nbytes)
         work.payload = (
             tensor.detach().reshape(-1).tolist()
             if nbytes <= self.payload_bytes and not tensor.is_meta
             else None
         )
-        work.receive = None
         work.latency, bandwidth, work.hops = world.route(rank.number, peer)
         work.duration = work.latency + nbytes / bandwidth
         work.order = rank.send_order = rank.send_order + 1 if rank.in_flight else 0
         rank.in_flight += 1
-        key = (tag * world.size + rank.number) * world.size + peer
-        channel = self.channels.get(key)
-        if channel is None:
-            channel = self.channels[key] = [0]
-        receive = channel[1] if len(channel) > 1 and channel[1].kind == "recv" else None
-        anyone = (
-            unmatched.from_anyone.get((self.label, peer, tag)) if unmatched.from_anyone else None
-        )
-        # of two receives, the one that was posted first
-        if anyone and (receive is None or anyone[0].number < receive.number):
-            unmatched.match(work, channel, anyone.pop(0))
-        elif receive is not None:
-            unmatched.match(work, channel, channel.pop(1))
+        return self.post(work, rank.number, peer)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> SimWork:
+        """Post a receive from position `src` of the group."""
+        if not 0 <= src < self.count:
+            rank_at(self.member.number, "recv", src, self.ranks)
+        peer = self.ranks[src]
+        work = MessageWork(self, "recv", tensors[0], peer, tag, where_from(sys._getframe(1)))
+        return self.post(work, peer, self.member.number)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> SimWork:
+        """Post a receive from any rank: it gets the message that was sent first."""
+        work = MessageWork(self, "recv", tensors[0], None, tag, where_from(sys._getframe(1)))
+        size, me = self.world.size, self.member.number
+        work.channels = [self.channels[(tag * size + src) * size + me] for src in self.ranks]
+        sent = [c for c in work.channels if len(c) > 1 and c[1].kind == "send"]
+        if sent:
+            self.unmatched.meet(work, min(sent, key=lambda channel: channel[1].number))
         else:
-            channel.append(work)
-            if nbytes > self.eager:
-                return work
-        world.links.request(now, work.order, rank.number, work.number, work)
+            for channel in work.channels:
+                channel.append(work)
+        return work
+
+    def post(self, work: MessageWork, src: int, dst: int) -> SimWork:
+        """Let a send or a receive meet its other side."""
+        size = self.world.size
+        self.unmatched.meet(work, self.channels[(work.tag * size + src) * size + dst])
         return work
 
     def set_collective(self, collective: Collective | None) -> None:
@@ -455,57 +473,6 @@ class PointToPointGroup(torch_private.PythonGroup):
         self.event_group = self.world.event_groups.of(
             self.label, self.ranks, torch_private.mesh_axis(self), collective
         )
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
-        """Post a receive from position `src` of the group."""
-        if not 0 <= src < self.count:
-            rank_at(self.member.number, "recv", src, self.ranks)
-        return self._receive(tensors[0], self.ranks[src], tag)
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
-        """Post a receive from any rank: it gets the message that was sent first."""
-        return self._receive(tensors[0], None, tag)
-
-    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> RecvWork:
-        world, rank, unmatched = self.world, self.member, self.unmatched
-        work = RecvWork(self, tensor, peer, tag, where_from(sys._getframe(2)))
-        work.data = None
-        if peer is None:
-            channel = self._channel_of_oldest_send(tag)
-            if channel is None:
-                unmatched.from_anyone.setdefault((self.label, rank.number, tag), []).append(work)
-                return work
-        else:
-            key = (tag * world.size + peer) * world.size + rank.number
-            channel = self.channels.get(key)
-            if channel is None:
-                channel = self.channels[key] = [0]
-            if len(channel) == 1 or channel[1].kind == "recv":
-                channel.append(work)
-                return work
-        send = channel.pop(1)
-        unmatched.match(send, channel, work)
-        if send.done:  # an eager message that has arrived already
-            send.deliver(work)
-        elif send.nbytes > self.eager:
-            world.links.request(work.posted, send.order, send.rank.number, send.number, send)
-        return work
-
-    def _channel_of_oldest_send(self, tag: int) -> list | None:
-        """Return the channel with the unmatched send to this rank that was posted first.
-
-        The send may be from any rank.
-        """
-        size = self.world.size
-        channels = (
-            self.channels.get((tag * size + src) * size + self.member.number) for src in self.ranks
-        )
-        waiting = [
-            channel
-            for channel in channels
-            if channel is not None and len(channel) > 1 and channel[1].kind == "send"
-        ]
-        return min(waiting, key=lambda channel: channel[1].number, default=None)
 
 
 def check_sendable(tensor: torch.Tensor, kind: str, rank: VirtualRank, where: str) -> None:
@@ -531,7 +498,7 @@ ON_META = (
 )
 
 
-def one_on_meta(send: SendWork, receive: RecvWork) -> MisuseError:
+def one_on_meta(send: MessageWork, receive: MessageWork) -> MisuseError:
     """Return the error for a message with numbers on one side and the meta device on the other."""
     meta, other = (receive, send) if send.pointer else (send, receive)
     return MisuseError(

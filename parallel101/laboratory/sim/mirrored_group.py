@@ -9,6 +9,7 @@ import torch
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.errors import MisuseError
+from parallel101.laboratory.sim.async_work import SimWork
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import (
     CollectiveWork,
@@ -16,11 +17,7 @@ from parallel101.laboratory.sim.group import (
     SharedState,
     SimGroup,
 )
-from parallel101.laboratory.sim.message_matching import (
-    RecvWork,
-    SendWork,
-    UnmatchedMessages,
-)
+from parallel101.laboratory.sim.message_matching import MessageWork, UnmatchedMessages
 from parallel101.laboratory.sim.mirrored import MirroredAxes
 from parallel101.spans import Collective
 
@@ -80,7 +77,7 @@ class MirroredChannels(dict):
         # those of each collective, by the group's key
         self.known: dict[int, tuple[object, dict[int, list]]] = {}
 
-    def get(self, key: int, default: object = None) -> list:
+    def __getitem__(self, key: int) -> list:
         collective = self.group.collective
         known = self.known.setdefault(id(collective), (collective, {}))[1]
         if key not in known:
@@ -102,7 +99,7 @@ class MirroredChannels(dict):
 class MirroredMessages(UnmatchedMessages):
     """Messages of which one side may stand for that of another rank."""
 
-    def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
+    def match(self, send: MessageWork, channel: list, receive: MessageWork) -> None:
         if (send.peer, receive.peer) == (receive.rank.number, send.rank.number):
             super().match(send, channel, receive)
             return
@@ -122,9 +119,7 @@ class MirroredMessages(UnmatchedMessages):
             )
             send.world.fail(error, receive.rank)
             raise error
-        send.seq = channel[0] = channel[0] + 1
-        send.receive = receive
-        receive.source = send.group.position
+        self.matched(send, channel, receive)
 
 
 class MirroredState(SharedState):
@@ -132,7 +127,7 @@ class MirroredState(SharedState):
 
     def __init__(self, world: World, payload_bytes: int):
         super().__init__(world, payload_bytes)
-        self.unmatched = MirroredMessages()
+        self.unmatched = MirroredMessages(world.network.eager)
         self.lines: dict[tuple[int, ...], MirroredLine] = {}
 
     def find_misuse(self) -> MisuseError | None:
@@ -163,11 +158,11 @@ class MirroredGroup(SimGroup):
         mirrors = mirrors_of(shared.world)
         self.callers = len({*map(mirrors.representative, self.ranks)}.intersection(self.ranks))
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SimWork:
         with torch_private.no_function_modes():
             return super().send(tensors, dst, tag)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> SimWork:
         with torch_private.no_function_modes():
             return super().recv(tensors, src, tag)
 

@@ -27,7 +27,7 @@ MOST_BEHIND, MOST_OTHER_QUEUES = 5, 2  # notes of each sort: the error shows eig
 
 def queue_notes(shared: QueuedState) -> list[Note]:
     """Return the notes for the error of a run in which no rank can go on."""
-    queues = shared.queues.of
+    queues = shared.queues
     behind: list[Note] = []
     other_queues: list[Note] = []
     for (communicator, _), queue in sorted(queues.items()):

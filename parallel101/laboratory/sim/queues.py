@@ -61,7 +61,7 @@ from parallel101.laboratory.record.signatures import CollectiveArguments
 from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import CollectiveWork, SharedState, SimGroup
-from parallel101.laboratory.sim.message_matching import MessageWork, RecvWork, SendWork
+from parallel101.laboratory.sim.message_matching import MessageWork
 from parallel101.laboratory.sim.nccl_warnings import CollectiveKey, NcclWarnings
 
 
@@ -81,20 +81,40 @@ class Operation(SimWork):
         self.messages: list[MessageWork] = []
         self.collectives: list[QueuedCollective] = []
         self.tensors: list[torch.Tensor] = []
-        self.to_meet: list[MessageWork] = []  # messages whose other side has not started
         self.to_end = 0  # messages and collectives that have not ended
         self.communicator = ""
         self.queue: deque[Operation]  # of its rank and communicator
 
-    def add_message(self, message: MessageWork) -> None:
-        self.messages.append(message)
-        self.to_meet.append(message)
-        self.tensors += message.result()
+    def add(self, one: MessageWork | QueuedCollective) -> None:
         self.to_end += 1
+        if isinstance(one, QueuedCollective):
+            one.operation = self
+            self.collectives.append(one)
+        else:
+            one.on_end = self.one_ended
+            self.messages.append(one)
+            self.tensors += one.result()
 
-    def add_collective(self, collective: QueuedCollective) -> None:
-        self.collectives.append(collective)
-        self.to_end += 1
+    @property
+    def to_meet(self) -> list[MessageWork]:
+        """Return its messages whose other side has not started."""
+        return [message for message in self.messages if not message.met]
+
+    def put(self, communicator: str) -> None:
+        """Put it into its rank's queue of a communicator."""
+        queue = self.group.shared.queues[communicator, self.rank.number]
+        self.communicator, self.queue, self.in_queue = communicator, queue, True
+        queue.append(self)
+        if len(queue) == 1:
+            self.start()
+
+    def start(self) -> None:
+        self.started = True
+        shared = self.group.shared
+        for message in self.messages:
+            shared.unmatched.meet(message, shared.channel(message, self.communicator))
+        for collective in self.collectives:
+            collective.collective.join(collective)
 
     def one_ended(self) -> None:
         self.to_end -= 1
@@ -102,7 +122,7 @@ class Operation(SimWork):
             self.finish()
             self.queue.popleft()
             if self.queue:
-                self.group.queues.start(self.queue[0])
+                self.queue[0].start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block this rank until all of it has ended.
@@ -150,144 +170,49 @@ class Operation(SimWork):
         return (self.to_meet or self.messages or self.collectives)[0]
 
 
-class Queues:
-    """All queues of a run, and the messages in them.
+class QueuedState(SharedState):
+    """The state that all groups of a run share under NCCL's rules.
 
     A queue has the operations that one rank has put into one communicator and that have not ended.
     The first one has started, the others have not. A send and a receive meet when both have
     started.
     """
 
-    def __init__(self, shared: SharedState):
-        self.shared = shared
-        self.world = shared.world
-        self.eager = shared.world.network.eager or -1
-        self.of: dict[tuple[str, int], deque[Operation]] = defaultdict(deque)
-        self.operation_of: dict[MessageWork, Operation] = {}  # for messages that have not ended
+    def __init__(self, world: World, payload_bytes: int):
+        super().__init__(world, payload_bytes)
+        self.queues: dict[tuple[str, int], deque[Operation]] = defaultdict(deque)
         # ranks that passed device_id: their messages outside a batch use the group's queue
         self.with_device: set[int] = set()
+        self.warnings = NcclWarnings(world.size)
 
-    def put(self, operation: Operation, communicator: str) -> None:
-        """Put a rank's operation into its queue of a communicator."""
-        for message in operation.messages:
-            self.operation_of[message] = operation
-        queue = self.of[communicator, operation.rank.number]
-        operation.communicator, operation.queue, operation.in_queue = communicator, queue, True
-        queue.append(operation)
-        if len(queue) == 1:
-            self.start(operation)
-
-    def start(self, operation: Operation) -> None:
-        operation.started = True
-        for message in operation.messages:
-            self.start_message(message, self.channel(operation.communicator, message))
-        for collective in operation.collectives:
-            collective.collective.join(collective)
-
-    def channel(self, communicator: str, message: MessageWork) -> list:
-        """Return the started messages of a communicator from one rank to another, without tags.
-
-        message_matching.py has the same for gloo's rules.
-        """
+    def channel(self, message: MessageWork, communicator: str) -> list:
+        """Return the started messages of a communicator from one rank to another, without tags."""
         src, dst = message.rank.number, cast(int, message.peer)
         if message.kind == "recv":
             src, dst = dst, src
-        return self.shared.unmatched.channels.setdefault(communicator, {}).setdefault(
-            src * self.world.size + dst, [0]
-        )
+        return self.unmatched.channels[communicator][src * self.world.size + dst]
 
-    def start_message(self, message: MessageWork, channel: list) -> None:
-        """Start one side of a message, whose turn has come.
-
-        If the other side has started too, it asks for its links.
-        """
-        eager = message.kind == "send" and message.nbytes <= self.eager
-        if len(channel) == 1 or channel[1].kind == message.kind:
-            channel.append(message)
-            if eager:
-                self.met(message)
-                self.request(cast(SendWork, message))
-            return
-        send, receive = cast(
-            "tuple[SendWork, RecvWork]",
-            sorted((message, channel.pop(1)), key=lambda side: side.kind == "recv"),
-        )
-        self.shared.unmatched.match(send, channel, receive)
-        self.met(send)
-        self.met(receive)
-        if send.done:  # an eager message that has arrived already
-            send.deliver(receive)
-            self.end(receive)
-        elif send is message or send.nbytes > self.eager:
-            self.request(send)
-
-    def met(self, message: MessageWork) -> None:
-        """Note that a message needs nothing more of the other side."""
-        operation = self.operation_of.get(message)
-        if operation is not None and message in operation.to_meet:
-            operation.to_meet.remove(message)
-
-    def request(self, send: SendWork) -> None:
-        self.world.links.request(self.world.now, send.order, send.rank.number, send.number, send)
-
-    def end(self, message: MessageWork) -> None:
-        self.operation_of.pop(message).one_ended()
+    def behind(self) -> list[Operation]:
+        """Return the operations that are behind others in a queue."""
+        return [one for queue in self.queues.values() for one in queue if not one.started]
 
     def unfinished(self) -> list[EventRow]:
-        """Return the events of everything that is still behind other operations in a queue."""
-        rows: list[EventRow] = []
+        rows = super().unfinished()
         # of the last message with this communicator, kind, rank and peer
         numbers: dict[tuple[str, str, int, int | None], int] = {}
-        for (communicator, _), queue in self.of.items():
-            for operation in queue:
-                for message in operation.messages:
-                    channel = self.channel(communicator, message)
-                    key = communicator, message.kind, message.rank.number, message.peer
-                    numbers[key] = numbers.get(key, channel[0]) + (
-                        not operation.started or message in channel
-                    )
-                    if not operation.started:
-                        rows.append(message.row(numbers[key]))
-                if not operation.started:
-                    rows += [
-                        collective.row(collective.posted) for collective in operation.collectives
-                    ]
+        for operation in self.behind():
+            for message in operation.messages:
+                matched, *unmatched = self.channel(message, operation.communicator)
+                key = operation.communicator, message.kind, message.rank.number, message.peer
+                before = matched + sum(work.kind == message.kind for work in unmatched)
+                numbers[key] = numbers.get(key, before) + 1
+                rows.append(message.row(numbers[key]))
+            rows += [collective.row(collective.posted) for collective in operation.collectives]
         return rows
 
-
-class QueuedState(SharedState):
-    """The state that all groups of a run share under NCCL's rules."""
-
-    def __init__(self, world: World, payload_bytes: int):
-        super().__init__(world, payload_bytes)
-        self.queues = Queues(self)
-        self.warnings = NcclWarnings(world.size)
-
-    def unfinished(self) -> list[EventRow]:
-        return super().unfinished() + self.queues.unfinished()
-
     def unwaited(self) -> list[MessageWork]:
-        queued = [operation for queue in self.queues.of.values() for operation in queue]
-        behind = [
-            message
-            for operation in queued
-            if not operation.started and operation.future is None
-            for message in operation.messages
-        ]
-        return super().unwaited() + behind
-
-
-class QueuedSend(SendWork):
-    """A send under NCCL's rules: when it ends, the queues of both sides move on."""
-
-    __slots__ = ()
-    group: QueuedGroup
-
-    def fire(self) -> None:
-        super().fire()
-        if self.receive is not None:
-            self.group.queues.end(self.receive)
-        self.group.queues.end(self)
+        behind = (operation for operation in self.behind() if operation.future is None)
+        return super().unwaited() + [message for one in behind for message in one.messages]
 
 
 class QueuedCollective(CollectiveWork):
@@ -322,27 +247,15 @@ class QueuedCollective(CollectiveWork):
         return self.operation.missing()
 
 
-class NothingMeets(dict):
-    """Channels for PointToPointGroup in which no send meets a receive.
-
-    The group makes the message, and then the message goes into a queue.
-    """
-
-    def get(self, key: object, default: object = None) -> list:
-        return [0]
-
-
 class QueuedGroup(SimGroup):
     """One rank's view of a group under NCCL's rules. Its backend is called "sim_nccl"."""
 
     averages_integers = True
-    make_send = QueuedSend
+    shared: QueuedState
 
     def __init__(self, shared: QueuedState, *args: Any):
         super().__init__(shared, *args)
-        self.queues, self.noted = shared.queues, shared.warnings
-        self.channels = NothingMeets()
-        self.eager = -1  # no message starts when it is made
+        self.noted = shared.warnings
         self.batch: Operation | None = None
         # the call of batch_isend_irecv that fills it; None: torch's coalescing manager does
         self.batch_call: FrameType | None = None
@@ -351,39 +264,29 @@ class QueuedGroup(SimGroup):
     def getBackendName(self) -> str:
         return "sim_nccl"
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Operation:  # type: ignore[override]
-        """Put a send to position `dst` of the group into a queue."""
-        return self._put(super().send(tensors, dst, tag))
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Operation:  # type: ignore[override]
-        """Put a receive from position `src` of the group into a queue."""
-        return self._put(super().recv(tensors, src, tag))
-
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         raise RuntimeError(
             f"rank {self.member.number} receives from any rank, and NCCL does not support that "
             "(recvAnysource): name the sender, as in recv(tensor, src=…)"
         )
 
-    def _put(self, message: MessageWork) -> Operation:
+    def post(self, message: MessageWork, src: int, dst: int) -> Operation:
+        """Put a send or a receive into a queue."""
         coalescing = self.batch is not None and self.batch_call is None
         batch = None if coalescing else torch_private.running_batch(sys._getframe(2))
         if batch is not None and batch.frame is not self.batch_call:
             self.batch, self.batch_call = Operation(self), batch.frame
-        elif (
-            batch is None and not coalescing
-        ):  # also after a batch that broke off with an exception
+        elif batch is None and not coalescing:  # also after a batch that broke off with an error
             self.batch = self.batch_call = None
         if self.batch is None:
             operation = Operation(self)
-            operation.add_message(message)
-            low, high = sorted((message.rank.number, cast(int, message.peer)))
-            with_device = message.rank.number in self.queues.with_device
-            pair = f"{self.label}: ranks {low} and {high}"
-            self.queues.put(operation, self.label if with_device else pair)
+            operation.add(message)
+            with_device = self.member.number in self.shared.with_device
+            pair = f"{self.label}: ranks {min(src, dst)} and {max(src, dst)}"
+            operation.put(self.label if with_device else pair)
             return operation
         operation = self.batch
-        operation.add_message(message)
+        operation.add(message)
         if batch is not None and len(operation.messages) == batch.messages:
             self._end_batch()
         return operation
@@ -397,20 +300,14 @@ class QueuedGroup(SimGroup):
             )
         self.called[kind] += 1
         key = (self.label, self.called[kind], kind)
-        work = QueuedCollective(
-            self,
-            self._collective_with(key),
-            kind,
-            arguments,
-            *call,
-        )
+        work = QueuedCollective(self, self._collective_with(key), kind, arguments, *call)
         coalescing = self.batch is not None and self.batch_call is None
-        work.operation = self.batch if self.batch is not None and coalescing else Operation(self)
-        work.operation.add_collective(work)
+        operation = self.batch if self.batch is not None and coalescing else Operation(self)
+        operation.add(work)
         work.key = key
         self.noted.begins(self.member.number, key, self.ranks, work.where)
         if not coalescing:
-            self.queues.put(work.operation, self.label)
+            operation.put(self.label)
         return work
 
     def new_group(self, ranks: Sequence[int], *args: Any, group_name: str, **kwargs: Any) -> Any:
@@ -419,13 +316,13 @@ class QueuedGroup(SimGroup):
 
     def has_device(self) -> None:
         """Note that the program has passed device_id to init_process_group: see rule 2."""
-        self.queues.with_device.add(self.member.number)
+        self.shared.with_device.add(self.member.number)
 
     def _end_batch(self) -> Operation | None:
         operation, self.batch, self.batch_call = self.batch, None, None
         if operation is None or not operation.to_end:
             return None
-        self.queues.put(operation, self.label)
+        operation.put(self.label)
         return operation
 
     def _start_coalescing(self, device: object = None) -> None:
