@@ -305,8 +305,8 @@ class MessageWork(SimWork):
 #    a sender and a receiver.
 
 # by (tag * size + src) * size + dst: the number of matched messages, then the unmatched sends or
-# receives
-Channels = dict[int, list]
+# receives. (mirrored_group.py has longer keys.)
+Channels = dict[Any, list]
 
 
 class UnmatchedMessages:

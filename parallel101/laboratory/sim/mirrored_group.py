@@ -65,37 +65,6 @@ class MirroredLine:
         return tag, src, dst, steps, self.number
 
 
-class MirroredChannels(dict):
-    """One rank's view of a group's channels.
-
-    PointToPointGroup asks for (tag · size + source) · size + receiver, and makes what isn't there.
-    """
-
-    def __init__(self, group: MirroredGroup, channels: dict):
-        super().__init__()
-        self.group, self.channels = group, channels
-        # those of each collective, by the group's key
-        self.known: dict[int, tuple[object, dict[int, list]]] = {}
-
-    def __getitem__(self, key: int) -> list:
-        collective = self.group.collective
-        known = self.known.setdefault(id(collective), (collective, {}))[1]
-        if key not in known:
-            known[key] = self.channels.setdefault(self.common(key), [0])
-        return known[key]
-
-    def common(self, key: int) -> tuple:
-        group = self.group
-        size, me = group.world.size, group.member.number
-        tag, src, dst = key // size // size, key // size % size, key % size
-        if isinstance(group.collective, Collective):
-            line = group.line_of(group.collective.ranks)
-            return line.channel(src, dst, src == me, tag)
-        mirrors = mirrors_of(group.world)
-        steps = mirrors.moved(dst, src, -1) - mirrors.representative(dst)  # along mirrored axes
-        return tag, mirrors.representative(src), mirrors.representative(dst), steps, "message"
-
-
 class MirroredMessages(UnmatchedMessages):
     """Messages of which one side may stand for that of another rank."""
 
@@ -130,6 +99,11 @@ class MirroredState(SharedState):
         self.unmatched = MirroredMessages(world.network.eager)
         self.lines: dict[tuple[int, ...], MirroredLine] = {}
 
+    def line(self, ranks: tuple[int, ...]) -> MirroredLine:
+        if ranks not in self.lines:
+            self.lines[ranks] = MirroredLine(ranks, len(self.lines), self.world)
+        return self.lines[ranks]
+
     def find_misuse(self) -> MisuseError | None:
         """Return a misuse when nothing goes on: a rank may wait for one that has no thread."""
         mirrors = mirrors_of(self.world)
@@ -154,7 +128,7 @@ class MirroredGroup(SimGroup):
 
     def __init__(self, shared: MirroredState, *args: Any):
         super().__init__(shared, *args)
-        self.channels = MirroredChannels(self, self.channels)
+        self.line: MirroredLine | None = None  # of the collective whose messages are posted
         mirrors = mirrors_of(shared.world)
         self.callers = len({*map(mirrors.representative, self.ranks)}.intersection(self.ranks))
 
@@ -166,12 +140,21 @@ class MirroredGroup(SimGroup):
         with torch_private.no_function_modes():
             return super().recv(tensors, src, tag)
 
-    def line_of(self, ranks: tuple[int, ...]) -> MirroredLine:
-        line = self.shared.lines.get(ranks)
-        if line is None:
-            number = len(self.shared.lines)
-            line = self.shared.lines[ranks] = MirroredLine(ranks, number, self.world)
-        return line
+    def set_collective(self, collective: Collective | None) -> None:
+        super().set_collective(collective)
+        self.line = None if collective is None else self.shared.line(collective.ranks)
+
+    def post(self, work: MessageWork, src: int, dst: int) -> SimWork:
+        """Let a send or a receive meet its other side, or that of a rank for which it stands."""
+        if self.line is not None:
+            channel = self.line.channel(src, dst, work.kind == "send", work.tag)
+        else:
+            mirrors = mirrors_of(self.world)
+            ends = mirrors.representative(src), mirrors.representative(dst)
+            steps = mirrors.moved(dst, src, -1) - ends[1]  # along mirrored axes
+            channel = work.tag, *ends, steps, "message"
+        self.unmatched.meet(work, self.channels[channel])
+        return work
 
     def _collective_with(self, key: tuple) -> RunningCollective:
         return self.shared.incomplete.setdefault(key, MirroredCollective(self, key))
